@@ -1,0 +1,31 @@
+"""The errors a user can meet; each says what is wrong, the rule, and the way out."""
+
+from __future__ import annotations
+
+
+class MegatrainError(Exception):
+    """Base of every error that megatrain raises for its users.
+
+    The first line of the message stands alone. A window of context (a few rows of a schedule, the user's
+    source line) is attached with `add_note`.
+    """
+
+
+class OptionError(MegatrainError, ValueError):
+    """An option is unknown or unreadable: a misspelt name, a size such as `"10 quux"`."""
+
+
+class TraceError(MegatrainError):
+    """The model can't be captured faithfully; the message names the user's source line."""
+
+
+class LowerError(MegatrainError):
+    """A captured model can't be cut into blocks, or a pass broke the program."""
+
+
+class ScheduleError(MegatrainError):
+    """A schedule can't be built in the memory given, can't be read, or isn't safe."""
+
+
+class ExecuteError(MegatrainError):
+    """A compiled model was used wrongly, or an operation failed while it ran."""

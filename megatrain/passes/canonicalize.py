@@ -1,0 +1,50 @@
+"""canonicalize: removes what the forward computed and nobody read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from megatrain.tracer.traced import TracedModule
+
+
+def canonicalize(traced: TracedModule) -> TracedModule:
+    """Returns `traced` without dead calls and unread state.
+
+    Calls that write memory or draw random numbers stay, because leaving them out changes later results.
+
+        arange = torch.arange(16)        ->   (gone: only a guard reads it)
+        linear = F.linear(x, weight)     ->   linear = F.linear(x, weight)
+    """
+    graph, copies = copied_graph(traced.graph)
+    kept = {copies[node] for _, node in traced.writes_back}
+    for node in reversed(list(graph.nodes)):
+        is_effect = node.meta.get("is_random") or node.meta.get("writes")
+        if node.op in ("placeholder", "output") or node.users or node in kept or is_effect:
+            continue
+        graph.erase_node(node)
+    for node in graph.nodes:
+        alive = tuple(w for w in node.meta.get("writes", ()) if not w._erased)  # pyright: ignore[reportPrivateUsage]
+        if "writes" in node.meta:
+            node.meta["writes"] = alive
+    read = {n.target for n in graph.nodes if n.op == "get_attr"}
+    return dataclasses.replace(
+        traced,
+        graph=graph,
+        state={k: e for k, e in traced.state.items() if k in read},
+        writes_back=tuple((key, copies[node]) for key, node in traced.writes_back),
+    )
+
+
+def copied_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Copies a graph, names and meta included; nodes inside `writes` are translated."""
+    copy = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        nodes[node] = copy.node_copy(node, lambda n: nodes[n])
+        nodes[node].name = node.name
+    for node in copy.nodes:
+        if "writes" in node.meta:
+            node.meta["writes"] = tuple(nodes[w] for w in node.meta["writes"])
+    return copy, nodes

@@ -1,0 +1,116 @@
+"""Runs a template's graph on tensors, node by node, under the modes each call was recorded in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One call: where its arguments lie, where its result goes, and which results die after it."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: int
+    dead: tuple[int, ...]
+    has_grad: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    node: fx.Node
+
+
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    index: int
+
+
+class Code:
+    """A graph made ready to run: results are freed after their last use.
+
+    Args:
+        graph: Straight-line graph without `get_attr` nodes; its placeholders are the arguments, in order.
+    """
+
+    __slots__ = ("_num_inputs", "_outputs", "_size", "_steps")
+
+    def __init__(self, graph: fx.Graph):
+        index = {node: i for i, node in enumerate(graph.nodes)}
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        assert [index[n] for n in placeholders] == list(range(len(placeholders))), "placeholders come first"
+        last_use = {argument: node for node in graph.nodes for argument in node.all_input_nodes}
+        dies_after: dict[fx.Node, list[int]] = {}
+        for argument, user in last_use.items():
+            if user.op != "output":
+                dies_after.setdefault(user, []).append(index[argument])
+        calls = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
+        self._steps = tuple(_step(n, index, tuple(dies_after.get(n, ())), not n.users) for n in calls)
+        outputs: Any = graph.output_node().args[0]
+        self._outputs = tuple(index[n] for n in outputs)
+        self._num_inputs = len(placeholders)
+        self._size = len(index)
+
+    def __call__(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Runs the graph; differentiable where the caller's grad mode and the recorded one both allow it."""
+        assert len(arguments) == self._num_inputs
+        values: list[Any] = [*arguments, *([None] * (self._size - self._num_inputs))]
+        del arguments
+        outer = torch.is_grad_enabled()
+        for step in self._steps:
+            args, kwargs = _resolve(step.args, values), _resolve(step.kwargs, values)
+            if step.has_grad and not step.autocast and outer:
+                values[step.result] = step.function(*args, **kwargs)
+            else:
+                values[step.result] = _run_in_modes(step, args, kwargs, outer)
+            del args, kwargs
+            for dead in step.dead:
+                values[dead] = None
+        return tuple(values[i] for i in self._outputs)
+
+
+def _step(node: fx.Node, index: dict[fx.Node, int], dead: tuple[int, ...], is_unused: bool) -> _Step:
+    args, kwargs = fx.node.map_aggregate(
+        (node.args, node.kwargs), lambda a: _Ref(index[a]) if isinstance(a, fx.Node) else a
+    )
+    target: Any = node.target
+    function = _method(target) if node.op == "call_method" else target
+    dead = (*dead, index[node]) if is_unused else dead
+    return _Step(
+        function, tuple(args), dict(kwargs), index[node], dead, node.meta["grad"], node.meta["autocast"], node
+    )
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(*args, **kwargs)
+
+    return call
+
+
+def _resolve(argument: Any, values: list[Any]) -> Any:
+    if type(argument) is _Ref:
+        return values[argument.index]
+    if isinstance(argument, tuple):
+        items = [_resolve(a, values) for a in argument]
+        return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
+    if isinstance(argument, list):
+        return [_resolve(a, values) for a in argument]
+    if isinstance(argument, dict):
+        return {k: _resolve(v, values) for k, v in argument.items()}
+    if isinstance(argument, slice):
+        return slice(*(_resolve(a, values) for a in (argument.start, argument.stop, argument.step)))
+    return argument
+
+
+def _run_in_modes(step: _Step, args: Any, kwargs: Any, outer: bool) -> Any:
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(step.has_grad and outer))
+        for device, dtype in step.autocast:
+            # The weight cache would outlive the slot that the cast weight was read from.
+            stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
+        return step.function(*args, **kwargs)

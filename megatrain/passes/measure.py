@@ -1,0 +1,118 @@
+"""measure: runs each template once on fake tensors and notes what it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatrain.passes.interpret import Code
+from megatrain.passes.program import Port, Program, Template, TemplateCost
+
+
+def measure(program: Program) -> Program:
+    """Returns `program` with the cost of every template filled in; allocates nothing."""
+    differentiable = _differentiable_ports(program)
+    templates = {
+        name: dataclasses.replace(template, cost=_cost(template, differentiable[name], program))
+        for name, template in program.templates.items()
+    }
+    return dataclasses.replace(program, templates=templates, provenance=(*program.provenance, "measure"))
+
+
+def _differentiable_ports(program: Program) -> dict[str, list[bool]]:
+    """Tells, per placeholder of each template, whether some block needs its gradient."""
+    found: dict[str, list[bool]] = {}
+    for block in program.blocks:
+        flags = [program.values[v].requires_grad for v in block.inputs]
+        flags += [program.state[k].requires_grad for k in block.binding]
+        old = found.get(block.template, [False] * len(flags))
+        found[block.template] = [a or b for a, b in zip(old, flags, strict=True)]
+    return found
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Follows the bytes of storages made while it is active."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._alive: dict[int, Any] = {}
+        self._known = {t.untyped_storage()._cdata for t in known}  # pyright: ignore[reportPrivateUsage]
+        self.current = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, torch.Tensor) and item.layout == torch.strided:
+                self._add(item.untyped_storage())
+        return result
+
+    def _add(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known or key in self._alive:
+            return
+        self._alive[key] = weakref.finalize(storage, self._remove, key, size)
+        self.current += size
+        self.peak = max(self.peak, self.current)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._alive.pop(key, None)
+        self.current -= size
+
+
+def _cost(template: Template, differentiable: list[bool], program: Program) -> TemplateCost:
+    code = Code(template.graph)
+    ports = (*template.inputs, *template.state)
+    with FakeTensorMode():
+        forward_peak, flops = _measure_forward(code, ports)
+        saved, backward_peak = _measure_backward(code, ports, differentiable)
+    return TemplateCost(saved, forward_peak, backward_peak, flops)
+
+
+def _fake_arguments(ports: tuple[Port, ...], differentiable: list[bool]) -> list[torch.Tensor]:
+    arguments: list[torch.Tensor] = []
+    for port, needs_grad in zip(ports, differentiable, strict=True):
+        stride = port.spec.stride
+        fake = torch.empty(port.spec.shape, dtype=port.spec.dtype)
+        if stride is not None:
+            fake = torch.empty_strided(port.spec.shape, stride, dtype=port.spec.dtype)
+        arguments.append(fake.requires_grad_(needs_grad))
+    return arguments
+
+
+def _measure_forward(code: Code, ports: tuple[Port, ...]) -> tuple[int, int]:
+    arguments = _fake_arguments(ports, [False] * len(ports))
+    counter = FlopCounterMode(display=False)
+    with _LiveBytes(arguments) as live, counter:
+        outputs = code(arguments)
+    own = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs}.values())
+    return max(0, live.peak - own), int(counter.get_total_flops())
+
+
+def _measure_backward(code: Code, ports: tuple[Port, ...], differentiable: list[bool]) -> tuple[int, int]:
+    arguments = _fake_arguments(ports, differentiable)
+    saved: dict[int, int] = {}
+    known = {t.untyped_storage()._cdata for t in arguments}  # pyright: ignore[reportPrivateUsage]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:  # pyright: ignore[reportPrivateUsage]
+            saved[storage._cdata] = storage.nbytes()  # pyright: ignore[reportPrivateUsage]
+        return tensor
+
+    with _LiveBytes(arguments) as live:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            outputs = code(arguments)
+        for output in outputs:
+            saved.pop(output.untyped_storage()._cdata, None)  # pyright: ignore[reportPrivateUsage]
+        roots = [o for o in outputs if o.requires_grad]
+        leaves = [a for a in arguments if a.requires_grad]
+        gradients = torch.autograd.grad(roots, leaves, [torch.ones_like(r) for r in roots], allow_unused=True)
+    produced = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
+    return sum(saved.values()), max(0, live.peak - produced)

@@ -1,0 +1,169 @@
+"""partition: cuts the graph into blocks; the only pass that changes the type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from megatrain.errors import LowerError
+from megatrain.passes.intervals import Interval, find_intervals
+from megatrain.passes.program import Block, OutputRef, Port, Program, Template, Value
+from megatrain.tracer.traced import TracedModule
+
+
+def partition(traced: TracedModule, *, block_bytes: int | None = None) -> Program:
+    """Cuts a straight-line graph into contiguous intervals, one block each.
+
+    Each repeated module (two or more of a class in one ModuleList or Sequential) is a block; what lies between
+    is a block of its own if it reads state, else it joins its neighbour. What one interval computes and
+    another, or the caller, reads becomes a value. An interval partition of a straight-line graph is acyclic,
+    so every model has one.
+
+    Args:
+        traced: The capture.
+        block_bytes: Target bytes of a block's state. Larger blocks are cut at their child modules, runs of
+            smaller ones are merged. None keeps the model's own repeated modules.
+
+    Raises:
+        LowerError: If the model calls nothing at all.
+    """
+    intervals = find_intervals(traced, block_bytes)
+    if not intervals:
+        raise LowerError(
+            f"{traced.name} computes nothing.\n  A program needs at least one torch call between inputs and outputs."
+        )
+    return _Cut(traced, intervals).program()
+
+
+class _Cut:
+    """Follows every tensor across the intervals, in execution order."""
+
+    def __init__(self, traced: TracedModule, intervals: list[Interval]):
+        self._traced = traced
+        self._intervals = intervals
+        self._home = {n: i for i, interval in enumerate(intervals) for n in interval.nodes}
+        self._values: dict[str, Value] = {}
+        # The value that holds a node's tensor now; a block that writes into a foreign tensor redefines it.
+        self._current: dict[fx.Node, str] = {}
+        self._storages: dict[Any, int] = {}
+        self._written_state = {node for _, node in traced.writes_back if node.op == "get_attr"}
+        outputs: Any = traced.graph.output_node().args[0]
+        self._returned: set[fx.Node] = {*outputs, *(n for _, n in traced.writes_back)}
+
+    def program(self) -> Program:
+        traced = self._traced
+        for node in traced.inputs:
+            self._define(node, node.name, None, ("input", node.name))
+        buffers: list[tuple[str, str]] = []
+        for node in sorted(self._written_state, key=lambda n: n.name):
+            self._define(node, node.name, None, ("input", node.name))
+            buffers.append((node.name, str(node.target)))
+        templates: dict[str, Template] = {}
+        blocks: list[Block] = []
+        for index, interval in enumerate(self._intervals):
+            template, block = self._block(index, interval)
+            templates[template.name] = template
+            blocks.append(block)
+        outputs: Any = traced.graph.output_node().args[0]
+        return Program(
+            name=traced.name,
+            templates=templates,
+            blocks=tuple(blocks),
+            values=dict(self._values),
+            inputs=tuple(n.name for n in traced.inputs),
+            buffers=tuple(buffers),
+            commits=tuple((key, self._current[node]) for key, node in traced.writes_back),
+            outputs=tuple(self._output(node) for node in outputs),
+            state=dict(traced.state),
+            provenance=("canonicalize", "partition"),
+        )
+
+    def _define(self, node: fx.Node, name: str, producer: int | None, storage: Any) -> None:
+        meta = node.meta
+        number = self._storages.setdefault(storage, len(self._storages))
+        self._current[node] = name
+        self._values[name] = Value(
+            name, meta["spec"], producer, meta["requires_grad"], number, meta["storage_bytes"]
+        )
+
+    def _output(self, node: fx.Node) -> OutputRef:
+        if node in self._current:
+            return OutputRef("value", self._current[node])
+        return OutputRef("state", str(node.target))
+
+    def _block(self, index: int, interval: Interval) -> tuple[Template, Block]:
+        foreign = dict.fromkeys(
+            a for n in interval.nodes for a in n.all_input_nodes if self._home.get(a, -1) != index
+        )
+        inputs = [a for a in foreign if a in self._current]
+        written = {w for n in interval.nodes for w in n.meta.get("writes", ()) if w in inputs}
+        graph, copies = _extract(interval, foreign, inputs, written)
+        names = tuple(self._current[a] for a in inputs)
+        outputs = self._outputs(index, interval, written)
+        for node in outputs:
+            is_rewritten = node in written
+            name = f"{node.name}_in_{index}" if is_rewritten else node.name
+            storage = (index, node.meta["storage"]) if self._is_owned(index, node, written) else node.meta["storage"]
+            self._define(node, name, index, storage)
+        graph.output(tuple(copies[n] for n in outputs))
+        template = Template(
+            name=f"t{index}",
+            graph=graph,
+            inputs=tuple(Port(copies[a].name, a.meta["spec"]) for a in inputs),
+            state=(),
+            outputs=tuple(Port(copies[n].name, n.meta["spec"]) for n in outputs),
+            is_random=any(n.meta["is_random"] for n in interval.nodes),
+            provenance=("canonicalize", "partition"),
+        )
+        block = Block(index, interval.name, template.name, names, tuple(self._current[n] for n in outputs), ())
+        return template, block
+
+    def _is_owned(self, index: int, node: fx.Node, written: set[fx.Node]) -> bool:
+        """Tells whether a tensor lives in memory that this block copied before writing into it."""
+        return any(w.meta["storage"] == node.meta["storage"] for w in written)
+
+    def _outputs(self, index: int, interval: Interval, written: set[fx.Node]) -> list[fx.Node]:
+        """Lists the tensors that leave the interval, in order of definition: re-written inputs first."""
+
+        def leaves(node: fx.Node) -> bool:
+            later = any(self._home.get(u, -1) > index for u in node.users)
+            return later or node in self._returned
+
+        rewritten = [n for n in written if leaves(n)]
+        return sorted(rewritten, key=lambda n: n.name) + [n for n in interval.nodes if leaves(n)]
+
+
+def _extract(
+    interval: Interval, foreign: dict[fx.Node, None], inputs: list[fx.Node], written: set[fx.Node]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Copies an interval into a graph of its own; inputs that it writes into are cloned on entry."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta.update(spec=node.meta["spec"], requires_grad=node.meta["requires_grad"])
+    for node in foreign:
+        if node not in copies:
+            copies[node] = graph.node_copy(node)
+    for node in inputs:
+        if node in written:
+            copies[node] = _clone_of(graph, copies[node], node)
+    for node in interval.nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        copies[node].meta = {k: v for k, v in node.meta.items() if k != "writes"}
+    return graph, copies
+
+
+def _clone_of(graph: fx.Graph, placeholder: fx.Node, original: fx.Node) -> fx.Node:
+    clone = graph.call_method("clone", (placeholder,))
+    clone.meta.update(
+        spec=original.meta["spec"],
+        requires_grad=original.meta["requires_grad"],
+        grad=True,
+        autocast=(),
+        modules=(),
+        source=None,
+        is_random=False,
+    )
+    return clone

@@ -1,0 +1,159 @@
+"""Program: blocks in execution order, the templates they share, and the values between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.state import StateEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A named input or output of a template."""
+
+    name: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateCost:
+    """Bytes and work of one execution of a template, measured on fake tensors.
+
+    Args:
+        saved_bytes: What the forward holds for its backward, beyond inputs, outputs and state.
+        forward_workspace_bytes: Most bytes alive inside the forward beyond inputs, outputs and state.
+        backward_workspace_bytes: The same for recompute and backward, beyond the gradients produced.
+        forward_flops: Floating-point operations of the forward's matrix products, convolutions and attention.
+    """
+
+    saved_bytes: int
+    forward_workspace_bytes: int
+    backward_workspace_bytes: int
+    forward_flops: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """The code of a block without its state.
+
+    Args:
+        name: `t0`, `t1`, ...
+        graph: Placeholders (inputs, then state), calls, one output. Before `lift_state` the state is read by
+            `get_attr` nodes instead.
+        inputs: Values from other blocks or from the model's inputs.
+        state: Parameters and buffers, as inputs.
+        outputs: What other blocks or the caller read.
+        is_random: Draws from the random generator.
+        cost: Filled in by `measure`.
+        provenance: The passes that made it.
+    """
+
+    name: str
+    graph: fx.Graph
+    inputs: tuple[Port, ...]
+    state: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    is_random: bool
+    cost: TemplateCost | None = None
+    provenance: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that crosses a block's boundary, or enters or leaves the model.
+
+    Args:
+        name: Unique in the program.
+        spec: Shape, dtype, layout.
+        producer: Index of the block that computes it; None for an input.
+        requires_grad: A gradient flows back through it.
+        storage: Number of its storage; values with one number alias.
+        storage_bytes: Bytes of that storage.
+    """
+
+    name: str
+    spec: TensorSpec
+    producer: int | None
+    requires_grad: bool
+    storage: int
+    storage_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A contiguous piece of the graph, in execution order.
+
+    Args:
+        index: Its place.
+        name: The modules it covers.
+        template: Name of its template.
+        inputs: Names of the values it reads, in the order of the template's inputs.
+        outputs: Names of the values it defines, in the order of the template's outputs.
+        binding: Keys of its state, in the order of the template's state.
+    """
+
+    index: int
+    name: str
+    template: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    binding: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRef:
+    """Where one tensor of the model's output comes from: `"value"` or `"state"`."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """A model as blocks over shared templates; prints itself, one line per block.
+
+    Args:
+        name: Class name of the model.
+        templates: By name, in order of first use.
+        blocks: In execution order.
+        values: By name, in order of definition, inputs first.
+        inputs: Values that the caller passes, in the order of the flattened arguments.
+        buffers: `(value, state key)`: buffers that the forward writes enter as values, with their content
+            before the step, so that a recompute sees what the forward saw.
+        commits: `(state key, value)`: what those buffers hold after the forward, written back once per step.
+        outputs: Sources of the tensors that the model returns.
+        state: All state the program reads, by key.
+        provenance: The passes that made it.
+    """
+
+    name: str
+    templates: Mapping[str, Template]
+    blocks: tuple[Block, ...]
+    values: Mapping[str, Value]
+    inputs: tuple[str, ...]
+    buffers: tuple[tuple[str, str], ...]
+    commits: tuple[tuple[str, str], ...]
+    outputs: tuple[OutputRef, ...]
+    state: Mapping[str, StateEntry]
+    provenance: tuple[str, ...] = ()
+
+    def state_bytes(self, block: Block) -> int:
+        """Bytes of the elements of a block's state."""
+        return sum(self.state[key].spec.nbytes for key in block.binding)
+
+    def readers(self) -> dict[str, tuple[int, ...]]:
+        """Blocks that read each value, ascending."""
+        found: dict[str, list[int]] = {name: [] for name in self.values}
+        for block in self.blocks:
+            for name in dict.fromkeys(block.inputs):
+                found[name].append(block.index)
+        return {name: tuple(blocks) for name, blocks in found.items()}
+
+    def __str__(self) -> str:
+        from megatrain.passes.text import program_text
+
+        return program_text(self)

@@ -1,0 +1,66 @@
+"""The printed forms of templates and programs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from megatrain.tracer.targets import call_text
+
+if TYPE_CHECKING:
+    from megatrain.passes.program import Program, Template
+
+
+def template_text(template: Template, heading: str = "") -> str:
+    """Prints a template as a Python function whose state is keyword-only."""
+    lines = [heading] if heading else []
+    lines.append(f"def {template.name}(")
+    lines += [f'    {port.name}: "{port.spec}",' for port in template.inputs]
+    if template.state:
+        lines.append("    *,")
+        lines += [f'    {port.name}: "{port.spec}",' for port in template.state]
+    lines.append(") -> (" + ", ".join(f'"{port.spec}"' for port in template.outputs) + "):")
+    context: tuple[bool, tuple[object, ...]] | None = None
+    for node in template.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        here = (node.meta["grad"], node.meta["autocast"])
+        if context is not None and here != context:
+            lines.append(f"    # grad {'on' if here[0] else 'off'}, autocast {_autocast_text(here[1])}")
+        context = here
+        spec = f': "{node.meta["spec"]}"' if "spec" in node.meta else ""
+        lines.append(f"    {node.name}{spec} = {call_text(node)}")
+    lines.append(f"    return {', '.join(p.name for p in template.outputs)}")
+    return "\n".join(lines)
+
+
+def _autocast_text(autocast: tuple[object, ...]) -> str:
+    return ", ".join(str(entry) for entry in autocast) or "off"
+
+
+def program_text(program: Program) -> str:
+    """Prints every template once and one line per block."""
+    users: dict[str, list[int]] = defaultdict(list)
+    for block in program.blocks:
+        users[block.template].append(block.index)
+    passes = ", ".join(program.provenance)
+    lines = [
+        f"program {program.name}: {len(program.blocks)} blocks, {len(program.templates)} templates; from {passes}",
+        f"  inputs {_list(program.inputs)}; outputs {_list(tuple(o.name for o in program.outputs))}",
+    ]
+    lines += [f"  buffer {value} = {key}" for value, key in program.buffers]
+    lines += [f"  commit {key} = {value}" for key, value in program.commits]
+    for block in program.blocks:
+        frozen = "" if any(program.state[k].requires_grad for k in block.binding) or not block.binding else ", frozen"
+        lines.append(
+            f"  block {block.index} {block.name}: {block.template}({', '.join(block.inputs)}) -> "
+            f"{_list(block.outputs)}; state {program.state_bytes(block)} bytes{frozen}"
+        )
+    for template in program.templates.values():
+        blocks = ", ".join(map(str, users[template.name]))
+        lines += ["", template_text(template, f"# template {template.name}: blocks {blocks}")]
+    return "\n".join(lines)
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return ", ".join(names) if names else "nothing"

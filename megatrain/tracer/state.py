@@ -1,0 +1,63 @@
+"""The inventory of a model's state: parameters and buffers, with ties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatrain.tracer.spec import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StateEntry:
+    """One parameter, buffer or constant of the model.
+
+    Args:
+        key: Its first fully qualified name.
+        kind: `"parameter"`, `"buffer"` or `"constant"` (a tensor that the forward reads and no module registers).
+        spec: Shape, dtype, layout.
+        requires_grad: Whether it is trained.
+        ties: The other names of the same tensor.
+        persistent: Whether it is part of `state_dict()`.
+    """
+
+    key: str
+    kind: str
+    spec: TensorSpec
+    requires_grad: bool
+    ties: tuple[str, ...] = ()
+    persistent: bool = True
+
+
+def inventory(module: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.Tensor]]:
+    """Lists the registered state of `module`.
+
+    Returns:
+        The entries and the tensors, both by key, in registration order, each tensor once.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    for kind, named in (
+        ("parameter", module.named_parameters(remove_duplicate=False)),
+        ("buffer", module.named_buffers(remove_duplicate=False)),
+    ):
+        for name, tensor in named:
+            names.setdefault(id(tensor), []).append(name)
+            tensors.setdefault(id(tensor), (kind, tensor))
+    transient = _non_persistent(module)
+    entries: dict[str, StateEntry] = {}
+    for identity, (kind, tensor) in tensors.items():
+        key, *ties = names[identity]
+        spec = TensorSpec.of(tensor)
+        entries[key] = StateEntry(key, kind, spec, tensor.requires_grad, tuple(ties), key not in transient)
+    return entries, {names[identity][0]: tensor for identity, (_, tensor) in tensors.items()}
+
+
+def _non_persistent(module: nn.Module) -> set[str]:
+    found: set[str] = set()
+    for prefix, child in module.named_modules():
+        hidden = child._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]  # no public list exists
+        found.update(f"{prefix}.{name}" if prefix else name for name in hidden)
+    return found

@@ -1,0 +1,121 @@
+"""Names for what a node calls and for the literals it is called with: printable, importable where possible."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from megatrain.tracer.spec import dtype_name
+
+_NAMESPACES: tuple[tuple[str, Any], ...] = (
+    ("F", F),
+    ("torch", torch),
+    ("operator", operator),
+    ("torch.special", torch.special),
+    ("torch.fft", torch.fft),
+    ("torch.linalg", torch.linalg),
+)
+
+
+def call_name(func: Callable[..., Any]) -> str:
+    """Returns the bare name of a torch function, method or property access."""
+    name = getattr(func, "__name__", None) or type(func).__name__
+    if name in ("__get__", "__set__"):
+        return getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+def is_property_get(func: Callable[..., Any]) -> bool:
+    """Tells whether `func` reads a tensor's property (`x.shape`)."""
+    return getattr(func, "__name__", "") == "__get__"
+
+
+def is_property_set(func: Callable[..., Any]) -> bool:
+    """Tells whether `func` assigns to a tensor's property (`x.data = y`)."""
+    return getattr(func, "__name__", "") in ("__set__", "__delete__")
+
+
+def as_call(func: Callable[..., Any]) -> tuple[str, Any]:
+    """Returns the `(op, target)` of the fx node that repeats a recorded call.
+
+    Methods of `torch.Tensor` become `call_method`, because their wrapped function objects (`**` arrives as
+    `torch._tensor.pow`) have no importable name.
+    """
+    name = call_name(func)
+    module = getattr(func, "__module__", None)
+    if isinstance(func, FunctionType | BuiltinFunctionType) and module != "torch._tensor":
+        if getattr(torch.Tensor, name, None) is not func:
+            return "call_function", func
+    if hasattr(torch.Tensor, name):
+        return "call_method", name
+    return "call_function", func
+
+
+def target_text(node: fx.Node) -> str:
+    """Returns the printed name of the function a `call_function` node calls."""
+    target: Any = node.target
+    name = call_name(target)
+    for prefix, namespace in _NAMESPACES:
+        if getattr(namespace, name, None) is target:
+            return f"{prefix}.{name}"
+    module = getattr(target, "__module__", None) or "torch"
+    owner = getattr(target, "__self__", None)
+    if isinstance(owner, type):
+        return f"{owner.__module__}.{owner.__qualname__}.{name}"
+    return f"{module}.{getattr(target, '__qualname__', name)}"
+
+
+def literal_text(value: Any) -> str:
+    """Prints an argument of a node as Python; objects without a stable form print as their type."""
+    if isinstance(value, fx.Node):
+        return str(value.target) if value.op == "get_attr" else value.name
+    if isinstance(value, torch.dtype):
+        return f"torch.{str(value).removeprefix('torch.')}" if dtype_name(value) else str(value)
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return f"float('{value}')"
+    if isinstance(value, float) and value != value:
+        return "float('nan')"
+    if isinstance(value, slice):
+        return f"slice({', '.join(literal_text(x) for x in (value.start, value.stop, value.step))})"
+    if isinstance(value, torch.Size | tuple) and not hasattr(value, "_fields"):
+        inner = ", ".join(map(literal_text, value))
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal_text, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {literal_text(v)}" for k, v in value.items()) + "}"
+    if value is Ellipsis:
+        return "..."
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return repr(value)
+    if isinstance(value, torch.memory_format | torch.layout):
+        return str(value)
+    return f"<{type(value).__module__}.{type(value).__qualname__}>"
+
+
+def _index_text(index: Any) -> str:
+    if isinstance(index, tuple) and index and not hasattr(index, "_fields"):
+        return ", ".join(map(_index_text, index)) + ("," if len(index) == 1 else "")
+    if isinstance(index, slice):
+        bounds = ["" if x is None else literal_text(x) for x in (index.start, index.stop)]
+        return ":".join(bounds) + ("" if index.step is None else f":{literal_text(index.step)}")
+    return literal_text(index)
+
+
+def call_text(node: fx.Node) -> str:
+    """Prints the call a node makes: `F.linear(x, weight, None)` or `x.view(2, -1)`."""
+    parts = [literal_text(a) for a in node.args]
+    parts += [f"{k}={literal_text(v)}" for k, v in node.kwargs.items()]
+    if node.op == "call_method" and node.target == "__getitem__":
+        return f"{parts[0]}[{_index_text(node.args[1])}]"
+    if node.op == "call_method":
+        return f"{parts[0]}.{node.target}({', '.join(parts[1:])})"
+    return f"{target_text(node)}({', '.join(parts)})"

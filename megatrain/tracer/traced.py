@@ -1,0 +1,104 @@
+"""TracedModule: one forward of a model as a flat fx graph, with specs and the state it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from megatrain.errors import TraceError
+from megatrain.tracer.guards import Guard
+from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.state import StateEntry
+from megatrain.tracer.structure import Arguments, Structure
+from megatrain.tracer.targets import call_text
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TracedModule:
+    """What the model's forward did, once, for one signature of inputs.
+
+    The graph is straight-line: placeholders (the input tensors, in order), `get_attr` nodes (state, by fully
+    qualified name), one call node per torch call, one output. A node's meta holds `spec`, `requires_grad`,
+    `storage` (which tensors alias), `modules` (the module calls it ran in, outermost first), `source` (the
+    user's line), `grad` and `autocast` (the modes it ran under), `is_random`, and `writes` (the nodes whose
+    memory it changes).
+
+    Args:
+        name: Class name of the model.
+        graph: The captured forward.
+        arguments: Tensors and structure of the example arguments.
+        outputs: Structure of what the model returned; the graph's output lists its tensors in order.
+        state: Everything the forward read, by key.
+        constants: The tensors behind entries of kind `"constant"`.
+        writes_back: `(buffer key, node)`: buffers that hold another value after the forward.
+        guards: What Python code read from the inputs.
+        block_modules: Fully qualified names of the repeated modules, where a cut is natural.
+        device: The compute device that the capture assumed.
+    """
+
+    name: str
+    graph: fx.Graph
+    arguments: Arguments
+    outputs: Structure
+    state: Mapping[str, StateEntry]
+    constants: Mapping[str, torch.Tensor]
+    writes_back: tuple[tuple[str, fx.Node], ...]
+    guards: tuple[Guard, ...]
+    block_modules: frozenset[str]
+    device: torch.device
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Spec of every tensor in the graph, by node name."""
+        return {n.name: n.meta["spec"] for n in self.graph.nodes if "spec" in n.meta}
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The placeholders, in the order of the flattened arguments."""
+        return tuple(n for n in self.graph.nodes if n.op == "placeholder")
+
+    def __str__(self) -> str:
+        inputs = ", ".join(f"{n.name}: {n.meta['spec']}" for n in self.inputs)
+        outputs: Any = self.graph.output_node().args[0]
+        specs = ", ".join(str(n.meta["spec"]) for n in outputs)
+        lines = [f"traced {self.name}({inputs}) -> ({specs})", *self._state_lines()]
+        for node in self.graph.nodes:
+            if node.op in ("call_function", "call_method"):
+                spec = f": {node.meta['spec']}" if "spec" in node.meta else ""
+                path = node.meta["modules"][-1][0] if node.meta["modules"] else ""
+                lines.append(f"  {node.name}{spec} = {call_text(node)}" + (f"  # {path}" if path else ""))
+        lines += [f"  write back {key} = {node.name}" for key, node in self.writes_back]
+        lines += [f"  guard {guard}" for guard in self.guards]
+        return "\n".join([*lines, f"  return {', '.join(n.name for n in outputs)}"])
+
+    def _state_lines(self) -> list[str]:
+        parameters = [e for e in self.state.values() if e.kind == "parameter"]
+        others = [e for e in self.state.values() if e.kind != "parameter"]
+        total = sum(e.spec.nbytes for e in parameters)
+        other_bytes = sum(e.spec.nbytes for e in others)
+        lines = [f"  state: {len(parameters)} parameters, {total} bytes; {len(others)} buffers, {other_bytes} bytes"]
+        for entry in self.state.values():
+            lines += [f"  tied: {tie} = {entry.key}" for tie in entry.ties]
+        return lines
+
+    def check(self) -> None:
+        """Checks that the graph is well-formed and that every tensor in it is described.
+
+        Raises:
+            TraceError: If a node is undescribed or reads state that the inventory lacks.
+        """
+        self.graph.lint()
+        for node in self.graph.nodes:
+            if node.op == "get_attr" and node.target not in self.state:
+                raise TraceError(f"the graph reads state `{node.target}`, which the inventory lacks")
+            if node.op in ("placeholder", "get_attr") and "spec" not in node.meta:
+                raise TraceError(f"node `{node.name}` has no spec")
+        for key, node in self.writes_back:
+            if self.state[key].kind != "buffer":
+                raise TraceError(f"the model writes into its {self.state[key].kind} `{key}` during forward")
+            if node.graph is not self.graph:
+                raise TraceError(f"the value written back to `{key}` belongs to another graph")
