@@ -48,16 +48,19 @@ class _Cut:
         self._current: dict[fx.Node, str] = {}
         self._storages: dict[Any, int] = {}
         self._written_state = {node for _, node in traced.writes_back if node.op == "get_attr"}
+        self._state_storages = {
+            n.meta["storage"] for n in traced.graph.nodes if n.op == "get_attr" and n not in self._written_state
+        }
         outputs: Any = traced.graph.output_node().args[0]
         self._returned: set[fx.Node] = {*outputs, *(n for _, n in traced.writes_back)}
 
     def program(self) -> Program:
         traced = self._traced
         for node in traced.inputs:
-            self._define(node, node.name, None, ("input", node.name))
+            self._define(node, node.name, None, node.meta["storage"])
         buffers: list[tuple[str, str]] = []
         for node in sorted(self._written_state, key=lambda n: n.name):
-            self._define(node, node.name, None, ("input", node.name))
+            self._define(node, node.name, None, node.meta["storage"])
             buffers.append((node.name, str(node.target)))
         templates: dict[str, Template] = {}
         blocks: list[Block] = []
@@ -82,10 +85,10 @@ class _Cut:
     def _define(self, node: fx.Node, name: str, producer: int | None, storage: Any) -> None:
         meta = node.meta
         number = self._storages.setdefault(storage, len(self._storages))
+        is_copy = meta["storage"] in self._state_storages
+        storage_bytes = meta["spec"].nbytes if is_copy else meta["storage_bytes"]
         self._current[node] = name
-        self._values[name] = Value(
-            name, meta["spec"], producer, meta["requires_grad"], number, meta["storage_bytes"]
-        )
+        self._values[name] = Value(name, meta["spec"], producer, meta["requires_grad"], number, storage_bytes)
 
     def _output(self, node: fx.Node) -> OutputRef:
         if node in self._current:
@@ -102,15 +105,19 @@ class _Cut:
         names = tuple(self._current[a] for a in inputs)
         outputs = self._outputs(index, interval, written)
         for node in outputs:
-            is_rewritten = node in written
-            name = f"{node.name}_in_{index}" if is_rewritten else node.name
-            storage = (index, node.meta["storage"]) if self._is_owned(index, node, written) else node.meta["storage"]
-            self._define(node, name, index, storage)
+            if node.meta["storage"] in self._state_storages:
+                # A view of weights may not leave the block: the slot under it is overwritten.
+                copies[node] = _clone_of(graph, copies[node], node)
+            name = f"{node.name}_in_{index}" if node in written else node.name
+            self._define(node, name, index, self._storage_of(index, node, written))
         graph.output(tuple(copies[n] for n in outputs))
         template = Template(
             name=f"t{index}",
             graph=graph,
-            inputs=tuple(Port(copies[a].name, a.meta["spec"]) for a in inputs),
+            inputs=tuple(
+                Port(p.name, a.meta["spec"])
+                for p, a in zip((n for n in graph.nodes if n.op == "placeholder"), inputs, strict=True)
+            ),
             state=(),
             outputs=tuple(Port(copies[n].name, n.meta["spec"]) for n in outputs),
             is_random=any(n.meta["is_random"] for n in interval.nodes),
@@ -119,9 +126,14 @@ class _Cut:
         block = Block(index, interval.name, template.name, names, tuple(self._current[n] for n in outputs), ())
         return template, block
 
-    def _is_owned(self, index: int, node: fx.Node, written: set[fx.Node]) -> bool:
-        """Tells whether a tensor lives in memory that this block copied before writing into it."""
-        return any(w.meta["storage"] == node.meta["storage"] for w in written)
+    def _storage_of(self, index: int, node: fx.Node, written: set[fx.Node]) -> Any:
+        """Identifies the memory that a value lies in; a block that copied it first owns the copy."""
+        storage = node.meta["storage"]
+        if storage in self._state_storages:
+            return index, node
+        if any(w.meta["storage"] == storage for w in written):
+            return index, storage
+        return storage
 
     def _outputs(self, index: int, interval: Interval, written: set[fx.Node]) -> list[fx.Node]:
         """Lists the tensors that leave the interval, in order of definition: re-written inputs first."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatrain.errors import ScheduleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +75,84 @@ class Workload:
     blocks: tuple[BlockWork, ...]
     values: tuple[ValueWork, ...]
     storages: tuple[int, ...]
+
+    def inputs(self) -> list[list[int]]:
+        """Values that each block reads, ascending."""
+        found: list[list[int]] = [[] for _ in self.blocks]
+        for index, value in enumerate(self.values):
+            for block in value.readers:
+                found[block].append(index)
+        return found
+
+    def outputs(self) -> list[list[int]]:
+        """Values that each block computes, ascending."""
+        found: list[list[int]] = [[] for _ in self.blocks]
+        for index, value in enumerate(self.values):
+            if value.producer is not None:
+                found[value.producer].append(index)
+        return found
+
+    def backward_readers(self, value: int) -> tuple[int, ...]:
+        """Blocks whose backward reads the value, ascending."""
+        return tuple(b for b in self.values[value].readers if self.blocks[b].has_backward)
+
+    def backward_blocks(self) -> tuple[int, ...]:
+        """Blocks that have a backward, ascending; the last one is where the step turns around."""
+        return tuple(i for i, block in enumerate(self.blocks) if block.has_backward)
+
+    def has_value_gradient(self, value: int) -> bool:
+        """Tells whether some backward computes or reads the gradient of the value."""
+        work = self.values[value]
+        if not work.has_gradient:
+            return False
+        if work.producer is not None and not self.blocks[work.producer].has_backward:
+            return False
+        is_handed_in = work.is_output and work.producer is not None
+        return is_handed_in or bool(self.backward_readers(value))
+
+    def check(self) -> None:
+        """Raises `ScheduleError` unless every index is in range, every order right and every size a count."""
+        for index, block in enumerate(self.blocks):
+            _check_counts(f"block {index} ({block.name})", asdict(block))
+        _check_counts("a storage", dict(enumerate(self.storages)))
+        sharers = [0] * len(self.storages)
+        for value in self.values:
+            self._check_value(value)
+            sharers[value.storage] += 1
+        for value in self.values:
+            if value.is_parkable and (value.producer is None or value.is_output or sharers[value.storage] > 1):
+                raise ScheduleError(
+                    f"value {value.name} can't be parked.\n"
+                    "  A parkable value is computed by a block, isn't returned, and shares its storage with none."
+                )
+
+    def _check_value(self, value: ValueWork) -> None:
+        _check_counts(f"value {value.name}", {"nbytes": value.nbytes})
+        if not 0 <= value.storage < len(self.storages):
+            raise ScheduleError(f"value {value.name} lies in storage {value.storage}, which doesn't exist.")
+        first = 0 if value.producer is None else value.producer + 1
+        path = (first - 1, *value.readers, len(self.blocks))
+        if first > len(self.blocks) or any(a >= b for a, b in zip(path, path[1:], strict=False)):
+            raise ScheduleError(
+                f"value {value.name} of block {value.producer} is read by blocks {list(value.readers)}.\n"
+                "  Readers come after the producer, ascending, each once."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The workload as plain lists and dictionaries, for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Workload:
+        """Reads what `to_dict` wrote."""
+        return Workload(
+            blocks=tuple(BlockWork(**block) for block in data["blocks"]),
+            values=tuple(ValueWork(**{**v, "readers": tuple(v["readers"])}) for v in data["values"]),
+            storages=tuple(data["storages"]),
+        )
+
+
+def _check_counts(owner: str, sizes: Mapping[Any, Any]) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, int) and size < 0:
+            raise ScheduleError(f"{owner} has a negative size: {name} = {size}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,3 +61,45 @@ class Guard:
         found: list[fx.Node] = []
         fx.node.map_arg((self.args, self.kwargs), found.append)
         return found
+
+
+class GuardCheck:
+    """Computes what guards read, which depends on inputs and constants alone, and compares.
+
+    Args:
+        guards: Of one capture.
+        graph: The captured graph.
+        constants: Its constants, by key.
+    """
+
+    def __init__(self, guards: Sequence[Guard], graph: fx.Graph, constants: Mapping[str, torch.Tensor]):
+        needed: set[fx.Node] = set()
+        stack = [node for guard in guards for node in guard.nodes()]
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack += node.all_input_nodes
+        self._guards = tuple(guards)
+        self._placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        self._order = [n for n in graph.nodes if n in needed and n.op != "placeholder"]
+        self._constants = constants
+
+    def first_failure(self, inputs: Sequence[torch.Tensor]) -> Guard | None:
+        """Returns the first guard that doesn't hold for `inputs`, or None."""
+        if not self._guards:
+            return None
+        values: dict[fx.Node, Any] = dict(zip(self._placeholders, inputs, strict=True))
+        with torch.no_grad():
+            for node in self._order:
+                is_constant = node.op == "get_attr"
+                values[node] = self._constants[str(node.target)] if is_constant else _compute(node, values)
+            return next((g for g in self._guards if not g.holds(values)), None)
+
+
+def _compute(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+    target: Any = node.target
+    if node.op == "call_method":
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)

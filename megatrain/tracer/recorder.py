@@ -233,6 +233,9 @@ class Recorder(TorchFunctionMode):
         self._bind_results(part, item, is_real)
 
     def _bind_one(self, tensor: torch.Tensor, node: fx.Node, is_real: bool) -> None:
+        is_written = any(t is tensor for t in self.effects.written)
+        if id(tensor) in self._nodes and not is_written:
+            return  # the call gave back a tensor it was given (`x.to(x.dtype)`): nothing new was defined
         if is_real:
             self._made_by.setdefault(id(tensor), self._calls)
         self.bind(tensor, node)

@@ -1,0 +1,76 @@
+# Every target works on a machine that has only Python 3.11 or newer: the first one that is run makes .venv.
+#
+#   make test PYTHON=python3.12    another interpreter for .venv
+#   make test VENV=path            an environment that already holds everything; used as it is
+#   make test SYSTEM=1             $(PYTHON) itself, without an environment (its own torch, no network)
+#   make test ARGS="-k schedule"   more arguments for pytest, the demo or the benchmark
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PIP_ARGS ?=
+
+ifdef SYSTEM
+PY := $(PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+# Only the project's own .venv is built; an environment that was named by the user is left alone.
+READY := $(if $(filter file,$(origin VENV)),$(VENV)/.ready)
+endif
+
+# Tests run on all cores where pytest-xdist is installed.
+PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format-check lint types fix accept bench gpu clean
+
+help:
+	@echo 'make demo    train a small language model through the whole compiler, in minutes'
+	@echo 'make test    all tests that need neither a GPU nor the network'
+	@echo 'make check   format, lint, strict types, tests with warnings as errors'
+	@echo 'make fix     rewrite what ruff can mend'
+	@echo 'make accept  rewrite the golden texts, to be read as a diff'
+	@echo 'make bench   compare with eager PyTorch under activation checkpointing'
+	@echo 'make gpu     the tests that need an accelerator'
+
+.venv/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("megatrain needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(READY)
+	$(PY) -m megatrain.cli demo $(ARGS)
+
+test: $(READY)
+	$(PYTEST) $(ARGS)
+
+check: format-check lint types test
+
+format-check: $(READY)
+	$(PY) -m ruff format --check .
+
+lint: $(READY)
+	$(PY) -m ruff check .
+
+types: $(READY)
+	$(PY) -m pyright --pythonpath $(PY)
+
+fix: $(READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# One process: the inline texts of one file are rewritten by line number.
+accept: $(READY)
+	$(PY) -m pytest --accept $(ARGS)
+
+bench: $(READY)
+	$(PY) -m benchmarks.bench $(ARGS)
+
+gpu: $(READY)
+	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.accelerator.is_available() else "make gpu: torch finds no accelerator here")'
+	$(PY) -m pytest tests/gpu $(ARGS)
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis

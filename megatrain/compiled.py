@@ -1,0 +1,260 @@
+"""compile(): a model whose calls run on a static schedule, with its state in host memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.errors import ExecuteError, TraceError
+from megatrain.options import Options
+from megatrain.passes.pipeline import lower
+from megatrain.passes.program import Program
+from megatrain.runtime.engine import Engine
+from megatrain.runtime.executor import Executor
+from megatrain.runtime.step import run_step
+from megatrain.runtime.streams import Chaos, Recording
+from megatrain.scheduler.build import schedule as build_schedule
+from megatrain.scheduler.from_program import workload
+from megatrain.scheduler.table import Schedule
+from megatrain.tracer.guards import GuardCheck
+from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.state import inventory
+from megatrain.tracer.structure import Arguments
+from megatrain.tracer.trace import trace
+from megatrain.tracer.traced import TracedModule
+
+
+def compile(  # noqa: A001  # the name torch users expect
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    memory: int | str | None = None,
+    precision: str = "fp32",
+    activations: str = "auto",
+    transfer: str = "auto",
+    block_bytes: int | str | None = None,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    chaos: Chaos | None = None,
+    recording: Recording | None = None,
+) -> CompiledModule:
+    """Makes a model train with its parameters in host memory, a few blocks at a time on the device.
+
+    Args:
+        model: Any nn.Module. Parameters on the CPU, or on meta to plan without weights.
+        device: Compute device; default: the accelerator if there is one, else the CPU.
+        memory: Device-memory budget: bytes, or text like `"10GiB"`; None takes what is free, less a margin.
+        precision: `"fp32"`: compute in the parameters' own dtype.
+        activations: What happens to a block's saved values: `"keep"` holds them on the device, `"recompute"`
+            holds the block's inputs and recomputes, `"offload"` parks those inputs on the host, `"auto"` keeps
+            as much as the budget allows.
+        transfer: `"copy"` weights into slots, or `"bind"` them in place where the compute device is the host;
+            `"auto"` binds on the CPU unless a `memory` budget is given.
+        block_bytes: Target size of a block's state; None takes the model's own repeated modules.
+        example_args: With `example_kwargs`: compile for this call now, else at the first call.
+        example_kwargs: See `example_args`.
+        chaos: Random delays, poisoned slots and injected faults; for tests.
+        recording: Collects what the executor issued; for tests.
+
+    Returns:
+        A module to call like the model. Its parameters are the model's own.
+
+    Raises:
+        OptionError: If an option is unknown or unreadable.
+        TraceError: If the model can't be captured faithfully (now, or at the first call).
+        ScheduleError: If `memory` is too small for the largest block.
+    """
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"compile takes an nn.Module, not {type(model).__qualname__}.\n  Pass the model itself.")
+    options = Options.read(device, memory, precision, activations, transfer, block_bytes)
+    compiled = CompiledModule(model, options, chaos, recording)
+    if example_args or example_kwargs:
+        compiled.prepare(*example_args, **dict(example_kwargs or {}))
+    return compiled
+
+
+@dataclass(slots=True, eq=False)
+class Variant:
+    """One capture of the model, for one signature of inputs, with its schedule."""
+
+    traced: TracedModule
+    program: Program
+    schedule: Schedule
+    guards: GuardCheck
+    executor: Executor | None = None
+
+
+class CompiledModule(nn.Module):
+    """A model bound to its schedules; made by `compile`.
+
+    It shares the model's parameters, buffers and submodules under their own names, so optimizers,
+    `state_dict()`, `load_state_dict()`, `train()` and `zero_grad()` act on the host's parameters.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, chaos: Chaos | None, recording: Recording | None):
+        super().__init__()
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = model.__dict__[shared]
+        self.__dict__["model"] = model
+        self.__dict__["training"] = model.training
+        self.options = options
+        self._chaos = chaos
+        self._recording = recording
+        self._engine: Engine | None = None
+        self._variants: dict[Hashable, list[Variant]] = {}
+        self._latest: Variant | None = None
+        self._lock = threading.RLock()
+
+    # -- what was compiled --------------------------------------------------------------------------------
+
+    @property
+    def variant(self) -> Variant:
+        """The variant that the latest call used.
+
+        Raises:
+            ExecuteError: Before the first call, unless example arguments were given.
+        """
+        if self._latest is None:
+            raise ExecuteError(
+                "nothing is compiled yet.\n  A capture needs inputs.\n"
+                "  Call the model once, or give compile(example_args=..., example_kwargs=...)."
+            )
+        return self._latest
+
+    @property
+    def traced(self) -> TracedModule:
+        """The capture: a flat graph of torch calls."""
+        return self.variant.traced
+
+    @property
+    def program(self) -> Program:
+        """The blocks and their templates."""
+        return self.variant.program
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs, tick by tick."""
+        return self.variant.schedule
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of device memory that calls held so far, as measured: slots, values between blocks, gradients."""
+        return 0 if self._engine is None else self._engine.meter.peak
+
+    # -- calls --------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Variant:
+        """Compiles for the signature of these arguments without running."""
+        with self._lock:
+            return self._variant_for(Arguments.of(args, kwargs))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model; the result has the model's own output structure.
+
+        Raises:
+            ExecuteError: If an input is on another device, or a parameter has no values or isn't on the host.
+            TraceError: If this signature of inputs can't be captured.
+        """
+        arguments = Arguments.of(args, kwargs)
+        with self._lock:
+            self._check_inputs(arguments)
+            variant = self._variant_for(arguments)
+            if variant.executor is None:
+                variant.executor = Executor(variant.program, variant.schedule, self._the_engine())
+            tensors = run_step(variant.executor, arguments.tensors)
+        return variant.traced.outputs.fill(tensors)
+
+    def _check_inputs(self, arguments: Arguments) -> None:
+        for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
+            if tensor.device != self.options.device:
+                raise ExecuteError(
+                    f"input `{name}` is on {tensor.device}, the compute device is {self.options.device}.\n"
+                    "  Inputs lie on the compute device, as for any module there.\n"
+                    f'  Move it with .to("{self.options.device}").'
+                )
+
+    def _variant_for(self, arguments: Arguments) -> Variant:
+        key = self._signature(arguments)
+        for variant in self._variants.get(key, ()):
+            if variant.guards.first_failure(arguments.tensors) is None:
+                self._latest = variant
+                return variant
+        variant = self._compile(arguments)
+        self._variants.setdefault(key, []).append(variant)
+        self._latest = variant
+        return variant
+
+    def _signature(self, arguments: Arguments) -> Hashable:
+        """What a capture assumes: structure, specs, literals, modes, and which parameters are trained."""
+        has_grad = torch.is_grad_enabled()
+        specs = tuple((TensorSpec.of(t), t.requires_grad and has_grad) for t in arguments.tensors)
+        literals = tuple(_literal_key(x) for x in arguments.literals)
+        autocast = tuple(
+            (d, torch.get_autocast_dtype(d)) for d in {"cpu", self.options.device.type} if torch.is_autocast_enabled(d)
+        )
+        modes = tuple(m.training for m in self.modules())
+        trained = tuple(p.requires_grad for p in self.parameters())
+        return str(arguments.tree), specs, literals, has_grad, autocast, modes, trained
+
+    def _compile(self, arguments: Arguments) -> Variant:
+        args, kwargs = arguments.rebuild(arguments.tensors)
+        traced = trace(self.__dict__["model"], args, kwargs, device=self.options.device)
+        program = lower(traced, block_bytes=self.options.block_bytes)
+        is_training = torch.is_grad_enabled() and any(
+            ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs
+        )
+        schedule = build_schedule(
+            workload(program),
+            memory=self.options.budget(),
+            activations=self.options.activations,
+            transfer=self.options.transfer,
+            mode="train" if is_training else "forward",
+        )
+        schedule.check()
+        guards = GuardCheck(traced.guards, traced.graph, traced.constants)
+        return Variant(traced, program, schedule, guards)
+
+    def _the_engine(self) -> Engine:
+        if self._engine is None:
+            _, tensors = inventory(self.__dict__["model"])
+            self._engine = Engine(tensors, self.options.device, chaos=self._chaos, recording=self._recording)
+        return self._engine
+
+    # -- the model's own interface -----------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> CompiledModule:
+        """Sets the model's training mode."""
+        self.__dict__["model"].train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `state_dict`."""
+        return self.__dict__["model"].state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `load_state_dict`; the next call streams the new values."""
+        return self.__dict__["model"].load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["model"], name)
+
+    def __repr__(self) -> str:
+        return f"CompiledModule({self.__dict__['model']!r})"
+
+
+def _literal_key(value: Any) -> Hashable:
+    """A key for a non-tensor argument: by value where that is safe, else by identity."""
+    try:
+        hash(value)
+    except TypeError:
+        return ("object", id(value))
+    return type(value).__qualname__, value

@@ -1,0 +1,110 @@
+"""The options of compile(), read and checked before any work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from megatrain.errors import OptionError
+from megatrain.runtime.sizes import parse_bytes
+
+PRECISIONS = ("fp32",)
+ACTIVATIONS = ("auto", "recompute", "keep", "offload")
+TRANSFERS = ("auto", "copy", "bind")
+_MARGIN = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for, resolved: nothing is "auto" but `activations`.
+
+    Args:
+        device: Compute device.
+        memory: Device-memory budget in bytes; None until the first call, when it becomes what is free then.
+        precision: `"fp32"`.
+        activations: What happens to saved values.
+        transfer: `"copy"` or `"bind"`.
+        block_bytes: Target bytes of a block's state, or None.
+    """
+
+    device: torch.device
+    memory: int | None
+    precision: str
+    activations: str
+    transfer: str
+    block_bytes: int | None
+
+    @staticmethod
+    def read(
+        device: torch.device | str | None,
+        memory: int | str | None,
+        precision: str,
+        activations: str,
+        transfer: str,
+        block_bytes: int | str | None,
+    ) -> Options:
+        """Checks the options of `compile`.
+
+        Raises:
+            OptionError: Naming the option, its value, and what it accepts.
+        """
+        target = _read_device(device)
+        _one_of("precision", precision, PRECISIONS)
+        _one_of("activations", activations, ACTIVATIONS)
+        _one_of("transfer", transfer, TRANSFERS)
+        if transfer == "bind" and target.type != "cpu":
+            raise OptionError(
+                f'transfer="bind" needs the compute device to be the host, but it is {target}.\n'
+                '  Weights are used where they lie.\n  Use transfer="copy" or "auto".'
+            )
+        budget = None if memory is None else parse_bytes(memory)
+        if transfer == "auto":
+            # A budget on the host is a rehearsal of a device: only copies into slots can respect it.
+            transfer = "bind" if target.type == "cpu" and budget is None else "copy"
+        size = None if block_bytes is None else parse_bytes(block_bytes)
+        return Options(target, budget, precision, activations, transfer, size)
+
+    def budget(self) -> int:
+        """The device-memory budget in bytes: as given, or what is free now less a tenth."""
+        if self.memory is not None:
+            return self.memory
+        if self.device.type == "cpu":
+            return int(psutil.virtual_memory().available * _MARGIN)
+        free, _ = torch.get_device_module(self.device).mem_get_info(self.device)
+        return int(free * _MARGIN)
+
+
+def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        choices = ", ".join(f'"{a}"' for a in accepted)
+        raise OptionError(f"{name}={value!r} is not known.\n  {name} is one of {choices}.")
+
+
+def _read_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        present = torch.accelerator.current_accelerator(check_available=True)
+        target = torch.device("cpu") if present is None else present
+    else:
+        try:
+            target = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise OptionError(
+                f"device={device!r} is not a device.\n  Use \"cpu\", \"cuda\" or \"cuda:0\"."
+            ) from error
+    if target.type == "meta":
+        raise OptionError('device="meta" can\'t compute.\n  To plan without computing, use trace, lower and schedule.')
+    if target.type == "cpu":
+        return torch.device("cpu")
+    _check_present(target)
+    index = target.index if target.index is not None else torch.get_device_module(target).current_device()
+    return torch.device(target.type, index)
+
+
+def _check_present(target: torch.device) -> None:
+    present = torch.accelerator.current_accelerator(check_available=True)
+    if present is None or present.type != target.type:
+        raise OptionError(
+            f'device="{target}" is not available here.\n  Found {present or "no accelerator"}.\n  Use device="cpu".'
+        )

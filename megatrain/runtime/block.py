@@ -1,0 +1,170 @@
+"""Runs one template: forward, forward with its graph retained, and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatrain.passes.interpret import Code
+from megatrain.runtime.rng import RngState
+
+Tensors = Sequence[torch.Tensor]
+StateReader = Callable[[], Sequence[torch.Tensor]]
+
+
+@dataclass(slots=True, eq=False)
+class LocalGraph:
+    """A block's own autograd graph, from leaves that stand for its inputs and state to its outputs.
+
+    Args:
+        inputs: Leaves, in the order of the template's inputs.
+        state: Leaves, in the order of the template's state.
+        carries: Aliases of the inputs, made last. The gradient that later blocks left for an input enters here:
+            the engine runs nodes in reverse order of creation, so it is the first term of the sum, as in eager.
+        outputs: Results with their history.
+    """
+
+    inputs: list[torch.Tensor]
+    state: list[torch.Tensor]
+    carries: list[torch.Tensor | None]
+    outputs: tuple[torch.Tensor, ...]
+
+    def gradients(
+        self, output_gradients: Sequence[torch.Tensor | None], carried: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Returns the gradients of inputs and of state; None where nothing flows.
+
+        Args:
+            output_gradients: One per output; None where the output got no gradient.
+            carried: One per input: the sum that later blocks already gave it, or None.
+        """
+        pairs = [
+            (root, gradient)
+            for root, gradient in (
+                *zip(self.outputs, output_gradients, strict=True),
+                *zip(self.carries, carried, strict=True),
+            )
+            if root is not None and gradient is not None and root.requires_grad
+        ]
+        everything = [*self.inputs, *self.state]
+        leaves = [t for t in everything if t.requires_grad]
+        if not pairs or not leaves:
+            return [None] * len(self.inputs), [None] * len(self.state)
+        found = torch.autograd.grad(
+            [root for root, _ in pairs], leaves, [gradient for _, gradient in pairs], allow_unused=True
+        )
+        rest = iter(found)
+        gradients = [next(rest) if t.requires_grad else None for t in everything]
+        return gradients[: len(self.inputs)], gradients[len(self.inputs) :]
+
+
+class BlockRunner:
+    """Executes a template for any block that uses it.
+
+    Args:
+        code: The template's graph, ready to run.
+        device: Compute device.
+        is_random: The template draws random numbers.
+    """
+
+    def __init__(self, code: Code, device: torch.device, is_random: bool):
+        self._code = code
+        self._device = device
+        self._is_random = is_random
+
+    def rng_state(self) -> RngState | None:
+        """The generators' state, if the template draws from them."""
+        return RngState.now(self._device) if self._is_random else None
+
+    def forward(self, inputs: Tensors, state: Tensors, *, has_grad: bool) -> tuple[torch.Tensor, ...]:
+        """Runs the code without keeping a graph.
+
+        Grad mode stays on in training, with nothing that requires grad: code that calls `autograd.grad` itself
+        still works, and no graph is built.
+        """
+        with torch.set_grad_enabled(has_grad), neutral_autocast(self._device):
+            return self._code([*inputs, *state])
+
+    def forward_with_graph(
+        self,
+        inputs: Tensors,
+        state: Tensors,
+        needs_grad: Sequence[bool],
+        is_carried: Sequence[bool],
+        read_state: StateReader,
+    ) -> LocalGraph:
+        """Runs the code under autograd, from fresh leaves.
+
+        Args:
+            inputs: Values of the template's inputs.
+            state: Views of the block's state.
+            needs_grad: One per input and then one per state tensor.
+            is_carried: One per input: whether later blocks may leave it a gradient.
+            read_state: Returns the block's state again when its backward runs, wherever it lies by then.
+        """
+        leaves = [t.detach().requires_grad_(g) for t, g in zip((*inputs, *state), needs_grad, strict=True)]
+        with torch.enable_grad(), neutral_autocast(self._device):
+            with rebound_state(leaves[len(inputs) :], read_state):
+                outputs = self._code(leaves)
+            own = leaves[: len(inputs)]
+            carries = [
+                torch.ops.aten.alias.default(t) if c and t.requires_grad else None
+                for t, c in zip(own, is_carried, strict=True)
+            ]
+        return LocalGraph(own, leaves[len(inputs) :], carries, outputs)
+
+
+@contextmanager
+def neutral_autocast(device: torch.device) -> Iterator[None]:
+    """Switches autocast off; the code switches it on where the forward had it on."""
+    with torch.autocast("cpu", enabled=False):
+        if device.type == "cpu":
+            yield
+        else:
+            with torch.autocast(device.type, enabled=False):
+                yield
+
+
+@contextmanager
+def rebound_state(state: Tensors, read_state: StateReader) -> Iterator[None]:
+    """Keeps weights out of the graph: a saved tensor that is a view of state is stored as a place in that state."""
+    places = {t.untyped_storage().data_ptr(): None for t in state if t.numel()}
+    if not places:
+        yield
+        return
+    bounds = [_byte_range(t) for t in state]
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() not in places:
+            return tensor
+        start, end = _byte_range(tensor)
+        for index, (low, high) in enumerate(bounds):
+            if low <= start and end <= high:
+                offset = (start - low) // tensor.element_size()
+                return index, tensor.dtype, tensor.shape, tensor.stride(), offset
+        return tensor
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        index, dtype, shape, stride, offset = packed
+        now = read_state()[index].detach()
+        now = now if now.dtype == dtype else now.view(dtype)
+        return now.as_strided(shape, stride, now.storage_offset() + offset)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and the byte after the last that a strided tensor can touch."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return start, start + span * tensor.element_size()

@@ -1,0 +1,175 @@
+"""Event and Step: how operations on different threads wait for each other, and how a failure frees them all."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+
+from megatrain.errors import ExecuteError
+
+CALLER = "compute"
+"""Name under which the caller's thread waits: it runs the compute stream and submits to all the others."""
+
+# A gate lets one thread sleep until somebody puts something in. SimpleQueue and not threading.Event: it is a few
+# times cheaper, may be signalled twice, and its put() is safe inside finalizers.
+Gate = SimpleQueue[None]
+
+
+class Aborted(Exception):
+    """An operation did not run because another one of its step had failed. Never reaches the user."""
+
+
+class Event:
+    """Tells that an operation is done, across threads and streams.
+
+    On the CPU, `host_done` means that the work is complete. On an accelerator it means *issued*: `mark` is then the
+    `torch.Event` recorded behind the work, and a stream that waits for this event waits for that mark as well.
+    An event belongs to one operation of one step and is settled exactly once, by that operation.
+    """
+
+    __slots__ = ("_gates", "_lock", "has_failed", "host_done", "label", "mark", "stream")
+
+    def __init__(self, label: str = "") -> None:
+        self.label = label
+        self.stream: str | None = None
+        self.mark: torch.Event | None = None
+        self.host_done = False
+        self.has_failed = False
+        self._lock = threading.Lock()
+        self._gates: list[Gate] | None = None
+
+    def settle(self, *, failed: bool = False) -> None:
+        """Wakes whoever waits; `failed` says that the operation failed, or was dropped because another did."""
+        with self._lock:
+            self.has_failed = failed
+            self.host_done = True
+            gates, self._gates = self._gates, None
+        for gate in gates or ():
+            gate.put(None)
+
+    def attach(self, gate: Gate) -> None:
+        """Has `gate` opened as soon as the operation is done, at once if it is."""
+        with self._lock:
+            if not self.host_done:
+                self._gates = [*(self._gates or ()), gate]
+                return
+        gate.put(None)
+
+    def wait(self) -> None:
+        """Blocks this thread until the operation is complete, on the device too.
+
+        Raises:
+            Aborted: If the operation failed or was dropped.
+        """
+        if not self.host_done:
+            gate: Gate = SimpleQueue()
+            self.attach(gate)
+            gate.get()
+        self.check()
+        if self.mark is not None:
+            self.mark.synchronize()
+
+    def check(self) -> None:
+        """Raises `Aborted` if the operation failed or was dropped."""
+        if self.has_failed:
+            raise Aborted(self.label)
+
+    def __repr__(self) -> str:
+        state = "failed" if self.has_failed else "done" if self.host_done else "pending"
+        return f"Event({self.label}, {state})"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first failure of a step.
+
+    Args:
+        label: Operation that failed, `d2h:G3`; None if it happened between operations.
+        error: What it raised.
+        is_callers: It was raised on the caller's thread, where it surfaces by itself, unharmed.
+    """
+
+    label: str | None
+    error: BaseException
+    is_callers: bool
+
+    def surface(self) -> BaseException:
+        """Returns what the caller is to see."""
+        if self.is_callers:
+            return self.error
+        reason = f"{type(self.error).__name__}: {self.error}".rstrip(": ")
+        error = ExecuteError(f"{self.label} failed: {reason}")
+        error.__cause__ = self.error
+        return error
+
+
+class Step:
+    """What the operations between one `begin` and its `finish` share: who sleeps, and the first failure.
+
+    A wait that can never end is found, not suffered: all operations are submitted by one thread, so while that
+    thread sleeps, the chain "who sleeps, for which event, on which stream" either leads to a stream at work or
+    proves that nothing will come.
+    """
+
+    __slots__ = ("_asleep", "_lock", "failure")
+
+    def __init__(self) -> None:
+        self.failure: Failure | None = None
+        self._lock = threading.Lock()
+        self._asleep: dict[str, tuple[str, Event, Gate]] = {}
+
+    def abort(self, failure: Failure) -> None:
+        """Keeps `failure` if it is the first and wakes all who wait."""
+        with self._lock:
+            self._abort(failure)
+
+    def _abort(self, failure: Failure) -> None:
+        if self.failure is None:
+            self.failure = failure
+        for _, _, gate in self._asleep.values():
+            gate.put(None)
+
+    def wait(self, stream: str, label: str, event: Event, *, patient: bool = False) -> None:
+        """Blocks the thread that serves `stream` until `event` is done on the host.
+
+        Args:
+            stream: Stream whose next operation waits, `CALLER` for the caller's thread.
+            label: That operation.
+            event: What it waits for.
+            patient: Keeps waiting although the step is aborted; only for events that are settled regardless.
+
+        Raises:
+            Aborted: If the step failed, or the operation behind `event` did.
+        """
+        if not event.host_done:
+            gate: Gate = SimpleQueue()
+            event.attach(gate)
+            try:
+                with self._lock:
+                    self._asleep[stream] = (label, event, gate)
+                    self._find_deadlock()
+                while not event.host_done:
+                    if self.failure is not None and not patient:
+                        raise Aborted(label)
+                    gate.get()
+            finally:
+                with self._lock:
+                    self._asleep.pop(stream, None)
+        event.check()
+
+    def _find_deadlock(self) -> None:
+        """Aborts the step if the caller's thread sleeps and nobody at work can ever wake it."""
+        stream, seen = CALLER, set[str]()
+        while stream in self._asleep and stream not in seen:
+            seen.add(stream)
+            label, event, _ = self._asleep[stream]
+            if event.host_done:
+                return
+            if event.stream is None or event.stream in seen:
+                text = f"{stream}:{label} waits for {event.label}, which no operation submitted can ever finish"
+                self._abort(Failure(f"{stream}:{label}", ExecuteError(text), is_callers=True))
+                return
+            stream = event.stream

@@ -1,0 +1,346 @@
+"""Executor: runs a schedule, one handler per kind of operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatrain.errors import ExecuteError
+from megatrain.passes.program import Block, Program
+from megatrain.runtime.call import DONE, FAILED, OPEN, Call
+from megatrain.runtime.block import LocalGraph
+from megatrain.runtime.engine import Engine
+from megatrain.runtime.gradients import GradientSink
+from megatrain.runtime.plan import Plan, Planned, plan_schedule
+from megatrain.runtime.rng import repeated_rng
+from megatrain.runtime.streams import Event
+from megatrain.scheduler.build import resumed
+from megatrain.scheduler.from_program import has_backward
+from megatrain.scheduler.table import Schedule
+
+
+class Executor:
+    """Runs the operations of a schedule in its order, each after those it waits for.
+
+    It decides nothing: what to prefetch, park, recompute and drop, when and where, is in the schedule.
+
+    Args:
+        program: The blocks.
+        schedule: A checked schedule of that program.
+        engine: Streams, host store and device arena, shared between variants.
+    """
+
+    def __init__(self, program: Program, schedule: Schedule, engine: Engine):
+        self.program = program
+        self.schedule = schedule
+        self._engine = engine
+        self._images = engine.adopt(program)
+        self._runners = [engine.runner(program.templates[b.template]) for b in program.blocks]
+        self._plan = plan_schedule(schedule)
+        self._resumed: Plan | None = None
+        self._is_bound = schedule.transfer == "bind"
+        self._slot_views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+        self._trained = {k: t for k, t in engine.tensors.items() if t.requires_grad}
+        slab_bytes = max((image.nbytes for image in self._images), default=0)
+        self._sink = GradientSink(self._trained, engine.device, slab_bytes, in_place=self._is_bound)
+        self._completes = self._completed_keys()
+        self._needs_grad = [self._differentiable(b) for b in program.blocks]
+        self._is_carried = self._carried_inputs()
+        is_training = schedule.mode == "train"
+        self.differentiable_outputs = [i for i, ref in enumerate(program.outputs) if is_training and self._has_grad(ref.kind, ref.name)]
+        self.differentiable_inputs = [i for i, n in enumerate(program.inputs) if program.values[n].requires_grad]
+
+    # -- what is known before any step ---------------------------------------------------------------------
+
+    def _has_grad(self, kind: str, name: str) -> bool:
+        return kind == "value" and self.program.values[name].requires_grad
+
+    def _differentiable(self, block: Block) -> list[bool]:
+        values = [self.program.values[v].requires_grad for v in block.inputs]
+        return values + [self.program.state[k].requires_grad for k in block.binding]
+
+    def _completed_keys(self) -> dict[int, list[str]]:
+        """Per block: the parameters of which it is the last, in backward order, to give a gradient."""
+        first_user: dict[str, int] = {}
+        for block in reversed(self.program.blocks):
+            if has_backward(self.program, block):
+                first_user.update((k, block.index) for k in block.binding if k in self._trained)
+        completes: dict[int, list[str]] = {}
+        for key, index in first_user.items():
+            completes.setdefault(index, []).append(key)
+        return completes
+
+    def _carried_inputs(self) -> list[list[bool]]:
+        """Per block and input: whether a later block, or the caller, can give it a gradient first."""
+        readers = self.program.readers()
+        returned = {ref.name for ref in self.program.outputs if ref.kind == "value"}
+        return [[readers[v][-1] > b.index or v in returned for v in b.inputs] for b in self.program.blocks]
+
+    # -- calls ---------------------------------------------------------------------------------------------
+
+    def forward(self, inputs: Sequence[torch.Tensor]) -> Call:
+        """Runs the forward half of the schedule.
+
+        Args:
+            inputs: The model's tensor inputs on the compute device, in order.
+
+        Returns:
+            The call; `call.outputs` holds the model's output tensors, in order.
+
+        Raises:
+            ExecuteError: If an operation on a transfer stream fails. What the model's own code raises passes
+                unchanged.
+        """
+        engine = self._engine
+        assert engine.store is not None
+        self._enter()
+        call = Call(engine.meter, engine.parks.take(self._plan.parked_values(self.program)))
+        try:
+            engine.store.refresh()
+            engine.arena.ensure(self._plan.arena_bytes)
+            engine.meter.set_arena(engine.arena.nbytes)
+            self._set_inputs(call, inputs)
+            engine.slots_belong_to = None
+            self._run(call, self._plan.forward)
+            engine.slots_belong_to = call
+            self._commit_buffers(call)
+            call.outputs = [self._output(call, ref.kind, ref.name) for ref in self.program.outputs]
+            call.remember_versions()
+            return call
+        except BaseException:
+            call.close(FAILED)
+            raise
+        finally:
+            engine.is_running = False
+
+    def backward(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Runs the backward half of the schedule and adds to the parameters' `.grad`.
+
+        Args:
+            call: A call of this executor, not yet differentiated.
+            gradients: One per output of the model; None where there is none.
+
+        Returns:
+            The gradients of the differentiable inputs.
+
+        Raises:
+            ExecuteError: If the call was differentiated before, or what it needs has changed since.
+        """
+        if call.status != OPEN:
+            raise ExecuteError(_CLOSED[call.status])
+        call.check_versions()
+        self._check_parameters(call)
+        self._enter()
+        engine = self._engine
+        try:
+            for ref, gradient in zip(self.program.outputs, gradients, strict=True):
+                if gradient is not None:
+                    self._add_gradient(call, ref.name, gradient)
+            self._sink.begin()
+            is_warm = engine.slots_belong_to is call
+            engine.slots_belong_to = None
+            plan = self._plan if is_warm else self._cold_plan()
+            engine.arena.ensure(plan.arena_bytes)
+            self._run(call, plan.backward)
+            names = [self.program.inputs[i] for i in self.differentiable_inputs]
+            found = [call.gradients.get(name) for name in names]
+        except BaseException:
+            call.close(FAILED)
+            raise
+        finally:
+            engine.is_running = False
+        call.close(DONE)
+        return found
+
+    def forget(self, call: Call) -> None:
+        """Ends a call that will have no backward."""
+        if call.status == OPEN:
+            call.close(DONE)
+
+    def _enter(self) -> None:
+        if self._engine.is_running:
+            raise ExecuteError(
+                "the model was called while it runs.\n  One engine runs one call at a time.\n"
+                "  Call it again when the first call has returned."
+            )
+        self._engine.is_running = True
+
+    def _cold_plan(self) -> Plan:
+        """The backward of a call after which another used the slots: it prefetches everything anew."""
+        if self._resumed is None:
+            self._resumed = plan_schedule(resumed(self.schedule))
+        return self._resumed
+
+    def _set_inputs(self, call: Call, inputs: Sequence[torch.Tensor]) -> None:
+        for name, tensor in zip(self.program.inputs, inputs, strict=True):
+            call.set_value(name, tensor.detach())
+        for name, key in self.program.buffers:
+            buffer = self._engine.tensors[key].detach()
+            call.set_value(name, buffer.to(self._engine.device, copy=True))
+        call.parameter_versions = {k: self._engine.tensors[k]._version for k in self._trained}
+
+    def _check_parameters(self, call: Call) -> None:
+        for key, version in call.parameter_versions.items():
+            if self._engine.tensors[key]._version != version:
+                raise ExecuteError(
+                    f"parameter `{key}` was modified between forward and backward.\n"
+                    "  The backward recomputes with the weights that the forward used.\n"
+                    "  Call backward before optimizer.step()."
+                )
+
+    def _commit_buffers(self, call: Call) -> None:
+        with torch.no_grad():
+            for key, name in self.program.commits:
+                self._engine.tensors[key].copy_(call.values[name])
+
+    def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
+        if kind == "value":
+            return call.values[name].detach()
+        state = self._engine.tensors[name]
+        return state if state.device == self._engine.device else state.to(self._engine.device)
+
+    # -- running the table ---------------------------------------------------------------------------------
+
+    def _run(self, call: Call, steps: Sequence[Planned]) -> None:
+        """Hands transfers to their streams and runs compute here, in the table's order."""
+        streams = self._engine.streams
+        events = {step.position: Event(str(step.op)) for step in steps}
+        queues = {"h2d": streams.h2d.submit, "d2h": streams.d2h.submit, "compute": streams.compute.run}
+        # Transfers first: they start as soon as what they wait for is done, while compute runs on this thread.
+        in_order = sorted(steps, key=lambda step: step.op.stream == "compute")
+        with streams.step(synchronize=False):
+            for step in in_order:
+                waits = [events[w] for w in step.waits if w in events]
+                queues[step.op.stream](str(step.op), self._handler(call, step), waits, events[step.position])
+        self._release(call, [item for step in steps for item in step.released_at_end])
+
+    def _handler(self, call: Call, step: Planned) -> Callable[[], None]:
+        handler = _HANDLERS[step.op.stream, step.op.what]
+
+        def work() -> None:
+            self._release(call, step.released_before)
+            handler(self, call, step)
+            self._release(call, step.released_after)
+            self._poison(step)
+
+        return work
+
+    def _release(self, call: Call, items: Sequence[tuple[str, Any]]) -> None:
+        for kind, name in items:
+            call.drop(kind, name)
+
+    def _poison(self, step: Planned) -> None:
+        """Fills slots whose last reader has run with NaN, if a test asked for it."""
+        chaos = self._engine.chaos
+        if chaos is not None and chaos.poison and not self._is_bound:
+            for offset, nbytes in step.freed_ranges:
+                self._engine.arena.slot(offset, nbytes).fill_(0xFF)
+
+    def _state(self, block: Block, slot: int | None) -> list[torch.Tensor]:
+        """Views of a block's state where the schedule put it."""
+        store = self._engine.store
+        assert store is not None
+        if self._is_bound or slot is None:
+            return store.bound(self._images[block.index])
+        key = (block.index, slot, self._engine.arena.generation)
+        if key not in self._slot_views:
+            self._slot_views[key] = store.views(self._images[block.index], self._slot_buffer(block, slot))
+        return self._slot_views[key]
+
+    def _slot_buffer(self, block: Block, slot: int) -> torch.Tensor:
+        return self._engine.arena.slot(self.schedule.slots[slot].offset, self._images[block.index].nbytes)
+
+    # -- handlers ------------------------------------------------------------------------------------------
+
+    def _prefetch(self, call: Call, step: Planned) -> None:
+        store = self._engine.store
+        assert store is not None
+        if not self._is_bound:
+            block = self.program.blocks[step.op.block]
+            assert step.op.slot is not None
+            store.prefetch(self._images[block.index], self._slot_buffer(block, step.op.slot))
+
+    def _park(self, call: Call, step: Planned) -> None:
+        for name in step.parked:
+            call.parks.put(name, call.values[name])
+
+    def _unpark(self, call: Call, step: Planned) -> None:
+        for name in step.parked:
+            call.set_value(name, call.parks.get(name, self._engine.device))
+
+    def _forward(self, call: Call, step: Planned) -> None:
+        block = self.program.blocks[step.op.block]
+        runner = self._runners[block.index]
+        inputs = [call.values[name] for name in block.inputs]
+        state = self._state(block, step.slot)
+        if step.saves:
+            graph = self._graph(call, block, step, inputs, state)
+            call.graphs[block.index] = graph
+            outputs: Sequence[torch.Tensor] = [t.detach() for t in graph.outputs]
+        else:
+            if step.is_recomputed:
+                call.rng[block.index] = runner.rng_state()
+            outputs = runner.forward(inputs, state, has_grad=torch.is_grad_enabled() or self.schedule.mode == "train")
+        for name, tensor in zip(block.outputs, outputs, strict=True):
+            call.set_value(name, tensor)
+
+    def _graph(self, call: Call, block: Block, step: Planned, inputs: Any, state: Any) -> LocalGraph:
+        # The graph keeps this function; it must not keep the call, which keeps the graph.
+        slots = call.slot_of
+        slots[block.index] = step.slot
+        return self._runners[block.index].forward_with_graph(
+            inputs,
+            state,
+            self._needs_grad[block.index],
+            self._is_carried[block.index],
+            lambda: self._state(block, slots[block.index]),
+        )
+
+    def _backward(self, call: Call, step: Planned) -> None:
+        block = self.program.blocks[step.op.block]
+        call.slot_of[block.index] = step.slot
+        output_gradients = [call.gradients.get(name) for name in block.outputs]
+        carried = [call.gradients.get(name) for name in block.inputs]
+        graph = call.graphs.get(block.index)
+        if graph is None and any(g is not None for g in output_gradients):
+            inputs = [call.values[name] for name in block.inputs]
+            rng = call.rng.get(block.index)
+            with repeated_rng(rng, self._engine.device):
+                graph = self._graph(call, block, step, inputs, self._state(block, step.slot))
+        if graph is None or all(g is None for g in output_gradients):
+            call.parameter_gradients[block.index] = [None] * len(block.binding)
+            return
+        own, parameters = graph.gradients(output_gradients, carried)
+        for name, gradient in zip(block.inputs, own, strict=True):
+            if gradient is not None:
+                call.set_gradient(name, gradient)
+        call.parameter_gradients[block.index] = parameters
+        call.hold("parameter_gradients", block.index, parameters)
+
+    def _offload(self, call: Call, step: Planned) -> None:
+        block = self.program.blocks[step.op.block]
+        gradients = call.parameter_gradients[block.index]
+        foreign = frozenset(g.untyped_storage().data_ptr() for g in call.gradients.values() if g.layout == torch.strided)
+        self._sink.receive(block.binding, gradients, self._completes.get(block.index, ()), foreign)
+
+    def _add_gradient(self, call: Call, name: str, gradient: torch.Tensor) -> None:
+        known = call.gradients.get(name)
+        call.set_gradient(name, gradient if known is None else known + gradient)
+
+
+_HANDLERS: dict[tuple[str, str], Callable[[Executor, Call, Planned], None]] = {
+    ("h2d", "W"): Executor._prefetch,
+    ("h2d", "A"): Executor._unpark,
+    ("compute", "F"): Executor._forward,
+    ("compute", "B"): Executor._backward,
+    ("d2h", "A"): Executor._park,
+    ("d2h", "G"): Executor._offload,
+}
+
+_CLOSED = {
+    DONE: "backward ran a second time on the same call.\n  A call holds what its backward needs only once.\n"
+    "  Call the model again, or add the losses and call backward once.",
+    FAILED: "backward ran on a call that failed.\n  What it needs is gone.\n  Call the model again.",
+}

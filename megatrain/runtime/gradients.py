@@ -1,0 +1,113 @@
+"""Brings parameter gradients to the host and adds them to `.grad`, as autograd's own accumulation does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from megatrain.runtime.host import HostArena
+
+
+class GradientSink:
+    """Collects the gradients of one backward.
+
+    A parameter that several blocks use (tied, or a block called twice) gets one sum, in the order in which the
+    blocks' gradients arrive, and is written to `.grad` once, with the last of them.
+
+    Args:
+        parameters: Trainable parameters by key.
+        device: Compute device.
+        slab_bytes: Size of the page-locked landing area; the largest block's gradients. Unused where the compute
+            device is the host.
+        in_place: Adopt the device's gradients instead of copying them (the compute device is the host).
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], device: torch.device, slab_bytes: int, *, in_place: bool
+    ):
+        self._parameters = parameters
+        self._device = device
+        self._in_place = in_place
+        self._slab = None if device.type == "cpu" else HostArena(max(1, slab_bytes), pin=device)
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Forgets sums of a backward that failed."""
+        self._sums.clear()
+
+    def receive(
+        self,
+        keys: Sequence[str],
+        gradients: Sequence[torch.Tensor | None],
+        completes: Iterable[str],
+        foreign: frozenset[int],
+    ) -> None:
+        """Takes one block's gradients.
+
+        Args:
+            keys: Parameters, in the order of `gradients`.
+            gradients: On the compute device; None where nothing flowed.
+            completes: Keys whose sum is complete with this block.
+            foreign: Storages that others hold too, so that their memory may not be adopted.
+        """
+        landed = self._land(gradients, foreign)
+        for key, gradient in zip(keys, landed, strict=True):
+            if gradient is None:
+                continue
+            if key in self._sums:
+                self._sums[key] = self._sums[key] + gradient
+            else:
+                self._sums[key] = gradient
+        for key in completes:
+            total = self._sums.pop(key, None)
+            if total is not None:
+                accumulate(self._parameters[key], total)
+
+    def _land(self, gradients: Sequence[torch.Tensor | None], foreign: frozenset[int]) -> list[torch.Tensor | None]:
+        if self._slab is not None:
+            return self._land_through_slab(gradients)
+        seen: set[int] = set(foreign)
+        landed: list[torch.Tensor | None] = []
+        for gradient in gradients:
+            if gradient is None or gradient.layout != torch.strided:
+                landed.append(gradient)
+                continue
+            storage = gradient.untyped_storage()
+            is_own = storage.data_ptr() not in seen and storage.nbytes() == gradient.nbytes
+            seen.add(storage.data_ptr())
+            landed.append(gradient if self._in_place and is_own else gradient.clone())
+        return landed
+
+    def _land_through_slab(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Copies device gradients into page-locked memory in one burst, then out of it."""
+        assert self._slab is not None
+        places: list[torch.Tensor | None] = []
+        offset = 0
+        for gradient in gradients:
+            if gradient is None or gradient.layout != torch.strided:
+                places.append(gradient if gradient is None else gradient.to("cpu"))
+                continue
+            place = self._slab.tensor[offset : offset + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
+            place.copy_(gradient, non_blocking=True)
+            places.append(place)
+            offset += -(-gradient.nbytes // 64) * 64
+        torch.accelerator.current_stream().synchronize()
+        return [p.clone() if p is not None and p.layout == torch.strided else p for p in places]
+
+
+def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Adds `gradient` to `parameter.grad`, running the hooks that the user put on the parameter.
+
+    Hooks on a parameter act on its whole gradient; the streamed copies never carry them.
+    """
+    for hook in (parameter._backward_hooks or {}).values():  # pyright: ignore[reportPrivateUsage]
+        replaced = hook(gradient)
+        gradient = gradient if replaced is None else replaced
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+    post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    for hook in (post or {}).values():
+        hook(parameter)

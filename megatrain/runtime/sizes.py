@@ -1,0 +1,72 @@
+"""Sizes in bytes, as people write and read them."""
+
+from __future__ import annotations
+
+import operator
+import re
+from fractions import Fraction
+
+from megatrain.errors import OptionError
+
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_TEXT = re.compile(r"(?P<number>\d+(\.\d+)?)\s*((?P<prefix>[kmgtp]?)(?P<binary>i?)b)?", re.ASCII)
+_ACCEPTED = 'Give a positive whole number of bytes, or a text such as "10GiB", "1.5 GiB" (1024s) or "512MB" (1000s).'
+
+
+def parse_bytes(size: int | float | str) -> int:
+    """Reads a size in bytes.
+
+    Args:
+        size: A positive integer (a float if it is whole), or a text: a number, which may have a fraction, and a
+            unit: `B`, `KB` to `PB` (powers of 1000) or `KiB` to `PiB` (powers of 1024). Case does not matter. A
+            fraction of a byte is dropped.
+
+    Raises:
+        OptionError: If it can't be read, or is below one byte.
+
+    >>> parse_bytes("1.5KiB"), parse_bytes("10 MB"), parse_bytes(512)
+    (1536, 10000000, 512)
+    """
+    num_bytes = _parse_text(size) if isinstance(size, str) else _parse_number(size)
+    if num_bytes is None:
+        raise OptionError(f"{size!r} is not a size in bytes. {_ACCEPTED}")
+    if num_bytes < 1:
+        raise OptionError(f"{size!r} is less than one byte. {_ACCEPTED}")
+    return num_bytes
+
+
+def _parse_text(text: str) -> int | None:
+    match = _TEXT.fullmatch(text.strip().lower())
+    if match is None or (match["binary"] and not match["prefix"]):
+        return None
+    base = 1024 if match["binary"] else 1000
+    number = Fraction(match["number"])
+    if not match["prefix"] and number.denominator != 1:
+        return None
+    return int(number * base ** _POWERS[match["prefix"] or ""])
+
+
+def _parse_number(number: object) -> int | None:
+    if isinstance(number, bool):
+        return None
+    if isinstance(number, float):
+        return int(number) if number.is_integer() else None
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Returns a size for people, in binary units with two decimals; `parse_bytes` reads it back.
+
+    >>> format_bytes(512), format_bytes(1536), format_bytes(10 * 2**30)
+    ('512 B', '1.50 KiB', '10.00 GiB')
+    """
+    value, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        # 1023.995 of a unit would print as 1024.00.
+        if abs(value) < 1023.995:
+            break
+        value, unit = value / 1024, larger
+    return f"{num_bytes} B" if unit == "B" else f"{value:.2f} {unit}"

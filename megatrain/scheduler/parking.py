@@ -1,0 +1,41 @@
+"""Which graphs are retained and which values leave the device between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megatrain.scheduler.workload import Workload
+
+
+def turn_block(workload: Workload) -> int | None:
+    """The last block that has a backward: where the step turns around."""
+    blocks = workload.backward_blocks()
+    return blocks[-1] if blocks else None
+
+
+def keep_all(workload: Workload) -> int:
+    """The smallest `keep` under which nothing is parked."""
+    turn = turn_block(workload)
+    return 0 if turn is None else turn + 1
+
+
+def parked_values(
+    workload: Workload, *, keep: int, saves: Collection[int], mode: str, transfer: str
+) -> dict[int, tuple[int, ...]]:
+    """Values that are parked on the host, by the block whose `A` ops move them.
+
+    That block is the last one whose backward reads the value, hence the first to need it back. A value stays
+    on the device if that block is among the last `keep`, or if a retained graph holds it.
+    """
+    turn = turn_block(workload)
+    if turn is None or mode == "forward" or transfer == "bind":
+        return {}
+    saved = frozenset(saves)
+    found: dict[int, list[int]] = {}
+    for index, value in enumerate(workload.values):
+        if not value.is_parkable or value.producer in saved:
+            continue
+        readers = workload.backward_readers(index)
+        if readers and readers[-1] <= turn - keep and saved.isdisjoint(readers):
+            found.setdefault(readers[-1], []).append(index)
+    return {block: tuple(found[block]) for block in sorted(found)}

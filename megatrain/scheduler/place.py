@@ -1,0 +1,124 @@
+"""Placement: how long each block's state stays on the device, and at which bytes of the arena."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatrain.scheduler.table import Slot
+from megatrain.scheduler.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """A stay of one block's state on the device, from one `W` to its last reader.
+
+    Args:
+        block: Whose state.
+        needed: Compute step that needs it first; the order of prefetches.
+        first: Compute step from which its bytes are reserved, `needed - (num_slots - 1)`; may be negative.
+        last: Compute step that reads it last, inclusive.
+        nbytes: Bytes it takes; 0 if weights are used in place.
+    """
+
+    block: int
+    needed: int
+    first: int
+    last: int
+    nbytes: int
+
+
+def compute_steps(workload: Workload, mode: str) -> tuple[tuple[str, int], ...]:
+    """The fixed order of the compute stream: forward in block order, then backward in reverse."""
+    forward = [] if mode == "backward" else [("F", i) for i in range(len(workload.blocks))]
+    backward = [] if mode == "forward" else [("B", i) for i in reversed(workload.backward_blocks())]
+    return (*forward, *backward)
+
+
+def residencies(
+    workload: Workload, steps: Sequence[tuple[str, int]], *, num_slots: int, transfer: str
+) -> tuple[Residency, ...]:
+    """Every stay of every block's state, in the order of first need.
+
+    The last `num_slots` blocks stay from their forward to their backward: together they are no more than what
+    the slots hold at the turn anyway, and it saves their second prefetch.
+    """
+    uses: dict[int, list[int]] = {}
+    for step, (_, block) in enumerate(steps):
+        if workload.blocks[block].state_bytes > 0:
+            uses.setdefault(block, []).append(step)
+    found: list[Residency] = []
+    for block, at in uses.items():
+        nbytes = 0 if transfer == "bind" else workload.blocks[block].state_bytes
+        stays = block >= len(workload.blocks) - num_slots
+        for run in [at] if stays else [[step] for step in at]:
+            found.append(Residency(block, run[0], run[0] - (num_slots - 1), run[-1], nbytes))
+    return tuple(sorted(found, key=lambda r: r.needed))
+
+
+def place_slots(stays: Sequence[Residency]) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
+    """Gives every residency bytes of the arena, so that those alive at the same time don't overlap.
+
+    This is offline dynamic storage allocation: the largest first, each at the first place that is free for its
+    whole life. Equal sizes are placed outwards from the residencies that span the turn, the longest of which
+    comes first: on each side that is the order in which first fit needs no more places than are alive at once.
+
+    Returns:
+        The slots by offset, and for each residency the index of its slot.
+    """
+    order = _outward_order(stays)
+    offsets = min(
+        (_assign(stays, order, reuse=True), _assign(stays, order, reuse=False)),
+        key=lambda placed: max((o + s.nbytes for o, s in zip(placed, stays, strict=True)), default=0),
+    )
+    sizes: dict[int, int] = {}
+    for offset, stay in zip(offsets, stays, strict=True):
+        sizes[offset] = max(sizes.get(offset, 0), stay.nbytes)
+    slots = tuple(Slot(offset, sizes[offset]) for offset in sorted(sizes))
+    index = {slot.offset: i for i, slot in enumerate(slots)}
+    return slots, tuple(index[offset] for offset in offsets)
+
+
+def _outward_order(stays: Sequence[Residency]) -> list[int]:
+    # All residencies that span the turn exist when the last of them is first needed. Nothing spans a turn in a
+    # step of one direction, whose start is as good a place to begin.
+    turn = max((s.needed for s in stays if s.last > s.needed), default=0)
+    distance = [max(0, s.first - turn, turn - s.last) for s in stays]
+    return sorted(
+        range(len(stays)),
+        key=lambda i: (-stays[i].nbytes, distance[i], stays[i].first - stays[i].last, stays[i].first),
+    )
+
+
+def _assign(stays: Sequence[Residency], order: Sequence[int], *, reuse: bool) -> list[int]:
+    """Offsets by first fit; with `reuse`, offsets that are in use already are tried first."""
+    alive: dict[int, list[int]] = {}
+    offsets = [0] * len(stays)
+    known: dict[int, None] = {}
+    for index in order:
+        stay = stays[index]
+        lifetime = range(stay.first, stay.last + 1)
+        others = {i for step in lifetime for i in alive.get(step, ())}
+        taken = sorted((offsets[i], offsets[i] + stays[i].nbytes) for i in others)
+        found = _known_fit(taken, stay.nbytes, known) if reuse else None
+        offsets[index] = _first_fit(taken, stay.nbytes) if found is None else found
+        known[offsets[index]] = None
+        for step in lifetime:
+            alive.setdefault(step, []).append(index)
+    return offsets
+
+
+def _first_fit(taken: Sequence[tuple[int, int]], nbytes: int) -> int:
+    end = 0
+    for start, stop in taken:
+        if end + nbytes <= start:
+            return end
+        end = max(end, stop)
+    return end
+
+
+def _known_fit(taken: Sequence[tuple[int, int]], nbytes: int, known: Iterable[int]) -> int | None:
+    for offset in known:
+        if all(offset + nbytes <= start or stop <= offset for start, stop in taken):
+            return offset
+    return None

@@ -1,0 +1,63 @@
+"""What every test shares: golden texts, hypothesis profiles, sane thread counts, the gpu marker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import expecttest
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+GOLDEN = Path(__file__).parent / "golden"
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+# A loaded machine may take seconds for an example; a deadline would only report the load.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--accept", action="store_true", help="rewrite golden texts instead of comparing with them"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("ci" if os.environ.get("CI") else "default")
+    # Workers share the cores; torch's own pool on top of them would only take turns.
+    torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else min(4, os.cpu_count() or 1))
+    expecttest.ACCEPT = bool(expecttest.ACCEPT) or config.getoption("--accept")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
+        pytest.skip("needs an accelerator; run by `make gpu`")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compares a text with `tests/golden/<name>.txt`; `make accept` writes the file instead."""
+    accept = bool(request.config.getoption("--accept"))
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / f"{name}.txt"
+        text = text.rstrip("\n") + "\n"
+        if accept:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            return
+        assert path.exists(), f"{path.name} does not exist yet; `make accept` writes it"
+        assert text == path.read_text(), (
+            f"differs from {path.name}; if it should, run `make accept` and read the diff"
+        )
+
+    return compare

@@ -1,0 +1,101 @@
+"""The arrow tracer <- passes <- scheduler <- runtime <- everything else, read from the source of modules."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted((ROOT / "megatrain").rglob("*.py"))
+# A module may import what stands in its own group or left of it; anything unnamed sits at the right end.
+GROUPS = ("errors", "tracer", "passes", "scheduler", "runtime")
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "manager", "misc"}
+MAX_LINES = 320
+
+
+def dotted_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_names(source: str, module: str, *, is_package: bool = False) -> Iterator[str]:
+    """Every module that `source` may import: lazily, relatively, or by a literal name at run time."""
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                kept = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*kept, base]).rstrip(".")
+            # Whether the last part is a module or a name inside one, it falls in the same group.
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (
+                a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            )
+
+
+def group_of(module: str) -> int:
+    parts = module.split(".")
+    return GROUPS.index(parts[1]) if len(parts) > 1 and parts[1] in GROUPS else len(GROUPS)
+
+
+def rightward_imports(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    names = imported_names(source, module, is_package=is_package)
+    ours = (name for name in names if name.split(".")[0] == "megatrain")
+    return sorted({name for name in ours if group_of(name) > group_of(module)})
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted_name)
+def test_a_module_imports_only_from_its_left(path: Path):
+    assert rightward_imports(path.read_text(), dotted_name(path), is_package=path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if p.parent.name == "scheduler"], ids=dotted_name)
+def test_the_scheduler_knows_neither_torch_nor_programs(path: Path):
+    # The folders to its left import torch, so a scheduler that needs no tensor can import neither.
+    names = imported_names(path.read_text(), dotted_name(path), is_package=path.name == "__init__.py")
+    assert [n for n in names if n.split(".")[0] == "torch" or group_of(n) in (1, 2)] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted_name)
+def test_a_module_has_a_telling_name_and_one_idea(path: Path):
+    assert not VAGUE_NAMES & set(dotted_name(path).split("."))
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import megatrain.runtime.host",
+        "from megatrain.runtime import host",
+        "from megatrain import runtime",
+        "from megatrain import compile",
+        "import megatrain",
+        "from ..runtime.host import HostStore",
+        "from .. import runtime",
+        "def late():\n    from megatrain.scheduler.op import Op",
+        "if TYPE_CHECKING:\n    from megatrain.passes.program import Program",
+        "import importlib\nimportlib.import_module('megatrain.cli')",
+    ],
+)
+def test_every_way_to_import_rightward_is_seen(source: str):
+    assert len(rightward_imports(source, "megatrain.tracer.spec")) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch",
+        "from megatrain.errors import TraceError",
+        "from . import state",
+        "from megatrain.tracer import spec",
+    ],
+)
+def test_leftward_imports_pass(source: str):
+    assert rightward_imports(source, "megatrain.tracer.spec") == []
