@@ -1,0 +1,54 @@
+"""megatrain: a compiler that trains models larger than the device's memory on one GPU.
+
+    compiled = megatrain.compile(model)        # any nn.Module
+    print(compiled.schedule)                   # what will run, tick by tick
+    compiled(**batch).loss.backward()          # same numbers as eager PyTorch
+
+For compiler people the steps are public too: `trace`, `lower`, `workload`, `schedule`, `Executor`.
+"""
+
+from megatrain.compiled import CompiledModule, compile  # noqa: A004  # the name torch users expect
+from megatrain.errors import ExecuteError, LowerError, MegatrainError, OptionError, ScheduleError, TraceError
+from megatrain.passes.pipeline import lower
+from megatrain.passes.program import Block, Program, Template
+from megatrain.runtime.engine import Engine
+from megatrain.runtime.executor import Executor
+from megatrain.runtime.streams import Chaos, Recording
+from megatrain.scheduler.costs import Hardware
+from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.workload import Workload
+from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.trace import trace
+from megatrain.tracer.traced import TracedModule
+from megatrain.verify import Report, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Block",
+    "Chaos",
+    "CompiledModule",
+    "Engine",
+    "ExecuteError",
+    "Executor",
+    "Hardware",
+    "LowerError",
+    "MegatrainError",
+    "OptionError",
+    "Program",
+    "Recording",
+    "Report",
+    "Schedule",
+    "ScheduleError",
+    "Template",
+    "TensorSpec",
+    "TraceError",
+    "TracedModule",
+    "Workload",
+    "compile",
+    "lower",
+    "schedule",
+    "trace",
+    "verify",
+]

@@ -18,12 +18,10 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.step import run_step
 from megatrain.runtime.streams import Chaos, Recording
-from megatrain.scheduler.build import schedule as build_schedule
-from megatrain.scheduler.from_program import workload
+from megatrain.scheduler.from_program import schedule as build_schedule
 from megatrain.scheduler.table import Schedule
 from megatrain.tracer.guards import GuardCheck
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.state import inventory
 from megatrain.tracer.structure import Arguments
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
@@ -165,7 +163,7 @@ class CompiledModule(nn.Module):
             self._check_inputs(arguments)
             variant = self._variant_for(arguments)
             if variant.executor is None:
-                variant.executor = Executor(variant.program, variant.schedule, self._the_engine())
+                variant.executor = Executor(variant.program, variant.schedule, self.engine)
             tensors = run_step(variant.executor, arguments.tensors)
         return variant.traced.outputs.fill(tensors)
 
@@ -209,7 +207,7 @@ class CompiledModule(nn.Module):
             ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs
         )
         schedule = build_schedule(
-            workload(program),
+            program,
             memory=self.options.budget(),
             activations=self.options.activations,
             transfer=self.options.transfer,
@@ -219,10 +217,12 @@ class CompiledModule(nn.Module):
         guards = GuardCheck(traced.guards, traced.graph, traced.constants)
         return Variant(traced, program, schedule, guards)
 
-    def _the_engine(self) -> Engine:
+    @property
+    def engine(self) -> Engine:
+        """Streams, host store and slots; made at the first use, shared by all variants."""
         if self._engine is None:
-            _, tensors = inventory(self.__dict__["model"])
-            self._engine = Engine(tensors, self.options.device, chaos=self._chaos, recording=self._recording)
+            model = self.__dict__["model"]
+            self._engine = Engine(model, self.options.device, chaos=self._chaos, recording=self._recording)
         return self._engine
 
     # -- the model's own interface -----------------------------------------------------------------------

@@ -19,6 +19,8 @@ from megatrain.errors import OptionError
 from megatrain.runtime.sizes import format_bytes, parse_bytes
 
 NUM_BYTES = 256
+# Every model config takes it, but no config class declares it.
+_SDPA: dict[str, Any] = {"attn_implementation": "sdpa"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,8 @@ class Recipe:
         seconds: Training ends after this time even if steps are left.
         batch_size: Windows of text per step.
         context: Bytes per window.
-        width: Size of the model's hidden states.
+        width: Size of the model's hidden states; a multiple of 64, the size of an attention head.
         depth: Decoder layers.
-        heads: Attention heads.
         learning_rate: Its peak; it warms up, then falls along a cosine.
         warmup_steps: Steps of the warm-up.
         sample_bytes: Length of the text that the trained model writes.
@@ -49,7 +50,6 @@ class Recipe:
     context: int = 128
     width: int = 256
     depth: int = 8
-    heads: int = 4
     learning_rate: float = 2e-3
     warmup_steps: int = 50
     sample_bytes: int = 400
@@ -107,11 +107,11 @@ def build_model(recipe: Recipe) -> nn.Module:
         hidden_size=recipe.width,
         intermediate_size=recipe.width * 11 // 4,
         num_hidden_layers=recipe.depth,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.heads,
+        num_attention_heads=max(1, recipe.width // 64),
+        num_key_value_heads=max(1, recipe.width // 64),
         max_position_embeddings=recipe.context,
         use_cache=False,
-        attn_implementation="sdpa",
+        **_SDPA,
     )
     return LlamaForCausalLM(config)
 
@@ -125,7 +125,7 @@ def learning_rate(recipe: Recipe, step: int, progress: float) -> float:
     return recipe.learning_rate * cosine * min(1.0, (step + 1) / recipe.warmup_steps)
 
 
-def train(model: nn.Module, text: bytes, recipe: Recipe, device: torch.device) -> int:
+def train(model: nn.Module, text: bytes, recipe: Recipe, device: torch.device) -> tuple[int, float]:
     """Trains until the steps or the seconds are used up.
 
     Args:
@@ -135,18 +135,19 @@ def train(model: nn.Module, text: bytes, recipe: Recipe, device: torch.device) -
         device: Where the model takes its inputs.
 
     Returns:
-        Steps made.
+        Steps made, at least one, and the seconds they took.
     """
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     batches = random_batches(byte_tensor(text), recipe)
     num_tokens = recipe.batch_size * recipe.context
-    start = time.perf_counter()
+    start, num_steps = time.perf_counter(), 0
     model.train()
     with tqdm(total=recipe.steps * num_tokens, desc="training", unit="tok", unit_scale=True) as bar:
         for step in range(recipe.steps):
             spent = (time.perf_counter() - start) / recipe.seconds
-            if spent >= 1:
-                return step
+            if spent >= 1 and step > 0:
+                break
+            num_steps = step + 1
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(recipe, step, max(spent, step / recipe.steps))
             ids = next(batches).to(device)
@@ -156,7 +157,7 @@ def train(model: nn.Module, text: bytes, recipe: Recipe, device: torch.device) -
             optimizer.zero_grad()
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             bar.update(num_tokens)
-    return recipe.steps
+    return num_steps, time.perf_counter() - start
 
 
 @torch.no_grad()
@@ -186,7 +187,7 @@ def write_sample(
     model.eval()
     text = list(prompt)
     draw = torch.Generator().manual_seed(recipe.seed)
-    for _ in range(recipe.sample_bytes):
+    for _ in tqdm(range(recipe.sample_bytes), desc="sampling", unit="B", leave=False):
         seen = text[-recipe.context :]
         window = torch.tensor([seen + [0] * (recipe.context - len(seen))], device=device)
         logits = model(input_ids=window).logits[0, len(seen) - 1].float().cpu()
@@ -205,18 +206,21 @@ def format_table(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
-def format_memory(budget: int, measured: int, weights: int) -> str:
-    """Returns the device's measured peak beside the budget and the model's own size."""
+def format_memory(weights: int, budget: int, planned: int, measured: int) -> str:
+    """Returns the device's peak beside the budget and the model's own size."""
 
     def row(nbytes: int) -> str:
-        return f"{format_bytes(nbytes)} ({nbytes / weights:.0%} of the weights)"
+        return f"{format_bytes(nbytes)}, {nbytes / weights:.0%} of the weights"
 
     return format_table(
         [
-            ("weights of the model", format_bytes(weights)),
-            ("weights, gradients, AdamW", f"{format_bytes(4 * weights)}, all on the host"),
-            ("device-memory budget", row(budget)),
-            ("measured device peak", row(measured)),
+            (
+                "weights",
+                f"{format_bytes(weights)}, on the host; {format_bytes(4 * weights)} with gradients and AdamW",
+            ),
+            ("budget", row(budget)),
+            ("peak by the schedule", row(planned)),
+            ("peak as measured", row(measured)),
         ]
     )
 
@@ -227,45 +231,31 @@ def run(recipe: Recipe) -> bool:
     Returns:
         Whether the model learnt, the device stayed within the budget, and the gradients are eager PyTorch's.
     """
-    device = _pick_device(recipe.device)
     budget = parse_bytes(recipe.memory)
     training, held_out = read_corpus()
     model = build_model(recipe)
+    compiled = megatrain.compile(model, device=recipe.device, memory=budget, transfer="copy")
+    device = compiled.options.device
     weights = state_bytes(model)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    size = f"{num_parameters / 1e6:.1f}M parameters, {format_bytes(weights)} of weights"
-    print(f"model: {type(model).__name__}, {size}")
-    print(f"text: Python's own help pages, {len(training)} bytes to train on, {len(held_out)} held out")
-    print(
-        f"device: {device}, with a budget of {format_bytes(budget)}, {budget / weights:.0%} of the weights\n"
-    )
+    size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {format_bytes(weights)}"
+    print(f"model   {type(model).__name__}, {size}")
+    print(f"text    Python's own help pages: {len(training)} bytes to train on, {len(held_out)} held out")
+    print(f"device  {device}, with a budget of {format_bytes(budget)}\n", flush=True)
 
-    compiled = megatrain.compile(model, device=device, memory=budget, transfer="copy")
-    start = time.perf_counter()
-    num_steps = train(compiled, training, recipe, device)
-    seconds = time.perf_counter() - start
+    num_steps, seconds = train(compiled, training, recipe, device)
     schedule = compiled.schedule
-    loss = held_out_loss(compiled, held_out, recipe, device)
-    sample = write_sample(compiled, b"The ", recipe, device)
-    measured = compiled.peak_bytes
-    baseline = unigram_entropy(training, held_out)
-
     num_tokens = num_steps * recipe.batch_size * recipe.context
-    rate = f"{seconds:.0f} s, {num_tokens / seconds:.0f} tokens/s"
-    print(f"\ntrained: {num_steps} steps, {num_tokens} tokens in {rate}")
-    print(f"\nheld-out loss, nats per byte\n{_loss_table(loss, baseline)}")
-    print(f"\na sample it wrote\n{_quoted(sample)}")
+    print(f"\n{num_steps} steps, {num_tokens} tokens in {seconds:.0f} s, {num_tokens / seconds:.0f} tokens/s")
+
+    loss, baseline = held_out_loss(compiled, held_out, recipe, device), unigram_entropy(training, held_out)
+    print(f"\nheld-out loss, nats per byte\n{_loss_table(loss, baseline)}", flush=True)
+    print(f"\na sample it wrote\n{_quoted(write_sample(compiled, b'The ', recipe, device))}")
     print(f"\nthe schedule of a training step\n{schedule}")
-    print(f"\ndevice memory\n{format_memory(budget, measured, weights)}")
-    report = _verify(model, training, recipe, device, budget)
-    print(f"\nverify: one training step against eager PyTorch\n{report}")
-    return loss < baseline and measured <= budget and bool(report.ok)
-
-
-def _pick_device(name: str | None) -> torch.device:
-    if name is not None:
-        return torch.device(name)
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    measured = compiled.peak_bytes
+    print(f"\ndevice memory\n{format_memory(weights, budget, schedule.peak_bytes, measured)}\n", flush=True)
+    report = _verify(model, training, recipe, compiled)
+    print(report)
+    return loss < baseline and measured <= budget and report.ok
 
 
 def _loss_table(loss: float, baseline: float) -> str:
@@ -282,12 +272,12 @@ def _quoted(text: str) -> str:
     return "\n".join(f"  | {line}" for line in text.splitlines())
 
 
-def _verify(model: nn.Module, text: bytes, recipe: Recipe, device: torch.device, budget: int) -> Any:
+def _verify(
+    model: nn.Module, text: bytes, recipe: Recipe, compiled: megatrain.CompiledModule
+) -> megatrain.Report:
+    """Compares with eager PyTorch under the options that the training ran with."""
+    options = compiled.options
+    ids = next(random_batches(byte_tensor(text), recipe)).to(options.device)
     model.train()
-    ids = next(random_batches(byte_tensor(text), recipe)).to(device)
-    return megatrain.verify(
-        model,
-        compile_options={"device": device, "memory": budget, "transfer": "copy"},
-        input_ids=ids,
-        labels=ids,
-    )
+    same = {"device": options.device, "memory": options.memory, "transfer": options.transfer}
+    return megatrain.verify(model, compile_options=same, input_ids=ids, labels=ids)

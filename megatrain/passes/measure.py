@@ -113,6 +113,7 @@ def _measure_backward(code: Code, ports: tuple[Port, ...], differentiable: list[
             saved.pop(output.untyped_storage()._cdata, None)  # pyright: ignore[reportPrivateUsage]
         roots = [o for o in outputs if o.requires_grad]
         leaves = [a for a in arguments if a.requires_grad]
-        gradients = torch.autograd.grad(roots, leaves, [torch.ones_like(r) for r in roots], allow_unused=True)
+        seeds = [torch.ones_like(r) for r in roots]
+        gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True) if roots and leaves else ()
     produced = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
     return sum(saved.values()), max(0, live.peak - produced)

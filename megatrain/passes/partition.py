@@ -48,8 +48,12 @@ class _Cut:
         self._current: dict[fx.Node, str] = {}
         self._storages: dict[Any, int] = {}
         self._written_state = {node for _, node in traced.writes_back if node.op == "get_attr"}
+        self._constants = [
+            n for n in traced.graph.nodes if n.op == "get_attr" and str(n.target) in traced.constants
+        ]
+        passed = {*self._written_state, *self._constants}
         self._state_storages = {
-            n.meta["storage"] for n in traced.graph.nodes if n.op == "get_attr" and n not in self._written_state
+            n.meta["storage"] for n in traced.graph.nodes if n.op == "get_attr" and n not in passed
         }
         outputs: Any = traced.graph.output_node().args[0]
         self._returned: set[fx.Node] = {*outputs, *(n for _, n in traced.writes_back)}
@@ -62,6 +66,8 @@ class _Cut:
         for node in sorted(self._written_state, key=lambda n: n.name):
             self._define(node, node.name, None, node.meta["storage"])
             buffers.append((node.name, str(node.target)))
+        for node in self._constants:
+            self._define(node, node.name, None, node.meta["storage"])
         templates: dict[str, Template] = {}
         blocks: list[Block] = []
         for index, interval in enumerate(self._intervals):
@@ -76,9 +82,11 @@ class _Cut:
             values=dict(self._values),
             inputs=tuple(n.name for n in traced.inputs),
             buffers=tuple(buffers),
+            constants={n.name: traced.constants[str(n.target)] for n in self._constants},
             commits=tuple((key, self._current[node]) for key, node in traced.writes_back),
             outputs=tuple(self._output(node) for node in outputs),
             state=dict(traced.state),
+            device=traced.device,
             provenance=("canonicalize", "partition"),
         )
 

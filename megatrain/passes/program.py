@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from megatrain.tracer.spec import TensorSpec
@@ -124,9 +125,11 @@ class Program:
         inputs: Values that the caller passes, in the order of the flattened arguments.
         buffers: `(value, state key)`: buffers that the forward writes enter as values, with their content
             before the step, so that a recompute sees what the forward saw.
+        constants: Tensors that the forward reads and no module registers, by the value they enter as.
         commits: `(state key, value)`: what those buffers hold after the forward, written back once per step.
         outputs: Sources of the tensors that the model returns.
         state: All state the program reads, by key.
+        device: The compute device that the capture assumed.
         provenance: The passes that made it.
     """
 
@@ -136,9 +139,11 @@ class Program:
     values: Mapping[str, Value]
     inputs: tuple[str, ...]
     buffers: tuple[tuple[str, str], ...]
+    constants: Mapping[str, torch.Tensor]
     commits: tuple[tuple[str, str], ...]
     outputs: tuple[OutputRef, ...]
     state: Mapping[str, StateEntry]
+    device: torch.device
     provenance: tuple[str, ...] = ()
 
     def state_bytes(self, block: Block) -> int:

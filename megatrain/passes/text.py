@@ -49,6 +49,7 @@ def program_text(program: Program) -> str:
         f"  inputs {_list(program.inputs)}; outputs {_list(tuple(o.name for o in program.outputs))}",
     ]
     lines += [f"  buffer {value} = {key}" for value, key in program.buffers]
+    lines += [f"  constant {value}: {program.values[value].spec}" for value in program.constants]
     lines += [f"  commit {key} = {value}" for key, value in program.commits]
     for block in program.blocks:
         frozen = "" if any(program.state[k].requires_grad for k in block.binding) or not block.binding else ", frozen"

@@ -27,12 +27,19 @@ class LocalGraph:
         carries: Aliases of the inputs, made last. The gradient that later blocks left for an input enters here:
             the engine runs nodes in reverse order of creation, so it is the first term of the sum, as in eager.
         outputs: Results with their history.
+        saved: What autograd keeps for the backward, besides state; emptied by `take_saved`.
     """
 
     inputs: list[torch.Tensor]
     state: list[torch.Tensor]
     carries: list[torch.Tensor | None]
     outputs: tuple[torch.Tensor, ...]
+    saved: list[torch.Tensor]
+
+    def take_saved(self) -> list[torch.Tensor]:
+        """Returns the saved tensors and forgets them, so that the backward can free each when it is used."""
+        saved, self.saved = self.saved, []
+        return saved
 
     def gradients(
         self, output_gradients: Sequence[torch.Tensor | None], carried: Sequence[torch.Tensor | None]
@@ -109,14 +116,15 @@ class BlockRunner:
         """
         leaves = [t.detach().requires_grad_(g) for t, g in zip((*inputs, *state), needs_grad, strict=True)]
         with torch.enable_grad(), neutral_autocast(self._device):
-            with rebound_state(leaves[len(inputs) :], read_state):
+            saved: list[torch.Tensor] = []
+            with rebound_state(leaves[len(inputs) :], read_state, saved):
                 outputs = self._code(leaves)
             own = leaves[: len(inputs)]
             carries = [
                 torch.ops.aten.alias.default(t) if c and t.requires_grad else None
                 for t, c in zip(own, is_carried, strict=True)
             ]
-        return LocalGraph(own, leaves[len(inputs) :], carries, outputs)
+        return LocalGraph(own, leaves[len(inputs) :], carries, outputs, saved)
 
 
 @contextmanager
@@ -131,22 +139,24 @@ def neutral_autocast(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def rebound_state(state: Tensors, read_state: StateReader) -> Iterator[None]:
-    """Keeps weights out of the graph: a saved tensor that is a view of state is stored as a place in that state."""
-    places = {t.untyped_storage().data_ptr(): None for t in state if t.numel()}
-    if not places:
-        yield
-        return
+def rebound_state(state: Tensors, read_state: StateReader, saved: list[torch.Tensor]) -> Iterator[None]:
+    """Keeps weights out of the graph: a saved tensor that is a view of state is stored as a place in that state.
+
+    All other saved tensors are listed in `saved`.
+    """
+    places = {t.untyped_storage().data_ptr() for t in state if t.numel()}
     bounds = [_byte_range(t) for t in state]
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() not in places:
+            saved.append(tensor.detach())
             return tensor
         start, end = _byte_range(tensor)
         for index, (low, high) in enumerate(bounds):
             if low <= start and end <= high:
                 offset = (start - low) // tensor.element_size()
                 return index, tensor.dtype, tensor.shape, tensor.stride(), offset
+        saved.append(tensor.detach())
         return tensor
 
     def unpack(packed: Any) -> torch.Tensor:

@@ -59,7 +59,7 @@ class Call:
             self.values.pop(str(name), None)
         elif kind == "gradient":
             self.gradients.pop(str(name), None)
-        elif kind == "parameter_gradients":
+        elif kind == "parameters":
             self.parameter_gradients.pop(int(name), None)
         elif kind == "saved":
             self.graphs.pop(int(name), None)
@@ -94,7 +94,7 @@ class Call:
         self.status = status
         kinds = ("value", self.values), ("gradient", self.gradients)
         held = [(kind, name) for kind, names in kinds for name in names]
-        held += [("parameter_gradients", b) for b in self.parameter_gradients]
+        held += [("parameters", b) for b in self.parameter_gradients]
         held += [("saved", b) for b in self.graphs]
         for kind, name in held:
             self.drop(kind, name)

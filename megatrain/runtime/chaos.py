@@ -19,15 +19,16 @@ class InjectedFailure(RuntimeError):
 class Chaos:
     """Disturbs every stream, so that an order which held only by luck breaks in a test.
 
-    Delays come from a generator per stream, seeded with `seed` and the stream's name: what one stream draws does
-    not depend on the others, and no global generator is touched.
+    Delays come from a generator per stream, seeded with `seed` and the stream's name: what one stream draws
+    does not depend on the others, and no global generator is touched.
 
     Args:
         seed: Seed of all delays.
         max_delay_s: Longest delay in seconds; every operation is delayed before and after its work.
         poison: Whether freed slots are to be filled with NaN; the owner of the slots reads it.
         slow: Name of the one stream to delay, always by `max_delay_s`; None delays all streams at random.
-        fail: Operation that raises `InjectedFailure` in place of its work: `"d2h:G3"`, or `"G3"` on any stream.
+        fail: Operation that raises `InjectedFailure` in place of its work: `"d2h:G3"`, or `"G3"` on any
+            stream.
     """
 
     seed: int = 0
@@ -66,8 +67,8 @@ class Issued:
 class Recording:
     """The operations that ran: in order of issue per stream, and in order of completion over all.
 
-    Operations dropped after a failure are not in it. Printing depends only on the order within each stream, which
-    is fixed; `completed` depends on timing and is therefore not printed.
+    Operations dropped after a failure are not in it. Printing depends only on the order within each stream,
+    which is fixed; `completed` depends on timing and is therefore not printed.
     """
 
     def __init__(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatrain.errors import ExecuteError
 from megatrain.passes.dedup import template_key
@@ -16,13 +17,14 @@ from megatrain.runtime.block import BlockRunner
 from megatrain.runtime.host import BlockImage, HostStore, image
 from megatrain.runtime.parks import ParkPool
 from megatrain.runtime.streams import Chaos, Recording, StreamSet
+from megatrain.tracer.state import inventory
 
 
 class Engine:
     """The mutable half of a compiled model.
 
     Args:
-        tensors: The model's state by key; parameters become views of the host store.
+        model: The model; its parameters become views of the host store.
         device: Compute device.
         chaos: Random delays, poisoned slots and injected faults, for tests.
         recording: Log of what was issued and what it waited for, for tests.
@@ -30,16 +32,17 @@ class Engine:
 
     def __init__(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        model: nn.Module,
         device: torch.device,
         *,
         chaos: Chaos | None = None,
         recording: Recording | None = None,
     ):
-        self.tensors = dict(tensors)
+        self.tensors = inventory(model)[1]
+        self._holders = _holders(model, self.tensors)
         self.device = device
-        self.chaos = chaos
-        self.streams = StreamSet(device, chaos=chaos, recording=recording)
+        self._recording = recording
+        self.set_chaos(chaos)
         self.meter = Meter()
         self.arena = DeviceArena(device)
         self.store: HostStore | None = None
@@ -49,6 +52,26 @@ class Engine:
         self.is_running = False
         self._runners: dict[Any, BlockRunner] = {}
 
+    def refresh(self) -> None:
+        """Takes in what the user did to the model's state since the last call.
+
+        Values changed in place need nothing: the parameters *are* the store. New memory (`p.data = x`) and new
+        objects (`load_state_dict(assign=True)`) are copied in.
+        """
+        replaced: dict[str, torch.Tensor] = {}
+        for holder, name, key in self._holders:
+            tensor = holder.get(name)
+            if tensor is not None and tensor is not self.tensors[key]:
+                replaced[key] = tensor
+        self.tensors.update(replaced)
+        assert self.store is not None
+        self.store.refresh(replaced or None)
+
+    def set_chaos(self, chaos: Chaos | None) -> None:
+        """Replaces the streams by new ones, disturbed by `chaos` or not at all; for tests, between calls."""
+        self.chaos = chaos
+        self.streams = StreamSet(self.device, chaos=chaos, recording=self._recording)
+
     def adopt(self, program: Program) -> list[BlockImage]:
         """Brings the state of a program's blocks into the host store and returns each block's image.
 
@@ -57,9 +80,6 @@ class Engine:
         """
         self._check_state(program)
         images = [image([(key, program.state[key].spec) for key in block.binding]) for block in program.blocks]
-        for key, entry in program.state.items():
-            if entry.kind == "constant" and key not in self.tensors:
-                raise ExecuteError(f"constant `{key}` of {program.name} is unknown to this engine")
         if self.store is None:
             self.store = HostStore(images, self.tensors, self.device)
         else:
@@ -68,6 +88,8 @@ class Engine:
 
     def _check_state(self, program: Program) -> None:
         for key, entry in program.state.items():
+            if entry.kind == "constant":
+                continue
             tensor = self.tensors[key]
             if tensor.device.type == "meta":
                 raise ExecuteError(
@@ -89,6 +111,16 @@ class Engine:
             self._runners[key] = BlockRunner(Code(template.graph), self.device, template.is_random)
         return self._runners[key]
 
-    def close(self) -> None:
-        """Ends the stream threads; a later call starts them again."""
-        self.streams.close()
+
+def _holders(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> list[tuple[dict[str, torch.Tensor | None], str, str]]:
+    """Lists the registries of the modules that hold each state tensor: `(registry, name there, key)`."""
+    keys = {id(tensor): key for key, tensor in tensors.items()}
+    return [
+        (registry, name, keys[id(tensor)])
+        for module in model.modules()
+        for registry in (module._parameters, module._buffers)
+        for name, tensor in registry.items()
+        if tensor is not None and id(tensor) in keys
+    ]

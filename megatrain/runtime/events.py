@@ -1,4 +1,4 @@
-"""Event and Step: how operations on different threads wait for each other, and how a failure frees them all."""
+"""Event and Step: how operations on different threads wait for each other, and how a failure frees all."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatrain.errors import ExecuteError
 CALLER = "compute"
 """Name under which the caller's thread waits: it runs the compute stream and submits to all the others."""
 
-# A gate lets one thread sleep until somebody puts something in. SimpleQueue and not threading.Event: it is a few
-# times cheaper, may be signalled twice, and its put() is safe inside finalizers.
+# A gate lets one thread sleep until somebody puts something in. SimpleQueue and not threading.Event: it is a
+# few times cheaper, may be signalled twice, and its put() is safe inside finalizers.
 Gate = SimpleQueue[None]
 
 
@@ -25,9 +25,10 @@ class Aborted(Exception):
 class Event:
     """Tells that an operation is done, across threads and streams.
 
-    On the CPU, `host_done` means that the work is complete. On an accelerator it means *issued*: `mark` is then the
-    `torch.Event` recorded behind the work, and a stream that waits for this event waits for that mark as well.
-    An event belongs to one operation of one step and is settled exactly once, by that operation.
+    On the CPU, `host_done` means that the work is complete. On an accelerator it means *issued*: `mark` is
+    then the `torch.Event` recorded behind the work, and a stream that waits for this event waits for that
+    mark as well. An event belongs to one operation of one step and is settled exactly once, by that
+    operation.
     """
 
     __slots__ = ("_gates", "_lock", "has_failed", "host_done", "label", "mark", "stream")
@@ -42,7 +43,7 @@ class Event:
         self._gates: list[Gate] | None = None
 
     def settle(self, *, failed: bool = False) -> None:
-        """Wakes whoever waits; `failed` says that the operation failed, or was dropped because another did."""
+        """Wakes whoever waits; `failed` says that it failed, or was dropped because another operation did."""
         with self._lock:
             self.has_failed = failed
             self.host_done = True
@@ -109,9 +110,9 @@ class Failure:
 class Step:
     """What the operations between one `begin` and its `finish` share: who sleeps, and the first failure.
 
-    A wait that can never end is found, not suffered: all operations are submitted by one thread, so while that
-    thread sleeps, the chain "who sleeps, for which event, on which stream" either leads to a stream at work or
-    proves that nothing will come.
+    A wait that can never end is found, not suffered: all operations are submitted by one thread, so while
+    that thread sleeps, the chain "who sleeps, for which event, on which stream" either leads to a stream at
+    work or proves that nothing will come.
     """
 
     __slots__ = ("_asleep", "_lock", "failure")
@@ -169,7 +170,9 @@ class Step:
             if event.host_done:
                 return
             if event.stream is None or event.stream in seen:
-                text = f"{stream}:{label} waits for {event.label}, which no operation submitted can ever finish"
+                text = (
+                    f"{stream}:{label} waits for {event.label}, which no operation submitted can ever finish"
+                )
                 self._abort(Failure(f"{stream}:{label}", ExecuteError(text), is_callers=True))
                 return
             stream = event.stream

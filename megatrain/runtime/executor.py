@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.passes.program import Block, Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.block import LocalGraph
@@ -16,9 +17,10 @@ from megatrain.runtime.gradients import GradientSink
 from megatrain.runtime.plan import Plan, Planned, plan_schedule
 from megatrain.runtime.rng import repeated_rng
 from megatrain.runtime.streams import Event
-from megatrain.scheduler.build import resumed
+from megatrain.scheduler.build import backward_schedule
 from megatrain.scheduler.from_program import has_backward
-from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.lifetimes import Item
+from megatrain.scheduler.table import Position, Schedule
 
 
 class Executor:
@@ -29,22 +31,25 @@ class Executor:
     Args:
         program: The blocks.
         schedule: A checked schedule of that program.
-        engine: Streams, host store and device arena, shared between variants.
+        model: The model, whose parameters move into a host store; or the engine that holds it already.
     """
 
-    def __init__(self, program: Program, schedule: Schedule, engine: Engine):
+    def __init__(self, program: Program, schedule: Schedule, model: nn.Module | Engine):
+        engine = model if isinstance(model, Engine) else Engine(model, program.device)
         self.program = program
         self.schedule = schedule
         self._engine = engine
         self._images = engine.adopt(program)
         self._runners = [engine.runner(program.templates[b.template]) for b in program.blocks]
         self._plan = plan_schedule(schedule)
+        self._names = list(program.values)
+        self._specs = [value.spec for value in program.values.values()]
         self._resumed: Plan | None = None
         self._is_bound = schedule.transfer == "bind"
         self._slot_views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
-        self._trained = {k: t for k, t in engine.tensors.items() if t.requires_grad}
+        self._trained = [k for k, entry in program.state.items() if entry.requires_grad]
         slab_bytes = max((image.nbytes for image in self._images), default=0)
-        self._sink = GradientSink(self._trained, engine.device, slab_bytes, in_place=self._is_bound)
+        self._sink = GradientSink(engine.tensors, engine.device, slab_bytes, in_place=self._is_bound)
         self._completes = self._completed_keys()
         self._needs_grad = [self._differentiable(b) for b in program.blocks]
         self._is_carried = self._carried_inputs()
@@ -94,16 +99,15 @@ class Executor:
                 unchanged.
         """
         engine = self._engine
-        assert engine.store is not None
         self._enter()
-        call = Call(engine.meter, engine.parks.take(self._plan.parked_values(self.program)))
+        call = Call(engine.meter, engine.parks.take([self._specs[v] for v in self._plan.parked_values]))
         try:
-            engine.store.refresh()
+            engine.refresh()
             engine.arena.ensure(self._plan.arena_bytes)
             engine.meter.set_arena(engine.arena.nbytes)
             self._set_inputs(call, inputs)
             engine.slots_belong_to = None
-            self._run(call, self._plan.forward)
+            self._run(call, self._plan.forward, self._plan.forward_ends)
             engine.slots_belong_to = call
             self._commit_buffers(call)
             call.outputs = [self._output(call, ref.kind, ref.name) for ref in self.program.outputs]
@@ -143,7 +147,7 @@ class Executor:
             engine.slots_belong_to = None
             plan = self._plan if is_warm else self._cold_plan()
             engine.arena.ensure(plan.arena_bytes)
-            self._run(call, plan.backward)
+            self._run(call, plan.backward, plan.backward_ends)
             names = [self.program.inputs[i] for i in self.differentiable_inputs]
             found = [call.gradients.get(name) for name in names]
         except BaseException:
@@ -170,7 +174,9 @@ class Executor:
     def _cold_plan(self) -> Plan:
         """The backward of a call after which another used the slots: it prefetches everything anew."""
         if self._resumed is None:
-            self._resumed = plan_schedule(resumed(self.schedule))
+            cold = _cold_schedule(self.schedule)
+            cold.check()
+            self._resumed = plan_schedule(cold)
         return self._resumed
 
     def _set_inputs(self, call: Call, inputs: Sequence[torch.Tensor]) -> None:
@@ -179,6 +185,8 @@ class Executor:
         for name, key in self.program.buffers:
             buffer = self._engine.tensors[key].detach()
             call.set_value(name, buffer.to(self._engine.device, copy=True))
+        for name, constant in self.program.constants.items():
+            call.set_value(name, constant)
         call.parameter_versions = {k: self._engine.tensors[k]._version for k in self._trained}
 
     def _check_parameters(self, call: Call) -> None:
@@ -203,7 +211,7 @@ class Executor:
 
     # -- running the table ---------------------------------------------------------------------------------
 
-    def _run(self, call: Call, steps: Sequence[Planned]) -> None:
+    def _run(self, call: Call, steps: Sequence[Planned], ends: Sequence[Item]) -> None:
         """Hands transfers to their streams and runs compute here, in the table's order."""
         streams = self._engine.streams
         events = {step.position: Event(str(step.op)) for step in steps}
@@ -212,9 +220,13 @@ class Executor:
         in_order = sorted(steps, key=lambda step: step.op.stream == "compute")
         with streams.step(synchronize=False):
             for step in in_order:
-                waits = [events[w] for w in step.waits if w in events]
-                queues[step.op.stream](str(step.op), self._handler(call, step), waits, events[step.position])
-        self._release(call, [item for step in steps for item in step.released_at_end])
+                waits, done = self._waits(step, events), events[step.position]
+                queues[step.op.stream](str(step.op), self._handler(call, step), waits, done)
+        self._release(call, ends)
+
+    def _waits(self, step: Planned, events: dict[Position, Event]) -> list[Event]:
+        """Events of this half of the table; those of the other half are over."""
+        return [events[w] for w in step.waits if w in events]
 
     def _handler(self, call: Call, step: Planned) -> Callable[[], None]:
         handler = _HANDLERS[step.op.stream, step.op.what]
@@ -227,9 +239,9 @@ class Executor:
 
         return work
 
-    def _release(self, call: Call, items: Sequence[tuple[str, Any]]) -> None:
-        for kind, name in items:
-            call.drop(kind, name)
+    def _release(self, call: Call, items: Sequence[Item]) -> None:
+        for kind, number in items:
+            call.drop(kind, self._names[number] if kind in ("value", "gradient") else number)
 
     def _poison(self, step: Planned) -> None:
         """Fills slots whose last reader has run with NaN, if a test asked for it."""
@@ -263,11 +275,13 @@ class Executor:
             store.prefetch(self._images[block.index], self._slot_buffer(block, step.op.slot))
 
     def _park(self, call: Call, step: Planned) -> None:
-        for name in step.parked:
+        for value in step.values:
+            name = self._names[value]
             call.parks.put(name, call.values[name])
 
     def _unpark(self, call: Call, step: Planned) -> None:
-        for name in step.parked:
+        for value in step.values:
+            name = self._names[value]
             call.set_value(name, call.parks.get(name, self._engine.device))
 
     def _forward(self, call: Call, step: Planned) -> None:
@@ -278,6 +292,7 @@ class Executor:
         if step.saves:
             graph = self._graph(call, block, step, inputs, state)
             call.graphs[block.index] = graph
+            call.hold("saved", block.index, graph.take_saved())
             outputs: Sequence[torch.Tensor] = [t.detach() for t in graph.outputs]
         else:
             if step.is_recomputed:
@@ -309,15 +324,17 @@ class Executor:
             rng = call.rng.get(block.index)
             with repeated_rng(rng, self._engine.device):
                 graph = self._graph(call, block, step, inputs, self._state(block, step.slot))
+            graph.take_saved()
         if graph is None or all(g is None for g in output_gradients):
             call.parameter_gradients[block.index] = [None] * len(block.binding)
             return
         own, parameters = graph.gradients(output_gradients, carried)
         for name, gradient in zip(block.inputs, own, strict=True):
             if gradient is not None:
+                call.drop("gradient", name)  # the sum so far is part of the new one
                 call.set_gradient(name, gradient)
         call.parameter_gradients[block.index] = parameters
-        call.hold("parameter_gradients", block.index, parameters)
+        call.hold("parameters", block.index, parameters)
 
     def _offload(self, call: Call, step: Planned) -> None:
         block = self.program.blocks[step.op.block]
@@ -328,6 +345,14 @@ class Executor:
     def _add_gradient(self, call: Call, name: str, gradient: torch.Tensor) -> None:
         known = call.gradients.get(name)
         call.set_gradient(name, gradient if known is None else known + gradient)
+
+
+def _cold_schedule(warm: Schedule) -> Schedule:
+    """The backward alone, in the memory that `warm` takes if possible."""
+    try:
+        return backward_schedule(warm, memory=warm.device_bytes)
+    except ScheduleError:
+        return backward_schedule(warm, num_slots=1)
 
 
 _HANDLERS: dict[tuple[str, str], Callable[[Executor, Call, Planned], None]] = {

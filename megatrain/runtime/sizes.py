@@ -10,16 +10,18 @@ from megatrain.errors import OptionError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _TEXT = re.compile(r"(?P<number>\d+(\.\d+)?)\s*((?P<prefix>[kmgtp]?)(?P<binary>i?)b)?", re.ASCII)
-_ACCEPTED = 'Give a positive whole number of bytes, or a text such as "10GiB", "1.5 GiB" (1024s) or "512MB" (1000s).'
+_ACCEPTED = (
+    'Give a positive whole number of bytes, or a text such as "10GiB", "1.5 GiB" (1024s) or "512MB" (1000s).'
+)
 
 
 def parse_bytes(size: int | float | str) -> int:
     """Reads a size in bytes.
 
     Args:
-        size: A positive integer (a float if it is whole), or a text: a number, which may have a fraction, and a
-            unit: `B`, `KB` to `PB` (powers of 1000) or `KiB` to `PiB` (powers of 1024). Case does not matter. A
-            fraction of a byte is dropped.
+        size: A positive integer (a float if it is whole), or a text: a number, which may have a fraction,
+            and a unit: `B`, `KB` to `PB` (powers of 1000) or `KiB` to `PiB` (powers of 1024). Case does not
+            matter. A fraction of a byte is dropped.
 
     Raises:
         OptionError: If it can't be read, or is below one byte.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatrain.passes.program import Block, Program
+from megatrain.scheduler.build import schedule as build_schedule
+from megatrain.scheduler.table import Schedule
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 from megatrain.tracer.spec import TensorSpec
 
@@ -22,6 +24,28 @@ def workload(program: Program) -> Workload:
         blocks=tuple(_block_work(program, block) for block in program.blocks),
         values=_value_works(program),
         storages=_storages(program),
+    )
+
+
+def schedule(
+    program: Program,
+    *,
+    num_slots: int | None = None,
+    keep: int | None = None,
+    memory: int | None = None,
+    activations: str = "auto",
+    transfer: str = "copy",
+    mode: str = "train",
+) -> Schedule:
+    """Places one step of `program` on the streams; see `megatrain.scheduler.build.schedule` for the options."""
+    return build_schedule(
+        workload(program),
+        num_slots=num_slots,
+        keep=keep,
+        memory=memory,
+        activations=activations,
+        transfer=transfer,
+        mode=mode,
     )
 
 

@@ -18,12 +18,12 @@ from megatrain.scheduler.workload import Workload
 class Item(NamedTuple):
     """Something that takes device memory.
 
-    `"value"` and `"gradient"` are indexed by value, `"parameters"` (gradients of a block's parameters) and
-    `"saved"` (a retained graph) by block.
+    `"value"` and `"gradient"` have the number of a value, `"parameters"` (gradients of a block's parameters)
+    and `"saved"` (a retained graph) that of a block.
     """
 
     kind: Literal["value", "gradient", "parameters", "saved"]
-    index: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,7 @@ def _at(ticks: Mapping[int, int], blocks: Iterable[int], stream: Stream = Stream
     return [Position(ticks[block], stream) for block in blocks]
 
 
-def _value_lives(
-    workload: Workload, facts: StepFacts, index: int, parked_by: int | None
-) -> list[Lifetime]:
+def _value_lives(workload: Workload, facts: StepFacts, index: int, parked_by: int | None) -> list[Lifetime]:
     value, ticks = workload.values[index], facts.ticks
     item, nbytes = Item("value", index), workload.storages[value.storage]
     backward = [] if facts.mode == "forward" else _backward_uses(workload, facts, index)
@@ -136,7 +134,7 @@ def _made_at(facts: StepFacts, producer: int | None) -> Position | None:
 
 
 def _backward_uses(workload: Workload, facts: StepFacts, index: int) -> list[Position]:
-    """Backwards that need the value itself: those of its readers, and of its producer if its graph holds it."""
+    """Backwards that need the value: those of its readers, and of its producer if its graph holds it."""
     producer = workload.values[index].producer
     uses = _at(facts.ticks.backward, workload.backward_readers(index))
     if producer is not None and producer in facts.saves:
@@ -149,7 +147,7 @@ def _gradient_lives(workload: Workload, facts: StepFacts, index: int) -> list[Li
         return []
     value, ticks = workload.values[index], facts.ticks
     first = min(_at(ticks.backward, workload.backward_readers(index)), default=None)
-    if value.is_output and value.producer is not None:
+    if value.is_output:
         # The user hands in the gradient of an output when the backward starts.
         is_there = facts.mode == "backward"
         first = None if is_there else Position(min(ticks.backward.values()), Stream.COMPUTE)

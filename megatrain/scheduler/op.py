@@ -21,8 +21,8 @@ class Stream(StrEnum):
 # In the order of the table's columns.
 STREAMS = (Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST)
 
-# What each stream can do: W weights, A what a backward needs, F forward, B backward, G gradients of parameters,
-# N norm of all gradients, U optimizer update.
+# What each stream can do: W weights, A what a backward needs, F forward, B backward, G gradients of
+# parameters, N norm of all gradients, U optimizer update.
 INSTRUCTIONS = {Stream.H2D: "WA", Stream.COMPUTE: "FB", Stream.D2H: "AG", Stream.HOST: "NU"}
 
 # The block of an op that concerns no block in particular (`N`).

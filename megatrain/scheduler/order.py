@@ -79,8 +79,8 @@ def assign_ticks(
 ) -> Rows:
     """Places all ops; the order of each stream is fixed, so one pass in the order of compute steps does.
 
-    Transfers to the device queue by need: per compute step its `A`, then its `W`. Transfers to the host queue by
-    the tick from which they can run, equal ones by block.
+    Transfers to the device queue by need: per compute step its `A`, then its `W`. Transfers to the host queue
+    by the tick from which they can run, equal ones by block.
     """
     placer = _Placer(num_slots)
     ticks = placer.ticks

@@ -59,9 +59,10 @@ def residencies(
 def place_slots(stays: Sequence[Residency]) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
     """Gives every residency bytes of the arena, so that those alive at the same time don't overlap.
 
-    This is offline dynamic storage allocation: the largest first, each at the first place that is free for its
-    whole life. Equal sizes are placed outwards from the residencies that span the turn, the longest of which
-    comes first: on each side that is the order in which first fit needs no more places than are alive at once.
+    This is offline dynamic storage allocation: the largest first, each at the first place that is free for
+    its whole life. Equal sizes are placed outwards from the residencies that span the turn, the longest of
+    which comes first: on each side that is the order in which first fit needs no more places than are alive
+    at once.
 
     Returns:
         The slots by offset, and for each residency the index of its slot.
@@ -80,8 +81,8 @@ def place_slots(stays: Sequence[Residency]) -> tuple[tuple[Slot, ...], tuple[int
 
 
 def _outward_order(stays: Sequence[Residency]) -> list[int]:
-    # All residencies that span the turn exist when the last of them is first needed. Nothing spans a turn in a
-    # step of one direction, whose start is as good a place to begin.
+    # All residencies that span the turn exist when the last of them is first needed. Nothing spans a turn in
+    # a step of one direction, whose start is as good a place to begin.
     turn = max((s.needed for s in stays if s.last > s.needed), default=0)
     distance = [max(0, s.first - turn, turn - s.last) for s in stays]
     return sorted(

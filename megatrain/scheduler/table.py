@@ -86,7 +86,7 @@ class Schedule:
         h2d_bytes: Bytes copied to the device.
         d2h_bytes: Bytes copied to the host.
         peak_bytes: Largest of `live_bytes`.
-        device_bytes: Largest sum of `live_bytes` and the workspace of the tick's F or B; what a budget bounds.
+        device_bytes: Largest sum of `live_bytes` and the workspace of the tick's F or B; what budgets bound.
         host_bytes: Bytes of all parked values, each with its own place, plus one slab as large as the largest
             gradients of a block. The state and its gradients themselves aren't counted.
         num_blocks: Blocks of the model.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from megatrain.errors import ScheduleError
@@ -43,11 +44,11 @@ class BlockWork:
         name: Printed name, for messages only.
         state_bytes: Bytes its state takes in a slot, padding included.
         gradient_bytes: Bytes of the gradients of its trainable parameters; 0 when frozen.
-        saved_bytes: Bytes that its forward holds for its backward if its graph is retained, beyond its inputs,
-            outputs and state.
+        saved_bytes: Bytes that its forward holds for its backward if its graph is retained, beyond its
+            inputs, outputs and state.
         forward_workspace_bytes: Most bytes alive inside the forward beyond its inputs, outputs and state.
-        backward_workspace_bytes: The same for (recompute and) backward, beyond inputs, state and the gradients
-            it produces.
+        backward_workspace_bytes: The same for (recompute and) backward, beyond inputs, state and the
+            gradients it produces.
         has_backward: A gradient flows into or through it, so its backward runs.
         forward_flops: Floating-point operations of one forward; backward is taken as twice that.
     """
@@ -107,8 +108,9 @@ class Workload:
             return False
         if work.producer is not None and not self.blocks[work.producer].has_backward:
             return False
-        is_handed_in = work.is_output and work.producer is not None
-        return is_handed_in or bool(self.backward_readers(value))
+        if work.is_output and work.producer is not None:
+            return True
+        return bool(self.backward_readers(value))
 
     def check(self) -> None:
         """Raises `ScheduleError` unless every index is in range, every order right and every size a count."""
@@ -120,10 +122,12 @@ class Workload:
             self._check_value(value)
             sharers[value.storage] += 1
         for value in self.values:
-            if value.is_parkable and (value.producer is None or value.is_output or sharers[value.storage] > 1):
+            if value.is_parkable and (
+                value.producer is None or value.is_output or sharers[value.storage] > 1
+            ):
                 raise ScheduleError(
                     f"value {value.name} can't be parked.\n"
-                    "  A parkable value is computed by a block, isn't returned, and shares its storage with none."
+                    "  A parkable value is computed by a block, isn't returned, and its storage is its own."
                 )
 
     def _check_value(self, value: ValueWork) -> None:
@@ -132,7 +136,7 @@ class Workload:
             raise ScheduleError(f"value {value.name} lies in storage {value.storage}, which doesn't exist.")
         first = 0 if value.producer is None else value.producer + 1
         path = (first - 1, *value.readers, len(self.blocks))
-        if first > len(self.blocks) or any(a >= b for a, b in zip(path, path[1:], strict=False)):
+        if first > len(self.blocks) or any(a >= b for a, b in pairwise(path)):
             raise ScheduleError(
                 f"value {value.name} of block {value.producer} is read by blocks {list(value.readers)}.\n"
                 "  Readers come after the producer, ascending, each once."
@@ -147,9 +151,13 @@ class Workload:
         """Reads what `to_dict` wrote."""
         return Workload(
             blocks=tuple(BlockWork(**block) for block in data["blocks"]),
-            values=tuple(ValueWork(**{**v, "readers": tuple(v["readers"])}) for v in data["values"]),
+            values=tuple(_read_value(**value) for value in data["values"]),
             storages=tuple(data["storages"]),
         )
+
+
+def _read_value(*, readers: list[int], **rest: Any) -> ValueWork:
+    return ValueWork(readers=tuple(readers), **rest)
 
 
 def _check_counts(owner: str, sizes: Mapping[Any, Any]) -> None:

@@ -1,0 +1,172 @@
+"""Device memory: the arena that slots are cut from, and the meter that counts what is really held."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.runtime.host import HostArena
+
+ALIGNMENT = 256
+"""The arena starts at a multiple of this many bytes."""
+
+
+class DeviceArena:
+    """One range of device memory, allocated at its exact size, from which slots are cut.
+
+    Views handed out before it grew keep the old memory alive and do not see the new one, so it may not grow
+    while in use; `generation` tells holders of views that they have become stale.
+
+    Args:
+        device: Where the memory lies.
+
+    Attributes:
+        generation: Number of times that memory was allocated.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.generation = 0
+        self._num_users = 0
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self._buffer.numel()
+
+    def ensure(self, nbytes: int) -> None:
+        """Makes the arena at least `nbytes` large; what it held is lost if it has to grow."""
+        if nbytes <= self.nbytes:
+            return
+        assert not self._num_users, "the device arena can't grow while it is in use"
+        # The old memory goes first: both at once may not fit. If the new can't be had, the arena is empty.
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.generation += 1
+        self._buffer = self._allocate(nbytes)
+        assert self._buffer.data_ptr() % ALIGNMENT == 0
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        if self.device.type == "cpu":
+            # Mapped pages: aligned and exact, where torch's CPU allocator aligns to 64 bytes only.
+            return HostArena(nbytes, pin=None).tensor
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    @contextlib.contextmanager
+    def use(self) -> Generator[None]:
+        """Forbids growth while the body runs."""
+        self._num_users += 1
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+
+    def slot(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Returns the bytes `offset` (inclusive) to `offset + nbytes` (exclusive) as a `uint8` view."""
+        assert 0 <= offset <= offset + nbytes <= self.nbytes, f"slot {offset}+{nbytes} is outside the arena"
+        return self._buffer[offset : offset + nbytes]
+
+    def release(self) -> None:
+        """Gives the memory back; the next `ensure` allocates anew."""
+        assert not self._num_users, "the device arena can't be released while it is in use"
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+
+@dataclass(slots=True)
+class _Storage:
+    nbytes: int
+    num_holders: int = 0
+
+
+class Meter:
+    """Counts the bytes held: each distinct storage once, by its real size, however many tensors view it.
+
+    Holds no tensor. Whoever holds a tensor under a key releases the key when letting go of the tensor; a
+    storage is identified by its address, which is unique only as long as that is kept. Thread-safe, also
+    inside finalizers.
+    """
+
+    def __init__(self) -> None:
+        # Reentrant: a finalizer may release a key while this very thread is in here.
+        self._lock = threading.RLock()
+        self._held: dict[Hashable, set[tuple[str, int]]] = {}
+        self._storages: dict[tuple[str, int], _Storage] = {}
+        self._arena_bytes = 0
+        self._current = 0
+        self._peak = 0
+
+    @property
+    def current(self) -> int:
+        """Bytes held now, the arena included."""
+        return self._current
+
+    @property
+    def peak(self) -> int:
+        """Most bytes held at once since the last `reset_peak`."""
+        return self._peak
+
+    def reset_peak(self) -> None:
+        """Starts measuring the peak anew, from what is held now."""
+        with self._lock:
+            self._peak = self._current
+
+    def set_arena(self, nbytes: int) -> None:
+        """Counts an arena of `nbytes` in place of what was counted for it before."""
+        with self._lock:
+            self._add(nbytes - self._arena_bytes)
+            self._arena_bytes = nbytes
+
+    def hold(self, key: Hashable, tensors: Iterable[torch.Tensor]) -> None:
+        """Counts `tensors` as held under `key`, in place of what was held under it."""
+        found = dict(part for tensor in tensors for part in _storages(tensor))
+        with self._lock:
+            # First the new, then the old: what both have in common must not look free in between.
+            for name, nbytes in found.items():
+                storage = self._storages.get(name)
+                if storage is None:
+                    storage = self._storages[name] = _Storage(nbytes)
+                    self._add(nbytes)
+                storage.num_holders += 1
+            before = self._held.pop(key, set())
+            if found:
+                self._held[key] = set(found)
+            self._let_go(before)
+            self._peak = max(self._peak, self._current)
+
+    def release(self, key: Hashable) -> None:
+        """Stops counting what is held under `key`; nothing may be."""
+        with self._lock:
+            self._let_go(self._held.pop(key, set()))
+
+    def clear(self) -> None:
+        """Stops counting everything but the arena."""
+        with self._lock:
+            for key in list(self._held):
+                self.release(key)
+
+    def _let_go(self, names: set[tuple[str, int]]) -> None:
+        for name in names:
+            storage = self._storages[name]
+            storage.num_holders -= 1
+            if not storage.num_holders:
+                del self._storages[name]
+                self._add(-storage.nbytes)
+
+    def _add(self, nbytes: int) -> None:
+        self._current += nbytes
+        self._peak = max(self._peak, self._current)
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, int], int]]:
+    """Yields identity and size of the storages behind a tensor: one, or those of a sparse tensor's parts."""
+    if tensor.layout == torch.sparse_coo:
+        yield from _storages(tensor._indices())
+        yield from _storages(tensor._values())
+        return
+    storage = tensor.untyped_storage()
+    if storage.nbytes():
+        yield (str(storage.device), storage.data_ptr()), storage.nbytes()

@@ -1,0 +1,283 @@
+"""HostStore: the model's state on the host, in one arena, each block's state contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import psutil
+import torch
+
+from megatrain.errors import ExecuteError
+from megatrain.runtime.image import BlockImage, Entry, aligned, image, stored_stride, views
+from megatrain.runtime.pages import HostArena
+from megatrain.runtime.sizes import format_bytes
+from megatrain.tracer.spec import TensorSpec
+
+__all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "aligned", "image", "stored_stride", "views"]
+
+
+@dataclass(slots=True, eq=False)
+class _Home:
+    """Where a key lives: the user's tensor, and the view of the arena that it is made to use."""
+
+    key: str
+    spec: TensorSpec
+    arena: torch.Tensor
+    offset: int
+    tensor: torch.Tensor
+    view: torch.Tensor
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Bytes that lie in the arena as they lie in a slot: one copy."""
+
+    start: int
+    end: int
+    source: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Placed:
+    layout: BlockImage
+    runs: tuple[_Run, ...]
+    bound: tuple[torch.Tensor, ...]
+
+
+class HostStore:
+    """Holds the state of a model; parameters and buffers become views of it and stay the same objects.
+
+    State that several blocks use (tied) lies with the first of them; the prefetch of the others takes one
+    more copy. The arenas live as long as any tensor that views them, the store itself may go first.
+
+    Args:
+        images: Layout of each block's state, in block order.
+        tensors: The state by key: the model's own parameters and buffers, on the CPU. Tensors that `images`
+            do not name stay as they are; a later `extend` may take them.
+        device: Compute device; the arena is page-locked for its transfers where that is CUDA.
+
+    Raises:
+        ExecuteError: Before anything is allocated or changed, if the host lacks the memory, or a tensor
+            can't be moved faithfully.
+    """
+
+    def __init__(
+        self, images: Sequence[BlockImage], tensors: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        self._device = device
+        self._tensors = dict(tensors)
+        self._homes: dict[str, _Home] = {}
+        self._arenas: list[HostArena] = []
+        self._by_id: dict[int, _Placed] = {}
+        self._by_value: dict[BlockImage, _Placed] = {}
+        self.extend(images)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arenas."""
+        return sum(arena.nbytes for arena in self._arenas)
+
+    def extend(self, images: Sequence[BlockImage], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Adds block images, and an arena for the keys that are new; state already here stays where it is.
+
+        Args:
+            images: Layouts; equal ones may be added again.
+            tensors: More state by key, in addition to that given at construction.
+        """
+        self._tensors.update(tensors or {})
+        fresh: dict[str, TensorSpec] = {}
+        for entry in (entry for layout in images for entry in layout.entries):
+            home = self._homes.get(entry.key)
+            known = fresh.setdefault(entry.key, entry.spec) if home is None else home.spec
+            assert known == entry.spec, f"{entry.key} is {known} in one block and {entry.spec} in another"
+        if fresh:
+            _check_movable({key: self._tensors[key] for key in fresh}, fresh)
+            _check_memory([(self._tensors[key], spec) for key, spec in fresh.items()])
+            self._move(fresh)
+        for layout in images:
+            self._place(layout)
+
+    def _move(self, fresh: Mapping[str, TensorSpec]) -> None:
+        """Copies tensors into a new arena one by one; each frees its old memory before the next is copied."""
+        arena = HostArena(sum(aligned(spec.nbytes) for spec in fresh.values()))
+        self._arenas.append(arena)
+        offset = 0
+        for key, spec in fresh.items():
+            tensor = self._tensors[key]
+            # A fresh image of this one tensor: the view is the same as in any block.
+            (view,) = views(image([(key, spec)]), arena.tensor[offset : offset + aligned(spec.nbytes)])
+            view.copy_(tensor.detach())
+            tensor.data = view
+            self._homes[key] = _Home(
+                key, spec, arena.tensor, offset, tensor, view, view.data_ptr(), view.shape, view.stride()
+            )
+            offset += aligned(spec.nbytes)
+        # Locking makes all pages resident: done first, model and arena would be there in full side by side.
+        arena.pin(self._device)
+
+    def _place(self, layout: BlockImage) -> None:
+        placed = self._by_value.get(layout)
+        if placed is None:
+            homes = [self._homes[entry.key] for entry in layout.entries]
+            runs = tuple(_runs(layout.entries, homes))
+            placed = _Placed(layout, runs, tuple(home.view for home in homes))
+            self._by_value[layout] = placed
+        # Hashing an image costs more than a small copy; a caller that keeps its image pays for a lookup only.
+        if placed.layout is not layout:
+            placed = _Placed(layout, placed.runs, placed.bound)
+        self._by_id[id(layout)] = placed
+
+    def _placed(self, layout: BlockImage) -> _Placed:
+        placed = self._by_id.get(id(layout))
+        return self._by_value[layout] if placed is None else placed
+
+    def num_copies(self, layout: BlockImage) -> int:
+        """Returns how many copies a prefetch of this image takes."""
+        return len(self._placed(layout).runs)
+
+    def prefetch(self, layout: BlockImage, out: torch.Tensor, *, non_blocking: bool = True) -> None:
+        """Copies a block's state into a slot: one copy for what lies together, one for each tied tensor.
+
+        Args:
+            layout: An image known to this store.
+            out: The slot, `uint8`, at least as large as the image.
+            non_blocking: On CUDA, returns once the copies are issued on the current stream.
+        """
+        for run in self._placed(layout).runs:
+            out[run.start : run.end].copy_(run.source, non_blocking=non_blocking)
+
+    def bound(self, layout: BlockImage) -> list[torch.Tensor]:
+        """Returns a block's state in place: views of the arena that need no gradient, in image order."""
+        return list(self._placed(layout).bound)
+
+    @staticmethod
+    def views(layout: BlockImage, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Returns a block's state in a slot as views, in the order of the image."""
+        return views(layout, buffer)
+
+    def refresh(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Takes in what the user put in place of a tensor's memory since the last call (`p.data = x`).
+
+        Costs well below a microsecond per tensor when nothing changed.
+
+        Args:
+            tensors: The state by key as it is now, where the objects themselves may have been replaced
+                (`load_state_dict(assign=True)`); None if they are the same.
+
+        Raises:
+            ExecuteError: If shape, dtype or device changed.
+        """
+        if tensors is not None:
+            self._adopt(tensors)
+        for home in self._homes.values():
+            tensor = home.tensor
+            if (
+                tensor.data_ptr() != home.address
+                or tensor.stride() != home.stride
+                or tensor.shape != home.shape
+                or tensor.dtype != home.view.dtype
+            ):
+                _take_in(home)
+
+    def _adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for key, tensor in tensors.items():
+            home = self._homes.get(key)
+            self._tensors[key] = tensor
+            if home is not None:
+                home.tensor = tensor
+
+
+def _take_in(home: _Home) -> None:
+    tensor, view = home.tensor, home.view
+    if tensor.shape != view.shape or tensor.dtype != view.dtype or tensor.device != view.device:
+        now = f"{TensorSpec.of(tensor)} on {tensor.device}"
+        raise ExecuteError(
+            f"`{home.key}` became {now}; the compiled model holds {home.spec} on {view.device}.\n"
+            "  Shape, dtype and device of the state are fixed when the model is compiled.\n"
+            "  Change them first, then compile."
+        )
+    # Cloned, because the new value may be another view of the very same memory (`p.data = p.data.t()`).
+    view.copy_(tensor.detach().clone())
+    tensor.data = view
+
+
+def _runs(entries: Iterable[Entry], homes: Iterable[_Home]) -> Iterable[_Run]:
+    """Joins neighbours that lie in an arena at the same distance as in the image."""
+    start = end = source = 0
+    arena: torch.Tensor | None = None
+    for entry, home in zip(entries, homes, strict=True):
+        if not entry.spec.nbytes:
+            continue
+        if arena is not home.arena or home.offset - entry.offset != source - start:
+            if arena is not None:
+                yield _Run(start, end, arena[source : source + end - start])
+            arena, start, source = home.arena, entry.offset, home.offset
+        end = entry.offset + entry.spec.nbytes
+    if arena is not None:
+        yield _Run(start, end, arena[source : source + end - start])
+
+
+def _check_movable(tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> None:
+    """Refuses what can't be moved faithfully: no values, another spec, or memory shared between two keys."""
+    ranges: list[tuple[int, int, str]] = []
+    for key, tensor in tensors.items():
+        spec = specs[key]
+        if tensor.is_meta:
+            raise ExecuteError(
+                f"`{key}` is on the meta device and has no values; load it before the first call."
+            )
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            raise ExecuteError(f"`{key}` is {TensorSpec.of(tensor)}, but the model was compiled for {spec}.")
+        if tensor.numel():
+            span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            ranges.append((tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size(), key))
+    ranges.sort()
+    for (_, end, first), (start, _, second) in pairwise(ranges):
+        if start < end:
+            raise ExecuteError(
+                f"`{first}` and `{second}` share memory, but not as one tied tensor.\n"
+                "  Each tensor of the state gets its own place on the host; a write to one would no longer\n"
+                "  reach the other.\n"
+                "  Tie them (assign the same Parameter to both), or clone one."
+            )
+
+
+def _check_memory(moves: Sequence[tuple[torch.Tensor, TensorSpec]]) -> None:
+    """Compares what moving takes beyond what the tensors occupy already with what the host has.
+
+    Each tensor is copied and then frees its own memory, so that the most that is needed at once is padding
+    plus the largest tensor, unless several tensors share one storage: that is freed with the last of them.
+
+    Raises:
+        ExecuteError: With both numbers.
+    """
+    left: dict[int, list[int]] = {}
+    for tensor, _ in moves:
+        storage = tensor.untyped_storage()
+        nbytes, count = left.setdefault(storage.data_ptr(), [storage.nbytes(), 0])
+        left[storage.data_ptr()] = [nbytes, count + 1]
+    surplus = needed = total = 0
+    for tensor, spec in moves:
+        total += aligned(spec.nbytes)
+        surplus += aligned(spec.nbytes)
+        needed = max(needed, surplus)
+        entry = left[tensor.untyped_storage().data_ptr()]
+        entry[1] -= 1
+        surplus -= entry[0] if entry[1] == 0 else 0
+    available = _available_bytes()
+    if needed > available:
+        raise ExecuteError(
+            f"moving the model's state into the host store needs {format_bytes(needed)} more host memory, "
+            f"{format_bytes(available)} are available.\n"
+            f"  The store takes {format_bytes(total)}; what the state occupies now is freed one by one.\n"
+            "  Free host memory, or use a machine with more."
+        )
+
+
+def _available_bytes() -> int:
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,118 @@
+"""BlockImage: how a block's state lies in a range of bytes, in a slot as on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from megatrain.tracer.spec import TensorSpec
+
+ALIGNMENT = 64
+"""Entries start at multiples of this many bytes: a cache line, and enough for vector loads of any dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a block's state.
+
+    Args:
+        key: The state it holds; tied state has one key.
+        spec: What it is.
+        offset: First byte, from the start of the image.
+    """
+
+    key: str
+    spec: TensorSpec
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.offset}: {self.key} {self.spec}"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockImage:
+    """Layout of a block's state, entries ascending and without overlap.
+
+    Args:
+        entries: In the order of the template's state.
+        nbytes: Bytes in all, a multiple of `ALIGNMENT`.
+    """
+
+    entries: tuple[Entry, ...]
+    nbytes: int
+
+    def __str__(self) -> str:
+        return "\n".join([f"image: {self.nbytes} B", *(f"  {entry}" for entry in self.entries)])
+
+
+def aligned(nbytes: int) -> int:
+    """Returns `nbytes` rounded up to a multiple of `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def image(specs: Sequence[tuple[str, TensorSpec]]) -> BlockImage:
+    """Lays tensors out one after the other.
+
+    Args:
+        specs: Key and spec of each; a key occurs once.
+    """
+    assert len({key for key, _ in specs}) == len(specs), "a key occurs twice in one block's state"
+    entries: list[Entry] = []
+    offset = 0
+    for key, spec in specs:
+        entries.append(Entry(key, spec, offset))
+        offset += aligned(spec.nbytes)
+    return BlockImage(tuple(entries), offset)
+
+
+def views(layout: BlockImage, buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors of an image as views of `buffer`, in the order of its entries.
+
+    Args:
+        layout: The image.
+        buffer: `uint8`, contiguous, on any device, at least as large as the image.
+    """
+    # One view per dtype, then one as_strided per tensor: half the cost of slicing, casting and reshaping
+    # each.
+    typed: dict[torch.dtype, torch.Tensor] = {torch.uint8: buffer}
+    found: list[torch.Tensor] = []
+    for entry in layout.entries:
+        dtype = entry.spec.dtype
+        if dtype not in typed:
+            typed[dtype] = buffer[: layout.nbytes].view(dtype)
+        base = typed[dtype]
+        offset = base.storage_offset() + entry.offset // dtype.itemsize
+        found.append(base.as_strided(entry.spec.shape, stored_stride(entry.spec), offset))
+    return found
+
+
+@lru_cache(maxsize=65536)
+def stored_stride(spec: TensorSpec) -> tuple[int, ...]:
+    """Returns the strides with which a tensor is stored: its own if dense, else those of a contiguous one.
+
+    Dense means that its elements fill its memory without gaps or overlaps, in whatever order (channels last,
+    a transposed weight). Others, such as an expanded tensor, keep their values and shape but become
+    contiguous.
+    """
+    if spec.stride is not None and _is_dense(spec.shape, spec.stride):
+        return spec.stride
+    strides: list[int] = []
+    step = 1
+    for size in reversed(spec.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    step = 1
+    for size, jump in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if jump != step:
+            return False
+        step *= size
+    return True

@@ -1,0 +1,239 @@
+"""Stream and ComputeStream: operations in order, each after the events it waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+
+from megatrain.runtime.chaos import Chaos, Probe, Recording
+from megatrain.runtime.events import CALLER, Aborted, Event, Failure, Step
+
+
+class Op(NamedTuple):
+    """A queued operation. Without work it is a marker: settled when reached, whatever happened before."""
+
+    step: Step
+    label: str
+    work: Callable[[], None] | None
+    waits: Sequence[Event]
+    done: Event
+
+
+class Steps:
+    """The current step of a set of streams; shared so that streams need not know their owner."""
+
+    __slots__ = ("current",)
+
+    def __init__(self) -> None:
+        self.current = Step()
+
+
+class Lane:
+    """What a thread needs to run a stream's operations: all but the stream, which must stay collectable."""
+
+    def __init__(self, name: str, device: torch.device, probe: Probe | None) -> None:
+        self.name = name
+        self.device = device
+        self.probe = probe
+        self.torch_stream: torch.Stream | None = None
+        self.is_entered = False
+
+    def perform(self, op: Op) -> None:
+        """Runs one operation on this thread and settles its event; raises what went wrong after noting it."""
+        step, label, work, waits, done = op
+        try:
+            if step.failure is not None:
+                raise Aborted(label)
+            for event in waits:
+                step.wait(self.name, label, event)
+                if event.mark is not None:
+                    self._wait_for_mark(event.mark)
+            if self.probe is not None:
+                self.probe.before(label, tuple(event.label for event in waits))
+            assert work is not None
+            work()
+            if self.torch_stream is not None:
+                done.mark = self.torch_stream.record_event()
+            if self.probe is not None:
+                self.probe.after(label)
+        except Aborted:
+            done.settle(failed=True)
+            raise
+        except BaseException as error:
+            step.abort(Failure(f"{self.name}:{label}", error, is_callers=self.name == CALLER))
+            done.settle(failed=True)
+            raise
+        done.settle()
+
+    def _wait_for_mark(self, mark: torch.Event) -> None:
+        if self.torch_stream is None:
+            # A stream of host work (an update that reads offloaded gradients) needs the bytes to be there.
+            mark.synchronize()
+        else:
+            self.torch_stream.wait_event(mark)
+
+    def serve(self, op: Op) -> None:
+        """Runs one operation on the stream's own thread; its failure is noted in the step and ends here."""
+        if op.work is None:
+            op.done.settle()
+            return
+        # Whatever an operation raises, SystemExit included, must not end the thread that others rely on.
+        with contextlib.suppress(BaseException):
+            self.perform(op if self.is_entered else op._replace(work=self._entering(op.work)))
+
+    def _entering(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Wraps the first work of a thread, so that a device that can't be entered fails that operation."""
+
+        def enter() -> None:
+            if self.torch_stream is not None:
+                torch.accelerator.set_stream(self.torch_stream)
+            self.is_entered = True
+            work()
+
+        return enter
+
+
+def _serve(lane: Lane, queue: SimpleQueue[Op | None]) -> None:
+    """Body of a stream's thread; ends at None."""
+    torch.set_grad_enabled(False)
+    while (op := queue.get()) is not None:
+        lane.serve(op)
+        # While this thread sleeps in get(), it must not keep alive what the last operation used.
+        del op
+
+
+class Stream:
+    """A queue of operations run in order by a thread of its own, started at the first `submit`.
+
+    The thread ends at `close()`, or when the stream is garbage collected. All operations are submitted by one
+    thread at a time.
+
+    Args:
+        name: Name in messages and recordings, such as `h2d`.
+        device: Where its work runs: an accelerator (the stream then owns a `torch.Stream`) or the CPU.
+        chaos: Disturbance, for tests.
+        recording: Log of what ran, for tests.
+        steps: The steps it shares with other streams; `StreamSet` passes it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        *,
+        chaos: Chaos | None = None,
+        recording: Recording | None = None,
+        steps: Steps | None = None,
+    ) -> None:
+        self.name = name
+        self._steps = Steps() if steps is None else steps
+        self._lane = Lane(name, device, _probe(name, chaos, recording))
+        if device.type != "cpu":
+            self._lane.torch_stream = torch.Stream(device=device)
+        self._queue: SimpleQueue[Op | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stop: Callable[[], object] | None = None
+        self.is_idle = True
+
+    @property
+    def torch_stream(self) -> torch.Stream | None:
+        """The accelerator's stream; None on the CPU."""
+        return self._lane.torch_stream
+
+    def submit(self, label: str, work: Callable[[], None], waits: Sequence[Event], done: Event) -> None:
+        """Queues an operation; returns at once.
+
+        Args:
+            label: The operation, for messages and recordings.
+            work: Called on this stream's thread, without gradients, in the context of the `torch.Stream`.
+            waits: Events that must be done before it runs.
+            done: Settled when it is over: run, failed, or dropped because its step was aborted.
+        """
+        self.is_idle = False
+        self._put(Op(self._steps.current, label, work, waits, done))
+
+    def _put(self, op: Op) -> None:
+        op.done.stream = self.name
+        self._queue.put(op)
+        if self._thread is None:
+            self._start()
+
+    def _start(self) -> None:
+        # The finalizer holds the queue, the thread holds lane and queue; neither holds the stream.
+        finalizer = weakref.finalize(self, self._queue.put, None)
+        name = f"megatrain-{self.name}"
+        thread = threading.Thread(target=_serve, args=(self._lane, self._queue), name=name, daemon=True)
+        thread.start()
+        self._thread, self._stop = thread, finalizer
+
+    def mark(self) -> Event:
+        """Queues a marker, settled once all that was submitted before is over, failed or not."""
+        done = Event(f"end of {self.name}")
+        self._put(Op(self._steps.current, done.label, None, (), done))
+        return done
+
+    def drain(self) -> None:
+        """Waits until all that was submitted is over (issued, on an accelerator). Raises no failure of it."""
+        if not self.is_idle:
+            self._steps.current.wait(CALLER, "finish", self.mark(), patient=True)
+            self.is_idle = True
+
+    def close(self) -> None:
+        """Waits until what is queued is over, then ends the thread. A later `submit` starts another."""
+        self.drain()
+        if self._thread is not None and self._stop is not None:
+            self._stop()
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+            self._thread = self._stop = None
+            # The next thread has to enter the device as well.
+            self._lane.is_entered = False
+
+
+class ComputeStream:
+    """The compute stream: operations run at once, on the caller's thread and current `torch.Stream`.
+
+    Args:
+        device: Where compute runs.
+        chaos: Disturbance, for tests.
+        recording: Log of what ran, for tests.
+        steps: The steps it shares with other streams; `StreamSet` passes it.
+    """
+
+    name = CALLER
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        chaos: Chaos | None = None,
+        recording: Recording | None = None,
+        steps: Steps | None = None,
+    ) -> None:
+        self._steps = Steps() if steps is None else steps
+        self._device = device
+        self._probe = _probe(self.name, chaos, recording)
+
+    def run(self, label: str, work: Callable[[], None], waits: Sequence[Event], done: Event) -> None:
+        """Waits for `waits`, runs `work`, settles `done`.
+
+        Raises:
+            Aborted: If the step has failed; `StreamSet.finish` then raises the failure.
+            BaseException: What `work` raises, unharmed, after aborting the step.
+        """
+        # A new lane each time: the device's current stream is the caller's to change.
+        lane = Lane(self.name, self._device, self._probe)
+        if self._device.type != "cpu":
+            lane.torch_stream = torch.accelerator.current_stream(self._device)
+        done.stream = self.name
+        lane.perform(Op(self._steps.current, label, work, waits, done))
+
+
+def _probe(name: str, chaos: Chaos | None, recording: Recording | None) -> Probe | None:
+    return None if chaos is None and recording is None else Probe(name, chaos, recording)

@@ -1,0 +1,130 @@
+"""Parks: host memory for activations that leave the device between forward and backward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from queue import Empty, SimpleQueue
+
+import torch
+
+from megatrain.runtime.image import aligned, image, views
+from megatrain.runtime.pages import HostArena
+from megatrain.tracer.spec import TensorSpec
+
+
+class ParkPool:
+    """Host memory for parked activations, page-locked on CUDA, reused from call to call.
+
+    Args:
+        device: Compute device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[HostArena]] = {}
+        # Calls end in finalizers too, which may run while this very thread holds the lock; put() is safe
+        # there.
+        self._returned: SimpleQueue[HostArena] = SimpleQueue()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes held for later calls."""
+        with self._lock:
+            self._collect()
+            return sum(nbytes * len(arenas) for nbytes, arenas in self._idle.items())
+
+    def take(self, specs: Iterable[TensorSpec]) -> Parks:
+        """Returns the parks of one call; they come back with `Parks.give`, or when dropped.
+
+        Call it on the thread that computes: transfers tell torch's allocator about its current stream.
+
+        Args:
+            specs: All values that will be parked, in any order.
+        """
+        nbytes = sum(aligned(spec.nbytes) for spec in specs)
+        return Parks(self._arena(nbytes), self._returned, self._device)
+
+    def _arena(self, nbytes: int) -> HostArena:
+        if not nbytes:
+            return HostArena(0)
+        with self._lock:
+            self._collect()
+            if self._idle.get(nbytes):
+                return self._idle[nbytes].pop()
+            # Calls of another shape may never return: what lies idle is dropped rather than hoarded.
+            self._idle.clear()
+        return HostArena(nbytes, pin=self._device)
+
+    def _collect(self) -> None:
+        while True:
+            try:
+                arena = self._returned.get_nowait()
+            except Empty:
+                return
+            self._idle.setdefault(arena.nbytes, []).append(arena)
+
+    def trim(self) -> None:
+        """Releases all that no call uses."""
+        with self._lock:
+            self._collect()
+            self._idle.clear()
+
+
+class Parks:
+    """The parked activations of one call, in one range of host memory of their exact size.
+
+    Made by `ParkPool.take`. Give it back only when no copy out of it or into it is under way.
+    """
+
+    def __init__(self, arena: HostArena, pool: SimpleQueue[HostArena], device: torch.device) -> None:
+        self._arena: HostArena | None = arena
+        self._pool = pool
+        self._used_bytes = 0
+        self._places: dict[str, torch.Tensor] = {}
+        self._is_cpu = device.type == "cpu"
+        self._compute = None if self._is_cpu else torch.accelerator.current_stream(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory taken; 0 once given back."""
+        return 0 if self._arena is None else self._arena.nbytes
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Copies a value to the host, on the current stream; the caller may drop `tensor` at once."""
+        if name not in self._places:
+            self._places[name] = self._new_place(TensorSpec.of(tensor))
+        self._places[name].copy_(tensor.detach(), non_blocking=True)
+        if not self._is_cpu:
+            # It was made on the compute stream: without this its memory could be handed out again, there,
+            # while this stream still reads it.
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+    def get(self, name: str, device: torch.device) -> torch.Tensor:
+        """Copies a value back to the device, on the current stream."""
+        place = self._places[name]
+        tensor = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype, device=device)
+        tensor.copy_(place, non_blocking=True)
+        if self._compute is not None:
+            # The reverse: made on this stream, read and dropped by compute.
+            tensor.record_stream(self._compute)
+        return tensor
+
+    def _new_place(self, spec: TensorSpec) -> torch.Tensor:
+        assert self._arena is not None, "the parks were given back already"
+        layout = image([("", spec)])
+        start, self._used_bytes = self._used_bytes, self._used_bytes + layout.nbytes
+        assert self._used_bytes <= self._arena.nbytes, "more is parked than was announced"
+        (place,) = views(layout, self._arena.tensor[start : self._used_bytes])
+        return place
+
+    def give(self) -> None:
+        """Returns the memory to the pool; nothing happens the second time."""
+        arena, self._arena = self._arena, None
+        self._places.clear()
+        if arena is not None and arena.nbytes:
+            self._pool.put(arena)
+
+    def __del__(self) -> None:
+        self.give()

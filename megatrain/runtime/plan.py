@@ -1,0 +1,141 @@
+"""Plan: a schedule made ready to run, with everything an operation needs looked up beforehand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatrain.scheduler.lifetimes import Item, lifetimes
+from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.table import Position, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One operation of the table and what happens around it.
+
+    Args:
+        position: Its place in the table.
+        op: What it does.
+        waits: Operations of other streams it waits for.
+        slot: Slot that holds the block's state for an F or B; None if the block has no state.
+        values: Values that an A moves, by index.
+        saves: An F that retains its graph.
+        is_recomputed: An F that its B will repeat.
+        released_before: Items to let go of once its waits are over: transfers had the last use of them.
+        released_after: Items whose last use it is.
+        freed_ranges: `(offset, bytes)` in the arena of the states that it reads last.
+    """
+
+    position: Position
+    op: Op
+    waits: tuple[Position, ...]
+    slot: int | None
+    values: tuple[int, ...]
+    saves: bool
+    is_recomputed: bool
+    released_before: tuple[Item, ...]
+    released_after: tuple[Item, ...]
+    freed_ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The operations of one schedule, split where the caller gets the model's outputs.
+
+    Args:
+        forward: Everything up to the tick of the last F.
+        backward: The rest.
+        forward_ends: Items to let go of when the forward half is over.
+        backward_ends: The same for the backward half.
+        arena_bytes: Size of the device arena.
+        parked_values: All values that are parked, by index.
+    """
+
+    forward: tuple[Planned, ...]
+    backward: tuple[Planned, ...]
+    forward_ends: tuple[Item, ...]
+    backward_ends: tuple[Item, ...]
+    arena_bytes: int
+    parked_values: tuple[int, ...]
+
+
+def plan_schedule(schedule: Schedule) -> Plan:
+    """Looks up waits, slots and releases of every operation of `schedule`."""
+    last_forward = max((p.tick for p, op in schedule.positions() if op.what == "F"), default=-1)
+    releases = _Releases(schedule, last_forward)
+    waits, bindings, parked = schedule.waits(), schedule.bindings(), schedule.parked()
+    slot_of = {position: op.slot for position, op in schedule.positions()}
+    freed = _freed_ranges(schedule)
+    recomputed = {op.block for _, op in schedule.positions() if op.what == "B"}.difference(schedule.saves)
+    steps = tuple(
+        Planned(
+            position=position,
+            op=op,
+            waits=waits.get(position, ()),
+            slot=slot_of[bindings[position]] if position in bindings else None,
+            values=parked.get(op.block, ()) if op.what == "A" else (),
+            saves=op.what == "F" and op.block in schedule.saves,
+            is_recomputed=op.what == "F" and op.block in recomputed,
+            released_before=tuple(releases.before[position]),
+            released_after=tuple(releases.after[position]),
+            freed_ranges=tuple(freed[position]),
+        )
+        for position, op in schedule.positions()
+    )
+    return Plan(
+        forward=tuple(s for s in steps if s.position.tick <= last_forward),
+        backward=tuple(s for s in steps if s.position.tick > last_forward),
+        forward_ends=tuple(releases.forward_ends),
+        backward_ends=tuple(releases.backward_ends),
+        arena_bytes=schedule.arena_bytes,
+        parked_values=tuple(v for values in parked.values() for v in values),
+    )
+
+
+class _Releases:
+    """Decides where on the compute thread each item is let go of.
+
+    What a compute operation uses last goes right after it. What a transfer uses last goes before the first compute
+    operation of a later tick, which waits for that transfer: freed memory is then reused in stream order.
+    """
+
+    def __init__(self, schedule: Schedule, last_forward: int):
+        self.before: dict[Position, list[Item]] = defaultdict(list)
+        self.after: dict[Position, list[Item]] = defaultdict(list)
+        self.forward_ends: list[Item] = []
+        self.backward_ends: list[Item] = []
+        self._last_forward = last_forward
+        self._compute = sorted(p.tick for p, _ in schedule.positions() if p.stream == Stream.COMPUTE)
+        for life in lifetimes(schedule):
+            if life.ends:
+                self._place(life.item, life.ends)
+
+    def _place(self, item: Item, ends: Sequence[Position]) -> None:
+        last_compute = max((p.tick for p in ends if p.stream == Stream.COMPUTE), default=-1)
+        last_transfer = max((p.tick for p in ends if p.stream != Stream.COMPUTE), default=-1)
+        if last_compute > last_transfer:
+            self.after[Position(last_compute, Stream.COMPUTE)].append(item)
+            return
+        is_forward = last_transfer <= self._last_forward
+        later = [t for t in self._compute if t > last_transfer and (t <= self._last_forward or not is_forward)]
+        if later:
+            self.before[Position(later[0], Stream.COMPUTE)].append(item)
+        else:
+            (self.forward_ends if is_forward else self.backward_ends).append(item)
+
+
+def _freed_ranges(schedule: Schedule) -> dict[Position, list[tuple[int, int]]]:
+    """Per compute operation: the parts of the arena whose state it is the last to read."""
+    last_reader: dict[Position, Position] = {}
+    for reader, load in schedule.bindings().items():
+        last_reader[load] = max(last_reader.get(load, reader), reader)
+    blocks = schedule.known_workload().blocks
+    slot_of = {position: op for position, op in schedule.positions()}
+    freed: dict[Position, list[tuple[int, int]]] = defaultdict(list)
+    for load, reader in last_reader.items():
+        op = slot_of[load]
+        assert op.slot is not None
+        freed[reader].append((schedule.slots[op.slot].offset, blocks[op.block].state_bytes))
+    return freed

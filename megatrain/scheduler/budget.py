@@ -1,0 +1,112 @@
+"""Budget: the fastest plan that fits the device memory, or an error that says what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from megatrain.errors import ScheduleError
+from megatrain.scheduler.build import Builder, Draft, Plan, normal_keep
+from megatrain.scheduler.lifetimes import lifetimes
+from megatrain.scheduler.memory import find_peak
+from megatrain.scheduler.op import NO_BLOCK
+
+
+def choose_draft(
+    builder: Builder, *, num_slots: int | None, keep: int | None, memory: int | None, activations: str
+) -> Draft:
+    """The first draft that fits, of plans ordered from fast to frugal; see `schedule`.
+
+    Raises:
+        ScheduleError: If none fits.
+    """
+    counts = (2, 1) if num_slots is None else (num_slots,)
+    if memory is None:
+        return builder.draft(_starting_plan(builder, counts[0], keep, activations))
+    tried: list[Draft] = []
+    for count in counts:
+        start = _starting_plan(builder, count, keep, activations)
+        families = _families(builder, start, is_keep_free=keep is None, activations=activations)
+        for family in families:
+            found = _largest_that_fits(builder, family, memory, tried)
+            if found is not None:
+                return found
+    raise _too_small(builder, min(tried, key=lambda d: d.device_bytes), memory, activations)
+
+
+def first_fit(builder: Builder, plans: Iterable[Plan], memory: int | None) -> Draft:
+    """The draft of the first plan that fits.
+
+    Raises:
+        ScheduleError: If none fits.
+    """
+    tried: list[Draft] = []
+    for plan in plans:
+        tried.append(builder.draft(plan))
+        if memory is None or tried[-1].device_bytes <= memory:
+            return tried[-1]
+    assert memory is not None
+    raise _too_small(builder, min(tried, key=lambda d: d.device_bytes), memory, "keep")
+
+
+def _starting_plan(builder: Builder, num_slots: int, keep: int | None, activations: str) -> Plan:
+    """The plan of these options where memory is no concern."""
+    blocks = () if builder.mode == "forward" else builder.workload.backward_blocks()
+    saves = blocks if activations == "keep" else blocks[-1:]
+    if keep is None and activations == "offload":
+        keep = 0
+    return Plan(num_slots, normal_keep(builder.workload, keep, builder.mode, builder.transfer), saves)
+
+
+# A family is a size and a function from 0..size to plans, of which larger ones are faster and take more.
+_Family = tuple[int, Callable[[int], Plan]]
+
+
+def _families(builder: Builder, start: Plan, *, is_keep_free: bool, activations: str) -> Sequence[_Family]:
+    blocks = builder.workload.backward_blocks()
+    if builder.mode == "forward" or not blocks or activations in ("keep", "offload"):
+        return [(0, lambda _: start)]
+    families: list[_Family] = []
+    if activations == "auto":
+        families.append(
+            (len(blocks) - 1, lambda n: Plan(start.num_slots, start.keep, blocks[len(blocks) - 1 - n :]))
+        )
+    if is_keep_free and builder.transfer == "copy":
+        families.append((start.keep, lambda n: Plan(start.num_slots, n, start.saves)))
+    return families or [(0, lambda _: start)]
+
+
+def _largest_that_fits(builder: Builder, family: _Family, memory: int, tried: list[Draft]) -> Draft | None:
+    """Bisects a family; takes the largest first, for that is what ample memory allows."""
+    size, plan = family
+
+    def attempt(n: int) -> Draft | None:
+        tried.append(builder.draft(plan(n)))
+        return tried[-1] if tried[-1].device_bytes <= memory else None
+
+    found = attempt(size)
+    if found is not None or size == 0:
+        return found
+    found = attempt(0)
+    low, high = 0, size
+    while found is not None and high - low > 1:
+        middle = (low + high) // 2
+        better = attempt(middle)
+        low, high, found = (middle, high, better) if better else (low, middle, found)
+    return found
+
+
+def _too_small(builder: Builder, best: Draft, memory: int, activations: str) -> ScheduleError:
+    schedule = builder.finish(best)
+    peak = find_peak(schedule, lifetimes(schedule))
+    block = NO_BLOCK if peak.op is None else peak.op.block
+    where = "" if block < 0 else f", set by block {block} ({builder.workload.blocks[block].name})"
+    parts = ", ".join(f"{name} {nbytes} B" for name, nbytes in peak.parts)
+    helps = ["a larger memory", "a smaller block_bytes", "a smaller batch"]
+    if activations in ("keep", "auto") and builder.mode == "train" and best.plan.keep > 0:
+        helps.insert(2, 'activations="offload"')
+    slots = "one slot" if best.plan.num_slots == 1 else f"{best.plan.num_slots} slots"
+    return ScheduleError(
+        f"a memory of {memory} B is too small: at least {best.device_bytes} B are needed{where}.\n"
+        f"  At its {peak.op} (tick {peak.tick}, {slots}): {parts}.\n"
+        f"  What helps: {', '.join(helps[:-1])} or {helps[-1]}."
+    )

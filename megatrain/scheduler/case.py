@@ -1,0 +1,95 @@
+"""Case: a table before the checker, with what its rules look up and how they say no."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatrain.errors import ScheduleError
+from megatrain.scheduler.happens import Clocks
+from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.text import table_rows
+from megatrain.scheduler.workload import Workload
+
+_WINDOW = 2
+
+
+class Case:
+    """One schedule under check.
+
+    Args:
+        schedule: The table.
+        workload: What it claims to run.
+        waits: For each position, the positions in other streams that it waits for.
+    """
+
+    def __init__(
+        self, schedule: Schedule, workload: Workload, waits: Mapping[Position, Sequence[Position]]
+    ) -> None:
+        self.schedule = schedule
+        self.workload = workload
+        self.clocks = Clocks(waits)
+        self.ops: list[tuple[Position, Op]] = list(schedule.positions())
+        self.parked = _expected_parks(schedule, workload)
+        self._at: dict[tuple[Stream, str, int], list[Position]] = {}
+        for position, op in self.ops:
+            self._at.setdefault((op.stream, op.what, op.block), []).append(position)
+
+    def at(self, stream: Stream, what: str, block: int) -> list[Position]:
+        """All positions of one op, ascending."""
+        return self._at.get((stream, what, block), [])
+
+    def forward(self, block: int) -> Position:
+        """The F of a block, once it is known that there is one."""
+        return self.at(Stream.COMPUTE, "F", block)[0]
+
+    def backward(self, block: int) -> Position:
+        """The B of a block, once it is known that there is one."""
+        return self.at(Stream.COMPUTE, "B", block)[0]
+
+    def name(self, position: Position) -> str:
+        """An op and where it stands, for messages."""
+        return f"{position.stream}:{self.schedule.ticks[position.tick].at(position.stream)} at tick {position.tick}"
+
+    def once(self, stream: Stream, what: str, block: int, rule: str) -> Position:
+        """The only position of an op that must occur exactly once."""
+        found = self.at(stream, what, block)
+        if len(found) != 1:
+            times = "is missing" if not found else f"occurs {len(found)} times"
+            near = found[-1].tick if found else len(self.schedule.ticks) - 1
+            raise self.fault(f"{stream}:{what}{block} {times}.", rule, near, "Have it once.")
+        return found[0]
+
+    def require_before(self, first: Position, then: Position, why: str, rule: str) -> None:
+        """Demands that `first` is done when `then` starts, by streams and waits alone."""
+        if not self.clocks.is_before(first, then):
+            raise self.fault(
+                f"{self.name(then)} {why} {self.name(first)}, which may not be done by then.",
+                rule,
+                then.tick,
+                f"Move it below tick {first.tick}, or add the wait.",
+            )
+
+    def fault(self, what: str, rule: str, tick: int, way_out: str) -> ScheduleError:
+        """An error that names the rule, with the rows around a tick as its note."""
+        error = ScheduleError(f"{what}\n  {rule}\n  {way_out}")
+        rows = table_rows(self.schedule.ticks, self.schedule.live_bytes, self.schedule.saves)
+        window = range(max(0, tick - _WINDOW), min(len(self.schedule.ticks), tick + _WINDOW + 1))
+        lines = [f"    {rows[0]}", *(f"{'  > ' if t == tick else '    '}{rows[t + 1]}" for t in window)]
+        error.add_note("\n".join(line.rstrip() for line in lines))
+        return error
+
+
+def _expected_parks(schedule: Schedule, workload: Workload) -> dict[int, list[int]]:
+    """Values that have to be parked, by the last block whose backward reads them: `keep` and `saves` say which."""
+    backwards = [i for i, block in enumerate(workload.blocks) if block.has_backward]
+    if schedule.transfer == "bind" or schedule.mode == "forward" or not backwards:
+        return {}
+    found: dict[int, list[int]] = {}
+    for index, value in enumerate(workload.values):
+        users = [b for b in value.readers if workload.blocks[b].has_backward]
+        holders = {*users, value.producer}
+        is_old = bool(users) and backwards[-1] - users[-1] >= schedule.keep
+        if value.is_parkable and is_old and not holders.intersection(schedule.saves):
+            found.setdefault(users[-1], []).append(index)
+    return found

@@ -1,0 +1,252 @@
+"""check_schedule(): proves from the table alone that a step is safe, whatever the timing.
+
+The checker shares no decision with the builder: it derives for itself what must be on the device and when, and
+asks of every pair of ops that need an order whether the streams and the waits enforce it (happens-before).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import networkx as nx
+
+from megatrain.errors import ScheduleError
+from megatrain.scheduler.case import Case
+from megatrain.scheduler.check_memory import (
+    check_figures,
+    check_live_bytes,
+    check_releases_come_first,
+)
+from megatrain.scheduler.dependency import dependency_graph
+from megatrain.scheduler.happens import graph_waits
+from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.workload import Workload
+
+
+def check_schedule(
+    schedule: Schedule, workload: Workload, graph: nx.DiGraph[Position] | None = None
+) -> None:
+    """Proves that a schedule runs its workload safely and within the memory it states.
+
+    Args:
+        schedule: The table; any table will do, it need not come from the builder.
+        workload: What it is to run.
+        graph: The dependencies that will be enforced at run time; by default those that
+            `dependency_graph` derives from the table, which is what the runtime does.
+
+    Raises:
+        ScheduleError: Naming the rule that is broken, with the rows around the place as a note.
+    """
+    if schedule.num_blocks != len(workload.blocks):
+        raise ScheduleError(
+            f"the schedule has {schedule.num_blocks} blocks, the workload {len(workload.blocks)}.\n"
+            "  A schedule fits the workload it was built for, and equal ones."
+        )
+    if len(schedule.live_bytes) != len(schedule.ticks):
+        raise ScheduleError("every tick has one figure of live bytes.")
+    _check_slots(schedule)
+    plain = Case(schedule, workload, {position: () for position, _ in schedule.positions()})
+    # Deriving dependencies looks up blocks and slots, so these must be in range before.
+    _check_ops_are_known(plain)
+    waits = graph_waits(dependency_graph(schedule, workload) if graph is None else graph)
+    case = Case(schedule, workload, waits)
+    for rule in RULES:
+        rule(case)
+
+
+def _check_slots(schedule: Schedule) -> None:
+    """Slots stand in the order of their offsets; without copies they are empty."""
+    offsets = [slot.offset for slot in schedule.slots]
+    if offsets != sorted(set(offsets)):
+        raise ScheduleError("slots are numbered by offset, and no two have the same.")
+    if schedule.transfer == "bind" and any(slot.nbytes for slot in schedule.slots):
+        raise ScheduleError("slots have no bytes where weights are used in place.")
+
+
+def _check_ops_are_known(case: Case) -> None:
+    """Every op concerns a block of the model, and a slot that can hold its state."""
+    rule = "Every op concerns one block of the model; W fills a slot that is large enough."
+    for position, op in case.ops:
+        if op.stream == Stream.HOST or op.micro_batch is not None:
+            raise case.fault(
+                f"{case.name(position)} can't be checked.",
+                "Host ops and micro-batches aren't scheduled yet.",
+                position.tick,
+                "Leave it out.",
+            )
+        if op.block >= len(case.workload.blocks):
+            raise case.fault(f"{case.name(position)} has no block.", rule, position.tick, "Leave it out.")
+        if op.what == "W":
+            _check_slot_fits(case, position, op, rule)
+
+
+def _check_slot_fits(case: Case, position: Position, op: Op, rule: str) -> None:
+    slots, nbytes = case.schedule.slots, case.workload.blocks[op.block].state_bytes
+    assert op.slot is not None
+    if nbytes == 0:
+        raise case.fault(f"{case.name(position)} moves no state.", rule, position.tick, "Leave it out.")
+    if op.slot >= len(slots):
+        raise case.fault(f"{case.name(position)} has no slot.", rule, position.tick, "Add the slot.")
+    if case.schedule.transfer == "copy" and slots[op.slot].nbytes < nbytes:
+        raise case.fault(
+            f"{case.name(position)} needs {nbytes} B, but its slot has {slots[op.slot].nbytes} B.",
+            rule,
+            position.tick,
+            "Use a larger slot.",
+        )
+
+
+def check_forward_order(case: Case) -> None:
+    """A forward of every block, in the order of the blocks; none in a backward alone."""
+    rule = "F of every block comes exactly once, in the order of the blocks; a backward alone has none."
+    blocks = range(len(case.workload.blocks))
+    if case.schedule.mode == "backward":
+        for block in blocks:
+            for position in case.at(Stream.COMPUTE, "F", block):
+                raise case.fault(f"{case.name(position)} has run already.", rule, position.tick, "Remove it.")
+        return
+    found = [case.once(Stream.COMPUTE, "F", block, rule) for block in blocks]
+    for earlier, later in zip(found, found[1:], strict=False):
+        case.require_before(earlier, later, "follows", rule)
+
+
+def check_backward_order(case: Case) -> None:
+    """A backward of every block that has one, after all forwards, and after all that hand it gradients."""
+    rule = "B comes once for each block with a backward: after all F, and after the B of all that read it."
+    backwards = set() if case.schedule.mode == "forward" else set(case.workload.backward_blocks())
+    for block in range(len(case.workload.blocks)):
+        if block in backwards:
+            case.once(Stream.COMPUTE, "B", block, rule)
+        for position in case.at(Stream.COMPUTE, "B", block):
+            if block not in backwards:
+                raise case.fault(f"{case.name(position)} has nothing to do.", rule, position.tick, "Remove it.")
+    if not backwards:
+        return
+    if case.schedule.mode == "train":
+        first = min(case.backward(block) for block in backwards)
+        case.require_before(case.forward(len(case.workload.blocks) - 1), first, "follows", rule)
+    for index, value in enumerate(case.workload.values):
+        if value.producer in backwards and case.workload.has_value_gradient(index):
+            for reader in case.workload.backward_readers(index):
+                case.require_before(
+                    case.backward(reader), case.backward(value.producer), "needs a gradient of", rule
+                )
+
+
+def check_saves(case: Case) -> None:
+    """Graphs are retained only of blocks with a backward, and always of the one where the step turns."""
+    saves, backwards = case.schedule.saves, case.workload.backward_blocks()
+    rule = "A retained graph serves a backward; the last one is always retained, for it comes at once."
+    expected_last = () if case.schedule.mode == "forward" else backwards[-1:]
+    if list(saves) != sorted(set(saves)) or saves[-1:] != expected_last or not set(saves) <= set(backwards):
+        raise case.fault(f"the graphs of blocks {list(saves)} can't be retained.", rule, 0, "Change `saves`.")
+
+
+def check_parks(case: Case) -> None:
+    """Every value that `keep` and `saves` send away leaves after its production and returns before its use."""
+    rule = "What parks leaves once, after its F, and returns once, before the first B that reads it."
+    for position, op in case.ops:
+        if op.what == "A" and op.block not in case.parked:
+            raise case.fault(
+                f"{case.name(position)} has nothing to move.", rule, position.tick, "Remove it, or lower `keep`."
+            )
+    for block, values in case.parked.items():
+        restore = case.once(Stream.H2D, "A", block, rule)
+        if case.schedule.mode == "backward":
+            for position in case.at(Stream.D2H, "A", block):
+                raise case.fault(f"{case.name(position)} has run already.", rule, position.tick, "Remove it.")
+        else:
+            park = case.once(Stream.D2H, "A", block, rule)
+            case.require_before(park, restore, "brings back what leaves with", rule)
+            for index in values:
+                producer = case.workload.values[index].producer
+                assert producer is not None
+                case.require_before(case.forward(producer), park, "moves a result of", rule)
+        for index in values:
+            for reader in case.workload.backward_readers(index):
+                case.require_before(restore, case.backward(reader), "reads what returns with", rule)
+
+
+def check_inputs(case: Case) -> None:
+    """What an F or B reads was computed before."""
+    rule = "An op uses only what is done for certain when it starts."
+    if case.schedule.mode == "backward":
+        return
+    for index, value in enumerate(case.workload.values):
+        if value.producer is None:
+            continue
+        made = case.forward(value.producer)
+        for reader in value.readers:
+            case.require_before(made, case.forward(reader), "reads a result of", rule)
+        if case.schedule.mode == "train":
+            for reader in case.workload.backward_readers(index):
+                case.require_before(made, case.backward(reader), "reads a result of", rule)
+
+
+def check_weights(case: Case) -> None:
+    """Every F and B finds its weights in a slot, and no W touches them before it is done."""
+    rule = "F and B read what the last W of their block copied; no W writes there before they are done."
+    latest: dict[int, Position] = {}
+    readers: dict[Position, list[Position]] = {}
+    for tick, row in enumerate(case.schedule.ticks):
+        if row.compute is not None and case.workload.blocks[row.compute.block].state_bytes > 0:
+            position = Position(tick, Stream.COMPUTE)
+            if row.compute.block not in latest:
+                raise case.fault(
+                    f"{case.name(position)} needs W{row.compute.block}, which comes at no earlier tick.",
+                    rule,
+                    tick,
+                    f"Prefetch W{row.compute.block} at tick {tick - 1} or earlier.",
+                )
+            load = latest[row.compute.block]
+            case.require_before(load, position, "reads what is copied by", rule)
+            readers.setdefault(load, []).append(position)
+        if row.h2d is not None and row.h2d.what == "W":
+            latest[row.h2d.block] = Position(tick, Stream.H2D)
+    _check_overwrites(case, readers, rule)
+
+
+def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule: str) -> None:
+    residents: dict[Position, tuple[int, int]] = {}
+    for position, op in case.ops:
+        if op.slot is None:
+            continue
+        if position not in readers:
+            raise case.fault(f"{case.name(position)} is read by nothing.", rule, position.tick, "Remove it.")
+        nbytes = 0 if case.schedule.transfer == "bind" else case.workload.blocks[op.block].state_bytes
+        start = case.schedule.slots[op.slot].offset
+        overwritten = [p for p, (a, b) in residents.items() if a < start + nbytes and start < b]
+        for load in overwritten:
+            # Whatever writes there later follows this W in its stream.
+            del residents[load]
+            for reader in readers[load]:
+                case.require_before(reader, position, f"overwrites {case.name(load)}, read by", rule)
+        residents[position] = (start, start + nbytes)
+
+
+def check_gradients(case: Case) -> None:
+    """The parameter gradients of every block leave exactly once, after its backward."""
+    rule = "Parameter gradients leave the device once, after the B that makes them."
+    for block, work in enumerate(case.workload.blocks):
+        if work.gradient_bytes > 0 and work.has_backward and case.schedule.mode != "forward":
+            offload = case.once(Stream.D2H, "G", block, rule)
+            case.require_before(case.backward(block), offload, "moves gradients of", rule)
+            continue
+        for position in case.at(Stream.D2H, "G", block):
+            raise case.fault(f"{case.name(position)} has nothing to move.", rule, position.tick, "Remove it.")
+
+
+# In this order, because a rule may rely on those before it.
+RULES: tuple[Callable[[Case], None], ...] = (
+    check_saves,
+    check_forward_order,
+    check_backward_order,
+    check_inputs,
+    check_parks,
+    check_weights,
+    check_gradients,
+    check_releases_come_first,
+    check_live_bytes,
+    check_figures,
+)

@@ -1,0 +1,194 @@
+"""The checker's rules of memory: an accounting of its own, and proof that no timing exceeds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatrain.scheduler.case import Case
+from megatrain.scheduler.op import Stream
+from megatrain.scheduler.table import Position
+
+
+def check_releases_come_first(case: Case) -> None:
+    """Whatever allocates is certain to come after what released in earlier ticks."""
+    rule = "Live bytes count nothing that an earlier tick released, so an op that allocates must wait for that."
+    last: dict[Stream, Position] = {}
+    for tick, row in enumerate(case.schedule.ticks):
+        allocating: list[tuple[Position, tuple[Stream, ...]]] = []
+        if row.compute is not None:
+            allocating.append((Position(tick, Stream.COMPUTE), (Stream.D2H,)))
+        if row.h2d is not None and row.h2d.what == "A":
+            allocating.append((Position(tick, Stream.H2D), (Stream.COMPUTE, Stream.D2H)))
+        for position, releasing in allocating:
+            for stream in releasing:
+                if stream in last:
+                    case.require_before(last[stream], position, "takes memory released by", rule)
+        for stream, _ in row.ops():
+            last[stream] = Position(tick, stream)
+
+
+def check_live_bytes(case: Case) -> None:
+    """The live bytes of every tick are those of the weights, values, gradients and graphs alive in it."""
+    rule = "Live bytes of a tick: slots, and all that is made no later and released no earlier."
+    live = _recount(case)
+    for tick, (stated, counted) in enumerate(zip(case.schedule.live_bytes, live, strict=True)):
+        if stated != counted:
+            raise case.fault(
+                f"tick {tick} states {stated} live bytes, but {counted} are.", rule, tick, f"State {counted}."
+            )
+
+
+def check_figures(case: Case) -> None:
+    """The figures of the header are the sums and maxima of the table."""
+    schedule = case.schedule
+    h2d, d2h = _recount_moved(case)
+    counted = {
+        "h2d_bytes": h2d,
+        "d2h_bytes": d2h,
+        "peak_bytes": max(schedule.live_bytes, default=0),
+        "device_bytes": max(_with_workspace(case), default=0),
+        "host_bytes": _recount_host(case),
+    }
+    for name, figure in counted.items():
+        if getattr(schedule, name) != figure:
+            raise case.fault(
+                f"{name} is stated as {getattr(schedule, name)}, but is {figure}.",
+                "The figures of the header follow from the table.",
+                0,
+                f"State {figure}.",
+            )
+
+
+def _recount(case: Case) -> list[int]:
+    num_ticks = len(case.schedule.ticks)
+    change = [0] * (num_ticks + 1)
+    arena = max((slot.offset + slot.nbytes for slot in case.schedule.slots), default=0)
+    storages: dict[int, set[range]] = {}
+    for storage, span in _storage_spans(case):
+        storages.setdefault(storage, set()).add(span)
+    spans = list(_other_spans(case))
+    for storage, uses in storages.items():
+        # Aliases overlap: of their common bytes, those that an earlier alias covers are left out.
+        covered = -1
+        for use in sorted(uses, key=lambda r: (r.start, r.stop)):
+            rest = range(max(use.start, covered + 1), use.stop)
+            spans.append((case.workload.storages[storage], rest))
+            covered = max(covered, use.stop - 1)
+    for nbytes, span in spans:
+        if len(span) > 0:
+            change[span.start] += nbytes
+            change[span.stop] -= nbytes
+    total, live = arena, list[int]()
+    for delta in change[:num_ticks]:
+        total += delta
+        live.append(total)
+    return live
+
+
+def _uses(case: Case, index: int) -> tuple[list[int], list[int]]:
+    """Ticks of the forwards and of the backwards that need a value on the device, its production included."""
+    value, mode = case.workload.values[index], case.schedule.mode
+    forward = list[int]()
+    backward = list[int]()
+    if mode != "backward":
+        makers = () if value.producer is None else (value.producer,)
+        forward = [case.forward(b).tick for b in (*makers, *value.readers)]
+    if mode != "forward":
+        backward = [case.backward(b).tick for b in case.workload.backward_readers(index)]
+        if value.producer is not None and value.producer in case.schedule.saves:
+            backward.append(case.backward(value.producer).tick)
+    return forward, backward
+
+
+def _storage_spans(case: Case) -> Iterator[tuple[int, range]]:
+    """When the storage of each value is held, ahead of parking."""
+    num_ticks = len(case.schedule.ticks)
+    parked = {v: block for block, values in case.parked.items() for v in values}
+    for index, value in enumerate(case.workload.values):
+        forward, backward = _uses(case, index)
+        begins_before = case.schedule.mode == "backward" or value.producer is None
+        start = 0 if begins_before else min(forward)
+        if value.is_output or (value.producer is None and not value.readers and forward == backward):
+            is_unused = case.schedule.mode == "backward" and not value.is_output
+            yield value.storage, range(start, start if is_unused else num_ticks)
+        elif index in parked:
+            if forward:
+                leaves = case.at(Stream.D2H, "A", parked[index])[0].tick
+                yield value.storage, range(start, max(*forward, leaves) + 1)
+        elif forward or backward:
+            yield value.storage, range(start, max(*forward, *backward, start) + 1)
+
+
+def _other_spans(case: Case) -> Iterator[tuple[int, range]]:
+    """Bytes and ticks of everything that is no storage of a value: returned values, gradients, graphs."""
+    num_ticks = len(case.schedule.ticks)
+    for block, values in case.parked.items():
+        returns = case.at(Stream.H2D, "A", block)[0].tick
+        for index in values:
+            _, backward = _uses(case, index)
+            yield case.workload.values[index].nbytes, range(returns, max(backward) + 1)
+    if case.schedule.mode == "forward" or not case.workload.backward_blocks():
+        return
+    for index, value in enumerate(case.workload.values):
+        if case.workload.has_value_gradient(index):
+            yield value.nbytes, _gradient_span(case, index, num_ticks)
+    for block in case.workload.backward_blocks():
+        work, backward = case.workload.blocks[block], case.backward(block).tick
+        if work.gradient_bytes > 0:
+            yield work.gradient_bytes, range(backward, case.at(Stream.D2H, "G", block)[0].tick + 1)
+        if block in case.schedule.saves:
+            start = 0 if case.schedule.mode == "backward" else case.forward(block).tick
+            yield work.saved_bytes, range(start, backward + 1)
+
+
+def _gradient_span(case: Case, index: int, num_ticks: int) -> range:
+    value = case.workload.values[index]
+    readers = [case.backward(b).tick for b in case.workload.backward_readers(index)]
+    end = num_ticks - 1 if value.producer is None else case.backward(value.producer).tick
+    if not value.is_output:
+        return range(min(readers), end + 1)
+    # The caller hands it in: when the backward starts, or before a backward alone.
+    is_there = case.schedule.mode == "backward"
+    return range(0 if is_there else _first_backward(case), end + 1)
+
+
+def _first_backward(case: Case) -> int:
+    return min(case.backward(block).tick for block in case.workload.backward_blocks())
+
+
+def _with_workspace(case: Case) -> Iterator[int]:
+    added = [0] * len(case.workload.blocks)
+    for index, value in enumerate(case.workload.values):
+        if case.workload.has_value_gradient(index):
+            # The first gradient of a value is the sum so far; the caller's, if it handed one in.
+            readers = sorted(case.workload.backward_readers(index), key=case.backward_tick)
+            for block in readers if value.is_output else readers[1:]:
+                added[block] += value.nbytes
+    for tick, row in enumerate(case.schedule.ticks):
+        workspace = 0
+        if row.compute is not None and row.compute.what == "F":
+            workspace = case.workload.blocks[row.compute.block].forward_workspace_bytes
+        elif row.compute is not None:
+            work = case.workload.blocks[row.compute.block]
+            held = work.saved_bytes if row.compute.block in case.schedule.saves else 0
+            workspace = max(work.backward_workspace_bytes - held, 0) + added[row.compute.block]
+        yield case.schedule.live_bytes[tick] + workspace
+
+
+def _recount_moved(case: Case) -> tuple[int, int]:
+    moved = {Stream.H2D: 0, Stream.D2H: 0}
+    if case.schedule.transfer == "copy":
+        for position, op in case.ops:
+            block = case.workload.blocks[op.block]
+            if op.what == "A":
+                moved[position.stream] += sum(case.workload.values[v].nbytes for v in case.parked[op.block])
+            elif op.what in ("W", "G"):
+                moved[position.stream] += block.state_bytes if op.what == "W" else block.gradient_bytes
+    return moved[Stream.H2D], moved[Stream.D2H]
+
+
+def _recount_host(case: Case) -> int:
+    if case.schedule.transfer == "bind":
+        return 0
+    slab = max([0, *(case.workload.blocks[op.block].gradient_bytes for _, op in case.ops if op.what == "G")])
+    return slab + sum(case.workload.values[v].nbytes for values in case.parked.values() for v in values)

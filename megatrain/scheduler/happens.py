@@ -1,0 +1,77 @@
+"""Happens-before: what is done for certain when an op starts, as one number per stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import networkx as nx
+
+from megatrain.scheduler.op import STREAMS, Stream
+from megatrain.scheduler.table import Position
+
+_Clock = tuple[int, ...]
+_COLUMN: dict[Stream, int] = {stream: i for i, stream in enumerate(STREAMS)}
+
+
+class Clocks:
+    """The closure of the order of streams and of waits.
+
+    A stream does its ops in order, so all that one op knows of a stream is the last of its ops that is done:
+    the closure of n ops takes n short tuples instead of n * n bits.
+
+    Args:
+        waits: For each op of the table, in order of ticks, ops of earlier ticks that it waits for.
+    """
+
+    def __init__(self, waits: Mapping[Position, Iterable[Position]]) -> None:
+        self._done: dict[Position, _Clock] = {}
+        last: dict[Stream, Position] = {}
+        for position, before in waits.items():
+            known = (-1,) * len(STREAMS)
+            for other in (*before, *([last[position.stream]] if position.stream in last else ())):
+                known = _later(known, self.after(other))
+            self._done[position] = known
+            last[position.stream] = position
+
+    def after(self, position: Position) -> _Clock:
+        """Per stream, the last tick whose op is done when `position` is."""
+        known = list(self._done[position])
+        known[_COLUMN[position.stream]] = position.tick
+        return tuple(known)
+
+    def done_tick(self, stream: Stream, before: Position) -> int:
+        """The last tick whose op of `stream` is done when `before` starts; -1 if none is."""
+        return self._done[before][_COLUMN[stream]]
+
+    def is_before(self, first: Position, then: Position) -> bool:
+        """Tells whether `first` is done when `then` starts."""
+        return self._done[then][_COLUMN[first.stream]] >= first.tick
+
+
+def _later(a: _Clock, b: _Clock) -> _Clock:
+    return tuple(map(max, a, b))
+
+
+def graph_waits(graph: nx.DiGraph[Position]) -> dict[Position, list[Position]]:
+    """For each op of a dependency graph, in order of ticks, what it depends on in other streams."""
+    return {
+        node: sorted(before for before in graph.predecessors(node) if before.stream != node.stream)
+        for node in sorted(graph.nodes, key=lambda p: (p.tick, _COLUMN[p.stream]))
+    }
+
+
+def waited_edges(graph: nx.DiGraph[Position]) -> dict[Position, tuple[Position, ...]]:
+    """The waits of a dependency graph without those that follow from the others and the order of streams."""
+    waits = graph_waits(graph)
+    clocks = Clocks(waits)
+    last: dict[Stream, Position] = {}
+    reduced: dict[Position, tuple[Position, ...]] = {}
+    for position, before in waits.items():
+        # Of one stream, the latest op implies the earlier ones.
+        latest = list({other.stream: other for other in before}.values())
+        known = [*latest, *([last[position.stream]] if position.stream in last else ())]
+        reduced[position] = tuple(
+            b for b in latest if not any(o != b and clocks.is_before(b, o) for o in known)
+        )
+        last[position.stream] = position
+    return reduced

@@ -1,0 +1,58 @@
+"""A schedule and its workload as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from megatrain.errors import ScheduleError
+from megatrain.scheduler.op import STREAMS, parse_op
+from megatrain.scheduler.table import Schedule, Slot, Tick
+from megatrain.scheduler.workload import Workload
+
+FORMAT = 1
+
+_FIGURES = ("keep", "mode", "transfer", "h2d_bytes", "d2h_bytes", "peak_bytes", "device_bytes", "host_bytes")
+
+
+def schedule_to_json(schedule: Schedule) -> str:
+    """Writes one object: figures by name, the table as tokens, the workload as `Workload.to_dict`."""
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "num_blocks": schedule.num_blocks,
+        **{name: getattr(schedule, name) for name in _FIGURES},
+        "saves": schedule.saves,
+        "slots": [(slot.offset, slot.nbytes) for slot in schedule.slots],
+        "live_bytes": schedule.live_bytes,
+        "ticks": [[None if (op := t.at(s)) is None else str(op) for s in STREAMS] for t in schedule.ticks],
+        "workload": None if schedule.workload is None else schedule.workload.to_dict(),
+    }
+    return json.dumps(data)
+
+
+def schedule_from_json(text: str) -> Schedule:
+    """Reads what `schedule_to_json` wrote.
+
+    Raises:
+        ScheduleError: If the text isn't JSON, of another format, or lacks something.
+    """
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT:
+            raise ScheduleError(f"format {data['format']} of a schedule is unknown; this reads {FORMAT}.")
+        return Schedule(
+            ticks=tuple(_read_tick(tokens) for tokens in data["ticks"]),
+            slots=tuple(Slot(offset, nbytes) for offset, nbytes in data["slots"]),
+            saves=tuple(data["saves"]),
+            live_bytes=tuple(data["live_bytes"]),
+            num_blocks=data["num_blocks"],
+            workload=None if data["workload"] is None else Workload.from_dict(data["workload"]),
+            **{name: data[name] for name in _FIGURES},
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ScheduleError(f"this JSON is no schedule: {type(error).__name__}: {error}") from error
+
+
+def _read_tick(tokens: list[str | None]) -> Tick:
+    cells = zip(STREAMS, tokens, strict=True)
+    return Tick(*(None if token is None else parse_op(token, stream) for stream, token in cells))

@@ -1,0 +1,239 @@
+"""The printed form of a schedule, and its reader."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from megatrain.errors import ScheduleError
+from megatrain.scheduler.op import STREAMS, Op, Stream, parse_op
+from megatrain.scheduler.table import MODES, TRANSFERS, Schedule, Slot, Tick
+from megatrain.scheduler.workload import Workload
+
+_HEADER = re.compile(
+    r"schedule: (?P<num_blocks>\d+) blocks, (?P<num_slots>\d+) slots, keep (?P<keep>\d+), "
+    r"(?P<num_ticks>\d+) ticks; "
+    r"h2d (?P<h2d_bytes>\d+) B, d2h (?P<d2h_bytes>\d+) B, peak (?P<peak_bytes>\d+) B"
+)
+_DEVICE = re.compile(r"device: (?P<device_bytes>\d+) B; host: (?P<host_bytes>\d+) B")
+_SLOT = re.compile(r"(?P<index>\d+) = (?P<offset>\d+)\+(?P<nbytes>\d+)")
+_RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?")
+_WIDTH = 100
+
+
+def schedule_text(schedule: Schedule) -> str:
+    """Prints a schedule: the header, then one row per tick, in columns as wide as needed.
+
+    An F whose graph is retained has a star. Lines that would say nothing are left out, as is the column of a
+    host stream that does nothing.
+    """
+    lines = [
+        f"schedule: {schedule.num_blocks} blocks, {schedule.num_slots} slots, keep {schedule.keep}, "
+        f"{len(schedule.ticks)} ticks; h2d {schedule.h2d_bytes} B, d2h {schedule.d2h_bytes} B, "
+        f"peak {schedule.peak_bytes} B",
+        f"device: {schedule.device_bytes} B; host: {schedule.host_bytes} B",
+        *_folded("slots: ", "; ", [f"{i} = {s.offset}+{s.nbytes}" for i, s in enumerate(schedule.slots)]),
+        *_folded("saves: ", ", ", _ranges(schedule.saves)),
+    ]
+    if schedule.mode != MODES[0]:
+        lines.append(f"mode: {schedule.mode}")
+    if schedule.transfer != TRANSFERS[0]:
+        lines.append(f"transfer: {schedule.transfer}")
+    rows = table_rows(schedule.ticks, schedule.live_bytes, schedule.saves)
+    return "\n".join([*lines, *rows])
+
+
+def table_rows(ticks: Sequence[Tick], live_bytes: Sequence[int], saves: Sequence[int]) -> list[str]:
+    """The table, its heading first."""
+    saved = frozenset(saves)
+    streams = [s for s in STREAMS if s != Stream.HOST or any(t.host for t in ticks)]
+    columns = [[str(s), *(_token(tick.at(s), saved) for tick in ticks)] for s in streams]
+    left = _aligned(["tick", *map(str, range(len(ticks)))], right=True)
+    right = _aligned(["live_bytes", *map(str, live_bytes)], right=True)
+    return ["  ".join(cells) for cells in zip(left, *map(_aligned, columns), right, strict=True)]
+
+
+def _token(op: Op | None, saved: frozenset[int]) -> str:
+    if op is None:
+        return "."
+    return f"{op}*" if op.what == "F" and op.block in saved else str(op)
+
+
+def _aligned(cells: Sequence[str], *, right: bool = False) -> list[str]:
+    width = max(map(len, cells))
+    return [cell.rjust(width) if right else cell.ljust(width) for cell in cells]
+
+
+def _folded(key: str, separator: str, parts: Iterable[str]) -> list[str]:
+    """Lines that each begin with the key and take as many parts as their width allows."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(separator) + len(part) <= _WIDTH:
+            lines[-1] += separator + part
+        else:
+            lines.append(key + part)
+    return lines
+
+
+def _ranges(blocks: Sequence[int]) -> list[str]:
+    runs: list[list[int]] = []
+    for block in blocks:
+        if runs and block == runs[-1][1] + 1:
+            runs[-1][1] = block
+        else:
+            runs.append([block, block])
+    return [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
+
+
+@dataclass(slots=True)
+class _Read:
+    """What the lines read so far said."""
+
+    figures: dict[str, int] = field(default_factory=dict[str, int])
+    slots: list[Slot] = field(default_factory=list[Slot])
+    saves: list[int] = field(default_factory=list[int])
+    mode: str = MODES[0]
+    transfer: str = TRANSFERS[0]
+    streams: list[Stream] = field(default_factory=list[Stream])
+    ticks: list[Tick] = field(default_factory=list[Tick])
+    live_bytes: list[int] = field(default_factory=list[int])
+
+
+def parse_schedule(text: str, workload: Workload | None = None) -> Schedule:
+    """Reads what `schedule_text` wrote; spaces between the cells don't matter, nor do empty lines.
+
+    Raises:
+        ScheduleError: With the number of the line that can't be read, and the line.
+    """
+    read = _Read()
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            _at_line(number, line.strip(), _reader_of(line, read), read)
+    _at_line(len(lines), lines[-1].strip() if lines else "", _check_complete, read)
+    counts = ("num_slots", "num_ticks")
+    return Schedule(
+        ticks=tuple(read.ticks),
+        slots=tuple(read.slots),
+        saves=tuple(read.saves),
+        mode=read.mode,
+        transfer=read.transfer,
+        live_bytes=tuple(read.live_bytes),
+        workload=workload,
+        **{name: figure for name, figure in read.figures.items() if name not in counts},
+    )
+
+
+def _at_line(number: int, line: str, reader: Callable[[str, _Read], None], read: _Read) -> None:
+    try:
+        reader(line, read)
+    except ScheduleError as error:
+        raise ScheduleError(f"line {number} of the schedule can't be read: {error}\n  {line}") from None
+
+
+def _reader_of(line: str, read: _Read) -> Callable[[str, _Read], None]:
+    if read.streams:
+        return _read_row
+    if not read.figures:
+        return _read_header
+    key = line.split(maxsplit=1)[0]
+    readers = {
+        "device:": _read_device,
+        "slots:": _read_slots,
+        "saves:": _read_saves,
+        "mode:": _read_mode,
+        "transfer:": _read_transfer,
+        "tick": _read_heading,
+    }
+    return readers.get(key, _read_unknown)
+
+
+def _read_unknown(line: str, read: _Read) -> None:
+    raise ScheduleError(f"`{line.split()[0]}` is no key of the header, nor the heading of the table.")
+
+
+def _read_header(line: str, read: _Read) -> None:
+    match = _HEADER.fullmatch(line)
+    if match is None:
+        raise ScheduleError(
+            "a schedule begins with `schedule: 4 blocks, 2 slots, keep 2, 10 ticks; h2d ...`."
+        )
+    read.figures.update({name: int(figure) for name, figure in match.groupdict().items()})
+
+
+def _read_device(line: str, read: _Read) -> None:
+    match = _DEVICE.fullmatch(line)
+    if match is None:
+        raise ScheduleError("expected `device: 1024 B; host: 1024 B`.")
+    read.figures.update({name: int(figure) for name, figure in match.groupdict().items()})
+
+
+def _read_slots(line: str, read: _Read) -> None:
+    for part in line.removeprefix("slots:").split(";"):
+        match = _SLOT.fullmatch(part.strip())
+        if match is None or int(match["index"]) != len(read.slots):
+            raise ScheduleError(f"`{part.strip()}` isn't slot {len(read.slots)}; a slot reads `0 = 0+1024`.")
+        read.slots.append(Slot(int(match["offset"]), int(match["nbytes"])))
+
+
+def _read_saves(line: str, read: _Read) -> None:
+    for part in line.removeprefix("saves:").split(","):
+        match = _RANGE.fullmatch(part.strip())
+        # A range must not be longer than the model: its length is the reader's memory.
+        if match is None or int(match["last"] or match["first"]) >= read.figures["num_blocks"]:
+            raise ScheduleError(f"`{part.strip()}` isn't a range of blocks; one reads `3` or `3-5`.")
+        read.saves.extend(range(int(match["first"]), int(match["last"] or match["first"]) + 1))
+
+
+def _read_mode(line: str, read: _Read) -> None:
+    read.mode = _one_of(line.removeprefix("mode:").strip(), MODES)
+
+
+def _read_transfer(line: str, read: _Read) -> None:
+    read.transfer = _one_of(line.removeprefix("transfer:").strip(), TRANSFERS)
+
+
+def _one_of(word: str, known: Sequence[str]) -> str:
+    if word not in known:
+        raise ScheduleError(f"`{word}` is none of {', '.join(known)}.")
+    return word
+
+
+def _read_heading(line: str, read: _Read) -> None:
+    cells = line.split()
+    if cells not in [["tick", *STREAMS[:n], "live_bytes"] for n in (3, 4)]:
+        raise ScheduleError("expected the heading `tick  h2d  compute  d2h  live_bytes`.")
+    read.streams = list(STREAMS[: len(cells) - 2])
+
+
+def _read_row(line: str, read: _Read) -> None:
+    cells = line.split()
+    if len(cells) != len(read.streams) + 2:
+        raise ScheduleError(f"expected {len(read.streams) + 2} cells, found {len(cells)}.")
+    if cells[0] != str(len(read.ticks)):
+        raise ScheduleError(f"expected tick {len(read.ticks)}, found `{cells[0]}`.")
+    if not re.fullmatch(r"\d+", cells[-1]):
+        raise ScheduleError(f"`{cells[-1]}` is no number of live bytes.")
+    ops = {str(s): _read_cell(c, s, read) for s, c in zip(read.streams, cells[1:-1], strict=True)}
+    read.ticks.append(Tick(**ops))
+    read.live_bytes.append(int(cells[-1]))
+
+
+def _read_cell(cell: str, stream: Stream, read: _Read) -> Op | None:
+    if cell == ".":
+        return None
+    op = parse_op(cell.removesuffix("*"), stream)
+    is_saved = op.what == "F" and op.block in read.saves
+    if cell.endswith("*") != is_saved:
+        raise ScheduleError(f"`{cell}` must {'' if is_saved else 'not '}have a star: see the line `saves:`.")
+    return op
+
+
+def _check_complete(line: str, read: _Read) -> None:
+    for name, count in (("num_ticks", len(read.ticks)), ("num_slots", len(read.slots))):
+        if read.figures.get(name) != count:
+            what = name.removeprefix("num_")
+            raise ScheduleError(f"the header announces {read.figures.get(name, 'no')} {what}, found {count}.")
+    if "device_bytes" not in read.figures:
+        raise ScheduleError("the line `device:` is missing.")

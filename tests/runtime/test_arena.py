@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+import torch
+
+from megatrain.runtime.arena import ALIGNMENT, DeviceArena, Meter
+
+CPU = torch.device("cpu")
+
+
+def test_an_arena_has_the_exact_size_and_an_aligned_start():
+    arena = DeviceArena(CPU)
+    assert arena.nbytes == 0
+    arena.ensure(12345)
+    assert arena.nbytes == 12345
+    assert arena.slot(0, 12345).untyped_storage().nbytes() == 12345
+    assert arena.slot(0, 1).data_ptr() % ALIGNMENT == 0
+
+
+def test_an_arena_grows_only_when_it_must():
+    arena = DeviceArena(CPU)
+    arena.ensure(100)
+    before = arena.slot(0, 100).fill_(7)
+    generation = arena.generation
+    arena.ensure(100)
+    arena.ensure(5)
+    assert (arena.nbytes, arena.generation) == (100, generation)
+    arena.ensure(200)
+    assert (arena.nbytes, arena.generation) == (200, generation + 1)
+    assert before.tolist() == [7] * 100, "an old view must stay readable"
+
+
+def test_an_arena_in_use_neither_grows_nor_goes():
+    arena = DeviceArena(CPU)
+    arena.ensure(64)
+    with arena.use():
+        arena.ensure(64)
+        with pytest.raises(AssertionError, match="in use"):
+            arena.ensure(65)
+        with pytest.raises(AssertionError, match="in use"):
+            arena.release()
+    arena.ensure(65)
+    arena.release()
+    assert arena.nbytes == 0
+    arena.ensure(1)
+
+
+def test_slots_are_views_of_their_range():
+    arena = DeviceArena(CPU)
+    arena.ensure(1024)
+    arena.slot(0, 1024).zero_()
+    arena.slot(256, 64).fill_(1)
+    assert arena.slot(0, 1024).sum().item() == 64
+    assert arena.slot(256, 64).view(torch.float32).shape == (16,)
+    assert arena.slot(1024, 0).numel() == 0
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 4), (0, 65), (64, 1), (8, -4)])
+def test_slots_outside_the_arena_are_our_mistake(offset: int, nbytes: int):
+    arena = DeviceArena(CPU)
+    arena.ensure(64)
+    with pytest.raises(AssertionError, match="outside"):
+        arena.slot(offset, nbytes)
+
+
+def test_a_meter_counts_each_storage_once():
+    meter = Meter()
+    base = torch.empty(1000, dtype=torch.uint8)
+    meter.hold("a", [base[:10], base[500:].view(torch.int32)])
+    assert meter.current == 1000
+    meter.hold("b", [base])
+    assert meter.current == 1000
+    meter.release("a")
+    assert meter.current == 1000
+    meter.release("b")
+    assert (meter.current, meter.peak) == (0, 1000)
+
+
+def test_a_meter_counts_the_real_size_of_a_storage():
+    meter = Meter()
+    meter.hold("a", [torch.empty(8).expand(100, 8), torch.empty(0), torch.empty(4, dtype=torch.float64)])
+    assert meter.current == 32 + 32
+
+
+def test_holding_a_key_again_replaces_what_it_held():
+    meter = Meter()
+    old, new = torch.empty(100, dtype=torch.uint8), torch.empty(30, dtype=torch.uint8)
+    meter.hold("g", [old])
+    meter.hold("g", [new])
+    assert (meter.current, meter.peak) == (30, 130)
+    meter.hold("g", [new])
+    assert meter.current == 30
+    meter.hold("g", [])
+    assert meter.current == 0
+    meter.release("g")
+    meter.release("never held")
+    assert meter.current == 0
+
+
+def test_the_peak_can_be_measured_anew():
+    meter = Meter()
+    meter.set_arena(1000)
+    tensor = torch.empty(50, dtype=torch.uint8)
+    meter.hold("a", [tensor])
+    meter.set_arena(400)
+    assert (meter.current, meter.peak) == (450, 1050)
+    meter.reset_peak()
+    assert meter.peak == 450
+    meter.clear()
+    assert (meter.current, meter.peak) == (400, 450)
+
+
+def test_a_meter_keeps_nothing_alive():
+    meter = Meter()
+    tensor = torch.empty(10)
+    kept = weakref.ref(tensor)
+    meter.hold("a", [tensor])
+    del tensor
+    assert kept() is None
+    assert meter.current == 40
+    meter.release("a")
+    assert meter.current == 0
+
+
+def test_the_parts_of_a_sparse_tensor_are_counted():
+    meter = Meter()
+    sparse = torch.eye(4).to_sparse_coo()
+    meter.hold("s", [sparse])
+    assert meter.current == sparse._indices().untyped_storage().nbytes() + sparse._values().untyped_storage().nbytes()
+
+
+def test_a_meter_adds_up_over_threads():
+    meter = Meter()
+    tensors = [torch.empty(16, dtype=torch.uint8) for _ in range(4)]
+
+    def work(name: int) -> None:
+        for turn in range(200):
+            meter.hold((name, turn), tensors)
+            meter.release((name, turn))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (meter.current, meter.peak) == (0, 64)

@@ -1,0 +1,247 @@
+"""The ways in which people call a model: several times, without gradients, with other shapes, around optimizers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.models import MODELS
+from torch import nn
+
+import megatrain
+from megatrain.errors import ExecuteError
+
+
+def pair(name: str = "gpt_loss", **options):
+    """An eager model, its compiled twin, and their inputs."""
+    model, args, kwargs = MODELS[name]()
+    options = {"device": "cpu", "transfer": "copy", "activations": "recompute", **options}
+    twin = copy.deepcopy(model)
+    return model, megatrain.compile(twin, **options), args, kwargs
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_same_gradients(left: nn.Module, right: nn.Module) -> None:
+    others = gradients(right)
+    for name, gradient in gradients(left).items():
+        other = others[name]
+        assert (gradient is None) == (other is None), name
+        assert gradient is None or torch.equal(gradient, other), name
+
+
+def test_several_calls_before_their_backwards() -> None:
+    eager, compiled, args, kwargs = pair()
+    for call in (eager, compiled):
+        torch.manual_seed(0)
+        losses = [call(*args, **kwargs)[1] for _ in range(3)]
+        losses[1].backward()
+        losses[0].backward()
+        losses[2].backward()
+    assert_same_gradients(eager, compiled)
+
+
+def test_losses_of_several_calls_added() -> None:
+    eager, compiled, args, kwargs = pair()
+    for call in (eager, compiled):
+        torch.manual_seed(0)
+        total = call(*args, **kwargs)[1] + 2 * call(*args, **kwargs)[1]
+        total.backward()
+    assert_same_gradients(eager, compiled)
+
+
+def test_second_backward_accumulates() -> None:
+    eager, compiled, args, kwargs = pair()
+    for call in (eager, compiled):
+        torch.manual_seed(0)
+        for _ in range(3):
+            call(*args, **kwargs)[1].backward()
+    assert_same_gradients(eager, compiled)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_between_steps(to_none: bool) -> None:
+    eager, compiled, args, kwargs = pair()
+    for call in (eager, compiled):
+        torch.manual_seed(0)
+        optimizer = torch.optim.SGD(call.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=to_none)
+            call(*args, **kwargs)[1].backward()
+            optimizer.step()
+    assert_same_gradients(eager, compiled)
+    for (name, left), right in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(left, right), name
+
+
+def test_kept_gradients_are_not_overwritten() -> None:
+    _, compiled, args, kwargs = pair()
+    compiled(*args, **kwargs)[1].backward()
+    kept = [p.grad for p in compiled.parameters()]
+    copies = [g.clone() for g in kept]
+    compiled.zero_grad(set_to_none=True)
+    torch.manual_seed(9)
+    compiled(*args, **kwargs)[1].backward()
+    assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+
+
+def test_parameters_stay_the_models_own() -> None:
+    model, args, kwargs = MODELS["gpt_loss"]()
+    before = dict(model.named_parameters())
+    compiled = megatrain.compile(model, device="cpu")
+    compiled(*args, **kwargs)[1].backward()
+    after = dict(model.named_parameters())
+    assert all(before[n] is after[n] for n in before)
+    assert dict(compiled.named_parameters()).keys() == before.keys()
+    assert compiled.state_dict().keys() == model.state_dict().keys()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("change", ["in_place", "load_state_dict", "assign", "data"])
+def test_next_call_sees_changed_parameters(change: str) -> None:
+    eager, compiled, args, kwargs = pair()
+    other, _, _ = MODELS["gpt_loss"]()
+    for parameter in other.parameters():
+        parameter.data.mul_(1.5)
+    compiled(*args, **kwargs)
+    for model in (eager, compiled):
+        if change == "in_place":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+        elif change == "data":
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 1.5
+        else:
+            model.load_state_dict(copy.deepcopy(other.state_dict()), assign=change == "assign")
+    for call in (eager, compiled):
+        torch.manual_seed(1)
+        call.loss = call(*args, **kwargs)[1]
+        call.loss.backward()
+    assert torch.equal(eager.loss, compiled.loss)
+    assert_same_gradients(eager, compiled)
+
+
+def test_eval_and_no_grad_calls_between_training() -> None:
+    eager, compiled, args, kwargs = pair()
+    for call in (eager, compiled):
+        torch.manual_seed(0)
+        call.train()
+        call(*args, **kwargs)[1].backward()
+        call.eval()
+        with torch.no_grad():
+            call.scores = call(*args, **kwargs)[0]
+        assert not call.scores.requires_grad
+        call.train()
+        call(*args, **kwargs)[1].backward()
+    assert torch.equal(eager.scores, compiled.scores)
+    assert_same_gradients(eager, compiled)
+
+
+def test_no_grad_call_between_forward_and_backward() -> None:
+    eager, compiled, args, kwargs = pair()
+    for call in (eager, compiled):
+        torch.manual_seed(0)
+        loss = call(*args, **kwargs)[1]
+        with torch.no_grad():
+            call(*args, **kwargs)
+        loss.backward()
+    assert_same_gradients(eager, compiled)
+
+
+def test_other_shapes_compile_variants_over_the_same_weights() -> None:
+    eager, compiled, _, _ = pair()
+    for length in (8, 5, 8, 12):
+        ids = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(length))
+        for call in (eager, compiled):
+            torch.manual_seed(length)
+            call(ids, targets=ids)[1].backward()
+        assert compiled.traced.inputs[0].meta["spec"].shape == (2, length)
+    assert_same_gradients(eager, compiled)
+    assert sum(map(len, compiled._variants.values())) == 3
+
+
+def test_loss_outside_the_model_and_clipping() -> None:
+    eager, compiled, args, _ = pair("gpt")
+    for call in (eager, compiled):
+        torch.manual_seed(0)
+        logits = call(*args)
+        F.cross_entropy(logits.flatten(0, 1) / 0.7, args[0].flatten()).backward()
+        call.norm_before = torch.nn.utils.clip_grad_norm_(call.parameters(), 0.01)
+    assert torch.equal(eager.norm_before, compiled.norm_before)
+    assert_same_gradients(eager, compiled)
+
+
+def test_parameter_hooks_act_on_the_whole_gradient() -> None:
+    eager, compiled, args, kwargs = pair()
+    seen: list[str] = []
+    for call in (eager, compiled):
+        for name, parameter in call.named_parameters():
+            parameter.register_hook(lambda g: g * 0.5)
+            parameter.register_post_accumulate_grad_hook(lambda p, n=name: seen.append(n))
+        torch.manual_seed(0)
+        call(*args, **kwargs)[1].backward()
+    assert_same_gradients(eager, compiled)
+    assert sorted(seen) == sorted([n for n, _ in eager.named_parameters()] * 2)
+
+
+def test_backward_twice_is_refused() -> None:
+    _, compiled, args, kwargs = pair()
+    loss = compiled(*args, **kwargs)[1]
+    loss.backward(retain_graph=True)
+    with pytest.raises(ExecuteError, match="backward ran a second time on the same call"):
+        loss.backward()
+    compiled(*args, **kwargs)[1].backward()
+
+
+def test_parameters_changed_before_backward_are_refused() -> None:
+    _, compiled, args, kwargs = pair()
+    loss = compiled(*args, **kwargs)[1]
+    with torch.no_grad():
+        next(iter(compiled.parameters())).add_(1)
+    with pytest.raises(ExecuteError, match=r"parameter `embed.weight` was modified between forward and backward"):
+        loss.backward()
+    compiled(*args, **kwargs)[1].backward()
+
+
+def test_output_written_before_backward_is_refused() -> None:
+    _, compiled, args, kwargs = pair()
+    logits, loss = compiled(*args, **kwargs)
+    with torch.no_grad():
+        logits.zero_()
+    with pytest.raises(ExecuteError, match="was modified in place between forward and backward"):
+        loss.backward()
+
+
+def test_dropped_outputs_free_what_their_call_held() -> None:
+    _, compiled, args, kwargs = pair(activations="offload")
+    compiled(*args, **kwargs)[1].backward()
+    floor = compiled._engine.meter.current
+    for _ in range(5):
+        compiled(*args, **kwargs)
+    gc.collect()
+    assert compiled._engine.meter.current == floor
+
+
+def test_non_differentiable_output_refuses_backward() -> None:
+    _, compiled, args, kwargs = pair()
+    with torch.no_grad():
+        loss = compiled(*args, **kwargs)[1]
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        loss.backward()
+
+
+def test_mixed_with_modules_outside() -> None:
+    eager, compiled, args, _ = pair("gpt")
+    head = nn.Linear(32, 4)
+    twin = copy.deepcopy(head)
+    for call, top in ((eager, head), (compiled, twin)):
+        torch.manual_seed(0)
+        top(call(*args)).square().mean().backward()
+    assert_same_gradients(eager, compiled)
+    assert_same_gradients(head, twin)

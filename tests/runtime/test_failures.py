@@ -1,0 +1,202 @@
+"""Bad input and failures: one specific error on the caller's thread, and an engine that goes on working."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from tests.models import MODELS, Gpt
+from torch import nn
+
+import megatrain
+from megatrain.errors import ExecuteError, OptionError, TraceError
+from megatrain.runtime.streams import Chaos
+
+IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+def compiled_gpt(**options):
+    torch.manual_seed(0)
+    return megatrain.compile(
+        Gpt(), **{"device": "cpu", "transfer": "copy", "activations": "offload", **options}
+    )
+
+
+def test_parameter_without_values() -> None:
+    with torch.device("meta"):
+        model = Gpt()
+    compiled = megatrain.compile(model, device="cpu", example_args=(IDS,))
+    assert "W0@0" in str(compiled.schedule)
+    with pytest.raises(ExecuteError, match=r"parameter `embed.weight` is on the meta device and has no values"):
+        compiled(IDS)
+
+
+def test_input_on_another_device() -> None:
+    with pytest.raises(ExecuteError, match=r"input `arg0` is on meta, the compute device is cpu"):
+        compiled_gpt()(IDS.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activations": "kep"}, r"activations='kep' is not known"),
+        ({"transfer": "move"}, r"transfer='move' is not known"),
+        ({"precision": "fp8"}, r"precision='fp8' is not known"),
+        ({"memory": "10 quux"}, r"10 quux"),
+        ({"memory": -5}, r"-5"),
+        ({"block_bytes": "many"}, r"many"),
+        ({"device": "nowhere"}, r"device='nowhere' is not a device"),
+        ({"device": "meta"}, r'device="meta" can\'t compute'),
+    ],
+)
+def test_unreadable_option(options, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        megatrain.compile(Gpt(), **options)
+
+
+def test_unknown_option() -> None:
+    with pytest.raises(TypeError, match="bogus"):
+        megatrain.compile(Gpt(), bogus=1)
+
+
+def test_not_a_module() -> None:
+    with pytest.raises(TraceError, match="compile takes an nn.Module"):
+        megatrain.compile(lambda x: x)
+
+
+def test_nothing_compiled_yet() -> None:
+    with pytest.raises(ExecuteError, match="nothing is compiled yet"):
+        print(megatrain.compile(Gpt(), device="cpu").schedule)
+
+
+class Moody(nn.Module):
+    """Raises in its own forward when asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, fails=False):
+        for layer in self.layers:
+            x = layer(x)
+        if fails:
+            raise KeyError("my own error")
+        return x
+
+
+def test_exception_of_the_models_own_forward_passes_unharmed() -> None:
+    model = Moody()
+    before = {n: dict(m.__dict__) for n, m in model.named_modules()}
+    compiled = megatrain.compile(model, device="cpu")
+    with pytest.raises(KeyError, match="my own error"):
+        compiled(torch.ones(2, 4), fails=True)
+    assert {n: dict(m.__dict__) for n, m in model.named_modules()} == before
+    compiled(torch.ones(2, 4)).sum().backward()
+    assert model.layers[0].weight.grad is not None
+
+
+def test_wrong_shape_raises_torchs_own_error() -> None:
+    compiled = megatrain.compile(Moody(), device="cpu")
+    with pytest.raises(RuntimeError, match=r"shapes|size"):
+        compiled(torch.ones(2, 5))
+    compiled(torch.ones(2, 4)).sum().backward()
+
+
+OPS = ["h2d:W2@0", "h2d:W1@1", "h2d:A1", "h2d:A2", "compute:F1", "compute:B2", "compute:B0", "d2h:A1", "d2h:G3", "d2h:G0"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_failure_in_any_stream_surfaces_once(op: str) -> None:
+    """The engine's chaos is switched off again afterwards: the next step must equal eager's."""
+    compiled = compiled_gpt(chaos=Chaos(fail=op, max_delay_s=0))
+    assert op.split(":")[1] in {str(o) for o in _schedule(compiled).ops}, "the test names an op that isn't there"
+    with pytest.raises((ExecuteError, RuntimeError), match=op.split(":")[1]):
+        compiled(IDS, targets=IDS)[1].backward()
+    threads = threading.active_count()
+    compiled.engine.set_chaos(None)
+    eager = copy.deepcopy(compiled.model)
+    for call in (eager, compiled):
+        call.zero_grad()
+        torch.manual_seed(1)
+        call(IDS, targets=IDS)[1].backward()
+    for (name, a), b in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+    assert threading.active_count() <= threads
+
+
+def _schedule(compiled):
+    return compiled.prepare(IDS, targets=IDS).schedule
+
+
+def test_nothing_leaks_over_a_hundred_engines() -> None:
+    gc.collect()
+    threads = threading.active_count()
+    alive: list[weakref.ref] = []
+    for number in range(100):
+        fails = number % 3 == 0
+        chaos = Chaos(fail="d2h:G2", max_delay_s=0) if fails else None
+        compiled = compiled_gpt(chaos=chaos)
+        if fails:
+            with pytest.raises(ExecuteError, match="G2"):
+                compiled(IDS, targets=IDS)[1].backward()
+        else:
+            compiled(IDS, targets=IDS)[1].backward()
+        alive.append(weakref.ref(compiled.engine))
+        del compiled
+    gc.collect()
+    assert sum(r() is not None for r in alive) == 0
+    for thread in threading.enumerate():
+        if thread.name.startswith("megatrain"):
+            thread.join(timeout=5)
+    assert threading.active_count() <= threads
+
+
+def test_nothing_leaks_over_a_hundred_failures_of_one_engine() -> None:
+    compiled = compiled_gpt()
+    compiled(IDS, targets=IDS)[1].backward()
+    gc.collect()
+    held, threads = compiled.engine.meter.current, threading.active_count()
+    tensors = _num_tensors()
+    for number in range(100):
+        compiled.engine.set_chaos(Chaos(fail=OPS[number % len(OPS)], max_delay_s=0))
+        with pytest.raises((ExecuteError, RuntimeError)):
+            compiled(IDS, targets=IDS)[1].backward()
+    gc.collect()
+    assert compiled.engine.meter.current == held
+    assert threading.active_count() == threads
+    assert _num_tensors() <= tensors + 2
+
+
+def _num_tensors() -> int:
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+
+def test_reentrant_call_is_refused() -> None:
+    compiled = compiled_gpt()
+    compiled(IDS)
+    compiled.engine.is_running = True
+    with pytest.raises(ExecuteError, match="the model was called while it runs"):
+        compiled(IDS)
+    compiled.engine.is_running = False
+    compiled(IDS)
+
+
+def test_model_moved_away_from_the_host() -> None:
+    compiled = compiled_gpt()
+    compiled(IDS)
+    name = next(iter(dict(compiled.named_parameters())))
+    parameter = compiled.get_parameter(name)
+    parameter.data = torch.empty(parameter.shape, device="meta")
+    with pytest.raises(ExecuteError, match=name):
+        compiled(IDS)
+
+
+def test_models_in_the_zoo_of_tests_are_what_they_claim() -> None:
+    for name, build in MODELS.items():
+        model, args, kwargs = build()
+        assert isinstance(model, nn.Module), name
+        assert isinstance(args, tuple) and isinstance(kwargs, dict), name

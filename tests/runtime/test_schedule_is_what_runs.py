@@ -1,0 +1,121 @@
+"""The executor issues exactly the table's operations, in its order, after its waits, within its memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models import MODELS, Gpt
+
+import megatrain
+from megatrain.runtime.streams import Chaos, Recording
+from megatrain.scheduler.op import Stream
+
+NAMES = ["gpt_loss", "t5_labels", "unet", "encoder_decoder", "frozen_first"]
+
+
+def recorded(name: str, **options):
+    """Trains one step and returns the compiled module and what was recorded, forward and backward apart."""
+    recording = Recording()
+    model, args, kwargs = MODELS[name]()
+    options = {"device": "cpu", "transfer": "copy", "activations": "offload", **options}
+    compiled = megatrain.compile(model, recording=recording, **options)
+    result = compiled(*args, **kwargs)
+    tensors = [t for t in megatrain.tracer.structure.Structure.of(result).placeholders if t.requires_grad]
+    torch.stack([t.float().mean() for t in tensors]).sum().backward()
+    return compiled, recording
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_issue_order_and_waits_equal_the_schedule(name: str) -> None:
+    compiled, recording = recorded(name)
+    schedule = compiled.schedule
+    waits = schedule.waits()
+    last_forward = max(p.tick for p, op in schedule.positions() if op.what == "F")
+    ops = dict(schedule.positions())
+    for stream in (Stream.H2D, Stream.COMPUTE, Stream.D2H):
+        expected = []
+        for position, op in schedule.positions():
+            if position.stream != stream:
+                continue
+            # The forward half has ended before the backward half begins, so waits across are over.
+            mine = [w for w in waits.get(position, ()) if (w.tick > last_forward) == (position.tick > last_forward)]
+            expected.append((str(op), tuple(str(ops[w]) for w in mine)))
+        found = [(op.label, op.waits) for op in recording.on(stream)]
+        assert found == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_completion_order_respects_the_dependencies(name: str) -> None:
+    compiled, recording = recorded(name, chaos=Chaos(seed=3))
+    done: dict[tuple[str, str], list[int]] = {}
+    for index, key in enumerate(recording.completed):
+        done.setdefault(key, []).append(index)
+    seen: dict[tuple[str, str], int] = {}
+    when = {}
+    for position, op in compiled.schedule.positions():
+        key = (str(position.stream), str(op))
+        when[position] = done[key][seen.get(key, 0)]
+        seen[key] = seen.get(key, 0) + 1
+    for before, after in compiled.schedule.to_networkx().edges:
+        assert when[before] < when[after]
+
+
+def slow_peak(depth: int, **options) -> tuple[int, megatrain.Schedule]:
+    """Measures the peak with the slowest offloads that the waits allow; the table's figure is reached then."""
+    model = Gpt(depth=depth)
+    ids = torch.randint(0, 32, (2, 16))
+    chaos = Chaos(max_delay_s=0.02, slow="d2h", poison=False)
+    compiled = megatrain.compile(model, device="cpu", transfer="copy", chaos=chaos, **options)
+    for _ in range(2):
+        compiled(ids, targets=ids)[1].backward()
+    return compiled.peak_bytes, compiled.schedule
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload", "keep"])
+def test_measured_peak_equals_the_schedules_figure(activations: str) -> None:
+    peak, schedule = slow_peak(4, activations=activations)
+    assert peak == schedule.peak_bytes
+
+
+def test_measured_peak_never_exceeds_the_schedules_figure() -> None:
+    for name in NAMES:
+        for seed in range(3):
+            compiled, _ = recorded(name, chaos=Chaos(seed=seed, poison=False))
+            assert compiled.peak_bytes <= compiled.schedule.peak_bytes
+
+
+def test_peak_does_not_grow_with_depth() -> None:
+    shallow, small = slow_peak(12, activations="offload")
+    deep, large = slow_peak(96, activations="offload")
+    assert shallow == small.peak_bytes
+    assert deep == large.peak_bytes
+    assert deep == shallow
+
+
+def test_peak_grows_by_the_kept_inputs_only() -> None:
+    _, small = slow_peak(12, activations="recompute")
+    deep, large = slow_peak(24, activations="recompute")
+    hidden = 2 * 16 * 16 * 4
+    assert deep == large.peak_bytes
+    assert large.peak_bytes - small.peak_bytes == 12 * hidden
+
+
+def test_budget_bounds_the_device() -> None:
+    model = Gpt(depth=12, width=64)
+    size = sum(p.nbytes for p in model.parameters())
+    ids = torch.randint(0, 32, (2, 16))
+    compiled = megatrain.compile(model, device="cpu", memory=size // 2)
+    compiled(ids, targets=ids)[1].backward()
+    assert compiled.peak_bytes <= compiled.schedule.device_bytes <= size // 2
+    assert compiled.schedule.h2d_bytes > 0
+
+
+def test_too_small_a_budget_is_refused_before_anything_is_allocated() -> None:
+    model = Gpt(depth=3)
+    ids = torch.randint(0, 32, (2, 16))
+    pointers = [p.data_ptr() for p in model.parameters()]
+    compiled = megatrain.compile(model, device="cpu", memory="4KiB")
+    with pytest.raises(megatrain.ScheduleError, match=r"memory") as caught:
+        compiled(ids)
+    assert "blocks." in str(caught.value)
+    assert pointers == [p.data_ptr() for p in model.parameters()]
