@@ -54,7 +54,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--seconds", type=_positive(float), default=recipe.seconds, help="training ends then at the latest")
     add("--batch-size", type=_positive(int), default=recipe.batch_size, help="windows of text per step")
     add("--context", type=_positive(int), default=recipe.context, help="bytes per window")
-    add("--width", type=_positive(int), default=recipe.width, help="size of the hidden states, a multiple of 64")
+    add("--width", type=_positive(int), default=recipe.width, help="hidden states, a multiple of 64")
     add("--depth", type=_positive(int), default=recipe.depth, help="decoder layers")
     add("--sample-bytes", type=_positive(int), default=recipe.sample_bytes, help="length of the sample")
     add("--seed", type=int, default=recipe.seed, help="fixes weights, batches and sample")

@@ -37,7 +37,7 @@ class Code:
         graph: Straight-line graph without `get_attr` nodes; its placeholders are the arguments, in order.
     """
 
-    __slots__ = ("_num_inputs", "_outputs", "_size", "_steps")
+    __slots__ = ("_num_inputs", "_outputs", "_size", "_steps", "has_inner_grad")
 
     def __init__(self, graph: fx.Graph):
         index = {node: i for i, node in enumerate(graph.nodes)}
@@ -54,6 +54,7 @@ class Code:
         self._outputs = tuple(index[n] for n in outputs)
         self._num_inputs = len(placeholders)
         self._size = len(index)
+        self.has_inner_grad = any(n.target in (torch.autograd.grad, torch.autograd.backward) for n in calls)
 
     def __call__(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Runs the graph; differentiable where the caller's grad mode and the recorded one both allow it."""
@@ -61,16 +62,26 @@ class Code:
         values: list[Any] = [*arguments, *([None] * (self._size - self._num_inputs))]
         del arguments
         outer = torch.is_grad_enabled()
-        for step in self._steps:
-            args, kwargs = _resolve(step.args, values), _resolve(step.kwargs, values)
-            if step.has_grad and not step.autocast and outer:
-                values[step.result] = step.function(*args, **kwargs)
-            else:
-                values[step.result] = _run_in_modes(step, args, kwargs, outer)
-            del args, kwargs
-            for dead in step.dead:
-                values[dead] = None
+        with ExitStack() as stack:
+            for device in _autocast_devices():
+                stack.enter_context(torch.autocast(device, enabled=False))
+            for step in self._steps:
+                args, kwargs = _resolve(step.args, values), _resolve(step.kwargs, values)
+                if step.has_grad and not step.autocast and outer:
+                    values[step.result] = step.function(*args, **kwargs)
+                else:
+                    values[step.result] = _run_in_modes(step, args, kwargs, outer)
+                del args, kwargs
+                for dead in step.dead:
+                    values[dead] = None
         return tuple(values[i] for i in self._outputs)
+
+
+def _autocast_devices() -> list[str]:
+    """Devices whose autocast the caller has on; what a call saw at capture counts, not what is on now."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return [device for device in devices if torch.is_autocast_enabled(device)]
 
 
 def _step(node: fx.Node, index: dict[fx.Node, int], dead: tuple[int, ...], is_unused: bool) -> _Step:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Port, Program, Template, TemplateCost
+from megatrain.tracer.spec import TensorSpec
 
 
 def measure(program: Program) -> Program:
@@ -67,7 +72,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _cost(template: Template, differentiable: list[bool], program: Program) -> TemplateCost:
-    code = Code(template.graph)
+    code = Code(_with_known_shapes(template.graph))
     ports = (*template.inputs, *template.state)
     with FakeTensorMode():
         forward_peak, flops = _measure_forward(code, ports)
@@ -75,14 +80,29 @@ def _cost(template: Template, differentiable: list[bool], program: Program) -> T
     return TemplateCost(saved, forward_peak, backward_peak, flops)
 
 
+def _with_known_shapes(graph: fx.Graph) -> fx.Graph:
+    """Replaces calls whose shapes depend on values (guarded at run time) by empty tensors of those shapes."""
+    graph, _ = copied_graph(graph)
+    for node in graph.nodes:
+        if "results" in node.meta:
+            node.op, node.args, node.kwargs = "call_function", (), {}
+            node.target = partial(_empty, node.meta["results"])
+    return graph
+
+
+def _empty(specs: Any) -> Any:
+    def of_spec(spec: TensorSpec) -> torch.Tensor:
+        if spec.stride is None:
+            return torch.empty(spec.shape, dtype=spec.dtype)
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+
+    return pytree.tree_map_only(TensorSpec, of_spec, specs)
+
+
 def _fake_arguments(ports: tuple[Port, ...], differentiable: list[bool]) -> list[torch.Tensor]:
     arguments: list[torch.Tensor] = []
     for port, needs_grad in zip(ports, differentiable, strict=True):
-        stride = port.spec.stride
-        fake = torch.empty(port.spec.shape, dtype=port.spec.dtype)
-        if stride is not None:
-            fake = torch.empty_strided(port.spec.shape, stride, dtype=port.spec.dtype)
-        arguments.append(fake.requires_grad_(needs_grad))
+        arguments.append(_empty(port.spec).requires_grad_(needs_grad))
     return arguments
 
 

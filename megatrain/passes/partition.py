@@ -47,7 +47,10 @@ class _Cut:
         # The value that holds a node's tensor now; a block that writes into a foreign tensor redefines it.
         self._current: dict[fx.Node, str] = {}
         self._storages: dict[Any, int] = {}
-        self._written_state = {node for _, node in traced.writes_back if node.op == "get_attr"}
+        written_keys = {key for key, _ in traced.writes_back}
+        self._written_state = {
+            n for n in traced.graph.nodes if n.op == "get_attr" and str(n.target) in written_keys
+        }
         self._constants = [
             n for n in traced.graph.nodes if n.op == "get_attr" and str(n.target) in traced.constants
         ]
@@ -63,7 +66,7 @@ class _Cut:
         for node in traced.inputs:
             self._define(node, node.name, None, node.meta["storage"])
         buffers: list[tuple[str, str]] = []
-        for node in sorted(self._written_state, key=lambda n: n.name):
+        for node in (n for n in traced.graph.nodes if n in self._written_state):
             self._define(node, node.name, None, node.meta["storage"])
             buffers.append((node.name, str(node.target)))
         for node in self._constants:
@@ -111,7 +114,7 @@ class _Cut:
         written = {w for n in interval.nodes for w in n.meta.get("writes", ()) if w in inputs}
         graph, copies = _extract(interval, foreign, inputs, written)
         names = tuple(self._current[a] for a in inputs)
-        outputs = self._outputs(index, interval, written)
+        outputs = self._outputs(index, interval, inputs, written)
         for node in outputs:
             if node.meta["storage"] in self._state_storages:
                 # A view of weights may not leave the block: the slot under it is overwritten.
@@ -131,7 +134,9 @@ class _Cut:
             is_random=any(n.meta["is_random"] for n in interval.nodes),
             provenance=("canonicalize", "partition"),
         )
-        block = Block(index, interval.name, template.name, names, tuple(self._current[n] for n in outputs), ())
+        block = Block(
+            index, interval.name, template.name, names, tuple(self._current[n] for n in outputs), ()
+        )
         return template, block
 
     def _storage_of(self, index: int, node: fx.Node, written: set[fx.Node]) -> Any:
@@ -143,15 +148,17 @@ class _Cut:
             return index, storage
         return storage
 
-    def _outputs(self, index: int, interval: Interval, written: set[fx.Node]) -> list[fx.Node]:
-        """Lists the tensors that leave the interval, in order of definition: re-written inputs first."""
+    def _outputs(
+        self, index: int, interval: Interval, inputs: list[fx.Node], written: set[fx.Node]
+    ) -> list[fx.Node]:
+        """Lists the tensors that leave the interval: re-written inputs, then results, each in order of use."""
 
         def leaves(node: fx.Node) -> bool:
             later = any(self._home.get(u, -1) > index for u in node.users)
             return later or node in self._returned
 
-        rewritten = [n for n in written if leaves(n)]
-        return sorted(rewritten, key=lambda n: n.name) + [n for n in interval.nodes if leaves(n)]
+        rewritten = [n for n in inputs if n in written and leaves(n)]
+        return rewritten + [n for n in interval.nodes if leaves(n)]
 
 
 def _extract(

@@ -52,7 +52,11 @@ def program_text(program: Program) -> str:
     lines += [f"  constant {value}: {program.values[value].spec}" for value in program.constants]
     lines += [f"  commit {key} = {value}" for key, value in program.commits]
     for block in program.blocks:
-        frozen = "" if any(program.state[k].requires_grad for k in block.binding) or not block.binding else ", frozen"
+        frozen = (
+            ""
+            if any(program.state[k].requires_grad for k in block.binding) or not block.binding
+            else ", frozen"
+        )
         lines.append(
             f"  block {block.index} {block.name}: {block.template}({', '.join(block.inputs)}) -> "
             f"{_list(block.outputs)}; state {program.state_bytes(block)} bytes{frozen}"

@@ -66,9 +66,13 @@ class DeviceArena:
             self._num_users -= 1
 
     def slot(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Returns the bytes `offset` (inclusive) to `offset + nbytes` (exclusive) as a `uint8` view."""
+        """Returns the bytes `offset` (inclusive) to `offset + nbytes` (exclusive) as a `uint8` view.
+
+        Each view has a version counter of its own: a prefetch into one slot must not look to autograd like a
+        write into the weights of another.
+        """
         assert 0 <= offset <= offset + nbytes <= self.nbytes, f"slot {offset}+{nbytes} is outside the arena"
-        return self._buffer[offset : offset + nbytes]
+        return self._buffer.data[offset : offset + nbytes]
 
     def release(self) -> None:
         """Gives the memory back; the next `ensure` allocates anew."""

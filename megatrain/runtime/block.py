@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,14 +88,25 @@ class BlockRunner:
         """The generators' state, if the template draws from them."""
         return RngState.now(self._device) if self._is_random else None
 
-    def forward(self, inputs: Tensors, state: Tensors, *, has_grad: bool) -> tuple[torch.Tensor, ...]:
-        """Runs the code without keeping a graph.
+    def forward(self, inputs: Tensors, state: Tensors, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+        """Runs the code without keeping anything for a backward.
 
-        Grad mode stays on in training, with nothing that requires grad: code that calls `autograd.grad` itself
-        still works, and no graph is built.
+        Tensors require grad just as in eager, because kernels look at that (matmul folds its batch dimensions or
+        not, and rounds differently); what autograd would save is thrown away at once.
         """
-        with torch.set_grad_enabled(has_grad), neutral_autocast(self._device):
-            return self._code([*inputs, *state])
+        if not any(needs_grad):
+            with neutral_autocast(self._device):
+                return self._code([*inputs, *state])
+        leaves = [t.detach().requires_grad_(g) for t, g in zip((*inputs, *state), needs_grad, strict=True)]
+        with torch.enable_grad(), neutral_autocast(self._device), self._forgetting():
+            outputs = self._code(leaves)
+        return tuple(t.detach() for t in outputs)
+
+    def _forgetting(self) -> AbstractContextManager[Any]:
+        """Throws saved tensors away, unless the code differentiates inside its own forward."""
+        if self._code.has_inner_grad:
+            return nullcontext()
+        return saved_tensors_hooks(lambda _: None, _refuse_unpack)
 
     def forward_with_graph(
         self,
@@ -169,6 +180,10 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[torch.Ten
 
     with saved_tensors_hooks(pack, unpack):
         yield
+
+
+def _refuse_unpack(_: Any) -> torch.Tensor:
+    raise AssertionError("a forward without a graph was differentiated")
 
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -29,6 +31,9 @@ class Call:
         self._meter = meter
         self.parks = parks
         self.values: dict[str, torch.Tensor] = {}
+        # Parked values whose first life on the device isn't over although their second has begun.
+        self._leaving: dict[str, torch.Tensor] = {}
+        self._lock = threading.RLock()
         self.gradients: dict[str, torch.Tensor] = {}
         self.parameter_gradients: dict[int, list[torch.Tensor | None]] = {}
         self.graphs: dict[int, LocalGraph] = {}
@@ -48,6 +53,15 @@ class Call:
         self.values[name] = tensor
         self.hold("value", name, [tensor])
 
+    def return_value(self, name: str, tensor: torch.Tensor) -> None:
+        """Keeps a parked value that came back; runs on a transfer thread, before or after the drop of the original."""
+        with self._lock:
+            original = self.values.get(name)
+            if original is not None:
+                self._leaving[name] = original
+                self.hold("leaving", name, [original])
+            self.set_value(name, tensor)
+
     def set_gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Keeps the gradient of a value; replaces the partial sum it continues."""
         self.gradients[name] = gradient
@@ -55,15 +69,20 @@ class Call:
 
     def drop(self, kind: str, name: str | int) -> None:
         """Lets go of what `hold` counted."""
-        if kind == "value":
-            self.values.pop(str(name), None)
-        elif kind == "gradient":
-            self.gradients.pop(str(name), None)
-        elif kind == "parameters":
-            self.parameter_gradients.pop(int(name), None)
-        elif kind == "saved":
-            self.graphs.pop(int(name), None)
-        self._meter.release((id(self), kind, name))
+        with self._lock:
+            if kind == "value" and name in self._leaving:
+                kind = "leaving"
+            self._registry(kind).pop(name, None)
+            self._meter.release((id(self), kind, name))
+
+    def _registry(self, kind: str) -> dict[Any, Any]:
+        return {
+            "value": self.values,
+            "leaving": self._leaving,
+            "gradient": self.gradients,
+            "parameters": self.parameter_gradients,
+            "saved": self.graphs,
+        }[kind]
 
     def remember_versions(self) -> None:
         """Notes how often each value was written in place, now that the caller gets hold of some of them."""
@@ -92,12 +111,9 @@ class Call:
     def close(self, status: str) -> None:
         """Ends the call and gives all it held back."""
         self.status = status
-        kinds = ("value", self.values), ("gradient", self.gradients)
-        held = [(kind, name) for kind, names in kinds for name in names]
-        held += [("parameters", b) for b in self.parameter_gradients]
-        held += [("saved", b) for b in self.graphs]
-        for kind, name in held:
-            self.drop(kind, name)
+        for kind in ("leaving", "value", "gradient", "parameters", "saved"):
+            for name in list(self._registry(kind)):
+                self.drop(kind, name)
         self.rng.clear()
         self._versions = []
         self.parks.give()

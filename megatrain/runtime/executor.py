@@ -64,7 +64,8 @@ class Executor:
 
     def _differentiable(self, block: Block) -> list[bool]:
         values = [self.program.values[v].requires_grad for v in block.inputs]
-        return values + [self.program.state[k].requires_grad for k in block.binding]
+        flags = values + [self.program.state[k].requires_grad for k in block.binding]
+        return [flag and self.schedule.mode == "train" for flag in flags]
 
     def _completed_keys(self) -> dict[int, list[str]]:
         """Per block: the parameters of which it is the last, in backward order, to give a gradient."""
@@ -282,7 +283,7 @@ class Executor:
     def _unpark(self, call: Call, step: Planned) -> None:
         for value in step.values:
             name = self._names[value]
-            call.set_value(name, call.parks.get(name, self._engine.device))
+            call.return_value(name, call.parks.get(name, self._engine.device))
 
     def _forward(self, call: Call, step: Planned) -> None:
         block = self.program.blocks[step.op.block]
@@ -297,7 +298,7 @@ class Executor:
         else:
             if step.is_recomputed:
                 call.rng[block.index] = runner.rng_state()
-            outputs = runner.forward(inputs, state, has_grad=torch.is_grad_enabled() or self.schedule.mode == "train")
+            outputs = runner.forward(inputs, state, self._needs_grad[block.index])
         for name, tensor in zip(block.outputs, outputs, strict=True):
             call.set_value(name, tensor)
 

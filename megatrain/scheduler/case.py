@@ -49,7 +49,8 @@ class Case:
 
     def name(self, position: Position) -> str:
         """An op and where it stands, for messages."""
-        return f"{position.stream}:{self.schedule.ticks[position.tick].at(position.stream)} at tick {position.tick}"
+        op = self.schedule.ticks[position.tick].at(position.stream)
+        return f"{position.stream}:{op} at tick {position.tick}"
 
     def once(self, stream: Stream, what: str, block: int, rule: str) -> Position:
         """The only position of an op that must occur exactly once."""
@@ -81,7 +82,7 @@ class Case:
 
 
 def _expected_parks(schedule: Schedule, workload: Workload) -> dict[int, list[int]]:
-    """Values that have to be parked, by the last block whose backward reads them: `keep` and `saves` say which."""
+    """Values that have to be parked, by the last block whose backward reads them."""
     backwards = [i for i, block in enumerate(workload.blocks) if block.has_backward]
     if schedule.transfer == "bind" or schedule.mode == "forward" or not backwards:
         return {}

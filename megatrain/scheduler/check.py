@@ -1,12 +1,14 @@
 """check_schedule(): proves from the table alone that a step is safe, whatever the timing.
 
-The checker shares no decision with the builder: it derives for itself what must be on the device and when, and
-asks of every pair of ops that need an order whether the streams and the waits enforce it (happens-before).
+The checker shares no decision with the builder: it derives for itself what must be on the device and when,
+and asks of every pair of ops that need an order whether the streams and the waits enforce it
+(happens-before).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import networkx as nx
 
@@ -24,9 +26,7 @@ from megatrain.scheduler.table import Position, Schedule
 from megatrain.scheduler.workload import Workload
 
 
-def check_schedule(
-    schedule: Schedule, workload: Workload, graph: nx.DiGraph[Position] | None = None
-) -> None:
+def check_schedule(schedule: Schedule, workload: Workload, graph: nx.DiGraph[Position] | None = None) -> None:
     """Proves that a schedule runs its workload safely and within the memory it states.
 
     Args:
@@ -107,7 +107,7 @@ def check_forward_order(case: Case) -> None:
                 raise case.fault(f"{case.name(position)} has run already.", rule, position.tick, "Remove it.")
         return
     found = [case.once(Stream.COMPUTE, "F", block, rule) for block in blocks]
-    for earlier, later in zip(found, found[1:], strict=False):
+    for earlier, later in pairwise(found):
         case.require_before(earlier, later, "follows", rule)
 
 
@@ -120,14 +120,20 @@ def check_backward_order(case: Case) -> None:
             case.once(Stream.COMPUTE, "B", block, rule)
         for position in case.at(Stream.COMPUTE, "B", block):
             if block not in backwards:
-                raise case.fault(f"{case.name(position)} has nothing to do.", rule, position.tick, "Remove it.")
+                raise case.fault(
+                    f"{case.name(position)} has nothing to do.", rule, position.tick, "Remove it."
+                )
     if not backwards:
         return
     if case.schedule.mode == "train":
         first = min(case.backward(block) for block in backwards)
         case.require_before(case.forward(len(case.workload.blocks) - 1), first, "follows", rule)
     for index, value in enumerate(case.workload.values):
-        if value.producer in backwards and case.workload.has_value_gradient(index):
+        if (
+            value.producer is not None
+            and value.producer in backwards
+            and case.workload.has_value_gradient(index)
+        ):
             for reader in case.workload.backward_readers(index):
                 case.require_before(
                     case.backward(reader), case.backward(value.producer), "needs a gradient of", rule
@@ -144,12 +150,15 @@ def check_saves(case: Case) -> None:
 
 
 def check_parks(case: Case) -> None:
-    """Every value that `keep` and `saves` send away leaves after its production and returns before its use."""
+    """Every value that `keep` and `saves` send away leaves once it is made and returns before its use."""
     rule = "What parks leaves once, after its F, and returns once, before the first B that reads it."
     for position, op in case.ops:
         if op.what == "A" and op.block not in case.parked:
             raise case.fault(
-                f"{case.name(position)} has nothing to move.", rule, position.tick, "Remove it, or lower `keep`."
+                f"{case.name(position)} has nothing to move.",
+                rule,
+                position.tick,
+                "Remove it, or lower `keep`.",
             )
     for block, values in case.parked.items():
         restore = case.once(Stream.H2D, "A", block, rule)

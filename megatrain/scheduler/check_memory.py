@@ -11,7 +11,7 @@ from megatrain.scheduler.table import Position
 
 def check_releases_come_first(case: Case) -> None:
     """Whatever allocates is certain to come after what released in earlier ticks."""
-    rule = "Live bytes count nothing that an earlier tick released, so an op that allocates must wait for that."
+    rule = "Live bytes omit what earlier ticks released, so an op that allocates must wait for that."
     last: dict[Stream, Position] = {}
     for tick, row in enumerate(case.schedule.ticks):
         allocating: list[tuple[Position, tuple[Stream, ...]]] = []
@@ -108,7 +108,7 @@ def _storage_spans(case: Case) -> Iterator[tuple[int, range]]:
         forward, backward = _uses(case, index)
         begins_before = case.schedule.mode == "backward" or value.producer is None
         start = 0 if begins_before else min(forward)
-        if value.is_output or (value.producer is None and not value.readers and forward == backward):
+        if value.is_output or (value.producer is None and not value.readers):
             is_unused = case.schedule.mode == "backward" and not value.is_output
             yield value.storage, range(start, start if is_unused else num_ticks)
         elif index in parked:
@@ -159,9 +159,9 @@ def _first_backward(case: Case) -> int:
 def _with_workspace(case: Case) -> Iterator[int]:
     added = [0] * len(case.workload.blocks)
     for index, value in enumerate(case.workload.values):
-        if case.workload.has_value_gradient(index):
+        if case.schedule.mode != "forward" and case.workload.has_value_gradient(index):
             # The first gradient of a value is the sum so far; the caller's, if it handed one in.
-            readers = sorted(case.workload.backward_readers(index), key=case.backward_tick)
+            readers = sorted(case.workload.backward_readers(index), key=lambda b: case.backward(b).tick)
             for block in readers if value.is_output else readers[1:]:
                 added[block] += value.nbytes
     for tick, row in enumerate(case.schedule.ticks):

@@ -24,12 +24,14 @@ def dependency_graph(schedule: Schedule, workload: Workload | None = None) -> nx
 
     Nodes are positions with the attribute `op`; edges have the attribute `kind`:
 
-    - `"stream"`: the next op of the same stream;
-    - `"weight"`: a `W`, and an F or B that reads what it copied;
     - `"data"`: an op, and one that reads its result;
+    - `"weight"`: a `W`, and an F or B that reads what it copied;
     - `"resource"`: the last reader of a slot's bytes, and the next `W` that overwrites some of them;
     - `"memory"`: an op that releases, and one that allocates in a later tick. The accounting of memory
-      relies on these: F and B wait for what d2h did in earlier ticks, an `A` that returns also for compute.
+      relies on these: F and B wait for what d2h did in earlier ticks, an `A` that returns also for compute;
+    - `"stream"`: the next op of the same stream.
+
+    An edge with several reasons has the first of these as its kind.
 
     Args:
         schedule: The table.
@@ -42,13 +44,12 @@ def dependency_graph(schedule: Schedule, workload: Workload | None = None) -> nx
     graph: nx.DiGraph[Position] = nx.DiGraph()
     for position, op in schedule.positions():
         graph.add_node(position, op=op)
-    # Of several reasons for one edge the first is named.
     for edges in (
-        _stream_edges(schedule),
-        _weight_edges(schedule),
         _data_edges(schedule, workload),
+        _weight_edges(schedule),
         _resource_edges(schedule, workload),
         _memory_edges(schedule),
+        _stream_edges(schedule),
     ):
         for before, after, kind in edges:
             if not graph.has_edge(before, after):

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from megatrain.scheduler.lifetimes import Lifetime
 from megatrain.scheduler.op import Op, Stream
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.table import Schedule
 from megatrain.scheduler.workload import Workload
 
 
@@ -161,15 +161,6 @@ def find_peak(schedule: Schedule, lives: Sequence[Lifetime]) -> Peak:
     row = schedule.ticks[tick]
     ordered = sorted((p for p in parts.items() if p[1] > 0), key=lambda p: -p[1])
     return Peak(tick, row.compute or row.d2h or row.h2d, tuple(ordered))
-
-
-def released_at(lives: Sequence[Lifetime]) -> dict[Position, list[Lifetime]]:
-    """Lifetimes by the ops that end them; one with several ends stands under each."""
-    found: dict[Position, list[Lifetime]] = {}
-    for life in lives:
-        for end in life.ends:
-            found.setdefault(end, []).append(life)
-    return found
 
 
 def count_moved(

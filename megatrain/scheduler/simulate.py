@@ -93,8 +93,8 @@ def _longest_path(
     graph: nx.DiGraph[Position], durations: Mapping[Position, float]
 ) -> tuple[float, tuple[Position, ...]]:
     # networkx weighs edges, so each op's duration goes on the edges that leave it; a last node follows all.
-    weighted: nx.DiGraph[Position | None] = nx.DiGraph()
+    weighted: nx.DiGraph[Position | str] = nx.DiGraph()
     weighted.add_edges_from((a, b, {"s": durations[a]}) for a, b in graph.edges)
-    weighted.add_edges_from((a, None, {"s": durations[a]}) for a in graph.nodes)
-    path = tuple(p for p in nx.dag_longest_path(weighted, weight="s") if p is not None)
+    weighted.add_edges_from((a, "end", {"s": durations[a]}) for a in graph.nodes)
+    path = tuple(p for p in nx.dag_longest_path(weighted, weight="s") if isinstance(p, Position))
     return sum(durations[p] for p in path), path

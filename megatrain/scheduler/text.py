@@ -111,7 +111,7 @@ def parse_schedule(text: str, workload: Workload | None = None) -> Schedule:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             _at_line(number, line.strip(), _reader_of(line, read), read)
-    _at_line(len(lines), lines[-1].strip() if lines else "", _check_complete, read)
+    _at_line(max(1, len(lines)), lines[-1].strip() if lines else "", _check_complete, read)
     counts = ("num_slots", "num_ticks")
     return Schedule(
         ticks=tuple(read.ticks),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -16,8 +17,14 @@ _METADATA = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_floating_point", "is_complex",
     "is_signed", "is_contiguous", "element_size", "get_device", "data_ptr", "type", "is_same_size", "is_set_to",
     "is_pinned", "is_shared", "is_inference", "is_conj", "is_neg", "is_tensor", "__len__", "__hash__", "__repr__",
-    "__format__", "untyped_storage", "result_type", "has_names", "is_coalesced", "is_distributed", "register_hook",
+    "__format__", "untyped_storage", "result_type", "has_names", "is_coalesced", "is_distributed",
 }  # fmt: skip
+
+# What a call may give to Python code; a hook's handle or None stands for an effect.
+PLAIN = (
+    bool, int, float, complex, str, type, np.ndarray, np.generic, torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
 
 
 def is_metadata_read(name: str) -> bool:
@@ -52,9 +59,7 @@ class Guard:
 
     def holds(self, values: Mapping[fx.Node, torch.Tensor]) -> bool:
         """Reads the value again and compares; NaN equals NaN."""
-        args, kwargs = fx.node.map_arg((self.args, self.kwargs), lambda n: values[n])
-        found = getattr(args[0], self.target)(*args[1:], **kwargs) if self.op == "call_method" else self.target(*args, **kwargs)
-        return bool(found == self.expected) or (found != found and self.expected != self.expected)
+        return is_equal(compute(self, values), self.expected)
 
     def nodes(self) -> list[fx.Node]:
         """Returns the nodes it reads."""
@@ -73,33 +78,53 @@ class GuardCheck:
     """
 
     def __init__(self, guards: Sequence[Guard], graph: fx.Graph, constants: Mapping[str, torch.Tensor]):
-        needed: set[fx.Node] = set()
-        stack = [node for guard in guards for node in guard.nodes()]
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack += node.all_input_nodes
-        self._guards = tuple(guards)
         self._placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        self._order = [n for n in graph.nodes if n in needed and n.op != "placeholder"]
         self._constants = constants
+        place = {node: i for i, node in enumerate(graph.nodes)}
+        known = set(self._placeholders)
+        self._steps: list[tuple[list[fx.Node], Guard]] = []
+        for guard in guards:
+            needed: set[fx.Node] = set()
+            stack = guard.nodes()
+            while stack:
+                node = stack.pop()
+                if node not in known:
+                    known.add(node)
+                    needed.add(node)
+                    stack += node.all_input_nodes
+            self._steps.append((sorted(needed, key=lambda n: place[n]), guard))
 
     def first_failure(self, inputs: Sequence[torch.Tensor]) -> Guard | None:
-        """Returns the first guard that doesn't hold for `inputs`, or None."""
-        if not self._guards:
+        """Returns the first guard that doesn't hold for `inputs`, or None.
+
+        Calls recorded after a guard may be wrong, even impossible, where it fails: they wait for its answer.
+        """
+        if not self._steps:
             return None
         values: dict[fx.Node, Any] = dict(zip(self._placeholders, inputs, strict=True))
         with torch.no_grad():
-            for node in self._order:
-                is_constant = node.op == "get_attr"
-                values[node] = self._constants[str(node.target)] if is_constant else _compute(node, values)
-            return next((g for g in self._guards if not g.holds(values)), None)
+            for nodes, guard in self._steps:
+                for node in nodes:
+                    is_constant = node.op == "get_attr"
+                    values[node] = self._constants[str(node.target)] if is_constant else compute(node, values)
+                if not guard.holds(values):
+                    return guard
+        return None
 
 
-def _compute(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-    target: Any = node.target
-    if node.op == "call_method":
+def compute(call: fx.Node | Guard, values: Mapping[fx.Node, Any]) -> Any:
+    """Repeats a call on the values of its nodes."""
+    args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda n: values[n])
+    target: Any = call.target
+    if call.op == "call_method":
         return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
+
+
+def is_equal(left: Any, right: Any) -> bool:
+    """Compares what Python code can read from a tensor: numbers, text, nested containers, arrays."""
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(is_equal, left, right))
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return np.array_equal(left, right, equal_nan=np.asarray(right).dtype.kind in "fc")
+    return bool(left == right) or bool(left != left and right != right)  # noqa: PLR0124  # NaN

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import autograd, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.checkpoint import CheckpointFunction
 
 from megatrain.tracer.recorder import Recorder
 
@@ -66,6 +67,10 @@ def recorded_functions(recorder: Recorder) -> Iterator[None]:
         bound = original.__get__(None, cls)
         if recorder.is_recording:
             return bound(*args, **kwargs)
+        if cls is CheckpointFunction:
+            # A reentrant checkpoint hides the parameters of the function it runs; blocks are recomputed anyway.
+            function, _, *rest = args
+            return function(*rest)
         with recorder.paused():
             return recorder.record(bound, args, kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import getitem
@@ -18,22 +19,29 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from megatrain.errors import TraceError
-from megatrain.tracer.guards import Guard, is_metadata_read
-from megatrain.tracer.source import user_line
+from megatrain.tracer.guards import PLAIN, Guard, is_metadata_read
+from megatrain.tracer.refusals import check_call, refuse, refuse_read, refuse_unknown
+from megatrain.tracer.source import SourceLine, user_line
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.targets import as_call, call_name, is_property_get, is_property_set
+from megatrain.tracer.targets import as_call, call_name, is_property_get
 from megatrain.tracer.watch import EffectWatch, storage_key
 
 _RECORDED_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 
-class MakeFakeError(Exception):
-    """A real tensor got fake contents; the capture starts again with the output of this call fake."""
+# Calls that hand the contents of a tensor to Python and that fake tensors answer with errors of their own.
+_VALUE_READS = {"numpy", "__array__", "__dlpack__", "__format__"}
 
-    def __init__(self, call_number: int):
-        super().__init__(call_number)
-        self.call_number = call_number
+# A call in the user's code, wherever it stands in a loop: its line and its name.
+Site = tuple[SourceLine | None, str]
+
+
+class MakeFakeError(Exception):
+    """A real tensor is written into; the capture starts again with the outputs of this call fake."""
+
+    def __init__(self, site: Site):
+        super().__init__(site)
+        self.site = site
 
 
 class Recorder(TorchFunctionMode):
@@ -44,21 +52,23 @@ class Recorder(TorchFunctionMode):
     is computed for real, so that Python code may read it; what was read becomes a guard.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, originals: dict[int, torch.Tensor], make_fake: set[int]):
+    def __init__(self, fake_mode: FakeTensorMode, originals: dict[int, torch.Tensor], make_fake: set[Site]):
         super().__init__()
         self.graph = fx.Graph()
         self.guards: list[Guard] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.module_stack: list[tuple[str, int]] = []
-        self.effects = EffectWatch()
+        self.effects = EffectWatch(self._check_read, self._check_write)
         self.is_recording = False
         self._fake_mode = fake_mode
         self._originals = originals
         self._make_fake = make_fake
-        self._calls = 0
+        self._site: Site = (None, "")
+        self._operands: set[int] = set()
+        self._reads_graph = False
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[torch.Tensor] = []
-        self._made_by: dict[int, int] = {}
+        self._made_by: dict[int, Site] = {}
         self._from_inputs: set[fx.Node] = set()
         self._storages: dict[int, int] = {}
         self._by_storage: dict[int, list[tuple[fx.Node, torch.Tensor]]] = {}
@@ -79,7 +89,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def bind_input(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        """Binds an input of the model; what is computed from it alone may be read by Python code."""
+        """Binds an input or constant; what is computed from such alone may be read by Python code."""
         self.bind(tensor, node)
         if not isinstance(tensor, FakeTensor):
             self._from_inputs.add(node)
@@ -97,15 +107,12 @@ class Recorder(TorchFunctionMode):
         if node is not None:
             return node
         if tensor.requires_grad or isinstance(tensor, FakeTensor):
-            raise TraceError(
-                f"a tensor {TensorSpec.of(tensor)} appears from nowhere at {user_line()}.\n"
-                "  A capture knows the inputs, the registered parameters and buffers, and what is computed from them.\n"
-                "  Register it as a parameter or buffer, or detach it."
-            )
+            refuse_unknown(tensor)
         key = f"constant.{len(self.constants)}"
         self.constants[key] = tensor
         with self.graph.inserting_before(self._first_call()):
             self.bind_state(tensor, key)
+        self._from_inputs.add(self._nodes[id(tensor)])
         return self._nodes[id(tensor)]
 
     def _first_call(self) -> fx.Node | None:
@@ -121,23 +128,19 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_recording or (is_property_get(func) and call_name(func) not in _RECORDED_PROPERTIES):
+        name = call_name(func)
+        if self.is_recording or (is_property_get(func) and name not in _RECORDED_PROPERTIES):
+            if not self.is_recording:
+                check_call(func, kwargs)
             return func(*args, **kwargs)
-        self._calls += 1
         return self.record(func, args, kwargs)
 
     def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call and appends its node; used directly for calls that no mode can see."""
-        args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda t: self._originals.get(id(t), t), (args, kwargs)
-        )
+        args, kwargs = self._as_recorded(args, kwargs)
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if is_property_set(func):
-            raise TraceError(
-                f"the model assigns to `.{call_name(func)}` of a tensor at {user_line()}.\n"
-                "  A capture sees calls, not assignments behind autograd's back.\n"
-                "  Use an in-place operation under torch.no_grad()."
-            )
+        self._site = (user_line(), call_name(func))
+        check_call(func, kwargs)
         result = self._run(func, args, kwargs, operands)
         has_tensors = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result))
         if has_tensors or self.effects.written:
@@ -146,47 +149,74 @@ class Recorder(TorchFunctionMode):
             self._guard(func, args, kwargs, operands, result)
         return result
 
+    def _as_recorded(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Puts fake state where real state stands, and the integers that tensors stand for inside slices."""
+
+        def recorded(x: Any) -> Any:
+            if isinstance(x, slice):
+                bounds = (x.start, x.stop, x.step)
+                return slice(*(self._index(b) if isinstance(b, torch.Tensor) else b for b in bounds))
+            return self._originals.get(id(x), x) if isinstance(x, torch.Tensor) else x
+
+        return pytree.tree_map(recorded, (args, kwargs))
+
+    def _index(self, tensor: torch.Tensor) -> int:
+        return self.record(torch.Tensor.__index__, (tensor,), {})
+
     def _run(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> Any:
-        is_fake = any(isinstance(x, FakeTensor) for x in operands) or self._calls in self._make_fake
+        has_fakes = any(isinstance(x, FakeTensor) for x in operands)
+        if has_fakes and self._site[1] in _VALUE_READS:
+            refuse_read(*self._site)
+        if not is_metadata_read(self._site[1]):
+            for operand in operands:
+                self.node_of(operand)
+        self._operands = {storage_key(x) for x in operands if x.layout == torch.strided}
+        # A backward reads what the graph behind its arguments saved.
+        self._reads_graph = func is torch.autograd.grad
         self.effects.clear()
         self.is_recording = True
         try:
-            if not is_fake:
+            if not has_fakes and self._site not in self._make_fake:
                 with self.effects:
                     return func(*args, **kwargs)
             with self._fake_mode, self.effects:
-                result = func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise TraceError(
-                f"the model reads the value of a tensor at {user_line()} (`{call_name(func)}`).\n"
-                "  The tensor depends on weights or random numbers, so the plan can't be fixed before the step.\n"
-                "  Use torch.where or masking instead of a Python branch."
-            ) from error
+                return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            refuse_read(*self._site)
         finally:
             self.is_recording = False
-        for tensor in self.effects.written:
-            if not isinstance(tensor, FakeTensor):
-                self._refuse_real_write(tensor)
-        return result
 
-    def _refuse_real_write(self, tensor: torch.Tensor) -> None:
+    def _check_read(self, tensor: torch.Tensor) -> None:
+        storage = storage_key(tensor)
+        if storage in self._storages and storage not in self._operands and not self._reads_graph:
+            refuse(
+                f"reads a tensor inside `{self._site[1]}` that isn't among its arguments",
+                "What a call reads must be visible in the graph; this would become a constant.",
+                "Pass the tensor as an argument.",
+            )
+
+    def _check_write(self, tensor: torch.Tensor) -> None:
         for node, known in self._by_storage.get(self._storages.get(storage_key(tensor), -1), []):
+            if node.op == "placeholder":
+                refuse(
+                    f"writes into its input `{node.name}` in place",
+                    "Inputs belong to the caller.",
+                    "Clone the input first.",
+                )
+            if isinstance(known, FakeTensor):
+                continue
+            if node.op == "get_attr":
+                refuse(
+                    "writes into a tensor that is neither a parameter nor a buffer",
+                    "Only buffers are written back after a step.",
+                    "Register the tensor with register_buffer.",
+                )
             if id(known) in self._made_by:
                 raise MakeFakeError(self._made_by[id(known)])
-            if node.op == "placeholder":
-                self._refuse_input_write(node)
-
-    def _refuse_input_write(self, node: fx.Node) -> None:
-        raise TraceError(
-            f"the model writes into its input `{node.name}` in place at {user_line()}.\n"
-            "  Inputs belong to the caller.\n  Clone the input first."
-        )
 
     def _append(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor], result: Any) -> Any:
         op, target = as_call(func)
-        if op == "call_function" and is_property_get(func):
-            target, args, kwargs = getattr, (args[0], call_name(func)), {}
-        if op == "call_method" and is_property_get(func):
+        if is_property_get(func):
             op, target, args, kwargs = "call_function", getattr, (args[0], call_name(func)), {}
         node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs))
         node = self.graph.create_node(op, target, tuple(node_args), dict(node_kwargs))
@@ -200,18 +230,38 @@ class Recorder(TorchFunctionMode):
             self._from_inputs.add(node)
         self._bind_results(node, result, is_real)
         self._note_writes(node)
+        if is_real and self.effects.is_value_dependent:
+            self._guard_shapes(node, result)
         return result
 
+    def _guard_shapes(self, node: fx.Node, result: Any) -> None:
+        """Fixes the shapes of results that depend on values, and what stands for the call without them."""
+        node.meta["results"] = pytree.tree_map_only(torch.Tensor, TensorSpec.of, result)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and self._nodes[id(tensor)] in self._from_inputs:
+                made = (self._nodes[id(tensor)],)
+                self.guards.append(Guard("call_method", "size", made, {}, tensor.size(), self._site[0]))
+
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._fake_mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        self.is_recording = True
+        try:
+            with self._fake_mode:
+                return torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                )
+        finally:
+            self.is_recording = False
 
     def _context(self) -> dict[str, Any]:
-        devices = ["cpu", torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else ["cpu"]
+        devices = (
+            ["cpu", torch.accelerator.current_accelerator().type]
+            if torch.accelerator.is_available()
+            else ["cpu"]
+        )
         autocast = tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))
         return {
             "modules": tuple(self.module_stack),
-            "source": user_line(),
+            "source": self._site[0],
             "grad": torch.is_grad_enabled(),
             "autocast": autocast,
         }
@@ -227,17 +277,20 @@ class Recorder(TorchFunctionMode):
         if not any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(item)):
             return
         part = self.graph.call_function(getitem, (node, index))
-        part.meta.update({k: node.meta[k] for k in ("modules", "source", "grad", "autocast")}, is_random=False)
+        part.meta.update(
+            {k: node.meta[k] for k in ("modules", "source", "grad", "autocast")}, is_random=False
+        )
         if node in self._from_inputs:
             self._from_inputs.add(part)
         self._bind_results(part, item, is_real)
 
     def _bind_one(self, tensor: torch.Tensor, node: fx.Node, is_real: bool) -> None:
+        known = self._nodes.get(id(tensor))
         is_written = any(t is tensor for t in self.effects.written)
-        if id(tensor) in self._nodes and not is_written:
+        if known is not None and not is_written and known.meta["requires_grad"] == tensor.requires_grad:
             return  # the call gave back a tensor it was given (`x.to(x.dtype)`): nothing new was defined
         if is_real:
-            self._made_by.setdefault(id(tensor), self._calls)
+            self._made_by.setdefault(id(tensor), self._site)
         self.bind(tensor, node)
 
     def _note_writes(self, node: fx.Node) -> None:
@@ -246,8 +299,6 @@ class Recorder(TorchFunctionMode):
             for known, tensor in self._by_storage.get(self._storages.get(storage, -1), []):
                 if known is node or known in written:
                     continue
-                if known.op == "placeholder":
-                    self._refuse_input_write(known)
                 known.meta["requires_grad"] |= tensor.requires_grad
                 written.append(known)
         if written:
@@ -255,8 +306,15 @@ class Recorder(TorchFunctionMode):
 
     def _guard(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor], result: Any) -> None:
         nodes = [self._nodes.get(id(x)) for x in operands]
+        if operands and not all(isinstance(x, PLAIN) for x in pytree.tree_leaves(result)):
+            refuse(
+                f"calls `{self._site[1]}`, which returns neither tensors nor plain values",
+                "Its effect is invisible, so no graph can repeat it.",
+                "Do it outside the forward.",
+            )
         if any(n in self._from_inputs for n in nodes):
             node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs))
             op, target = as_call(func)
-            self.guards.append(Guard(op, target, node_args, node_kwargs, result, user_line()))
-
+            # The user may go on to change the list or array that was read.
+            expected = copy.deepcopy(result)
+            self.guards.append(Guard(op, target, node_args, node_kwargs, expected, self._site[0]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +14,61 @@ from torch.utils import _pytree as pytree
 from megatrain.errors import TraceError
 
 
-class _OnDeepCopy(TorchFunctionMode):
-    """Decides what a tensor becomes while the object that holds it is deep-copied."""
+class _TensorMetError(Exception):
+    """A deep copy reached a tensor whose class copies itself."""
 
-    def __init__(self, replace: Callable[[torch.Tensor], torch.Tensor]):
+    def __init__(self, tensor: torch.Tensor):
         super().__init__()
-        self._replace = replace
+        self.tensor = tensor
+
+
+class _OnDeepCopy(TorchFunctionMode):
+    """Collects the tensors that a deep copy meets, and leaves each of them uncopied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met: dict[int, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "__deepcopy__":
-            return self._replace(args[0])
+            return self.met.setdefault(id(args[0]), args[0])
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if tensors:
+            raise _TensorMetError(tensors[0])
         return func(*args, **(kwargs or {}))
+
+
+def _copied_around_tensors(value: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """Deep-copies `value` except for its tensors, and lists those in the order met.
+
+    `Parameter` and some other subclasses copy themselves out of sight of the mode. Once met, stand-ins replace
+    them by way of the memo, which `copy.deepcopy` asks first.
+    """
+    owners: dict[int, torch.Tensor] = {}
+    memo: dict[int, Any] = {}
+    while True:
+        try:
+            with _OnDeepCopy() as mode:
+                copied = copy.deepcopy(value, dict(memo))
+            break
+        except _TensorMetError as error:
+            if id(error.tensor) in memo:
+                raise TypeError("it copies a tensor on its own") from None
+            stand_in = memo[id(error.tensor)] = torch.empty(0)
+            owners[id(stand_in)] = error.tensor
+    if not owners:
+        return copied, tuple(mode.met.values())
+    with _OnDeepCopy() as mode:
+        copy.deepcopy(copied)
+        return copy.deepcopy(copied, dict(owners)), tuple(owners.get(i, t) for i, t in mode.met.items())
+
+
+def holds_tensors(value: Any) -> bool:
+    """Tells whether an object of any type has tensors in it; False if it can't be looked into."""
+    try:
+        return bool(_copied_around_tensors(value)[1])
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,25 +90,20 @@ class Structure:
         Raises:
             TraceError: If an object in it can't be copied, so that no call could return a fresh one.
         """
-        found: dict[int, torch.Tensor] = {}
         try:
-            with _OnDeepCopy(lambda t: found.setdefault(id(t), t)):
-                skeleton = copy.deepcopy(value)
+            return Structure(*_copied_around_tensors(value))
         except (TypeError, RuntimeError, NotImplementedError) as error:
             raise TraceError(
                 f"the model returns an object that can't be copied ({type(value).__qualname__}: {error}).\n"
                 "  Every call must return fresh objects around its own tensors.\n"
                 "  Return tensors, containers, dataclasses or objects that copy.deepcopy accepts."
             ) from error
-        return Structure(skeleton, tuple(found.values()))
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Returns a fresh copy of the object with `tensors` in place of the placeholders, in order."""
-        if len(self.placeholders) == 1 and self.skeleton is self.placeholders[0]:
-            return tensors[0]
-        by_id = {id(p): t for p, t in zip(self.placeholders, tensors, strict=True)}
-        with _OnDeepCopy(lambda t: by_id[id(t)]):
-            return copy.deepcopy(self.skeleton)
+        return copy.deepcopy(
+            self.skeleton, {id(p): t for p, t in zip(self.placeholders, tensors, strict=True)}
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.errors import TraceError
 from megatrain.tracer.modules import followed_modules, recorded_functions, repeated_modules
-from megatrain.tracer.recorder import MakeFakeError, Recorder
+from megatrain.tracer.recorder import MakeFakeError, Recorder, Site
 from megatrain.tracer.sandbox import fake_state, kept_rng, scalar_attributes, swapped_state
 from megatrain.tracer.source import user_line
 from megatrain.tracer.spec import TensorSpec
@@ -49,14 +49,14 @@ def trace(
     """
     arguments = Arguments.of(tuple(args), dict(kwargs or {}))
     target = torch.device(device) if device is not None else _device_of(arguments)
-    make_fake: set[int] = set()
+    make_fake: set[Site] = set()
     while True:
         try:
             traced = _Capture(model, arguments, target, make_fake).run()
             break
         except MakeFakeError as error:
-            assert error.call_number not in make_fake
-            make_fake.add(error.call_number)
+            assert error.site not in make_fake
+            make_fake.add(error.site)
     traced.check()
     return traced
 
@@ -69,7 +69,7 @@ def _device_of(arguments: Arguments) -> torch.device:
 class _Capture:
     """One run of a model's forward under the recorder."""
 
-    def __init__(self, model: nn.Module, arguments: Arguments, device: torch.device, make_fake: set[int]):
+    def __init__(self, model: nn.Module, arguments: Arguments, device: torch.device, make_fake: set[Site]):
         self._model = model
         self._arguments = arguments
         self._device = device

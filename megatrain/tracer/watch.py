@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,28 +22,43 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 class EffectWatch(TorchDispatchMode):
-    """Collects the effects of one recorded call: tensors written in place, and use of the random generator."""
+    """Collects the effects of one recorded call: what it writes in place, random draws, use of values.
 
-    def __init__(self) -> None:
+    Args:
+        on_read: Called with each tensor that an operation reads, before it runs.
+        on_write: Called with each tensor that an operation writes, before it runs.
+    """
+
+    def __init__(
+        self, on_read: Callable[[torch.Tensor], None], on_write: Callable[[torch.Tensor], None]
+    ) -> None:
         super().__init__()
-        self.written: list[torch.Tensor] = []
-        self.is_random = False
+        self._on_read = on_read
+        self._on_write = on_write
+        self.clear()
 
     def clear(self) -> None:
         """Forgets what was collected, before the next call."""
-        self.written = []
+        self.written: list[torch.Tensor] = []
         self.is_random = False
+        self.is_value_dependent = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.is_random = True
+        if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+            self.is_value_dependent = True
+        for item in (*args, *kwargs.values()):
+            for tensor in item if isinstance(item, list | tuple) else (item,):
+                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                    self._on_read(tensor)
         schema = func._schema
         if schema.is_mutable:
             self._collect(schema.arguments, args, kwargs)
         statistics = _WRITES_STATISTICS.get(schema.name.removeprefix("aten::"))
         if statistics is not None and args[statistics[2]]:
-            self.written += [args[i] for i in statistics[:2] if args[i] is not None]
+            self._write([args[i] for i in statistics[:2]])
         return func(*args, **kwargs)
 
     def _collect(self, arguments: Any, args: Any, kwargs: Any) -> None:
@@ -50,9 +66,13 @@ class EffectWatch(TorchDispatchMode):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(tensor, torch.Tensor):
-                    self.written.append(tensor)
+            self._write(value if isinstance(value, list | tuple) else [value])
+
+    def _write(self, values: Any) -> None:
+        for tensor in values:
+            if isinstance(tensor, torch.Tensor):
+                self._on_write(tensor)
+                self.written.append(tensor)
 
 
 class StrayWatch(TorchDispatchMode):
@@ -67,6 +87,7 @@ class StrayWatch(TorchDispatchMode):
         self._report = report
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._is_recording():
+        # `prim` holds questions (`x.is_cuda` of a fake tensor arrives here) that have no tensor as an answer.
+        if not self._is_recording() and func.namespace != "prim":
             self._report(func, args)
         return func(*args, **(kwargs or {}))

@@ -1,0 +1,112 @@
+"""Streams, host store, parks and arena on a real accelerator."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from megatrain.errors import ExecuteError
+from megatrain.runtime.arena import DeviceArena
+from megatrain.runtime.host import HostArena, HostStore, image
+from megatrain.runtime.parks import ParkPool
+from megatrain.runtime.streams import Chaos, Event, StreamSet
+from megatrain.tracer.spec import TensorSpec
+
+NUM_BLOCKS = 16
+
+
+def accelerator() -> torch.device:
+    return torch.device(torch.accelerator.current_accelerator() or "cpu", 0)
+
+
+def blocks_of(size: int) -> list[dict[str, nn.Parameter]]:
+    return [
+        {f"{b}.w": nn.Parameter(torch.randn(size, size)), f"{b}.b": nn.Parameter(torch.randn(3))}
+        for b in range(NUM_BLOCKS)
+    ]
+
+
+def test_an_arena_is_page_locked_until_its_last_view_goes():
+    arena = HostArena(100_001, pin=accelerator())
+    assert arena.is_pinned
+    assert arena.tensor.is_pinned()
+    view = arena.tensor[64:]
+    del arena
+    gc.collect()
+    assert view.is_pinned()
+    for _ in range(50):
+        HostArena(1 << 22, pin=accelerator()).close()
+
+
+class Chain:
+    """Blocks streamed through two slots; every value is parked, the last one comes back."""
+
+    def __init__(self, device: torch.device, chaos: Chaos | None) -> None:
+        self.blocks = blocks_of(512)
+        self.device = device
+        self.images = [image([(k, TensorSpec.of(t)) for k, t in block.items()]) for block in self.blocks]
+        self.start = torch.ones(4, 512, device=device)
+        self.store = HostStore(self.images, {k: t for block in self.blocks for k, t in block.items()}, device)
+        self.arena, self.pool = DeviceArena(device), ParkPool(device)
+        self.slot_bytes = -(-self.images[0].nbytes // 256) * 256
+        self.arena.ensure(2 * self.slot_bytes)
+        self.streams = StreamSet(device, chaos=chaos)
+
+    def plain(self) -> torch.Tensor:
+        value = self.start
+        for index, block in enumerate(self.blocks):
+            value = torch.tanh(value @ block[f"{index}.w"].detach().to(self.device))
+        return value
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        parks = self.pool.take([TensorSpec.of(self.start)] * NUM_BLOCKS)
+        values, found, free = {-1: self.start}, [], []
+        streams, store, last = self.streams, self.store, str(NUM_BLOCKS - 1)
+
+        def forward(b: int, slot: torch.Tensor) -> None:
+            values[b] = torch.tanh(values.pop(b - 1) @ store.views(self.images[b], slot)[0])
+
+        with streams.step():
+            for b, layout in enumerate(self.images):
+                slot = self.arena.slot(b % 2 * self.slot_bytes, layout.nbytes)
+                w, f, a = Event(f"W{b}"), Event(f"F{b}"), Event(f"A{b}")
+                waits = free[b - 2 : b - 1] if b > 1 else ()
+                streams.h2d.submit(w.label, partial(store.prefetch, layout, slot), waits, w)
+                streams.compute.run(f.label, partial(forward, b, slot), (w,), f)
+                # The value leaves the device before the next block drops it.
+                streams.d2h.submit(a.label, lambda b=b: parks.put(str(b), values[b]), (f,), a)
+                streams.wait(a)
+                free.append(f)
+            back, end = Event("back"), Event("end")
+            streams.h2d.submit("back", lambda: values.update({99: parks.get(last, self.device)}), (a,), back)
+            streams.compute.run("end", lambda: found.append(values.pop(99) * 1), (back,), end)
+        host = parks.get(last, torch.device("cpu"))
+        parks.give()
+        return found[0], host
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_a_streamed_chain_equals_the_plain_one(seed: int | None):
+    chain = Chain(accelerator(), None if seed is None else Chaos(seed))
+    expected = chain.plain()
+    for _ in range(5):
+        found, parked = chain.run()
+        assert torch.equal(found, expected)
+        assert torch.equal(parked, expected.cpu())
+    chain.streams.close()
+
+
+def test_a_failure_leaves_the_device_usable():
+    device = accelerator()
+    streams = StreamSet(device)
+    for _ in range(3):
+        streams.h2d.submit("W0", lambda: torch.empty(1 << 62, device=device), (), Event("W0"))
+        with pytest.raises(ExecuteError, match="h2d:W0 failed"):
+            streams.finish()
+        with streams.step():
+            streams.d2h.submit("G0", lambda: torch.ones(3, device=device).to("cpu"), (), Event("G0"))
+    streams.close()

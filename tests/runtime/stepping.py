@@ -1,0 +1,74 @@
+"""What the tests of streams share: issuing operations, a small step, and an alarm against hangs."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import torch
+
+from megatrain.runtime.streams import Event, StreamSet
+
+CPU = torch.device("cpu")
+STREAMS = ("h2d", "compute", "d2h", "host")
+TIMEOUT_S = 20.0
+
+
+@contextmanager
+def no_hang() -> Generator[None]:
+    """Turns a hang of the main thread into a failure; a healthy test takes milliseconds."""
+
+    def give_up(signum: int, frame: object) -> None:
+        raise TimeoutError("a wait did not end")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def issue(
+    streams: StreamSet, stream: str, label: str, work: Callable[[], None], waits: tuple[Event, ...] = ()
+) -> Event:
+    done = Event(label)
+    if stream == "compute":
+        streams.compute.run(label, work, waits, done)
+    else:
+        getattr(streams, stream).submit(label, work, waits, done)
+    return done
+
+
+def nothing() -> None:
+    pass
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def run_chain(streams: StreamSet, log: list[str], num_blocks: int = 4) -> None:
+    """A small step: prefetch, compute, offload for each block, two slots, and an update on the host."""
+    computed: list[Event] = []
+    for block in range(num_blocks):
+        slot_free = tuple(computed[block - 2 : block - 1])
+        w = issue(streams, "h2d", f"W{block}", lambda b=block: log.append(f"W{b}"), slot_free)
+        f = issue(streams, "compute", f"F{block}", lambda b=block: log.append(f"F{b}"), (w,))
+        computed.append(f)
+        g = issue(streams, "d2h", f"G{block}", lambda b=block: log.append(f"G{b}"), (f,))
+        issue(streams, "host", f"U{block}", lambda b=block: log.append(f"U{b}"), (g,))
+
+
+def run_step(streams: StreamSet, body: Callable[[], None]) -> None:
+    with streams.step():
+        body()
+
+
+ALL = [f"{kind}{block}" for block in range(4) for kind in "WFGU"]

@@ -1,0 +1,125 @@
+"""What streams ask of an accelerator, against a fake one that logs: no GPU needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from megatrain.errors import ExecuteError
+from megatrain.runtime.streams import StreamSet
+from tests.runtime.stepping import issue, no_hang, nothing
+
+LOG: list[tuple[str, ...]] = []
+
+
+@dataclass
+class FakeMark:
+    name: str
+
+    def synchronize(self) -> None:
+        LOG.append(("sync mark", self.name))
+
+
+@dataclass
+class FakeStream:
+    name: str
+    num_marks: int = field(default=0)
+
+    def record_event(self) -> FakeMark:
+        self.num_marks += 1
+        LOG.append(("record", f"{self.name}{self.num_marks}"))
+        return FakeMark(f"{self.name}{self.num_marks}")
+
+    def wait_event(self, mark: FakeMark) -> None:
+        LOG.append((f"{self.name} waits", mark.name))
+
+    def synchronize(self) -> None:
+        LOG.append(("sync", self.name))
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamSet]:
+    names = iter(["h", "d"])
+    compute = FakeStream("c")
+
+    def enter(stream: FakeStream) -> None:
+        LOG.append(("enter", stream.name, threading.current_thread().name))
+
+    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(next(names)))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_stream", enter)
+    LOG.clear()
+    with no_hang():
+        found = StreamSet(torch.device("cuda"))
+        assert found.device == torch.device("cuda", 0)
+        yield found
+        found.close()
+
+
+def after_begin() -> list[tuple[str, ...]]:
+    assert LOG[:3] == [("record", "c1"), ("h waits", "c1"), ("d waits", "c1")]
+    return LOG[3:]
+
+
+def test_marks_follow_the_waits_and_transfers_are_complete_at_the_end(streams: StreamSet):
+    with streams.step():
+        w = issue(streams, "h2d", "W0", nothing)
+        f = issue(streams, "compute", "F0", nothing, (w,))
+        g = issue(streams, "d2h", "G0", nothing, (f,))
+        issue(streams, "host", "U0", nothing, (g,))
+    assert after_begin() == [
+        ("enter", "h", "megatrain-h2d"),
+        ("record", "h1"),
+        ("c waits", "h1"),
+        ("record", "c2"),
+        # A thread enters its stream with the first work: waits name their stream anyway.
+        ("d waits", "c2"),
+        ("enter", "d", "megatrain-d2h"),
+        ("record", "d1"),
+        ("sync mark", "d1"),
+        ("sync", "h"),
+        ("sync", "d"),
+    ]
+
+
+def test_a_thread_enters_its_stream_once(streams: StreamSet):
+    for _ in range(3):
+        with streams.step():
+            issue(streams, "h2d", "W0", nothing)
+            issue(streams, "h2d", "W1", nothing)
+    assert [entry for entry in LOG if entry[0] == "enter"] == [("enter", "h", "megatrain-h2d")]
+    streams.close()
+    with streams.step():
+        issue(streams, "h2d", "W0", nothing)
+    assert len([entry for entry in LOG if entry[0] == "enter"]) == 2, "a new thread enters anew"
+
+
+def test_without_synchronize_the_callers_stream_waits_instead(streams: StreamSet):
+    with streams.step(synchronize=False):
+        issue(streams, "compute", "F0", nothing)
+    assert after_begin() == [
+        ("record", "c2"),
+        ("record", "h1"),
+        ("c waits", "h1"),
+        ("record", "d1"),
+        ("c waits", "d1"),
+    ]
+
+
+def test_waiting_for_an_event_waits_for_its_mark(streams: StreamSet):
+    with streams.step():
+        w = issue(streams, "h2d", "W0", nothing)
+        streams.wait(w)
+        assert LOG[-1] == ("sync mark", "h1")
+
+
+def test_after_a_failure_the_device_comes_to_rest(streams: StreamSet):
+    issue(streams, "h2d", "W0", lambda: 1 / 0)
+    with pytest.raises(ExecuteError, match="h2d:W0 failed"):
+        streams.finish()
+    assert LOG[-3:] == [("sync", "h"), ("sync", "d"), ("sync", "c")]

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from megatrain.errors import ExecuteError
+from megatrain.runtime.streams import (
+    Event,
+    StreamSet,
+)
+from tests.runtime.stepping import (
+    ALL,
+    CPU,
+    STREAMS,
+    TIMEOUT_S,
+    issue,
+    no_hang,
+    nothing,
+    run_chain,
+    run_step,
+    wait_until,
+)
+
+
+@pytest.fixture
+def streams() -> Iterator[StreamSet]:
+    found = StreamSet(CPU)
+    yield found
+    found.close()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_hangs() -> Iterator[None]:
+    with no_hang():
+        yield
+
+
+# -- waits that can't end ---------------------------------------------------------------------------------
+
+
+def test_waiting_for_what_was_never_submitted_is_an_error(streams: StreamSet):
+    with pytest.raises(ExecuteError, match=r"compute:F0 waits for W7, which no operation"), streams.step():
+        issue(streams, "compute", "F0", nothing, (Event("W7"),))
+    with pytest.raises(ExecuteError, match=r"d2h:G0 waits for F7, which no operation"), streams.step():
+        issue(streams, "d2h", "G0", nothing, (Event("F7"),))
+
+    def body() -> None:
+        w = issue(streams, "h2d", "W0", nothing, (Event("F7"),))
+        a = issue(streams, "d2h", "A0", nothing, (w,))
+        issue(streams, "compute", "F0", nothing, (a,))
+
+    with pytest.raises(ExecuteError, match=r"waits for F7"):
+        run_step(streams, body)
+
+
+def test_a_circle_of_waits_is_an_error(streams: StreamSet):
+    for _ in range(20):
+        one, two = Event("W1"), Event("G1")
+        streams.begin()
+        streams.h2d.submit("W1", nothing, (two,), one)
+        streams.d2h.submit("G1", nothing, (one,), two)
+        with pytest.raises(ExecuteError, match=r"waits for (W1|G1), which no operation"):
+            streams.finish()
+    done = Event("W1")
+    streams.begin()
+    issue(streams, "h2d", "W0", nothing, (done,))
+    streams.h2d.submit("W1", nothing, (), done)
+    with pytest.raises(ExecuteError, match="h2d:W0 waits for W1"):
+        streams.finish()
+
+
+def test_a_long_wait_is_no_error(streams: StreamSet):
+    with streams.step():
+        slow = issue(streams, "h2d", "W0", lambda: time.sleep(0.05))
+        parked = issue(streams, "d2h", "A0", nothing, (slow,))
+        issue(streams, "compute", "F0", nothing, (parked,))
+
+
+# -- interrupts -------------------------------------------------------------------------------------------
+
+
+def interrupt_asleep(streams: StreamSet, go: threading.Event) -> threading.Thread:
+    """Interrupts the main thread once it sleeps; opens `go` when the step has been aborted for it."""
+
+    def work() -> None:
+        step = streams._steps.current
+        wait_until(lambda: "compute" in step._asleep)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        wait_until(lambda: step.failure is not None)
+        go.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("place", ["compute", "wait", "finish"])
+def test_an_interrupt_in_a_wait_leaves_the_set_usable(streams: StreamSet, place: str):
+    for _ in range(3):
+        go = threading.Event()
+        dropped: list[Event] = []
+
+        def body(go: threading.Event = go, dropped: list[Event] = dropped) -> None:
+            slow = issue(streams, "h2d", "W0", lambda: go.wait(TIMEOUT_S))
+            dropped.append(issue(streams, "h2d", "W1", nothing))
+            thread = interrupt_asleep(streams, go)
+            if place == "compute":
+                issue(streams, "compute", "F0", nothing, (slow,))
+            elif place == "wait":
+                streams.wait(slow)
+            assert place == "finish", thread
+
+        with pytest.raises(KeyboardInterrupt):
+            run_step(streams, body)
+        assert go.is_set()
+        assert dropped[0].has_failed
+        log: list[str] = []
+        with streams.step():
+            run_chain(streams, log)
+        assert sorted(log) == sorted(ALL)
+
+
+# -- leaks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["close", "forget", "cycle", "fail"])
+def test_no_thread_outlives_its_owner(ending: str):
+    before = threading.active_count()
+    for _ in range(100):
+        streams = StreamSet(CPU)
+        if ending == "cycle":
+            streams.itself = streams  # type: ignore[attr-defined]
+        if ending == "fail":
+            issue(streams, "d2h", "G0", lambda: 1 / 0)
+            with pytest.raises(ExecuteError):
+                streams.finish()
+        with streams.step():
+            for name in STREAMS:
+                issue(streams, name, "X", nothing)
+        if ending == "close":
+            streams.close()
+    del streams
+    gc.collect()
+    if ending == "close":
+        assert threading.active_count() == before
+    wait_until(lambda: threading.active_count() == before)
+
+
+def test_a_thread_at_rest_keeps_nothing_alive(streams: StreamSet):
+    class Owner:
+        pass
+
+    owner = Owner()
+    kept = weakref.ref(owner)
+    with streams.step():
+        for name in STREAMS:
+            issue(streams, name, "X", lambda owner=owner: None)
+    del owner
+    wait_until(lambda: kept() is None)
+
+
+def test_an_owner_dropped_by_its_own_thread_ends_it():
+    before = threading.active_count()
+    streams = StreamSet(CPU)
+    go = threading.Event()
+    # The queued operation holds the last reference.
+    issue(streams, "h2d", "X", lambda streams=streams: go.wait(TIMEOUT_S))
+    del streams
+    go.set()
+    wait_until(lambda: threading.active_count() == before)
+
+
+def test_a_reported_failure_is_not_kept(streams: StreamSet):
+    class Payload(Exception):
+        pass
+
+    kept = []
+
+    def fail() -> None:
+        error = Payload()
+        kept.append(weakref.ref(error))
+        raise error
+
+    for _ in range(3):
+        with pytest.raises(ExecuteError), streams.step():
+            issue(streams, "h2d", "W0", fail)
+    with streams.step():
+        issue(streams, "h2d", "W0", nothing)
+    gc.collect()
+    wait_until(lambda: all(ref() is None for ref in kept))

@@ -1,0 +1,120 @@
+"""Workloads for tests: the example of the design, chains of any length, and a strategy for all shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hypothesis import strategies as st
+
+from megatrain.scheduler.build import ACTIVATIONS, schedule
+from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
+
+ACT, LAYER, EMBED = 8192, 132864, 65536
+
+
+def block(name: str, state: int, *, has_backward: bool = True, **sizes: int) -> BlockWork:
+    default = BlockWork(name, state, state if has_backward else 0, 2 * ACT, ACT, 4 * ACT, has_backward, 10**6)
+    return replace(default, **sizes)
+
+
+def chain(sizes: list[int], *, act: int = ACT) -> Workload:
+    """A model whose blocks each read what the one before computes; the last one's output is returned."""
+    last = len(sizes) - 1
+    values = [ValueWork("ids", 256, 0, None, (0,), False, False, False)]
+    values += [
+        ValueWork(f"v{i}", act, i + 1, i, () if i == last else (i + 1,), i == last, True, i != last)
+        for i in range(len(sizes))
+    ]
+    blocks = tuple(block(f"layers.{i}", size) for i, size in enumerate(sizes))
+    return Workload(blocks, tuple(values), (256, *[act] * len(sizes)))
+
+
+def example() -> Workload:
+    """The four blocks of the design: embedding, two layers, and a head tied to the embedding."""
+    return chain([EMBED, LAYER, LAYER, EMBED])
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> tuple[BlockWork, ...]:
+    """Up to seven blocks: without state, without backward, frozen, or with a huge state among them."""
+    count = draw(st.integers(1, 7))
+    found: list[BlockWork] = []
+    for index in range(count):
+        size = st.integers(0, 40)
+        state = draw(st.sampled_from([0, 64, 64, 128, 192, 640]))
+        has_backward = draw(st.sampled_from([True, True, True, False]))
+        saved, forward, backward, flops = draw(st.tuples(size, size, size, size))
+        gradient = draw(st.sampled_from([0, state, state])) if has_backward else 0
+        found.append(
+            BlockWork(f"b{index}", state, gradient, saved, forward, backward, has_backward, flops * 1000)
+        )
+    return tuple(found)
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    """Chains with skip links, several readers, far links, aliases, several outputs and unread values."""
+    works = draw(blocks())
+    count = len(works)
+    values: list[ValueWork] = []
+    storages: list[int] = []
+    producers = [None] * draw(st.integers(1, 2)) + [b for b in range(count) for _ in range(draw(st.integers(1, 2)))]
+    for index, producer in enumerate(producers):
+        first = 0 if producer is None else producer + 1
+        later = st.sets(st.integers(first, count - 1), max_size=3) if first < count else st.just(set[int]())
+        readers = draw(later) | ({first} if first < count and draw(st.booleans()) else set())
+        nbytes = draw(st.integers(0, 30))
+        if storages and draw(st.integers(0, 5)) == 0:
+            storage = draw(st.integers(0, len(storages) - 1))
+        else:
+            storage = len(storages)
+            storages.append(0)
+        storages[storage] = max(storages[storage], nbytes + draw(st.sampled_from([0, 0, 0, 7])))
+        has_gradient = draw(st.booleans()) if producer is None else works[producer].has_backward
+        is_output = not readers or draw(st.integers(0, 6)) == 0
+        values.append(
+            ValueWork(
+                f"v{index}", nbytes, storage, producer, tuple(sorted(readers)), is_output, has_gradient, False
+            )
+        )
+    used = [value.storage for value in values]
+    final = tuple(
+        replace(v, is_parkable=v.producer is not None and not v.is_output and used.count(v.storage) == 1)
+        for v in values
+    )
+    return Workload(works, final, tuple(storages))
+
+
+@dataclass(frozen=True)
+class Options:
+    num_slots: int
+    keep: int | None
+    activations: str
+    transfer: str
+    mode: str
+
+    def build(self, workload: Workload) -> Schedule:
+        return schedule(
+            workload,
+            num_slots=self.num_slots,
+            keep=self.keep,
+            activations=self.activations,
+            transfer=self.transfer,
+            mode=self.mode,
+        )
+
+
+def options() -> st.SearchStrategy[Options]:
+    return st.builds(
+        Options,
+        num_slots=st.integers(1, 4),
+        keep=st.one_of(st.none(), st.integers(0, 8)),
+        activations=st.sampled_from(ACTIVATIONS),
+        transfer=st.sampled_from(["copy", "copy", "copy", "bind"]),
+        mode=st.sampled_from(["train", "train", "train", "forward", "backward"]),
+    )
+
+
+def schedules() -> st.SearchStrategy[Schedule]:
+    return st.builds(lambda workload, chosen: chosen.build(workload), workloads(), options())
