@@ -195,9 +195,20 @@ class CompiledModule(nn.Module):
         autocast = tuple(
             (d, torch.get_autocast_dtype(d)) for d in {"cpu", self.options.device.type} if torch.is_autocast_enabled(d)
         )
-        modes = tuple(m.training for m in self.modules())
-        trained = tuple(p.requires_grad for p in self.parameters())
-        return str(arguments.tree), specs, literals, has_grad, autocast, modes, trained
+        return str(arguments.tree), specs, literals, has_grad, autocast, self._model_signature()
+
+    def _model_signature(self) -> Hashable:
+        """What a capture assumes of the modules: their modes, which parameters are trained, and which are tied."""
+        first_seen: dict[int, int] = {}
+        modes: list[bool] = []
+        state: list[tuple[int, bool]] = []
+        for module in self.__dict__["model"].modules():
+            modes.append(module.training)
+            for registry in (module._parameters, module._buffers):
+                for tensor in registry.values():
+                    if tensor is not None:
+                        state.append((first_seen.setdefault(id(tensor), len(state)), tensor.requires_grad))
+        return tuple(modes), tuple(state)
 
     def _compile(self, arguments: Arguments) -> Variant:
         args, kwargs = arguments.rebuild(arguments.tensors)

@@ -43,13 +43,13 @@ class Recipe:
     """
 
     device: str | None = None
-    memory: int | str = "16MiB"
-    steps: int = 800
+    memory: int | str = "18MiB"
+    steps: int = 900
     seconds: float = 225.0
-    batch_size: int = 4
+    batch_size: int = 2
     context: int = 128
     width: int = 256
-    depth: int = 8
+    depth: int = 12
     learning_rate: float = 2e-3
     warmup_steps: int = 50
     sample_bytes: int = 400
@@ -206,8 +206,12 @@ def format_table(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
-def format_memory(weights: int, budget: int, planned: int, measured: int) -> str:
-    """Returns the device's peak beside the budget and the model's own size."""
+def format_memory(weights: int, budget: int, schedule: megatrain.Schedule, measured: int) -> str:
+    """Returns the device's peak beside the budget and the model's own size.
+
+    What is measured is what the schedule places: slots, values between blocks, gradients. The budget has to
+    hold the workspace inside the largest block as well.
+    """
 
     def row(nbytes: int) -> str:
         return f"{format_bytes(nbytes)}, {nbytes / weights:.0%} of the weights"
@@ -219,8 +223,9 @@ def format_memory(weights: int, budget: int, planned: int, measured: int) -> str
                 f"{format_bytes(weights)}, on the host; {format_bytes(4 * weights)} with gradients and AdamW",
             ),
             ("budget", row(budget)),
-            ("peak by the schedule", row(planned)),
-            ("peak as measured", row(measured)),
+            ("the schedule's peak", row(schedule.peak_bytes)),
+            ("measured peak", row(measured)),
+            ("with workspace inside blocks", f"{row(schedule.device_bytes)}, by the schedule"),
         ]
     )
 
@@ -252,7 +257,7 @@ def run(recipe: Recipe) -> bool:
     print(f"\na sample it wrote\n{_quoted(write_sample(compiled, b'The ', recipe, device))}")
     print(f"\nthe schedule of a training step\n{schedule}")
     measured = compiled.peak_bytes
-    print(f"\ndevice memory\n{format_memory(weights, budget, schedule.peak_bytes, measured)}\n", flush=True)
+    print(f"\ndevice memory\n{format_memory(weights, budget, schedule, measured)}\n", flush=True)
     report = _verify(model, training, recipe, compiled)
     print(report)
     return loss < baseline and measured <= budget and report.ok

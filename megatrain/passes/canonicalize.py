@@ -28,11 +28,11 @@ def canonicalize(traced: TracedModule) -> TracedModule:
         alive = tuple(w for w in node.meta.get("writes", ()) if not w._erased)  # pyright: ignore[reportPrivateUsage]
         if "writes" in node.meta:
             node.meta["writes"] = alive
-    read = {n.target for n in graph.nodes if n.op == "get_attr"}
+    used = {n.target for n in graph.nodes if n.op == "get_attr"} | {key for key, _ in traced.writes_back}
     return dataclasses.replace(
         traced,
         graph=graph,
-        state={k: e for k, e in traced.state.items() if k in read},
+        state={k: e for k, e in traced.state.items() if k in used},
         writes_back=tuple((key, copies[node]) for key, node in traced.writes_back),
     )
 

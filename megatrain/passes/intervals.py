@@ -40,7 +40,7 @@ def find_intervals(traced: TracedModule, block_bytes: int | None) -> list[Interv
     calls = [n for n in traced.graph.nodes if n.op in ("call_function", "call_method")]
     intervals = _absorb_stateless(_cut_at_repeated(calls, traced.block_modules))
     if block_bytes is not None:
-        finer = [part for i in intervals for part in _cut_at_children(i, block_bytes)]
+        finer = [part for i in intervals for part in _absorb_stateless(_cut_at_children(i, block_bytes))]
         intervals = _merge_small(_absorb_stateless(finer), block_bytes)
     return _merge_aliased_writes(intervals, traced)
 
@@ -100,7 +100,7 @@ def _cut_at_children(interval: Interval, limit: int) -> list[Interval]:
         runs = _runs(interval.nodes, lambda n, d=depth: n.meta["modules"][d : d + 1])
         if len(runs) > 1:
             parts = [Interval(_part_name(run, depth), run, depth + 1) for run in runs]
-            return [piece for part in _absorb_stateless(parts) for piece in _cut_at_children(part, limit)]
+            return [piece for part in parts for piece in _cut_at_children(part, limit)]
     return [interval]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+import torch
+
 from megatrain.tracer.targets import call_text
 
 if TYPE_CHECKING:
@@ -20,22 +22,25 @@ def template_text(template: Template, heading: str = "") -> str:
         lines.append("    *,")
         lines += [f'    {port.name}: "{port.spec}",' for port in template.state]
     lines.append(") -> (" + ", ".join(f'"{port.spec}"' for port in template.outputs) + "):")
-    context: tuple[bool, tuple[object, ...]] | None = None
+    modes = ""
     for node in template.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        here = (node.meta["grad"], node.meta["autocast"])
-        if context is not None and here != context:
-            lines.append(f"    # grad {'on' if here[0] else 'off'}, autocast {_autocast_text(here[1])}")
-        context = here
+        here = _modes_text(node.meta["grad"], node.meta["autocast"])
+        if here and here != modes:
+            lines.append(f"    with {here}:")
+        modes = here
         spec = f': "{node.meta["spec"]}"' if "spec" in node.meta else ""
-        lines.append(f"    {node.name}{spec} = {call_text(node)}")
-    lines.append(f"    return {', '.join(p.name for p in template.outputs)}")
+        lines.append(f"    {'    ' if here else ''}{node.name}{spec} = {call_text(node)}")
+    outputs = [p.name for p in template.outputs]
+    lines.append(f"    return ({', '.join(outputs)}{',' if len(outputs) == 1 else ''})")
     return "\n".join(lines)
 
 
-def _autocast_text(autocast: tuple[object, ...]) -> str:
-    return ", ".join(str(entry) for entry in autocast) or "off"
+def _modes_text(has_grad: bool, autocast: tuple[tuple[str, torch.dtype], ...]) -> str:
+    modes = [] if has_grad else ["torch.no_grad()"]
+    modes += [f"torch.autocast({d!r}, {t}, cache_enabled=False)" for d, t in autocast]
+    return ", ".join(modes)
 
 
 def program_text(program: Program) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
 from megatrain.errors import LowerError
-from megatrain.passes.program import Block, Program, Template
+from megatrain.passes.program import Block, Port, Program, Template
+from megatrain.tracer.spec import TensorSpec
 
 
 def verify_program(program: Program) -> None:
@@ -15,13 +19,15 @@ def verify_program(program: Program) -> None:
     for template in program.templates.values():
         _check_template(template, "lift_state" in program.provenance)
     defined = {name for name, value in program.values.items() if value.producer is None}
+    if [block.index for block in program.blocks] != list(range(len(program.blocks))):
+        _fail(f"program {program.name}", "numbers its blocks wrongly", "Indices follow the execution order.")
     for block in program.blocks:
         _check_block(program, block, defined)
         defined.update(block.outputs)
     _check_ends(program, defined)
 
 
-def _fail(where: str, what: str, rule: str) -> None:
+def _fail(where: str, what: str, rule: str) -> NoReturn:
     raise LowerError(f"{where} {what}.\n  {rule}")
 
 
@@ -33,16 +39,17 @@ def _check_template(template: Template, is_lifted: bool) -> None:
         _fail(where, "still reads state by name", "After lift_state a template holds no tensor.")
     if any(n.op in ("call_module",) for n in nodes):
         _fail(where, "calls a module", "A template consists of torch calls only.")
-    placeholders = [n.name for n in nodes if n.op == "placeholder"]
-    ports = [p.name for p in (*template.inputs, *template.state)]
-    if placeholders != ports:
-        _fail(
-            where,
-            f"has placeholders {placeholders} but ports {ports}",
-            "Ports name the placeholders, in order.",
-        )
-    if len(template.graph.output_node().args[0]) != len(template.outputs):  # pyright: ignore[reportArgumentType]
-        _fail(where, "returns another number of tensors than it has output ports", "One port per output.")
+    outputs: Any = template.graph.output_node().args[0]
+    for kind, found, ports in (
+        ("placeholders", [n for n in nodes if n.op == "placeholder"], (*template.inputs, *template.state)),
+        ("outputs", outputs, template.outputs),
+    ):
+        if [(n.name, n.meta["spec"]) for n in found] != [(p.name, p.spec) for p in ports]:
+            _fail(
+                where,
+                f"has {kind} {[n.name for n in found]} but ports {[p.name for p in ports]}, or other specs",
+                "Ports name the placeholders and outputs, in order.",
+            )
 
 
 def _check_block(program: Program, block: Block, defined: set[str]) -> None:
@@ -50,41 +57,29 @@ def _check_block(program: Program, block: Block, defined: set[str]) -> None:
     template = program.templates.get(block.template)
     if template is None:
         _fail(where, f"uses template {block.template}, which doesn't exist", "Every block has a template.")
-        return
-    if program.blocks[block.index] is not block:
-        _fail(where, "isn't at its own index", "Blocks are numbered in execution order.")
-    for names, ports, kind in (
-        (block.inputs, template.inputs, "inputs"),
-        (block.outputs, template.outputs, "outputs"),
-    ):
-        if len(names) != len(ports):
-            _fail(where, f"binds {len(names)} {kind} to {len(ports)} ports", "Every port is bound once.")
-        for name, port in zip(names, ports, strict=True):
-            if program.values[name].spec != port.spec:
-                _fail(
-                    where,
-                    f"binds {name}: {program.values[name].spec} to {port.name}: {port.spec}",
-                    "Specs agree.",
-                )
-    if len(block.binding) != len(template.state):
-        _fail(
-            where,
-            f"binds {len(block.binding)} tensors of state to {len(template.state)} ports",
-            "Each port once.",
-        )
-    for key, port in zip(block.binding, template.state, strict=True):
-        if program.state[key].spec != port.spec:
-            _fail(
-                where, f"binds {key}: {program.state[key].spec} to {port.name}: {port.spec}", "Specs agree."
-            )
+    values = {name: value.spec for name, value in program.values.items()}
+    state = {key: entry.spec for key, entry in program.state.items()}
+    _check_ports(where, block.inputs, template.inputs, values)
+    _check_ports(where, block.outputs, template.outputs, values)
+    _check_ports(where, block.binding, template.state, state)
     missing = [name for name in block.inputs if name not in defined]
     if missing:
         _fail(where, f"reads {missing[0]} before it is defined", "A block reads what earlier blocks define.")
-    again = [
-        name for name in block.outputs if name in defined or program.values[name].producer != block.index
-    ]
-    if again:
-        _fail(where, f"defines {again[0]} a second time", "Every value has one definition.")
+    again = [n for n in block.outputs if n in defined or program.values[n].producer != block.index]
+    if again or len(set(block.outputs)) != len(block.outputs):
+        _fail(where, f"defines {', '.join(again or block.outputs)} twice", "Every value has one definition.")
+
+
+def _check_ports(
+    where: str, names: Sequence[str], ports: Sequence[Port], specs: Mapping[str, TensorSpec]
+) -> None:
+    if len(names) != len(ports):
+        _fail(where, f"binds {len(names)} tensors to {len(ports)} ports", "Every port is bound once.")
+    for name, port in zip(names, ports, strict=True):
+        if name not in specs:
+            _fail(where, f"binds {name}, which doesn't exist", "Only values and state can be bound.")
+        if specs[name] != port.spec:
+            _fail(where, f"binds {name}: {specs[name]} to {port.name}: {port.spec}", "Specs agree.")
 
 
 def _check_ends(program: Program, defined: set[str]) -> None:
@@ -94,13 +89,13 @@ def _check_ends(program: Program, defined: set[str]) -> None:
         if ref.name not in known:
             _fail(where, f"returns {ref.name}, which nothing defines", "Outputs are values or state.")
     for key, name in program.commits:
-        if name not in defined or program.state[key].kind != "buffer":
+        if name not in defined or key not in program.state or program.state[key].kind != "buffer":
             _fail(
                 where, f"commits {name} to {key}", "Only defined values are committed, and only to buffers."
             )
     written = {key for key, _ in program.commits}
     for name, key in program.buffers:
-        if key not in written or program.values[name].producer is not None:
+        if key not in written or name not in program.values or program.values[name].producer is not None:
             _fail(
                 where,
                 f"passes buffer {key} as {name} without a commit",

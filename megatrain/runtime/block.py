@@ -38,7 +38,8 @@ class LocalGraph:
 
     def take_saved(self) -> list[torch.Tensor]:
         """Returns the saved tensors and forgets them, so that the backward can free each when it is used."""
-        saved, self.saved = self.saved, []
+        saved = list(self.saved)
+        self.saved.clear()  # in place: the hooks hold this very list
         return saved
 
     def gradients(
@@ -65,7 +66,7 @@ class LocalGraph:
         found = torch.autograd.grad(
             [root for root, _ in pairs], leaves, [gradient for _, gradient in pairs], allow_unused=True
         )
-        rest = iter(found)
+        rest = iter(map(_compact, found))
         gradients = [next(rest) if t.requires_grad else None for t in everything]
         return gradients[: len(self.inputs)], gradients[len(self.inputs) :]
 
@@ -158,17 +159,20 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[torch.Ten
     places = {t.untyped_storage().data_ptr() for t in state if t.numel()}
     bounds = [_byte_range(t) for t in state]
 
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        # Detached: a saved result that still knew its own node would keep that node, and itself, for ever.
+        saved.append(tensor.detach())
+        return saved[-1]
+
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() not in places:
-            saved.append(tensor.detach())
-            return tensor
+            return keep(tensor)
         start, end = _byte_range(tensor)
         for index, (low, high) in enumerate(bounds):
             if low <= start and end <= high:
                 offset = (start - low) // tensor.element_size()
                 return index, tensor.dtype, tensor.shape, tensor.stride(), offset
-        saved.append(tensor.detach())
-        return tensor
+        return keep(tensor)
 
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
@@ -180,6 +184,13 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[torch.Ten
 
     with saved_tensors_hooks(pack, unpack):
         yield
+
+
+def _compact(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Copies a gradient that is a small view of a large buffer (an LSTM's are), so that the buffer is freed."""
+    if gradient is None or gradient.layout != torch.strided:
+        return gradient
+    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
 
 
 def _refuse_unpack(_: Any) -> torch.Tensor:

@@ -84,6 +84,11 @@ class Call:
             "saved": self.graphs,
         }[kind]
 
+    def take_outputs(self) -> list[torch.Tensor]:
+        """Returns the model's output tensors, in order, once."""
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
     def remember_versions(self) -> None:
         """Notes how often each value was written in place, now that the caller gets hold of some of them."""
         self._versions = [(n, t, t._version) for n, t in self.values.items() if not t.is_inference()]

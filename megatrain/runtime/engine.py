@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,8 +39,9 @@ class Engine:
         chaos: Chaos | None = None,
         recording: Recording | None = None,
     ):
-        self.tensors = inventory(model)[1]
-        self._holders = _holders(model, self.tensors)
+        self._model = model
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._holders: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
         self.device = device
         self._recording = recording
         self.set_chaos(chaos)
@@ -48,9 +50,17 @@ class Engine:
         self.store: HostStore | None = None
         self.parks = ParkPool(device)
         # The call whose forward last used the slots; only its backward may find weights in them.
-        self.slots_belong_to: Any = None
+        self._slot_owner: weakref.ref[Any] | None = None
         self.is_running = False
         self._runners: dict[Any, BlockRunner] = {}
+
+    def give_slots(self, owner: Any) -> None:
+        """Notes whose weights the slots hold now; None for nobody's."""
+        self._slot_owner = None if owner is None else weakref.ref(owner)
+
+    def has_slots(self, owner: Any) -> bool:
+        """Tells whether the slots are as `owner`'s forward left them."""
+        return self._slot_owner is not None and self._slot_owner() is owner
 
     def refresh(self) -> None:
         """Takes in what the user did to the model's state since the last call.
@@ -78,12 +88,14 @@ class Engine:
         Raises:
             ExecuteError: If a tensor of state is on the wrong device or has no storage (meta).
         """
+        self.tensors = inventory(self._model)[1]
+        self._holders = _holders(self._model, self.tensors)
         self._check_state(program)
         images = [image([(key, program.state[key].spec) for key in block.binding]) for block in program.blocks]
         if self.store is None:
             self.store = HostStore(images, self.tensors, self.device)
         else:
-            self.store.extend(images)
+            self.store.extend(images, self.tensors)
         return images
 
     def _check_state(self, program: Program) -> None:

@@ -49,7 +49,7 @@ class Executor:
         self._slot_views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
         self._trained = [k for k, entry in program.state.items() if entry.requires_grad]
         slab_bytes = max((image.nbytes for image in self._images), default=0)
-        self._sink = GradientSink(engine.tensors, engine.device, slab_bytes, in_place=self._is_bound)
+        self._sink = GradientSink(lambda key: engine.tensors[key], engine.device, slab_bytes, in_place=self._is_bound)
         self._completes = self._completed_keys()
         self._needs_grad = [self._differentiable(b) for b in program.blocks]
         self._is_carried = self._carried_inputs()
@@ -107,9 +107,9 @@ class Executor:
             engine.arena.ensure(self._plan.arena_bytes)
             engine.meter.set_arena(engine.arena.nbytes)
             self._set_inputs(call, inputs)
-            engine.slots_belong_to = None
+            engine.give_slots(None)
             self._run(call, self._plan.forward, self._plan.forward_ends)
-            engine.slots_belong_to = call
+            engine.give_slots(call)
             self._commit_buffers(call)
             call.outputs = [self._output(call, ref.kind, ref.name) for ref in self.program.outputs]
             call.remember_versions()
@@ -144,8 +144,8 @@ class Executor:
                 if gradient is not None:
                     self._add_gradient(call, ref.name, gradient)
             self._sink.begin()
-            is_warm = engine.slots_belong_to is call
-            engine.slots_belong_to = None
+            is_warm = engine.has_slots(call)
+            engine.give_slots(None)
             plan = self._plan if is_warm else self._cold_plan()
             engine.arena.ensure(plan.arena_bytes)
             self._run(call, plan.backward, plan.backward_ends)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ class GradientSink:
     blocks' gradients arrive, and is written to `.grad` once, with the last of them.
 
     Args:
-        parameters: Trainable parameters by key.
+        parameter_of: Returns the parameter of a key, which the user may replace between calls.
         device: Compute device.
         slab_bytes: Size of the page-locked landing area; the largest block's gradients. Unused where the compute
             device is the host.
@@ -24,9 +24,9 @@ class GradientSink:
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.Tensor], device: torch.device, slab_bytes: int, *, in_place: bool
+        self, parameter_of: Callable[[str], torch.Tensor], device: torch.device, slab_bytes: int, *, in_place: bool
     ):
-        self._parameters = parameters
+        self._parameter_of = parameter_of
         self._device = device
         self._in_place = in_place
         self._slab = None if device.type == "cpu" else HostArena(max(1, slab_bytes), pin=device)
@@ -62,7 +62,7 @@ class GradientSink:
         for key in completes:
             total = self._sums.pop(key, None)
             if total is not None:
-                accumulate(self._parameters[key], total)
+                accumulate(self._parameter_of(key), total)
 
     def _land(self, gradients: Sequence[torch.Tensor | None], foreign: frozenset[int]) -> list[torch.Tensor | None]:
         if self._slab is not None:

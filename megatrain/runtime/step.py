@@ -8,28 +8,28 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatrain.runtime.executor import Call, Executor
+from megatrain.runtime.executor import Executor
 
 
 class _Step(torch.autograd.Function):
     """One node for the whole model: forward runs the forward half of the schedule, backward the other half."""
 
     @staticmethod
-    def forward(ctx: Any, executor: Executor, inputs: Sequence[torch.Tensor], box: list[Call], *anchors: Any) -> Any:
+    def forward(ctx: Any, executor: Executor, inputs: Sequence[torch.Tensor], outputs: list[Any], *_: Any) -> Any:
         ctx.set_materialize_grads(False)
-        call = executor.forward(inputs)
-        box.append(call)
-        ctx.call, ctx.executor = call, executor
-        return tuple(call.outputs[i] for i in executor.differentiable_outputs)
+        ctx.call, ctx.executor = executor.forward(inputs), executor
+        # The call must not keep its outputs: they will keep this node, and the node keeps the call.
+        outputs += ctx.call.take_outputs()
+        return tuple(outputs[i] for i in executor.differentiable_outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        executor, call = ctx.executor, ctx.call
-        everything: list[torch.Tensor | None] = [None] * len(call.outputs)
+        executor: Executor = ctx.executor
+        everything: list[torch.Tensor | None] = [None] * len(executor.program.outputs)
         for index, gradient in zip(executor.differentiable_outputs, gradients, strict=True):
             everything[index] = gradient
-        return None, None, None, None, *executor.backward(call, everything)
+        return None, None, None, None, *executor.backward(ctx.call, everything)
 
 
 def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -44,14 +44,13 @@ def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.T
     """
     if not (torch.is_grad_enabled() and executor.differentiable_outputs):
         call = executor.forward(inputs)
-        outputs = call.outputs
+        outputs = call.take_outputs()
         executor.forget(call)
         return outputs
-    box: list[Call] = []
+    outputs: list[torch.Tensor] = []
     anchor = torch.empty(0, requires_grad=True)
     anchors = [inputs[i] for i in executor.differentiable_inputs]
-    found = _Step.apply(executor, inputs, box, anchor, *anchors)
-    outputs = list(box[0].outputs)
+    found = _Step.apply(executor, inputs, outputs, anchor, *anchors)
     for index, output in zip(executor.differentiable_outputs, found, strict=True):
         outputs[index] = output
     return outputs

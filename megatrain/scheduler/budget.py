@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.build import Builder, Draft, Plan, normal_keep
+from megatrain.scheduler.draft import Builder, Draft, Plan
 from megatrain.scheduler.lifetimes import lifetimes
 from megatrain.scheduler.memory import find_peak
 from megatrain.scheduler.op import NO_BLOCK
+from megatrain.scheduler.parking import keep_all
+from megatrain.scheduler.workload import Workload
 
 
 def choose_draft(
@@ -30,7 +32,7 @@ def choose_draft(
             found = _largest_that_fits(builder, family, memory, tried)
             if found is not None:
                 return found
-    raise _too_small(builder, min(tried, key=lambda d: d.device_bytes), memory, activations)
+    raise _too_small(builder, tried, memory, can_park_more=bool(keep) or activations == "keep")
 
 
 def first_fit(builder: Builder, plans: Iterable[Plan], memory: int | None) -> Draft:
@@ -45,7 +47,7 @@ def first_fit(builder: Builder, plans: Iterable[Plan], memory: int | None) -> Dr
         if memory is None or tried[-1].device_bytes <= memory:
             return tried[-1]
     assert memory is not None
-    raise _too_small(builder, min(tried, key=lambda d: d.device_bytes), memory, "keep")
+    raise _too_small(builder, tried, memory, can_park_more=tried[0].plan.keep > 0)
 
 
 def _starting_plan(builder: Builder, num_slots: int, keep: int | None, activations: str) -> Plan:
@@ -54,7 +56,15 @@ def _starting_plan(builder: Builder, num_slots: int, keep: int | None, activatio
     saves = blocks if activations == "keep" else blocks[-1:]
     if keep is None and activations == "offload":
         keep = 0
-    return Plan(num_slots, normal_keep(builder.workload, keep, builder.mode, builder.transfer), saves)
+    return Plan(num_slots, _normal_keep(builder.workload, keep, builder.mode, builder.transfer), saves)
+
+
+def _normal_keep(workload: Workload, keep: int | None, mode: str, transfer: str) -> int:
+    """The `keep` that a schedule states: no larger than makes a difference, all where nothing parks."""
+    if mode == "forward":
+        return 0
+    everything = keep_all(workload)
+    return everything if keep is None or transfer == "bind" else min(keep, everything)
 
 
 # A family is a size and a function from 0..size to plans, of which larger ones are faster and take more.
@@ -95,14 +105,17 @@ def _largest_that_fits(builder: Builder, family: _Family, memory: int, tried: li
     return found
 
 
-def _too_small(builder: Builder, best: Draft, memory: int, activations: str) -> ScheduleError:
+def _too_small(
+    builder: Builder, tried: Sequence[Draft], memory: int, *, can_park_more: bool
+) -> ScheduleError:
+    best = min(tried, key=lambda draft: draft.device_bytes)
     schedule = builder.finish(best)
     peak = find_peak(schedule, lifetimes(schedule))
     block = NO_BLOCK if peak.op is None else peak.op.block
     where = "" if block < 0 else f", set by block {block} ({builder.workload.blocks[block].name})"
     parts = ", ".join(f"{name} {nbytes} B" for name, nbytes in peak.parts)
     helps = ["a larger memory", "a smaller block_bytes", "a smaller batch"]
-    if activations in ("keep", "auto") and builder.mode == "train" and best.plan.keep > 0:
+    if can_park_more and builder.mode != "forward" and builder.transfer == "copy":
         helps.insert(2, 'activations="offload"')
     slots = "one slot" if best.plan.num_slots == 1 else f"{best.plan.num_slots} slots"
     return ScheduleError(

@@ -44,6 +44,7 @@ class _Placer:
         self.h2d = -1
         self.d2h = -1
         self.ticks = OpTicks({}, {}, {}, {}, {})
+        self._pending: list[tuple[dict[int, int], int]] = []
 
     def done(self, step: int) -> int:
         """The tick of a compute step; -1 before the first."""
@@ -61,12 +62,26 @@ class _Placer:
         return self.h2d
 
     def place_compute(self, ready: int) -> int:
-        self.compute.append(max(self.done(len(self.compute) - 1), ready) + 1)
+        previous = self.done(len(self.compute) - 1)
+        self.compute.append(max(previous, ready) + 1)
+        self.place_d2h(previous if self.num_slots == 1 else self.compute[-1] - 1)
         return self.compute[-1]
 
-    def place_d2h(self, ready: int) -> int:
-        self.d2h = max(self.d2h, ready) + 1
-        return self.d2h
+    def leave(self, ticks: dict[int, int], block: int) -> None:
+        """Notes a transfer to the host that can run once the last compute step placed is done."""
+        self._pending.append((ticks, block))
+
+    def place_d2h(self, after: int) -> None:
+        """Places the transfers noted, in later ticks than `after`.
+
+        Where copies to the device keep compute waiting, ticks pass without compute. A transfer to the host
+        in such a tick would release its memory before the next compute, which would have to wait for it (see
+        the memory edges of the dependency graph). So it takes the tick of that compute, and they overlap;
+        one slot alone means the least memory instead.
+        """
+        for ticks, block in self._pending:
+            ticks[block] = self.d2h = max(self.d2h, after) + 1
+        self._pending.clear()
 
 
 def assign_ticks(
@@ -80,7 +95,7 @@ def assign_ticks(
     """Places all ops; the order of each stream is fixed, so one pass in the order of compute steps does.
 
     Transfers to the device queue by need: per compute step its `A`, then its `W`. Transfers to the host queue
-    by the tick from which they can run, equal ones by block.
+    by the compute step after which they can run, equal ones by block.
     """
     placer = _Placer(num_slots)
     ticks = placer.ticks
@@ -98,11 +113,12 @@ def assign_ticks(
         if what == "F":
             ticks.forward[block] = tick
             for park in parks.get(block, ()):
-                ticks.park[park] = placer.place_d2h(tick)
+                placer.leave(ticks.park, park)
         else:
             ticks.backward[block] = tick
             if workload.blocks[block].gradient_bytes > 0:
-                ticks.offload[block] = placer.place_d2h(tick)
+                placer.leave(ticks.offload, block)
+    placer.place_d2h(placer.done(len(steps) - 1))
     num_ticks = max([placer.h2d, placer.d2h, *placer.compute[-1:]]) + 1
     return Rows(ticks, tuple(loads), num_ticks)
 

@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from megatrain.tracer.guards import PLAIN, Guard, is_metadata_read
-from megatrain.tracer.refusals import check_call, refuse, refuse_read, refuse_unknown
-from megatrain.tracer.source import SourceLine, user_line
+from megatrain.tracer.refusals import check_call, refuse, refuse_kept, refuse_read, refuse_unknown
+from megatrain.tracer.restart import MakeFakeError, Site
+from megatrain.tracer.source import user_line
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.targets import as_call, call_name, is_property_get
 from megatrain.tracer.watch import EffectWatch, storage_key
@@ -32,17 +33,6 @@ _RECORDED_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 # Calls that hand the contents of a tensor to Python and that fake tensors answer with errors of their own.
 _VALUE_READS = {"numpy", "__array__", "__dlpack__", "__format__"}
 
-# A call in the user's code, wherever it stands in a loop: its line and its name.
-Site = tuple[SourceLine | None, str]
-
-
-class MakeFakeError(Exception):
-    """A real tensor is written into; the capture starts again with the outputs of this call fake."""
-
-    def __init__(self, site: Site):
-        super().__init__(site)
-        self.site = site
-
 
 class Recorder(TorchFunctionMode):
     """Runs each torch call with itself switched off and appends what it saw to `graph`.
@@ -52,7 +42,13 @@ class Recorder(TorchFunctionMode):
     is computed for real, so that Python code may read it; what was read becomes a guard.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, originals: dict[int, torch.Tensor], make_fake: set[Site]):
+    def __init__(
+        self,
+        fake_mode: FakeTensorMode,
+        originals: dict[int, torch.Tensor],
+        make_fake: set[Site],
+        earlier: Recorder | None = None,
+    ):
         super().__init__()
         self.graph = fx.Graph()
         self.guards: list[Guard] = []
@@ -63,6 +59,7 @@ class Recorder(TorchFunctionMode):
         self._fake_mode = fake_mode
         self._originals = originals
         self._make_fake = make_fake
+        self._earlier = earlier
         self._site: Site = (None, "")
         self._operands: set[int] = set()
         self._reads_graph = False
@@ -106,6 +103,8 @@ class Recorder(TorchFunctionMode):
         node = self._nodes.get(id(tensor))
         if node is not None:
             return node
+        if self._earlier is not None and self._earlier.has_computed(tensor):
+            refuse_kept()
         if tensor.requires_grad or isinstance(tensor, FakeTensor):
             refuse_unknown(tensor)
         key = f"constant.{len(self.constants)}"
@@ -114,6 +113,11 @@ class Recorder(TorchFunctionMode):
             self.bind_state(tensor, key)
         self._from_inputs.add(self._nodes[id(tensor)])
         return self._nodes[id(tensor)]
+
+    def has_computed(self, tensor: torch.Tensor) -> bool:
+        """Tells whether a tensor stems from inputs or state, rather than being the same at each call."""
+        node = self._nodes.get(id(tensor))
+        return node is not None and (isinstance(tensor, FakeTensor) or node in self._from_inputs)
 
     def _first_call(self) -> fx.Node | None:
         return next((n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr")), None)

@@ -35,6 +35,15 @@ def refuse_unknown(tensor: torch.Tensor) -> NoReturn:
     )
 
 
+def refuse_kept() -> NoReturn:
+    """Raises the error for a tensor that an earlier call of the model left behind."""
+    refuse(
+        "uses a tensor of an earlier call, kept in an attribute,",
+        "A capture would use the first one for ever.",
+        "Keep it in a registered buffer, or pass it as an input.",
+    )
+
+
 def check_call(func: Any, kwargs: dict[str, Any]) -> None:
     """Refuses calls whose effect no node of a graph can repeat.
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,8 +16,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-_MUTABLE = (dict, OrderedDict, list, set)
+from megatrain.tracer.guards import is_equal
+
+_CONTAINERS = (dict, list, set, deque)
 _SCALARS = (bool, int, float, str, type(None))
+# What is longer is data that a module refers to, a vocabulary or a data set, and not its state.
+_LARGEST = 4096
 
 
 def fake_state(
@@ -35,55 +42,107 @@ def fake_state(
 
 
 @contextmanager
-def swapped_state(module: nn.Module, replacement: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Puts `replacement[id(tensor)]` where `module` holds a tensor, and undoes all changes to modules at the end."""
-    saved = [_Saved(child) for child in module.modules()]
+def swapped_state(module: nn.Module, replacement: dict[int, torch.Tensor]) -> Iterator[Attributes]:
+    """Puts `replacement[id(tensor)]` where `module` holds a tensor, and undoes all changes to modules at the end.
+
+    Yields what the modules held right after the swap.
+    """
+    saved = Attributes(module)
     try:
         for child in module.modules():
             for holder in (child._parameters, child._buffers):
                 for name, tensor in holder.items():
                     if tensor is not None and id(tensor) in replacement:
                         holder[name] = replacement[id(tensor)]
-        yield
+        yield Attributes(module)
     finally:
-        for item in saved:
-            item.restore()
+        saved.restore()
 
 
-class _Saved:
-    """The attributes of one module, and the contents of its plain containers, as they were."""
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An attribute, or an item of a container in one, that holds something else than before; None for nothing."""
+
+    name: str
+    holder: Any
+    label: Any
+    before: Any
+    now: Any
+
+    @property
+    def is_plain(self) -> bool:
+        """Tells whether a plain value was replaced by another: a number, a text, a flag."""
+        values = (self.before, self.now)
+        return all(isinstance(x, _SCALARS) for x in values) and not is_equal(*values)
+
+
+class Attributes:
+    """What the attributes of modules hold, and what the plain containers and objects in them hold, at one time."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._attributes = dict(module.__dict__)
-        self._contents = {k: v.copy() for k, v in self._attributes.items() if type(v) in _MUTABLE}
+        self._saved: dict[int, tuple[str, Any, dict[Any, Any]]] = {}
+        for prefix, child in module.named_modules():
+            stack: list[tuple[str, Any]] = [(prefix, child.__dict__)]
+            while stack:
+                name, holder = stack.pop()
+                if id(holder) in self._saved or len(holder) > _LARGEST:
+                    continue
+                content = _items(holder)
+                self._saved[id(holder)] = (name, holder, content)
+                for label, item in content.items():
+                    inner = item if isinstance(item, _CONTAINERS) else _attributes_of(item)
+                    if inner is not None:
+                        stack.append((_joined(name, label), inner))
 
     def restore(self) -> None:
-        for name, content in self._contents.items():
-            holder: Any = self._attributes[name]
-            if isinstance(holder, list):
-                holder[:] = content
-            else:
+        """Puts everything back in place."""
+        for _, holder, content in self._saved.values():
+            if not _is_same(content, _items(holder)):
                 holder.clear()
-                holder.update(content)
-        self._module.__dict__.clear()
-        self._module.__dict__.update(self._attributes)
+                if isinstance(holder, list | deque):
+                    holder.extend(content.values())
+                else:
+                    holder.update(content)
+
+    def changes(self) -> list[Change]:
+        """Lists what is held differently now."""
+        found: list[Change] = []
+        for name, holder, before in self._saved.values():
+            now = _items(holder)
+            for label in dict.fromkeys([*before, *now]):
+                if before.get(label) is not now.get(label):
+                    found.append(
+                        Change(_joined(name, label), holder, label, before.get(label), now.get(label))
+                    )
+        return found
 
 
-def scalar_attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns the plain Python values that modules hold as attributes, by fully qualified name."""
-    found: dict[str, Any] = {}
-    for prefix, child in module.named_modules():
-        for name, value in child.__dict__.items():
-            if isinstance(value, _SCALARS):
-                found[f"{prefix}.{name}" if prefix else name] = value
-    return found
+def _joined(name: str, label: Any) -> str:
+    return f"{name}.{label}" if name else str(label)
+
+
+def _items(holder: Any) -> dict[Any, Any]:
+    if isinstance(holder, dict):
+        return dict(holder)
+    return dict(enumerate(holder)) if isinstance(holder, list | deque) else {x: x for x in holder}
+
+
+def _is_same(left: dict[Any, Any], right: dict[Any, Any]) -> bool:
+    return left.keys() == right.keys() and all(left[k] is right[k] for k in left)
+
+
+def _attributes_of(value: Any) -> dict[str, Any] | None:
+    """Returns the attributes of a plain Python object; modules are visited on their own, tensors have none."""
+    if isinstance(value, nn.Module | torch.Tensor | type | ModuleType | FunctionType | Enum):
+        return None
+    return getattr(value, "__dict__", None) if type(getattr(value, "__dict__", None)) is dict else None
 
 
 @contextmanager
 def kept_rng() -> Iterator[list[str]]:
-    """Restores every random generator at the end; the list yielded then names the host generators that moved."""
+    """Restores every random generator at the end; the list yielded then names what moved but for torch's stream."""
     python, host, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed = torch.initial_seed()
     has_device = torch.accelerator.is_available()
     device = torch.get_device_module().get_rng_state() if has_device else None
     moved: list[str] = []
@@ -94,6 +153,8 @@ def kept_rng() -> Iterator[list[str]]:
             moved.append("random")
         if not _same_numpy_state(np.random.get_state(), host):
             moved.append("numpy.random")
+        if torch.initial_seed() != seed:
+            moved.append("torch.manual_seed")
         random.setstate(python)
         np.random.set_state(host)
         torch.set_rng_state(cpu)

@@ -114,15 +114,16 @@ class Arguments:
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
     tree: pytree.TreeSpec
+    leaf_names: tuple[str, ...]
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Flattens the arguments of one call; containers are those that `torch.utils._pytree` knows."""
         paths, tree = pytree.tree_flatten_with_path((args, kwargs))
-        names = [_path_name(path) for path, _ in paths]
+        names = tuple(_path_name(path) for path, _ in paths)
         leaves = tuple(leaf for _, leaf in paths)
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        return Arguments(tuple(leaves[i] for i in at), tuple(names[i] for i in at), leaves, tree)
+        return Arguments(tuple(leaves[i] for i in at), tuple(names[i] for i in at), leaves, tree, names)
 
     @property
     def literals(self) -> tuple[Any, ...]:

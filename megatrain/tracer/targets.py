@@ -116,6 +116,8 @@ def call_text(node: fx.Node) -> str:
     parts += [f"{k}={literal_text(v)}" for k, v in node.kwargs.items()]
     if node.op == "call_method" and node.target == "__getitem__":
         return f"{parts[0]}[{_index_text(node.args[1])}]"
+    if node.target is getattr:
+        return f"{parts[0]}.{node.args[1]}"
     if node.op == "call_method":
         return f"{parts[0]}.{node.target}({', '.join(parts[1:])})"
     return f"{target_text(node)}({', '.join(parts)})"

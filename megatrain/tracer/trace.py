@@ -12,12 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.errors import TraceError
 from megatrain.tracer.modules import followed_modules, recorded_functions, repeated_modules
-from megatrain.tracer.recorder import MakeFakeError, Recorder, Site
-from megatrain.tracer.sandbox import fake_state, kept_rng, scalar_attributes, swapped_state
+from megatrain.tracer.recorder import Recorder
+from megatrain.tracer.restart import MakeFakeError, Site
+from megatrain.tracer.sandbox import Attributes, fake_state, kept_rng, swapped_state
 from megatrain.tracer.source import user_line
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry, inventory
-from megatrain.tracer.structure import Arguments, Structure
+from megatrain.tracer.structure import Arguments, Structure, holds_tensors
+from megatrain.tracer.targets import call_text
 from megatrain.tracer.traced import TracedModule
 from megatrain.tracer.watch import StrayWatch
 
@@ -48,6 +50,7 @@ def trace(
         TraceError: If the forward can't be captured faithfully. Exceptions of the model's own code pass unchanged.
     """
     arguments = Arguments.of(tuple(args), dict(kwargs or {}))
+    _refuse_hidden_inputs(arguments)
     target = torch.device(device) if device is not None else _device_of(arguments)
     make_fake: set[Site] = set()
     while True:
@@ -59,6 +62,16 @@ def trace(
             make_fake.add(error.site)
     traced.check()
     return traced
+
+
+def _refuse_hidden_inputs(arguments: Arguments) -> None:
+    for name, leaf in zip(arguments.leaf_names, arguments.leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor) and holds_tensors(leaf):
+            raise TraceError(
+                f"the argument `{name}` is a {type(leaf).__qualname__} with tensors in it.\n"
+                "  Inputs are found in tuples, lists, dicts and classes registered with torch.utils._pytree.\n"
+                "  Pass the tensors themselves, or register the class."
+            )
 
 
 def _device_of(arguments: Arguments) -> torch.device:
@@ -73,6 +86,8 @@ class _Capture:
         self._model = model
         self._arguments = arguments
         self._device = device
+        self._make_fake = make_fake
+        self._stray: TraceError | None = None
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._entries, self._tensors = inventory(model)
         self._fakes = fake_state(self._tensors, self._fake_mode, device)
@@ -80,27 +95,26 @@ class _Capture:
         self._recorder = Recorder(self._fake_mode, self._by_id, make_fake)
 
     def run(self) -> TracedModule:
-        inputs = self._bind_inputs()
-        for key, fake in self._fakes.items():
-            self._recorder.bind_state(fake, key)
-        args, kwargs = self._arguments.rebuild(inputs)
-        scalars = scalar_attributes(self._model)
-        with kept_rng() as moved, swapped_state(self._model, self._by_id):
-            result = self._run_forward(args, kwargs)
+        with kept_rng() as moved, swapped_state(self._model, self._by_id) as start:
+            result = self._run_forward(self._recorder)
             rebound = self._rebound_buffers()
-            changed = {k: v for k, v in scalar_attributes(self._model).items() if scalars.get(k, v) != v}
-        self._refuse_host_state(moved, changed)
+            self._refuse_kept_state(start)
+        if moved:
+            raise TraceError(
+                f"the model draws from or seeds `{moved[0]}` in its forward.\n"
+                "  A capture would freeze the number drawn.\n  Draw with torch instead, on a tensor, unseeded."
+            )
         outputs = Structure.of(result)
         nodes = tuple(self._recorder.node_of(t) for t in outputs.placeholders)
         self._recorder.graph.output(nodes)
         return self._finish(outputs, rebound)
 
-    def _bind_inputs(self) -> list[torch.Tensor]:
+    def _bind_inputs(self, recorder: Recorder) -> list[torch.Tensor]:
         copies: list[torch.Tensor] = []
         for name, tensor in zip(self._arguments.names, self._arguments.tensors, strict=True):
-            node = self._recorder.graph.placeholder(name)
+            node = recorder.graph.placeholder(name)
             copies.append(self._copy_input(tensor))
-            self._recorder.bind_input(copies[-1], node)
+            recorder.bind_input(copies[-1], node)
         return copies
 
     def _copy_input(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -110,44 +124,82 @@ class _Capture:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
         return fake.requires_grad_(tensor.requires_grad)
 
-    def _run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder = self._recorder
+    def _run_forward(self, recorder: Recorder) -> Any:
+        args, kwargs = self._arguments.rebuild(self._bind_inputs(recorder))
+        for key, fake in self._fakes.items():
+            recorder.bind_state(fake, key)
         with ExitStack() as stack:
             stack.enter_context(StrayWatch(lambda: recorder.is_recording, self._refuse_stray))
             stack.enter_context(followed_modules(recorder, self._model))
             stack.enter_context(recorded_functions(recorder))
             stack.enter_context(recorder)
-            return self._model(*args, **kwargs)
+            try:
+                result = self._model(*args, **kwargs)
+            except Exception:
+                # An interpreter that ran the operation (TorchScript) wraps the refusal in an error of its own.
+                if self._stray is not None:
+                    raise self._stray from None
+                raise
+        if self._stray is not None:
+            raise self._stray
+        return result
 
     def _refuse_stray(self, func: Any, args: Any) -> None:
-        raise TraceError(
+        self._stray = TraceError(
             f"the operation `{func}` ran at {user_line()} outside any torch function.\n"
             "  A capture records torch functions; what TorchScript, C++ extensions or numpy compute would become a "
             "constant.\n  Call the operation through torch.ops or a torch.library.custom_op."
         )
+        raise self._stray
 
-    def _refuse_host_state(self, moved: list[str], changed: dict[str, Any]) -> None:
-        if moved:
+    def _refuse_kept_state(self, start: Attributes) -> None:
+        """Runs a forward that changed attributes again, to see whether the next call would do something else.
+
+        Raises:
+            TraceError: If it would: then one graph can't stand for all calls.
+        """
+        changes = start.changes()
+        for change in changes:
+            if isinstance(change.before, torch.Tensor) and id(change.before) in self._fake_ids():
+                change.holder[change.label] = change.before
+        changes = start.changes()
+        if not changes:
+            return
+        between = Attributes(self._model)
+        again = Recorder(self._fake_mode, self._by_id, self._make_fake, earlier=self._recorder)
+        self._run_forward(again)
+        counted = [c for c in between.changes() if c.is_plain]
+        flags = [c for c in changes if c.is_plain and _calls(again) != _calls(self._recorder)]
+        for change in (*counted, *flags):
             raise TraceError(
-                f"the model draws from Python's `{moved[0]}` generator in its forward.\n"
-                "  A capture would freeze the number drawn.\n  Draw with torch instead, on a tensor."
-            )
-        if changed:
-            name, value = next(iter(changed.items()))
-            raise TraceError(
-                f"the forward changes the Python attribute `{name}` (now {value!r}).\n"
+                f"the forward changes the Python attribute `{change.name}` (now {change.now!r}).\n"
                 "  A capture would freeze it at its first value.\n  Keep counters in a buffer."
             )
 
+    def _fake_ids(self) -> set[int]:
+        return {id(fake) for fake in self._fakes.values()}
+
     def _rebound_buffers(self) -> dict[str, torch.Tensor]:
         """Finds buffers that the forward re-assigned (`self.ema = ...`) rather than wrote in place."""
-        known = {id(fake): key for key, fake in self._fakes.items()}
-        found: dict[str, torch.Tensor] = {}
+        owners = {alias: e.key for e in self._entries.values() for alias in (e.key, *e.ties)}
+        held: dict[str, list[torch.Tensor | None]] = {}
         for prefix, module in self._model.named_modules():
             for name, tensor in module._buffers.items():
-                key = f"{prefix}.{name}" if prefix else name
-                if tensor is not None and id(tensor) not in known and key in self._entries:
-                    found[key] = tensor
+                key = owners.get(f"{prefix}.{name}" if prefix else name)
+                if key is not None:
+                    held.setdefault(key, []).append(tensor)
+        found: dict[str, torch.Tensor] = {}
+        for key, (tensor, *others) in held.items():
+            if tensor is None or any(other is not tensor for other in others):
+                raise TraceError(
+                    f"the forward unties or removes the buffer `{key}`.\n"
+                    "  A capture keeps the model's buffers as they are registered.\n"
+                    "  Write into the buffer in place."
+                )
+            if tensor is not self._fakes[key]:
+                # A copy of its own, in case the new value is an input or another buffer.
+                with torch.no_grad():
+                    found[key] = self._recorder.record(torch.Tensor.clone, (tensor,), {})
         return found
 
     def _finish(self, outputs: Structure, rebound: dict[str, torch.Tensor]) -> TracedModule:
@@ -163,13 +215,20 @@ class _Capture:
             outputs=outputs,
             state={k: e for k, e in entries.items() if k in read},
             constants=dict(recorder.constants),
-            writes_back=(*self._written_state(read), *((k, recorder.node_of(t)) for k, t in rebound.items())),
+            writes_back=self._written_state(read, rebound),
             guards=tuple(recorder.guards),
             block_modules=repeated_modules(self._model),
             device=self._device,
         )
 
-    def _written_state(self, read: dict[Any, fx.Node]) -> list[tuple[str, fx.Node]]:
-        """Lists state that the forward wrote in place, with the node that stands for it (its memory, afterwards)."""
+    def _written_state(
+        self, read: dict[Any, fx.Node], rebound: dict[str, torch.Tensor]
+    ) -> tuple[tuple[str, fx.Node], ...]:
+        """Lists state that the forward wrote or re-assigned, with the node that stands for it afterwards."""
         written = {w for node in self._recorder.graph.nodes for w in node.meta.get("writes", ())}
-        return [(str(key), node) for key, node in read.items() if node in written]
+        in_place = {str(key): node for key, node in read.items() if node in written}
+        return tuple((in_place | {k: self._recorder.node_of(t) for k, t in rebound.items()}).items())
+
+
+def _calls(recorder: Recorder) -> list[str]:
+    return [call_text(n) for n in recorder.graph.nodes if n.op in ("call_function", "call_method")]

@@ -64,7 +64,7 @@ class Chain:
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
         parks = self.pool.take([TensorSpec.of(self.start)] * NUM_BLOCKS)
-        values, found, free = {-1: self.start}, [], []
+        values, found, free, parked = {-1: self.start}, [], [], []
         streams, store, last = self.streams, self.store, str(NUM_BLOCKS - 1)
 
         def forward(b: int, slot: torch.Tensor) -> None:
@@ -76,10 +76,10 @@ class Chain:
                 w, f, a = Event(f"W{b}"), Event(f"F{b}"), Event(f"A{b}")
                 waits = free[b - 2 : b - 1] if b > 1 else ()
                 streams.h2d.submit(w.label, partial(store.prefetch, layout, slot), waits, w)
-                streams.compute.run(f.label, partial(forward, b, slot), (w,), f)
+                streams.compute.run(f.label, partial(forward, b, slot), (w, *parked), f)
                 # The value leaves the device before the next block drops it.
                 streams.d2h.submit(a.label, lambda b=b: parks.put(str(b), values[b]), (f,), a)
-                streams.wait(a)
+                parked = [a]
                 free.append(f)
             back, end = Event("back"), Event("end")
             streams.h2d.submit("back", lambda: values.update({99: parks.get(last, self.device)}), (a,), back)

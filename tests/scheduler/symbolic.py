@@ -59,7 +59,9 @@ class Machine:
 
     # What lives on the device.
 
-    def allocate(self, key: tuple[str, int], nbytes: int, needed: Sequence[str], *, storage: object = None) -> None:
+    def allocate(
+        self, key: tuple[str, int], nbytes: int, needed: Sequence[str], *, storage: object = None
+    ) -> None:
         if key in self.tensors:
             raise Harm(f"{key} is made twice")
         self.tensors[key] = (key if storage is None else ("storage", storage), nbytes)
@@ -72,7 +74,10 @@ class Machine:
         backward = [f"B{b}" for b in value.readers if b in self.backwards]
         if value.producer in self.backwards and value.producer in self.schedule.saves:
             backward.append(f"B{value.producer}")
-        needed = [*forward, *([f"A{self.parked_values[index]}>"] if index in self.parked_values else backward)]
+        needed = [
+            *forward,
+            *([f"A{self.parked_values[index]}>"] if index in self.parked_values else backward),
+        ]
         if value.is_output or (value.producer is None and not value.readers and not is_later(self.schedule)):
             needed.append("end")
         elif not needed:
@@ -175,7 +180,7 @@ class Machine:
         work = self.workload.blocks[op.block]
         is_saved = op.block in self.schedule.saves
         self.workspace = max(0, work.backward_workspace_bytes - (work.saved_bytes if is_saved else 0))
-        for index, value in enumerate(self.workload.values):
+        for index in range(len(self.workload.values)):
             self.start_B_of_value(op, index, is_saved=is_saved)
         if is_saved:
             self.expect_ready("saved", op.block, str(op))
@@ -195,7 +200,7 @@ class Machine:
         value = self.workload.values[index]
         has_gradient = self.workload.has_value_gradient(index)
         if op.block in value.readers:
-            self.expect_ready("value", index, str(op))
+            self.expect_ready(self.kind_in_backward(index), index, str(op))
             if has_gradient and ("gradient", index) in self.tensors:
                 self.workspace += value.nbytes
             elif has_gradient:
@@ -213,8 +218,11 @@ class Machine:
         self.workspace = 0
         for index, value in enumerate(self.workload.values):
             if op.block in value.readers:
-                self.expect_ready("value", index, str(op))
+                self.expect_ready(self.kind_in_backward(index), index, str(op))
                 self.given[index] += 1
+
+    def kind_in_backward(self, index: int) -> str:
+        return "returned" if index in self.parked_values else "value"
 
     def start_A(self, position: Position, op: Op) -> None:
         self.expect(op.block in self.parked, f"{op} moves nothing")
@@ -258,7 +266,7 @@ def op_name(position: Position, op: Op) -> str:
 
 
 def run(schedule: Schedule, workload: Workload, waits: Waits, random: Random, *, is_fixed: bool) -> None:
-    """Runs the table once: by fixed priorities of who starts and who ends first, or by chance at every moment."""
+    """Runs the table once: by fixed priorities of who starts and ends first, or by chance at every moment."""
     machine = Machine(schedule, workload)
     queues = {s: [(p, op) for p, op in schedule.positions() if p.stream == s][::-1] for s in STREAMS}
     running: dict[Stream, tuple[Position, Op]] = {}
@@ -285,7 +293,9 @@ def run(schedule: Schedule, workload: Workload, waits: Waits, random: Random, *,
     machine.check_end()
 
 
-def find_harm(schedule: Schedule, workload: Workload, *, waits: Waits | None = None, seed: int = 0, runs: int = 12) -> None:
+def find_harm(
+    schedule: Schedule, workload: Workload, *, waits: Waits | None = None, seed: int = 0, runs: int = 12
+) -> None:
     """Raises `Harm` if one of some interleavings goes wrong."""
     random = Random(seed)
     waits = schedule.waits() if waits is None else waits

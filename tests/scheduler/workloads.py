@@ -59,7 +59,9 @@ def workloads(draw: st.DrawFn) -> Workload:
     count = len(works)
     values: list[ValueWork] = []
     storages: list[int] = []
-    producers = [None] * draw(st.integers(1, 2)) + [b for b in range(count) for _ in range(draw(st.integers(1, 2)))]
+    producers = [None] * draw(st.integers(1, 2)) + [
+        b for b in range(count) for _ in range(draw(st.integers(1, 2)))
+    ]
     for index, producer in enumerate(producers):
         first = 0 if producer is None else producer + 1
         later = st.sets(st.integers(first, count - 1), max_size=3) if first < count else st.just(set[int]())

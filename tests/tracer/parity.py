@@ -1,4 +1,4 @@
-"""Runs a model in eager mode, and a capture or a program of it, and compares everything a step leaves behind."""
+"""Runs a model, a capture or a program of it, and compares everything that a step leaves behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def eager_step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     return Step(result, outputs, gradients, buffers, rng)
 
 
-def graph_step(traced: TracedModule, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
+def graph_step(
+    traced: TracedModule, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Step:
     """Runs the captured graph as a whole on the model's state."""
     return _replayed(traced, model, args, kwargs, lambda inputs, state: _run_graph(traced, inputs, state))
 
@@ -110,6 +112,7 @@ def run_program(
     codes = {name: Code(template.graph) for name, template in program.templates.items()}
     values = dict(zip(program.inputs, inputs, strict=True))
     values |= {name: state[key].clone() for name, key in program.buffers}
+    values |= program.constants
     for block in program.blocks:
         arguments = [values[n] for n in block.inputs] + [state[k] for k in block.binding]
         values.update(zip(block.outputs, codes[block.template](arguments), strict=True))
@@ -138,15 +141,17 @@ def is_same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
         return left is right
     if (left.shape, left.dtype, left.requires_grad) != (right.shape, right.dtype, right.requires_grad):
         return False
-    return torch.equal(left, right) or torch.equal(left.isnan(), right.isnan()) and torch.equal(
-        left.nan_to_num(), right.nan_to_num()
+    return torch.equal(left, right) or (
+        torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
     )
 
 
 def assert_same_step(found: Step, eager: Step) -> None:
     """Asserts that outputs, gradients, buffers and the random generator agree bit for bit."""
     assert len(found.outputs) == len(eager.outputs)
-    different = [i for i, pair in enumerate(zip(found.outputs, eager.outputs, strict=True)) if not is_same(*pair)]
+    different = [
+        i for i, pair in enumerate(zip(found.outputs, eager.outputs, strict=True)) if not is_same(*pair)
+    ]
     assert not different, f"outputs {different} differ"
     assert found.gradients.keys() == eager.gradients.keys()
     worse = [k for k, g in eager.gradients.items() if not is_same(found.gradients[k], g)]

@@ -1,0 +1,82 @@
+"""measure: what a template holds and computes, against sums done by hand."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatrain.passes.pipeline import lower
+from megatrain.passes.program import Program, TemplateCost
+from megatrain.tracer.trace import trace
+from tests.models import MODELS, Gpt
+
+
+def _cost(program: Program, block: int = 0) -> TemplateCost:
+    cost = program.templates[program.blocks[block].template].cost
+    assert cost is not None
+    return cost
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 32, bias=False)
+        self.down = nn.Linear(32, 8, bias=False)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+def test_a_lone_linear_saves_nothing_of_its_own():
+    cost = _cost(lower(trace(nn.Linear(4, 4, bias=False), (torch.randn(2, 4),))))
+    assert cost.saved_bytes == 0
+    assert cost.forward_workspace_bytes == 0
+    assert cost.forward_flops == 2 * 2 * 4 * 4
+
+
+def test_saved_bytes_and_flops_of_a_small_mlp_are_exact():
+    cost = _cost(lower(trace(Mlp(), (torch.randn(5, 8),))))
+    # What gelu read and what it made; the input and the weights are held anyway.
+    assert cost.saved_bytes == 2 * 5 * 32 * 4
+    assert cost.forward_flops == 2 * 5 * 8 * 32 * 2
+    # Both are alive at once, before the output is: its bytes are counted with the block's outputs.
+    assert cost.forward_workspace_bytes == 2 * 5 * 32 * 4 - 5 * 8 * 4
+
+
+def test_a_chain_frees_what_it_no_longer_needs():
+    class Chain(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x)
+            for _ in range(6):
+                x = torch.tanh(x)
+            return x
+
+    cost = _cost(lower(trace(Chain(16, 16), (torch.randn(4, 16),))))
+    tensor = 4 * 16 * 4
+    # One operand beside the result, where a loop in Python would do no better; all of them with a graph.
+    assert cost.forward_workspace_bytes <= tensor
+    assert cost.saved_bytes == 5 * tensor
+
+
+def test_a_forward_without_a_graph_needs_less_than_eager_with_one():
+    program = lower(trace(Gpt(p=0.0), (torch.zeros(2, 8, dtype=torch.int64),)))
+    cost = _cost(program, 1)
+    assert 0 < cost.forward_workspace_bytes < cost.saved_bytes
+    # The gradients of state and input come on top of the workspace, and all that is saved fits in both.
+    gradients = program.state_bytes(program.blocks[1]) + 2 * 8 * 16 * 4
+    assert cost.backward_workspace_bytes + gradients > cost.saved_bytes
+
+
+def test_a_frozen_model_saves_nothing():
+    program = lower(trace(*MODELS["all_frozen"]()))
+    assert all(_cost(program, block.index).saved_bytes == 0 for block in program.blocks)
+
+
+def test_measuring_runs_under_the_shapes_of_the_capture_where_they_depend_on_values():
+    class Selected(nn.Linear):
+        def forward(self, x):
+            return super().forward(x[x[:, 0] > 0])
+
+    program = lower(trace(Selected(4, 4), (torch.tensor([[1.0] * 4, [-1.0] * 4]),)))
+    assert _cost(program).forward_flops == 2 * 1 * 4 * 4

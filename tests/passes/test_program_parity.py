@@ -1,0 +1,88 @@
+"""Programs, run block by block, leave behind what eager PyTorch leaves behind, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, reject, settings
+from torch import nn
+
+import tests.models
+from megatrain.passes.interpret import Code
+from megatrain.passes.pipeline import lower
+from megatrain.passes.program import Program
+from megatrain.passes.text import template_text
+from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.trace import trace
+from tests.models import MODELS
+from tests.strategies import block_limits, module_trees
+from tests.tracer.parity import Step, assert_same_step, eager_step, is_same, program_step
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_one_after_the_other_equal_eager(name: str):
+    model, args, kwargs = MODELS[name]()
+    traced = trace(model, args, kwargs)
+    eager = eager_step(*MODELS[name]())
+    for limit in (None, 0, 500, 10**9):
+        program = lower(traced, block_bytes=limit)
+        assert_same_step(program_step(traced, program, model, args, kwargs), eager)
+
+
+@given(model=module_trees(), limit=block_limits())
+@settings(max_examples=60)
+def test_random_module_trees_equal_eager(model: nn.Module, limit: int | None):
+    args = (torch.randn(3, 4, generator=torch.Generator().manual_seed(1)),)
+    eager = _eager_or_reject(copy.deepcopy(model), args)
+    traced = trace(model, args)
+    program = lower(traced, block_bytes=limit)
+    assert_same_step(program_step(traced, program, model, args, {}), eager)
+
+
+def _eager_or_reject(model: nn.Module, args: tuple[torch.Tensor, ...]) -> Step:
+    try:
+        return eager_step(model, args, {})
+    except RuntimeError as error:
+        # Two in-place calls in a row may overwrite what the first one needs for its backward.
+        if "modified by an inplace operation" in str(error):
+            reject()
+        raise
+
+
+def _arguments(program: Program, template_name: str) -> list[torch.Tensor]:
+    """Random tensors for the ports of a template; small integers, which index anything."""
+    template = program.templates[template_name]
+    generator = torch.Generator().manual_seed(3)
+
+    def of_spec(spec: TensorSpec) -> torch.Tensor:
+        if not spec.dtype.is_floating_point:
+            values = torch.randint(0, 2, spec.shape, generator=generator).to(spec.dtype)
+        else:
+            values = torch.rand(spec.shape, generator=generator).to(spec.dtype)
+        if spec.stride is None:
+            return values
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(values)
+
+    return [of_spec(port.spec) for port in (*template.inputs, *template.state)]
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"lengths_read"}))
+def test_the_text_of_a_template_is_python_that_computes_the_same(name: str):
+    model, args, kwargs = MODELS[name]()
+    program = lower(trace(model, args, kwargs))
+    scope: dict[str, Any] = {"torch": torch, "F": F, "operator": operator, "tests": tests}
+    for template in program.templates.values():
+        exec(template_text(template), scope)
+        inputs = _arguments(program, template.name)
+        count = len(template.inputs)
+        by_name = {p.name: t for p, t in zip(template.state, inputs[count:], strict=True)}
+        torch.manual_seed(0)
+        expected = Code(template.graph)([t.clone() for t in inputs])
+        torch.manual_seed(0)
+        found = scope[template.name](*(t.clone() for t in inputs[:count]), **by_name)
+        assert all(is_same(a, b) for a, b in zip(found, expected, strict=True)), template.name

@@ -1,0 +1,111 @@
+"""Mutations: schedules that differ from a good one in one place, and figures made to fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+from megatrain.errors import ScheduleError
+from megatrain.scheduler.lifetimes import lifetimes
+from megatrain.scheduler.memory import accumulated_bytes, count_moved, live_bytes, workspace_bytes
+from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.table import Position, Schedule, Tick
+
+
+def with_cells(schedule: Schedule, cells: dict[Position, Op | None]) -> Schedule:
+    """The schedule with some cells replaced; below the last row, the table grows."""
+    count = max([len(schedule.ticks), *(p.tick + 1 for p in cells)])
+    rows = [*schedule.ticks, *[Tick()] * (count - len(schedule.ticks))]
+    for position, op in cells.items():
+        rows[position.tick] = replace(rows[position.tick], **{str(position.stream): op})
+    live = (*schedule.live_bytes, *schedule.live_bytes[-1:] * (count - len(schedule.ticks)))
+    return replace(schedule, ticks=tuple(rows), live_bytes=live)
+
+
+def with_figures(schedule: Schedule) -> Schedule:
+    """The schedule with the figures that its table has, so that not only they give it away."""
+    workload = schedule.known_workload()
+    try:
+        lives = lifetimes(schedule)
+        live = live_bytes(workload, lives, len(schedule.ticks), schedule.arena_bytes)
+        accumulated = accumulated_bytes(workload)
+        busy = [
+            live[p.tick] + workspace_bytes(workload, op.what, op.block, schedule.saves, accumulated)
+            for p, op in schedule.positions()
+            if p.stream == Stream.COMPUTE
+        ]
+        h2d, d2h = count_moved(workload, schedule.ops, schedule.parked(), schedule.transfer)
+    except (KeyError, ValueError, IndexError):
+        return schedule
+    return replace(
+        schedule,
+        live_bytes=live,
+        peak_bytes=max(live, default=0),
+        device_bytes=max([*live, *busy], default=0),
+        h2d_bytes=h2d,
+        d2h_bytes=d2h,
+    )
+
+
+def mutants(schedule: Schedule, random: Random) -> Iterator[tuple[str, Schedule]]:
+    """Every op deleted, swapped, moved, renumbered, doubled, put in other slots and streams."""
+    ops = list(schedule.positions())
+    for index, (position, op) in enumerate(ops):
+        mine = [p for p, _ in ops if p.stream == position.stream]
+        where = f"{op} of {position.stream} at tick {position.tick}"
+        yield f"without {where}", with_cells(schedule, {position: None})
+        at = mine.index(position)
+        others = {mine[(at + 1) % len(mine)], random.choice(mine)}
+        for other in sorted(others - {position}):
+            cells = {position: schedule.ticks[other.tick].at(other.stream), other: op}
+            yield f"{where} swapped with tick {other.tick}", with_cells(schedule, cells)
+        free = [t for t in range(len(schedule.ticks) + 1) if Position(t, position.stream) not in mine]
+        near = [t for t in (position.tick - 1, position.tick + 1) if t in free]
+        for tick in sorted({*near, random.choice(free or [position.tick])} - {position.tick}):
+            moved = {position: None, Position(tick, position.stream): op}
+            yield f"{where} moved to tick {tick}", with_cells(schedule, moved)
+        yield from _other_ops(schedule, position, op, where, random)
+        if free:
+            copied = {Position(random.choice(free), position.stream): op}
+            yield f"{where} twice, number {index}", with_cells(schedule, copied)
+    yield from _other_headers(schedule, random)
+
+
+def _other_headers(schedule: Schedule, random: Random) -> Iterator[tuple[str, Schedule]]:
+    for name in ("keep", "h2d_bytes", "d2h_bytes", "peak_bytes", "device_bytes", "host_bytes"):
+        for change in (-1, 1):
+            other = replace(schedule, **{name: getattr(schedule, name) + change})
+            yield f"{name} changed by {change}", other
+    block = random.randrange(max(1, schedule.num_blocks))
+    saves = tuple(sorted(set(schedule.saves) ^ {block}))
+    yield f"saves {saves}", replace(schedule, saves=saves)
+    for index, slot in enumerate(schedule.slots):
+        for offset, nbytes in ((slot.offset + 32, slot.nbytes), (slot.offset, max(0, slot.nbytes - 1))):
+            other = replace(slot, offset=offset, nbytes=nbytes)
+            slots = (*schedule.slots[:index], other, *schedule.slots[index + 1 :])
+            yield f"slot {index} made {other}", replace(schedule, slots=slots)
+    tick = random.randrange(max(1, len(schedule.ticks)))
+    live = tuple(n + (t == tick) for t, n in enumerate(schedule.live_bytes))
+    yield f"one more live byte at tick {tick}", replace(schedule, live_bytes=live)
+
+
+def _other_ops(
+    schedule: Schedule, position: Position, op: Op, where: str, random: Random
+) -> Iterator[tuple[str, Schedule]]:
+    target = random.randrange(schedule.num_blocks + 1)
+    if target != op.block:
+        yield f"{where} for block {target}", with_cells(schedule, {position: replace(op, block=target)})
+    if op.slot is not None:
+        for slot in range(schedule.num_slots + 1):
+            if slot != op.slot:
+                yield f"{where} into slot {slot}", with_cells(schedule, {position: replace(op, slot=slot)})
+    for stream in (Stream.H2D, Stream.COMPUTE, Stream.D2H):
+        for what in "WAFBG":
+            try:
+                changed = Op(stream, what, op.block, slot=op.slot if what == "W" else None)
+            except ScheduleError:
+                continue
+            if changed != op and (what == op.what or stream == op.stream):
+                cells = {position: None, Position(position.tick, stream): changed}
+                yield f"{where} made {changed} of {stream}", with_cells(schedule, cells)

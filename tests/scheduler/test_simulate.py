@@ -1,0 +1,88 @@
+"""Costs and simulation: times that follow from rates, and bounds that hold."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.errors import OptionError
+from megatrain.scheduler.build import schedule
+from megatrain.scheduler.costs import Hardware, op_durations
+from megatrain.scheduler.op import Stream
+from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.workload import Workload
+from tests.scheduler.workloads import chain, example, schedules, workloads
+
+RATES = st.floats(1e2, 1e6)
+MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.sampled_from([0.0, 1e-6, 1e-3]))
+
+
+@given(schedules(), MACHINES)
+@settings(max_examples=60)
+def test_a_simulated_step_is_as_long_as_its_longest_chain_and_no_shorter_than_any_bound(
+    plan: Schedule, machine: Hardware
+):
+    found = plan.simulate(machine)
+    seconds, path = plan.critical_path(machine)
+    assert found.step_s == pytest.approx(seconds)
+    assert all(a.tick < b.tick for a, b in pairwise(path))
+    for bound in plan.lower_bounds(machine).values():
+        assert found.step_s >= bound * (1 - 1e-9)
+    assert all(0 <= fraction <= 1 + 1e-9 for fraction in found.busy.values())
+    assert [t.position for t in found.timeline] == [p for p, _ in plan.positions()]
+
+
+@given(schedules(), MACHINES)
+@settings(max_examples=30)
+def test_ops_of_one_stream_never_overlap_and_follow_what_they_wait_for(plan: Schedule, machine: Hardware):
+    timeline = {t.position: t for t in plan.simulate(machine).timeline}
+    free = dict.fromkeys(Stream, 0.0)
+    for position, before in plan.waits().items():
+        assert timeline[position].start_s >= max(
+            [free[position.stream], *(timeline[b].end_s for b in before)]
+        )
+        free[position.stream] = timeline[position].end_s
+
+
+@given(workloads(), st.integers(1, 3))
+@settings(max_examples=30)
+def test_one_more_slot_never_breaks_a_schedule(workload: Workload, num_slots: int):
+    fewer, more = schedule(workload, num_slots=num_slots), schedule(workload, num_slots=num_slots + 1)
+    more.check()
+    assert more.h2d_bytes <= fewer.h2d_bytes
+
+
+def test_a_second_slot_overlaps_copies_with_compute():
+    workload = chain([10**6] * 8, act=0)
+    machine = Hardware(1e9, 1e9, 1e9)
+    assert schedule(workload, num_slots=2).simulate(machine).step_s < (
+        0.8 * schedule(workload, num_slots=1).simulate(machine).step_s
+    )
+
+
+def test_durations_follow_from_bytes_and_work():
+    plan = schedule(example(), keep=2)
+    seconds = op_durations(plan, Hardware(1e6, 1e5, 1e6, launch_s=0.5))
+    assert seconds[Position(0, Stream.H2D)] == pytest.approx(0.5 + 65536 / 1e6)
+    assert seconds[Position(1, Stream.COMPUTE)] == pytest.approx(0.5 + 1)
+    assert seconds[Position(2, Stream.D2H)] == pytest.approx(0.5 + 8192 / 1e5)
+    assert seconds[Position(5, Stream.COMPUTE)] == pytest.approx(0.5 + 2)
+    assert seconds[Position(6, Stream.COMPUTE)] == pytest.approx(0.5 + 3)
+    bound = schedule(example(), transfer="bind")
+    assert op_durations(bound, Hardware(1, 1, 1e6))[Position(0, Stream.H2D)] == 0
+
+
+def test_the_stream_that_works_longest_is_named():
+    plan = schedule(example())
+    assert plan.simulate(Hardware(1e3, 1e9, 1e12)).bound == "h2d"
+    assert plan.simulate(Hardware(1e12, 1e9, 1e6)).bound == "compute"
+    assert str(plan.simulate(Hardware(1e12, 1e12, 1e6))).endswith("bound by compute")
+
+
+@pytest.mark.parametrize("rates", [(0, 1, 1, 0), (1, -1, 1, 0), (1, 1, 0, 0), (1, 1, 1, -1)])
+def test_impossible_hardware_is_refused(rates):
+    with pytest.raises(OptionError, match="isn't a machine"):
+        Hardware(*rates)

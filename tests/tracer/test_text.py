@@ -1,0 +1,97 @@
+"""The printed form of a capture: complete, deterministic, readable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+from megatrain.passes.pipeline import lower
+from megatrain.tracer.trace import trace
+from tests.models import MODELS, Gpt
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = """
+from megatrain.passes.pipeline import lower
+from megatrain.tracer.trace import trace
+from tests.models import MODELS
+for name in ("gpt_loss", "cnn", "ema_buffer", "mixture_of_experts", "aliased_inplace", "views"):
+    traced = trace(*MODELS[name]())
+    print(traced, lower(traced), lower(traced, block_bytes=100), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_models_print_equal_texts(name: str):
+    first, second = trace(*MODELS[name]()), trace(*MODELS[name]())
+    assert str(first) == str(second)
+    assert str(lower(first)) == str(lower(second))
+    assert " at 0x" not in str(first)
+
+
+def test_the_hash_seed_of_the_process_changes_no_text():
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            cwd=ROOT,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 10000
+
+
+def test_a_gpt_prints_its_calls_state_and_ties(golden: Callable[[str, str], None]):
+    golden("traced_gpt", str(trace(*MODELS["gpt_loss"]())))
+
+
+def test_a_capture_prints_write_backs_guards_and_ties():
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(2, 2, bias=False)
+            self.second = nn.Linear(2, 2, bias=False)
+            self.second.weight = self.first.weight
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x, mask):
+            self.seen += 1
+            if mask.any():
+                x = x * mask
+            return self.second(self.first(x)), {"count": self.seen}
+
+    traced = trace(Small(), (torch.ones(1, 2), torch.tensor([True, False])))
+    assert_expected_inline(
+        str(traced),
+        """\
+traced Small(arg0: f32[1, 2], arg1: bool[2]) -> (f32[1, 2], i64[])
+  state: 1 parameters, 16 bytes; 1 buffers, 8 bytes
+  tied: second.weight = first.weight
+  add_: i64[] = seen.add_(1)
+  any_1: bool[] = arg1.any()
+  mul: f32[1, 2] = arg0.mul(arg1)
+  linear: f32[1, 2] = F.linear(mul, first.weight, None)  # first
+  linear_1: f32[1, 2] = F.linear(linear, first.weight, None)  # second
+  write back seen = seen
+  guard __bool__(any_1) == True at test_text.py:69: `if mask.any():`
+  return linear_1, add_""",
+    )
+
+
+def test_specs_and_inputs_are_named():
+    traced = trace(
+        Gpt(), (torch.zeros(2, 8, dtype=torch.int64),), {"targets": torch.zeros(2, 8, dtype=torch.int64)}
+    )
+    assert [n.name for n in traced.inputs] == ["arg0", "targets"]
+    assert str(traced.specs["targets"]) == "i64[2, 8]"
+    assert all("spec" in n.meta for n in traced.inputs)
