@@ -36,7 +36,7 @@ help:
 
 .venv/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("megatrain needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv --clear .venv
 	.venv/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[test]'
 	@touch $@
 

@@ -96,7 +96,9 @@ def build_model(recipe: Recipe) -> nn.Module:
     """
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise  # it is there, but broken: its own message says how
         raise OptionError(
             "The demo trains a Hugging Face model, and transformers is not installed.\n"
             '  It is an optional dependency: pip install "megatrain[hf]"'

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
+
+from megatrain.tracer.modes import autocast_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,8 @@ class Code:
         del arguments
         outer = torch.is_grad_enabled()
         with ExitStack() as stack:
-            for device in _autocast_devices():
+            # What a call saw at capture counts, not what the caller has on now.
+            for device, _ in autocast_state():
                 stack.enter_context(torch.autocast(device, enabled=False))
             for step in self._steps:
                 args, kwargs = _resolve(step.args, values), _resolve(step.kwargs, values)
@@ -77,15 +81,8 @@ class Code:
         return tuple(values[i] for i in self._outputs)
 
 
-def _autocast_devices() -> list[str]:
-    """Devices whose autocast the caller has on; what a call saw at capture counts, not what is on now."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    return [device for device in devices if torch.is_autocast_enabled(device)]
-
-
 def _step(node: fx.Node, index: dict[fx.Node, int], dead: tuple[int, ...], is_unused: bool) -> _Step:
-    args, kwargs = fx.node.map_aggregate(
+    args, kwargs = map_aggregate(
         (node.args, node.kwargs), lambda a: _Ref(index[a]) if isinstance(a, fx.Node) else a
     )
     target: Any = node.target

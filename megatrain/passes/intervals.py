@@ -36,7 +36,7 @@ class Interval:
 
 
 def find_intervals(traced: TracedModule, block_bytes: int | None) -> list[Interval]:
-    """Cuts the calls of `traced` at its repeated modules; with `block_bytes`, cuts finer and merges small ones."""
+    """Cuts the calls of `traced` at its repeated modules; with `block_bytes`, cuts finer, merges small."""
     calls = [n for n in traced.graph.nodes if n.op in ("call_function", "call_method")]
     intervals = _absorb_stateless(_cut_at_repeated(calls, traced.block_modules))
     if block_bytes is not None:
@@ -126,7 +126,7 @@ def _merge_small(intervals: list[Interval], limit: int) -> list[Interval]:
 
 
 def _merge_aliased_writes(intervals: list[Interval], traced: TracedModule) -> list[Interval]:
-    """Undoes cuts that would let one block write memory which another name for it still shows to a later block.
+    """Undoes cuts that let a block write memory which another name for it still shows to a later block.
 
     A block that writes into a tensor from an earlier block writes into its own copy; that is exact while the
     written name is the only one in use from there on.

@@ -14,7 +14,8 @@ def lift_state(program: Program) -> Program:
     """Returns `program` with templates that hold no state.
 
     linear = F.linear(x, layers.3.fc1.weight)
-    ->  def t3(x, *, fc1_weight): linear = F.linear(x, fc1_weight)    binding: fc1_weight = layers.3.fc1.weight
+    ->  def t3(x, *, fc1_weight): linear = F.linear(x, fc1_weight)
+        binding: fc1_weight = layers.3.fc1.weight
     """
     templates: dict[str, Template] = {}
     blocks: list[Block] = []

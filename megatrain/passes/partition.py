@@ -15,9 +15,9 @@ from megatrain.tracer.traced import TracedModule
 def partition(traced: TracedModule, *, block_bytes: int | None = None) -> Program:
     """Cuts a straight-line graph into contiguous intervals, one block each.
 
-    Each repeated module (two or more of a class in one ModuleList or Sequential) is a block; what lies between
-    is a block of its own if it reads state, else it joins its neighbour. What one interval computes and
-    another, or the caller, reads becomes a value. An interval partition of a straight-line graph is acyclic,
+    Each repeated module (two or more of a class in one ModuleList or Sequential) is a block; what lies
+    between is a block of its own if it reads state, else it joins its neighbour. What one interval computes
+    and another, or the caller, reads becomes a value. An interval partition of a straight-line graph is acyclic,
     so every model has one.
 
     Args:
@@ -31,7 +31,8 @@ def partition(traced: TracedModule, *, block_bytes: int | None = None) -> Progra
     intervals = find_intervals(traced, block_bytes)
     if not intervals:
         raise LowerError(
-            f"{traced.name} computes nothing.\n  A program needs at least one torch call between inputs and outputs."
+            f"{traced.name} computes nothing.\n"
+            "  A program needs at least one torch call between inputs and outputs."
         )
     return _Cut(traced, intervals).program()
 
@@ -151,7 +152,7 @@ class _Cut:
     def _outputs(
         self, index: int, interval: Interval, inputs: list[fx.Node], written: set[fx.Node]
     ) -> list[fx.Node]:
-        """Lists the tensors that leave the interval: re-written inputs, then results, each in order of use."""
+        """Lists the tensors that leave the interval: re-written inputs, then results, in order of use."""
 
         def leaves(node: fx.Node) -> bool:
             later = any(self._home.get(u, -1) > index for u in node.users)

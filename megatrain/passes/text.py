@@ -50,7 +50,8 @@ def program_text(program: Program) -> str:
         users[block.template].append(block.index)
     passes = ", ".join(program.provenance)
     lines = [
-        f"program {program.name}: {len(program.blocks)} blocks, {len(program.templates)} templates; from {passes}",
+        f"program {program.name}: {len(program.blocks)} blocks, {len(program.templates)} templates; "
+        f"from {passes}",
         f"  inputs {_list(program.inputs)}; outputs {_list(tuple(o.name for o in program.outputs))}",
     ]
     lines += [f"  buffer {value} = {key}" for value, key in program.buffers]

@@ -33,6 +33,7 @@ class Call:
         self.values: dict[str, torch.Tensor] = {}
         # Parked values whose first life on the device isn't over although their second has begun.
         self._leaving: dict[str, torch.Tensor] = {}
+        self._has_left: set[str] = set()
         self._lock = threading.RLock()
         self.gradients: dict[str, torch.Tensor] = {}
         self.parameter_gradients: dict[int, list[torch.Tensor | None]] = {}
@@ -57,7 +58,7 @@ class Call:
         """Keeps a parked value that came back; runs on a transfer thread, before or after the drop of the original."""
         with self._lock:
             original = self.values.get(name)
-            if original is not None:
+            if original is not None and name not in self._has_left:
                 self._leaving[name] = original
                 self.hold("leaving", name, [original])
             self.set_value(name, tensor)
@@ -70,8 +71,11 @@ class Call:
     def drop(self, kind: str, name: str | int) -> None:
         """Lets go of what `hold` counted."""
         with self._lock:
-            if kind == "value" and name in self._leaving:
-                kind = "leaving"
+            if kind == "original":
+                if name in self._has_left:
+                    return
+                self._has_left.add(str(name))
+                kind = "leaving" if name in self._leaving else "value"
             self._registry(kind).pop(name, None)
             self._meter.release((id(self), kind, name))
 

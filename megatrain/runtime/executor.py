@@ -14,12 +14,11 @@ from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients import GradientSink
-from megatrain.runtime.plan import Plan, Planned, plan_schedule
+from megatrain.runtime.plan import Plan, Planned, Release, plan_schedule
 from megatrain.runtime.rng import repeated_rng
 from megatrain.runtime.streams import Event
 from megatrain.scheduler.build import backward_schedule
 from megatrain.scheduler.from_program import has_backward
-from megatrain.scheduler.lifetimes import Item
 from megatrain.scheduler.table import Position, Schedule
 
 
@@ -212,7 +211,7 @@ class Executor:
 
     # -- running the table ---------------------------------------------------------------------------------
 
-    def _run(self, call: Call, steps: Sequence[Planned], ends: Sequence[Item]) -> None:
+    def _run(self, call: Call, steps: Sequence[Planned], ends: Sequence[Release]) -> None:
         """Hands transfers to their streams and runs compute here, in the table's order."""
         streams = self._engine.streams
         events = {step.position: Event(str(step.op)) for step in steps}
@@ -240,9 +239,9 @@ class Executor:
 
         return work
 
-    def _release(self, call: Call, items: Sequence[Item]) -> None:
+    def _release(self, call: Call, items: Sequence[Release]) -> None:
         for kind, number in items:
-            call.drop(kind, self._names[number] if kind in ("value", "gradient") else number)
+            call.drop(kind, self._names[number] if kind in _OF_VALUES else number)
 
     def _poison(self, step: Planned) -> None:
         """Fills slots whose last reader has run with NaN, if a test asked for it."""
@@ -355,6 +354,8 @@ def _cold_schedule(warm: Schedule) -> Schedule:
     except ScheduleError:
         return backward_schedule(warm, num_slots=1)
 
+
+_OF_VALUES = ("value", "gradient", "original")
 
 _HANDLERS: dict[tuple[str, str], Callable[[Executor, Call, Planned], None]] = {
     ("h2d", "W"): Executor._prefetch,

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from megatrain.scheduler.lifetimes import Item, lifetimes
+from megatrain.scheduler.lifetimes import lifetimes
 from megatrain.scheduler.op import Op, Stream
 from megatrain.scheduler.table import Position, Schedule
+
+
+class Release(NamedTuple):
+    """Something to let go of.
+
+    `"value"`, `"gradient"` and `"original"` (a value on the device that was parked) have the number of a value,
+    `"parameters"` (gradients of a block's parameters) and `"saved"` (a retained graph) that of a block.
+    """
+
+    kind: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +47,8 @@ class Planned:
     values: tuple[int, ...]
     saves: bool
     is_recomputed: bool
-    released_before: tuple[Item, ...]
-    released_after: tuple[Item, ...]
+    released_before: tuple[Release, ...]
+    released_after: tuple[Release, ...]
     freed_ranges: tuple[tuple[int, int], ...]
 
 
@@ -55,8 +67,8 @@ class Plan:
 
     forward: tuple[Planned, ...]
     backward: tuple[Planned, ...]
-    forward_ends: tuple[Item, ...]
-    backward_ends: tuple[Item, ...]
+    forward_ends: tuple[Release, ...]
+    backward_ends: tuple[Release, ...]
     arena_bytes: int
     parked_values: tuple[int, ...]
 
@@ -95,35 +107,43 @@ def plan_schedule(schedule: Schedule) -> Plan:
 
 
 class _Releases:
-    """Decides where on the compute thread each item is let go of.
+    """Decides where each item is let go of.
 
-    What a compute operation uses last goes right after it. What a transfer uses last goes before the first compute
-    operation of a later tick, which waits for that transfer: freed memory is then reused in stream order.
+    What a compute operation uses last goes right after it. What a transfer uses last goes before whatever takes
+    device memory first in a later tick, a compute operation or a returning activation: both wait for that transfer,
+    so freed memory is reused in stream order, and is free when the table says so. The two may run side by side, so
+    the item stands before both and letting go a second time does nothing.
     """
 
     def __init__(self, schedule: Schedule, last_forward: int):
-        self.before: dict[Position, list[Item]] = defaultdict(list)
-        self.after: dict[Position, list[Item]] = defaultdict(list)
-        self.forward_ends: list[Item] = []
-        self.backward_ends: list[Item] = []
+        self.before: dict[Position, list[Release]] = defaultdict(list)
+        self.after: dict[Position, list[Release]] = defaultdict(list)
+        self.forward_ends: list[Release] = []
+        self.backward_ends: list[Release] = []
         self._last_forward = last_forward
-        self._compute = sorted(p.tick for p, _ in schedule.positions() if p.stream == Stream.COMPUTE)
+        self._compute = [p for p, _ in schedule.positions() if p.stream == Stream.COMPUTE]
+        self._returns = [p for p, op in schedule.positions() if p.stream == Stream.H2D and op.what == "A"]
+        parked = {v for values in schedule.parked().values() for v in values}
         for life in lifetimes(schedule):
+            kind, number = life.item
+            has_left = kind == "value" and number in parked and life.start not in self._returns
             if life.ends:
-                self._place(life.item, life.ends)
+                self._place(Release("original" if has_left else kind, number), life.ends)
 
-    def _place(self, item: Item, ends: Sequence[Position]) -> None:
+    def _place(self, item: Release, ends: Sequence[Position]) -> None:
         last_compute = max((p.tick for p in ends if p.stream == Stream.COMPUTE), default=-1)
         last_transfer = max((p.tick for p in ends if p.stream != Stream.COMPUTE), default=-1)
         if last_compute > last_transfer:
             self.after[Position(last_compute, Stream.COMPUTE)].append(item)
             return
         is_forward = last_transfer <= self._last_forward
-        later = [t for t in self._compute if t > last_transfer and (t <= self._last_forward or not is_forward)]
-        if later:
-            self.before[Position(later[0], Stream.COMPUTE)].append(item)
-        else:
-            (self.forward_ends if is_forward else self.backward_ends).append(item)
+        last_tick = self._last_forward if is_forward else float("inf")
+        for takers in (self._compute, self._returns):
+            later = (p for p in takers if last_transfer < p.tick <= last_tick)
+            first = next(later, None)
+            if first is not None:
+                self.before[first].append(item)
+        (self.forward_ends if is_forward else self.backward_ends).append(item)
 
 
 def _freed_ranges(schedule: Schedule) -> dict[Position, list[tuple[int, int]]]:

@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from megatrain.tracer.source import SourceLine
 from megatrain.tracer.targets import literal_text
 
 _METADATA = {
-    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_floating_point", "is_complex",
-    "is_signed", "is_contiguous", "element_size", "get_device", "data_ptr", "type", "is_same_size", "is_set_to",
-    "is_pinned", "is_shared", "is_inference", "is_conj", "is_neg", "is_tensor", "__len__", "__hash__", "__repr__",
-    "__format__", "untyped_storage", "result_type", "has_names", "is_coalesced", "is_distributed",
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_floating_point",
+    "is_complex", "is_signed", "is_contiguous", "element_size", "get_device", "data_ptr", "type", "is_same_size",
+    "is_set_to", "is_pinned", "is_shared", "is_inference", "is_conj", "is_neg", "is_tensor", "__len__",
+    "__hash__", "__repr__", "__format__", "untyped_storage", "result_type", "has_names", "is_coalesced", "is_distributed",
 }  # fmt: skip
 
 # What a call may give to Python code; a hook's handle or None stands for an effect.
@@ -64,7 +65,7 @@ class Guard:
     def nodes(self) -> list[fx.Node]:
         """Returns the nodes it reads."""
         found: list[fx.Node] = []
-        fx.node.map_arg((self.args, self.kwargs), found.append)
+        map_arg((self.args, self.kwargs), found.append)
         return found
 
 
@@ -114,7 +115,7 @@ class GuardCheck:
 
 def compute(call: fx.Node | Guard, values: Mapping[fx.Node, Any]) -> Any:
     """Repeats a call on the values of its nodes."""
-    args, kwargs = fx.node.map_arg((call.args, call.kwargs), lambda n: values[n])
+    args, kwargs = map_arg((call.args, call.kwargs), lambda n: values[n])
     target: Any = call.target
     if call.op == "call_method":
         return getattr(args[0], target)(*args[1:], **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatrain.tracer.recorder import Recorder
 
 
 def repeated_modules(root: nn.Module) -> frozenset[str]:
-    """Returns the names of modules that stand two or more times, by class, in one ModuleList or Sequential."""
+    """Returns the names of modules that stand twice or more, by class, in one ModuleList or Sequential."""
     found: set[str] = set()
     for prefix, container in root.named_modules(remove_duplicate=False):
         if not isinstance(container, nn.ModuleList | nn.Sequential):
@@ -29,7 +29,7 @@ def repeated_modules(root: nn.Module) -> frozenset[str]:
 
 
 @contextmanager
-def followed_modules(recorder: Recorder, root: nn.Module) -> Iterator[None]:
+def followed_modules(recorder: Recorder, root: nn.Module) -> Generator[None]:
     """Keeps `recorder.module_stack` equal to the calls that the running code is in."""
     names = {id(module): name for name, module in reversed(list(root.named_modules()))}
     calls: Counter[int] = Counter()
@@ -56,7 +56,7 @@ def followed_modules(recorder: Recorder, root: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def recorded_functions(recorder: Recorder) -> Iterator[None]:
+def recorded_functions(recorder: Recorder) -> Generator[None]:
     """Makes `autograd.Function.apply` one node each, so that the user's own backward is kept.
 
     No torch-function mode sees `apply`; without this its forward would be recorded and its backward lost.
@@ -68,7 +68,7 @@ def recorded_functions(recorder: Recorder) -> Iterator[None]:
         if recorder.is_recording:
             return bound(*args, **kwargs)
         if cls is CheckpointFunction:
-            # A reentrant checkpoint hides the parameters of the function it runs; blocks are recomputed anyway.
+            # A reentrant checkpoint hides the parameters of what it runs; blocks are recomputed anyway.
             function, _, *rest = args
             return function(*rest)
         with recorder.paused():

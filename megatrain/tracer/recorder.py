@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from operator import getitem
 from typing import Any
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from megatrain.tracer.guards import PLAIN, Guard, is_metadata_read
+from megatrain.tracer.modes import autocast_state
 from megatrain.tracer.refusals import check_call, refuse, refuse_kept, refuse_read, refuse_unknown
 from megatrain.tracer.restart import MakeFakeError, Site
 from megatrain.tracer.source import user_line
@@ -123,7 +124,7 @@ class Recorder(TorchFunctionMode):
         return next((n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr")), None)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None]:
         """Switches the mode off around a call that is recorded by hand."""
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             yield
@@ -257,17 +258,11 @@ class Recorder(TorchFunctionMode):
             self.is_recording = False
 
     def _context(self) -> dict[str, Any]:
-        devices = (
-            ["cpu", torch.accelerator.current_accelerator().type]
-            if torch.accelerator.is_available()
-            else ["cpu"]
-        )
-        autocast = tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))
         return {
             "modules": tuple(self.module_stack),
             "source": self._site[0],
             "grad": torch.is_grad_enabled(),
-            "autocast": autocast,
+            "autocast": autocast_state(),
         }
 
     def _bind_results(self, node: fx.Node, result: Any, is_real: bool) -> None:

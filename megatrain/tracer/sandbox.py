@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -42,8 +42,8 @@ def fake_state(
 
 
 @contextmanager
-def swapped_state(module: nn.Module, replacement: dict[int, torch.Tensor]) -> Iterator[Attributes]:
-    """Puts `replacement[id(tensor)]` where `module` holds a tensor, and undoes all changes to modules at the end.
+def swapped_state(module: nn.Module, replacement: dict[int, torch.Tensor]) -> Generator[Attributes]:
+    """Puts `replacement[id(tensor)]` where `module` holds a tensor; at the end undoes all changes to modules.
 
     Yields what the modules held right after the swap.
     """
@@ -61,7 +61,7 @@ def swapped_state(module: nn.Module, replacement: dict[int, torch.Tensor]) -> It
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An attribute, or an item of a container in one, that holds something else than before; None for nothing."""
+    """An attribute, or an item of a container in one, that holds another object; None for nothing."""
 
     name: str
     holder: Any
@@ -77,7 +77,7 @@ class Change:
 
 
 class Attributes:
-    """What the attributes of modules hold, and what the plain containers and objects in them hold, at one time."""
+    """What attributes of modules hold, and what plain containers and objects in them hold, at one time."""
 
     def __init__(self, module: nn.Module) -> None:
         self._saved: dict[int, tuple[str, Any, dict[Any, Any]]] = {}
@@ -132,15 +132,15 @@ def _is_same(left: dict[Any, Any], right: dict[Any, Any]) -> bool:
 
 
 def _attributes_of(value: Any) -> dict[str, Any] | None:
-    """Returns the attributes of a plain Python object; modules are visited on their own, tensors have none."""
+    """Returns the attributes of a plain Python object; modules are visited on their own."""
     if isinstance(value, nn.Module | torch.Tensor | type | ModuleType | FunctionType | Enum):
         return None
     return getattr(value, "__dict__", None) if type(getattr(value, "__dict__", None)) is dict else None
 
 
 @contextmanager
-def kept_rng() -> Iterator[list[str]]:
-    """Restores every random generator at the end; the list yielded then names what moved but for torch's stream."""
+def kept_rng() -> Generator[list[str]]:
+    """Restores every random generator at the end; the list then names what moved besides torch's stream."""
     python, host, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seed = torch.initial_seed()
     has_device = torch.accelerator.is_available()

@@ -16,7 +16,7 @@ class StateEntry:
 
     Args:
         key: Its first fully qualified name.
-        kind: `"parameter"`, `"buffer"` or `"constant"` (a tensor that the forward reads and no module registers).
+        kind: `"parameter"`, `"buffer"` or `"constant"` (a tensor that is read and that no module registers).
         spec: Shape, dtype, layout.
         requires_grad: Whether it is trained.
         ties: The other names of the same tensor.

@@ -41,8 +41,8 @@ class _OnDeepCopy(TorchFunctionMode):
 def _copied_around_tensors(value: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """Deep-copies `value` except for its tensors, and lists those in the order met.
 
-    `Parameter` and some other subclasses copy themselves out of sight of the mode. Once met, stand-ins replace
-    them by way of the memo, which `copy.deepcopy` asks first.
+    `Parameter` and some other subclasses copy themselves out of sight of the mode. Once met, stand-ins
+    replace them by way of the memo, which `copy.deepcopy` asks first.
     """
     owners: dict[int, torch.Tensor] = {}
     memo: dict[int, Any] = {}

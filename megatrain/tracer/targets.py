@@ -1,4 +1,4 @@
-"""Names for what a node calls and for the literals it is called with: printable, importable where possible."""
+"""Names for what a node calls and for the literals it is called with, importable where possible."""
 
 from __future__ import annotations
 

@@ -41,13 +41,13 @@ def trace(
         model: Any module; its parameters may be real or on the meta device.
         args: Example positional arguments; tensors on `device`, or on meta.
         kwargs: Example keyword arguments, likewise.
-        device: Compute device that the graph will run on; default: the device of the first real input, else the CPU.
+        device: Compute device that the graph will run on; default: that of the first real input, else the CPU.
 
     Returns:
         The capture, checked.
 
     Raises:
-        TraceError: If the forward can't be captured faithfully. Exceptions of the model's own code pass unchanged.
+        TraceError: If the forward can't be captured faithfully. The model's own exceptions pass unchanged.
     """
     arguments = Arguments.of(tuple(args), dict(kwargs or {}))
     _refuse_hidden_inputs(arguments)
@@ -69,7 +69,7 @@ def _refuse_hidden_inputs(arguments: Arguments) -> None:
         if not isinstance(leaf, torch.Tensor) and holds_tensors(leaf):
             raise TraceError(
                 f"the argument `{name}` is a {type(leaf).__qualname__} with tensors in it.\n"
-                "  Inputs are found in tuples, lists, dicts and classes registered with torch.utils._pytree.\n"
+                "  Inputs are found in tuples, lists, dicts and classes known to torch.utils._pytree.\n"
                 "  Pass the tensors themselves, or register the class."
             )
 
@@ -102,7 +102,7 @@ class _Capture:
         if moved:
             raise TraceError(
                 f"the model draws from or seeds `{moved[0]}` in its forward.\n"
-                "  A capture would freeze the number drawn.\n  Draw with torch instead, on a tensor, unseeded."
+                "  A capture would freeze the number drawn.\n  Draw with torch instead, unseeded."
             )
         outputs = Structure.of(result)
         nodes = tuple(self._recorder.node_of(t) for t in outputs.placeholders)
@@ -147,7 +147,7 @@ class _Capture:
     def _refuse_stray(self, func: Any, args: Any) -> None:
         self._stray = TraceError(
             f"the operation `{func}` ran at {user_line()} outside any torch function.\n"
-            "  A capture records torch functions; what TorchScript, C++ extensions or numpy compute would become a "
+            "  A capture records torch functions; what TorchScript or C++ extensions compute would become a "
             "constant.\n  Call the operation through torch.ops or a torch.library.custom_op."
         )
         raise self._stray

@@ -146,7 +146,8 @@ def test_sliding_and_full_attention_layers_of_transformers_have_their_own_templa
 
     config = transformers.Qwen2Config(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=2, use_sliding_window=True, sliding_window=4, max_window_layers=2, use_cache=False,
+        num_key_value_heads=2, use_sliding_window=True, sliding_window=4, max_window_layers=2,
+        use_cache=False,
     )  # fmt: skip
     model = transformers.Qwen2ForCausalLM(config)
     program = lower(trace(model, (), {"input_ids": torch.arange(16).view(2, 8)}))

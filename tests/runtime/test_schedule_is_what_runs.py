@@ -67,7 +67,9 @@ def slow_peak(depth: int, **options) -> tuple[int, megatrain.Schedule]:
     chaos = Chaos(max_delay_s=0.02, slow="d2h", poison=False)
     compiled = megatrain.compile(model, device="cpu", transfer="copy", chaos=chaos, **options)
     for _ in range(2):
-        compiled(ids, targets=ids)[1].backward()
+        logits, loss = compiled(ids, targets=ids)
+        # Every output gets a gradient with memory of its own, as the table assumes.
+        (loss + (logits * torch.ones(logits.shape)).sum()).backward()
     return compiled.peak_bytes, compiled.schedule
 
 

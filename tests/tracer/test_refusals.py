@@ -291,7 +291,7 @@ def test_tensors_hidden_in_an_argument_are_refused():
         def forward(self, batch):
             return super().forward(batch.x)
 
-    with pytest.raises(TraceError, match="the argument `arg0` is a .*Batch with tensors in it"):
+    with pytest.raises(TraceError, match=r"the argument `arg0` is a .*Batch with tensors in it"):
         trace(Reading(3, 3), (Batch(torch.randn(2, 3)),))
 
 
@@ -309,7 +309,7 @@ def test_an_exception_of_the_model_passes_unharmed_and_the_model_is_restored():
     model = Failing()
     weight = model.fc.weight
     state = torch.get_rng_state()
-    with pytest.raises(LookupError, match='^"?the user\'s own"?$'):
+    with pytest.raises(LookupError, match="the user's own"):
         trace(model, (torch.randn(2, 3),))
     torch.set_rng_state(state)
     assert model.seen == []

@@ -32,7 +32,7 @@ def test_a_capture_in_eval_mode_equals_eager(name: str, monkeypatch: pytest.Monk
     other = MODELS[name]()[0]
     model.eval()
     other.eval()
-    # The fused inference kernel of nn.TransformerEncoderLayer rounds differently, and no recorder can enter it.
+    # The fused inference kernel of nn.TransformerEncoderLayer rounds differently; no recorder enters it.
     monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
     with torch.no_grad():
         traced = trace(model, args, kwargs)
