@@ -7,7 +7,7 @@
 For compiler people the steps are public too: `trace`, `lower`, `workload`, `schedule`, `Executor`.
 """
 
-from megatrain.compiled import CompiledModule, compile  # noqa: A004  # the name torch users expect
+from megatrain.compiled import CompiledModule, compile  # the name torch users expect
 from megatrain.errors import ExecuteError, LowerError, MegatrainError, OptionError, ScheduleError, TraceError
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Block, Program, Template

@@ -91,10 +91,12 @@ def _read_device(device: torch.device | str | None) -> torch.device:
             target = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise OptionError(
-                f"device={device!r} is not a device.\n  Use \"cpu\", \"cuda\" or \"cuda:0\"."
+                f'device={device!r} is not a device.\n  Use "cpu", "cuda" or "cuda:0".'
             ) from error
     if target.type == "meta":
-        raise OptionError('device="meta" can\'t compute.\n  To plan without computing, use trace, lower and schedule.')
+        raise OptionError(
+            'device="meta" can\'t compute.\n  To plan without computing, use trace, lower and schedule.'
+        )
     if target.type == "cpu":
         return torch.device("cpu")
     _check_present(target)

@@ -82,9 +82,11 @@ class Code:
 
 
 def _step(node: fx.Node, index: dict[fx.Node, int], dead: tuple[int, ...], is_unused: bool) -> _Step:
-    args, kwargs = map_aggregate(
-        (node.args, node.kwargs), lambda a: _Ref(index[a]) if isinstance(a, fx.Node) else a
-    )
+    def referred(argument: Any) -> Any:
+        return _Ref(index[argument]) if isinstance(argument, fx.Node) else argument
+
+    args: Any = map_aggregate(node.args, referred)
+    kwargs: Any = map_aggregate(node.kwargs, referred)
     target: Any = node.target
     function = _method(target) if node.op == "call_method" else target
     dead = (*dead, index[node]) if is_unused else dead

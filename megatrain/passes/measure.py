@@ -134,6 +134,8 @@ def _measure_backward(code: Code, ports: tuple[Port, ...], differentiable: list[
         roots = [o for o in outputs if o.requires_grad]
         leaves = [a for a in arguments if a.requires_grad]
         seeds = [torch.ones_like(r) for r in roots]
-        gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True) if roots and leaves else ()
+        gradients: Any = ()
+        if roots and leaves:
+            gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
     produced = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
     return sum(saved.values()), max(0, live.peak - produced)

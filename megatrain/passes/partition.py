@@ -17,7 +17,7 @@ def partition(traced: TracedModule, *, block_bytes: int | None = None) -> Progra
 
     Each repeated module (two or more of a class in one ModuleList or Sequential) is a block; what lies
     between is a block of its own if it reads state, else it joins its neighbour. What one interval computes
-    and another, or the caller, reads becomes a value. An interval partition of a straight-line graph is acyclic,
+    and another, or the caller, reads becomes a value. A straight-line graph cut into intervals has no cycle,
     so every model has one.
 
     Args:

@@ -49,7 +49,7 @@ def lower(
         value = step(value)
         _check(value)
         if after_pass is not None:
-            after_pass(getattr(step, "func", step).__name__, value)
+            after_pass(str(getattr(getattr(step, "func", step), "__name__", step)), value)
     assert isinstance(value, Program), "the passes must end in a program"
     return value
 

@@ -124,10 +124,22 @@ class Meter:
             self._add(nbytes - self._arena_bytes)
             self._arena_bytes = nbytes
 
-    def hold(self, key: Hashable, tensors: Iterable[torch.Tensor]) -> None:
-        """Counts `tensors` as held under `key`, in place of what was held under it."""
+    def hold(self, key: Hashable, tensors: Iterable[torch.Tensor], *, is_private: bool = False) -> None:
+        """Counts `tensors` as held under `key`, in place of what was held under it.
+
+        Args:
+            key: For `release`.
+            tensors: What is held.
+            is_private: They may be freed before `key` is released (autograd frees what it saved one by one), so
+                their addresses may belong to others by then. What is not known yet is counted for this key alone.
+        """
         found = dict(part for tensor in tensors for part in _storages(tensor))
         with self._lock:
+            if is_private:
+                found = {
+                    name if name in self._storages else (f"{name[0]} of {key}", name[1]): nbytes
+                    for name, nbytes in found.items()
+                }
             # First the new, then the old: what both have in common must not look free in between.
             for name, nbytes in found.items():
                 storage = self._storages.get(name)

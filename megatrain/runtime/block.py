@@ -89,7 +89,9 @@ class BlockRunner:
         """The generators' state, if the template draws from them."""
         return RngState.now(self._device) if self._is_random else None
 
-    def forward(self, inputs: Tensors, state: Tensors, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, inputs: Tensors, state: Tensors, needs_grad: Sequence[bool]
+    ) -> tuple[torch.Tensor, ...]:
         """Runs the code without keeping anything for a backward.
 
         Tensors require grad just as in eager, because kernels look at that (matmul folds its batch dimensions or

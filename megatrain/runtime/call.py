@@ -47,7 +47,8 @@ class Call:
 
     def hold(self, kind: str, name: str | int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Counts tensors as held until `drop` of the same kind and name."""
-        self._meter.hold((id(self), kind, name), [t for t in tensors if t is not None])
+        present = [t for t in tensors if t is not None]
+        self._meter.hold((id(self), kind, name), present, is_private=kind == "saved")
 
     def set_value(self, name: str, tensor: torch.Tensor) -> None:
         """Keeps a value on the device."""

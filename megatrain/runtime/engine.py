@@ -91,7 +91,9 @@ class Engine:
         self.tensors = inventory(self._model)[1]
         self._holders = _holders(self._model, self.tensors)
         self._check_state(program)
-        images = [image([(key, program.state[key].spec) for key in block.binding]) for block in program.blocks]
+        images = [
+            image([(key, program.state[key].spec) for key in block.binding]) for block in program.blocks
+        ]
         if self.store is None:
             self.store = HostStore(images, self.tensors, self.device)
         else:

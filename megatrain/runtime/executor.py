@@ -10,15 +10,16 @@ from torch import nn
 
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.passes.program import Block, Program
-from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.block import LocalGraph
+from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.engine import Engine
+from megatrain.runtime.facts import Facts
 from megatrain.runtime.gradients import GradientSink
 from megatrain.runtime.plan import Plan, Planned, Release, plan_schedule
 from megatrain.runtime.rng import repeated_rng
+from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams import Event
 from megatrain.scheduler.build import backward_schedule
-from megatrain.scheduler.from_program import has_backward
 from megatrain.scheduler.table import Position, Schedule
 
 
@@ -38,50 +39,21 @@ class Executor:
         self.program = program
         self.schedule = schedule
         self._engine = engine
-        self._images = engine.adopt(program)
+        images = engine.adopt(program)
+        self._slots = Slots(schedule, images, engine)
         self._runners = [engine.runner(program.templates[b.template]) for b in program.blocks]
         self._plan = plan_schedule(schedule)
         self._names = list(program.values)
         self._specs = [value.spec for value in program.values.values()]
         self._resumed: Plan | None = None
-        self._is_bound = schedule.transfer == "bind"
-        self._slot_views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
-        self._trained = [k for k, entry in program.state.items() if entry.requires_grad]
-        slab_bytes = max((image.nbytes for image in self._images), default=0)
-        self._sink = GradientSink(lambda key: engine.tensors[key], engine.device, slab_bytes, in_place=self._is_bound)
-        self._completes = self._completed_keys()
-        self._needs_grad = [self._differentiable(b) for b in program.blocks]
-        self._is_carried = self._carried_inputs()
-        is_training = schedule.mode == "train"
-        self.differentiable_outputs = [i for i, ref in enumerate(program.outputs) if is_training and self._has_grad(ref.kind, ref.name)]
-        self.differentiable_inputs = [i for i, n in enumerate(program.inputs) if program.values[n].requires_grad]
-
-    # -- what is known before any step ---------------------------------------------------------------------
-
-    def _has_grad(self, kind: str, name: str) -> bool:
-        return kind == "value" and self.program.values[name].requires_grad
-
-    def _differentiable(self, block: Block) -> list[bool]:
-        values = [self.program.values[v].requires_grad for v in block.inputs]
-        flags = values + [self.program.state[k].requires_grad for k in block.binding]
-        return [flag and self.schedule.mode == "train" for flag in flags]
-
-    def _completed_keys(self) -> dict[int, list[str]]:
-        """Per block: the parameters of which it is the last, in backward order, to give a gradient."""
-        first_user: dict[str, int] = {}
-        for block in reversed(self.program.blocks):
-            if has_backward(self.program, block):
-                first_user.update((k, block.index) for k in block.binding if k in self._trained)
-        completes: dict[int, list[str]] = {}
-        for key, index in first_user.items():
-            completes.setdefault(index, []).append(key)
-        return completes
-
-    def _carried_inputs(self) -> list[list[bool]]:
-        """Per block and input: whether a later block, or the caller, can give it a gradient first."""
-        readers = self.program.readers()
-        returned = {ref.name for ref in self.program.outputs if ref.kind == "value"}
-        return [[readers[v][-1] > b.index or v in returned for v in b.inputs] for b in self.program.blocks]
+        self._facts = Facts.of(program, is_training=schedule.mode == "train")
+        self.differentiable_outputs = self._facts.differentiable_outputs
+        self.differentiable_inputs = self._facts.differentiable_inputs
+        slab_bytes = max((image.nbytes for image in images), default=0)
+        is_bound = schedule.transfer == "bind"
+        self._sink = GradientSink(
+            lambda key: engine.tensors[key], engine.device, slab_bytes, in_place=is_bound
+        )
 
     # -- calls ---------------------------------------------------------------------------------------------
 
@@ -187,7 +159,7 @@ class Executor:
             call.set_value(name, buffer.to(self._engine.device, copy=True))
         for name, constant in self.program.constants.items():
             call.set_value(name, constant)
-        call.parameter_versions = {k: self._engine.tensors[k]._version for k in self._trained}
+        call.parameter_versions = {k: self._engine.tensors[k]._version for k in self._facts.trained}
 
     def _check_parameters(self, call: Call) -> None:
         for key, version in call.parameter_versions.items():
@@ -235,7 +207,7 @@ class Executor:
             self._release(call, step.released_before)
             handler(self, call, step)
             self._release(call, step.released_after)
-            self._poison(step)
+            self._slots.poison(step.freed_ranges)
 
         return work
 
@@ -243,36 +215,11 @@ class Executor:
         for kind, number in items:
             call.drop(kind, self._names[number] if kind in _OF_VALUES else number)
 
-    def _poison(self, step: Planned) -> None:
-        """Fills slots whose last reader has run with NaN, if a test asked for it."""
-        chaos = self._engine.chaos
-        if chaos is not None and chaos.poison and not self._is_bound:
-            for offset, nbytes in step.freed_ranges:
-                self._engine.arena.slot(offset, nbytes).fill_(0xFF)
-
-    def _state(self, block: Block, slot: int | None) -> list[torch.Tensor]:
-        """Views of a block's state where the schedule put it."""
-        store = self._engine.store
-        assert store is not None
-        if self._is_bound or slot is None:
-            return store.bound(self._images[block.index])
-        key = (block.index, slot, self._engine.arena.generation)
-        if key not in self._slot_views:
-            self._slot_views[key] = store.views(self._images[block.index], self._slot_buffer(block, slot))
-        return self._slot_views[key]
-
-    def _slot_buffer(self, block: Block, slot: int) -> torch.Tensor:
-        return self._engine.arena.slot(self.schedule.slots[slot].offset, self._images[block.index].nbytes)
-
     # -- handlers ------------------------------------------------------------------------------------------
 
     def _prefetch(self, call: Call, step: Planned) -> None:
-        store = self._engine.store
-        assert store is not None
-        if not self._is_bound:
-            block = self.program.blocks[step.op.block]
-            assert step.op.slot is not None
-            store.prefetch(self._images[block.index], self._slot_buffer(block, step.op.slot))
+        assert step.op.slot is not None
+        self._slots.prefetch(step.op.block, step.op.slot)
 
     def _park(self, call: Call, step: Planned) -> None:
         for value in step.values:
@@ -288,18 +235,20 @@ class Executor:
         block = self.program.blocks[step.op.block]
         runner = self._runners[block.index]
         inputs = [call.values[name] for name in block.inputs]
-        state = self._state(block, step.slot)
+        state = self._slots.state(block.index, step.slot)
         if step.saves:
             graph = self._graph(call, block, step, inputs, state)
             call.graphs[block.index] = graph
-            call.hold("saved", block.index, graph.take_saved())
+            saved = graph.take_saved()
             outputs: Sequence[torch.Tensor] = [t.detach() for t in graph.outputs]
         else:
+            saved = []
             if step.is_recomputed:
                 call.rng[block.index] = runner.rng_state()
-            outputs = runner.forward(inputs, state, self._needs_grad[block.index])
+            outputs = runner.forward(inputs, state, self._facts.needs_grad[block.index])
         for name, tensor in zip(block.outputs, outputs, strict=True):
             call.set_value(name, tensor)
+        call.hold("saved", block.index, saved)
 
     def _graph(self, call: Call, block: Block, step: Planned, inputs: Any, state: Any) -> LocalGraph:
         # The graph keeps this function; it must not keep the call, which keeps the graph.
@@ -308,9 +257,9 @@ class Executor:
         return self._runners[block.index].forward_with_graph(
             inputs,
             state,
-            self._needs_grad[block.index],
-            self._is_carried[block.index],
-            lambda: self._state(block, slots[block.index]),
+            self._facts.needs_grad[block.index],
+            self._facts.is_carried[block.index],
+            lambda: self._slots.state(block.index, slots[block.index]),
         )
 
     def _backward(self, call: Call, step: Planned) -> None:
@@ -323,7 +272,7 @@ class Executor:
             inputs = [call.values[name] for name in block.inputs]
             rng = call.rng.get(block.index)
             with repeated_rng(rng, self._engine.device):
-                graph = self._graph(call, block, step, inputs, self._state(block, step.slot))
+                graph = self._graph(call, block, step, inputs, self._slots.state(block.index, step.slot))
             graph.take_saved()
         if graph is None or all(g is None for g in output_gradients):
             call.parameter_gradients[block.index] = [None] * len(block.binding)
@@ -339,8 +288,10 @@ class Executor:
     def _offload(self, call: Call, step: Planned) -> None:
         block = self.program.blocks[step.op.block]
         gradients = call.parameter_gradients[block.index]
-        foreign = frozenset(g.untyped_storage().data_ptr() for g in call.gradients.values() if g.layout == torch.strided)
-        self._sink.receive(block.binding, gradients, self._completes.get(block.index, ()), foreign)
+        foreign = frozenset(
+            g.untyped_storage().data_ptr() for g in call.gradients.values() if g.layout == torch.strided
+        )
+        self._sink.receive(block.binding, gradients, self._facts.completes[block.index], foreign)
 
     def _add_gradient(self, call: Call, name: str, gradient: torch.Tensor) -> None:
         known = call.gradients.get(name)

@@ -99,9 +99,12 @@ class Lane:
         return enter
 
 
-def _serve(lane: Lane, queue: SimpleQueue[Op | None]) -> None:
+def _serve(lane: Lane, queue: SimpleQueue[Op | None], ready: threading.Event) -> None:
     """Body of a stream's thread; ends at None."""
     torch.set_grad_enabled(False)
+    # A second team of OpenMP threads would fight with compute's for the same cores, spinning at its barriers.
+    torch.set_num_threads(1)
+    ready.set()
     while (op := queue.get()) is not None:
         lane.serve(op)
         # While this thread sleeps in get(), it must not keep alive what the last operation used.
@@ -168,8 +171,15 @@ class Stream:
         # The finalizer holds the queue, the thread holds lane and queue; neither holds the stream.
         finalizer = weakref.finalize(self, self._queue.put, None)
         name = f"megatrain-{self.name}"
-        thread = threading.Thread(target=_serve, args=(self._lane, self._queue), name=name, daemon=True)
+        ready = threading.Event()
+        thread = threading.Thread(
+            target=_serve, args=(self._lane, self._queue, ready), name=name, daemon=True
+        )
+        num_threads = torch.get_num_threads()
         thread.start()
+        ready.wait()
+        # torch counts threads per thread, but remembers the number last set as the default of threads to come.
+        torch.set_num_threads(num_threads)
         self._thread, self._stop = thread, finalizer
 
     def mark(self) -> Event:

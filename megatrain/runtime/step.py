@@ -15,7 +15,9 @@ class _Step(torch.autograd.Function):
     """One node for the whole model: forward runs the forward half of the schedule, backward the other half."""
 
     @staticmethod
-    def forward(ctx: Any, executor: Executor, inputs: Sequence[torch.Tensor], outputs: list[Any], *_: Any) -> Any:
+    def forward(
+        ctx: Any, executor: Executor, inputs: Sequence[torch.Tensor], outputs: list[Any], *_: Any
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.executor = executor.forward(inputs), executor
         # The call must not keep its outputs: they will keep this node, and the node keeps the call.

@@ -14,12 +14,14 @@ from torch.fx.node import map_arg
 from megatrain.tracer.source import SourceLine
 from megatrain.tracer.targets import literal_text
 
-_METADATA = {
-    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_floating_point",
-    "is_complex", "is_signed", "is_contiguous", "element_size", "get_device", "data_ptr", "type", "is_same_size",
-    "is_set_to", "is_pinned", "is_shared", "is_inference", "is_conj", "is_neg", "is_tensor", "__len__",
-    "__hash__", "__repr__", "__format__", "untyped_storage", "result_type", "has_names", "is_coalesced", "is_distributed",
-}  # fmt: skip
+_METADATA = frozenset(
+    """
+    size dim ndimension numel nelement stride storage_offset is_floating_point is_complex is_signed
+    is_contiguous element_size get_device data_ptr type is_same_size is_set_to is_pinned is_shared
+    is_inference is_conj is_neg is_tensor __len__ __hash__ __repr__ __format__ untyped_storage
+    result_type has_names is_coalesced is_distributed
+    """.split()
+)
 
 # What a call may give to Python code; a hook's handle or None stands for an effect.
 PLAIN = (

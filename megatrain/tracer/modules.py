@@ -21,7 +21,8 @@ def repeated_modules(root: nn.Module) -> frozenset[str]:
         if not isinstance(container, nn.ModuleList | nn.Sequential):
             continue
         counts = Counter(type(child) for child in container.children())
-        distinct = Counter(type(child) for child in container._modules.values() if child is not None)
+        # Not `children()`, which lists a module that stands twice only once.
+        distinct = Counter(map(type, container._modules.values()))
         for name, child in container.named_children():
             if max(counts[type(child)], distinct[type(child)]) > 1:
                 found.add(f"{prefix}.{name}" if prefix else name)

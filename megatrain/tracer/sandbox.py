@@ -34,7 +34,8 @@ def fake_state(
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            fake.__dict__.update({k: v for k, v in tensor.__dict__.items() if k not in fake.__dict__})
+            attributes: dict[str, Any] = vars(fake)
+            attributes |= {k: v for k, v in vars(tensor).items() if k not in attributes}
         elif tensor.requires_grad and tensor.is_leaf:
             fake.requires_grad_()
         fakes[key] = fake
@@ -50,7 +51,8 @@ def swapped_state(module: nn.Module, replacement: dict[int, torch.Tensor]) -> Ge
     saved = Attributes(module)
     try:
         for child in module.modules():
-            for holder in (child._parameters, child._buffers):
+            for kind in ("_parameters", "_buffers"):
+                holder: dict[str, Any] = getattr(child, kind)
                 for name, tensor in holder.items():
                     if tensor is not None and id(tensor) in replacement:
                         holder[name] = replacement[id(tensor)]

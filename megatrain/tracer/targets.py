@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType
@@ -10,8 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-
-from megatrain.tracer.spec import dtype_name
 
 _NAMESPACES: tuple[tuple[str, Any], ...] = (
     ("F", F),
@@ -75,30 +74,30 @@ def literal_text(value: Any) -> str:
     """Prints an argument of a node as Python; objects without a stable form print as their type."""
     if isinstance(value, fx.Node):
         return str(value.target) if value.op == "get_attr" else value.name
-    if isinstance(value, torch.dtype):
-        return f"torch.{str(value).removeprefix('torch.')}" if dtype_name(value) else str(value)
-    if isinstance(value, torch.device):
-        return f"torch.device({str(value)!r})"
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+    if isinstance(value, float) and not math.isfinite(value):
         return f"float('{value}')"
-    if isinstance(value, float) and value != value:
-        return "float('nan')"
-    if isinstance(value, slice):
-        return f"slice({', '.join(literal_text(x) for x in (value.start, value.stop, value.step))})"
-    if isinstance(value, torch.Size | tuple) and not hasattr(value, "_fields"):
-        inner = ", ".join(map(literal_text, value))
-        return f"({inner},)" if len(value) == 1 else f"({inner})"
-    if isinstance(value, list):
-        return f"[{', '.join(map(literal_text, value))}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k!r}: {literal_text(v)}" for k, v in value.items()) + "}"
     if value is Ellipsis:
         return "..."
     if value is None or isinstance(value, bool | int | float | complex | str):
         return repr(value)
-    if isinstance(value, torch.memory_format | torch.layout):
+    if isinstance(value, torch.dtype | torch.memory_format | torch.layout):
         return str(value)
-    return f"<{type(value).__module__}.{type(value).__qualname__}>"
+    return _compound_text(value)
+
+
+def _compound_text(value: Any) -> str:
+    text = f"<{type(value).__module__}.{type(value).__qualname__}>"
+    if isinstance(value, torch.device):
+        text = f"torch.device({str(value)!r})"
+    elif isinstance(value, slice):
+        text = f"slice({', '.join(map(literal_text, (value.start, value.stop, value.step)))})"
+    elif isinstance(value, tuple) and not hasattr(value, "_fields"):
+        text = f"({', '.join(map(literal_text, value))}{',' if len(value) == 1 else ''})"
+    elif isinstance(value, list):
+        text = f"[{', '.join(map(literal_text, value))}]"
+    elif isinstance(value, dict):
+        text = "{" + ", ".join(f"{k!r}: {literal_text(v)}" for k, v in value.items()) + "}"
+    return text
 
 
 def _index_text(index: Any) -> str:

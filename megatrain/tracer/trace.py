@@ -41,7 +41,7 @@ def trace(
         model: Any module; its parameters may be real or on the meta device.
         args: Example positional arguments; tensors on `device`, or on meta.
         kwargs: Example keyword arguments, likewise.
-        device: Compute device that the graph will run on; default: that of the first real input, else the CPU.
+        device: Compute device of the graph; default: that of the first real input, else the CPU.
 
     Returns:
         The capture, checked.
@@ -58,7 +58,8 @@ def trace(
             traced = _Capture(model, arguments, target, make_fake).run()
             break
         except MakeFakeError as error:
-            assert error.site not in make_fake
+            is_known = error.site in make_fake
+            assert not is_known, "a call that was made fake gave real tensors"
             make_fake.add(error.site)
     traced.check()
     return traced
@@ -136,7 +137,7 @@ class _Capture:
             try:
                 result = self._model(*args, **kwargs)
             except Exception:
-                # An interpreter that ran the operation (TorchScript) wraps the refusal in an error of its own.
+                # An interpreter that ran the operation (TorchScript) wraps the refusal in its own error.
                 if self._stray is not None:
                     raise self._stray from None
                 raise

@@ -51,12 +51,17 @@ def train(
             loss.backward()
         found.outputs.append([t.detach().cpu().clone() for t in Structure.of(result).placeholders])
         found.gradients.append(
-            {n: None if p.grad is None else p.grad.detach().cpu().clone() for n, p in model.named_parameters()}
+            {
+                n: None if p.grad is None else p.grad.detach().cpu().clone()
+                for n, p in model.named_parameters()
+            }
         )
         found.input_gradients.append([None if t.grad is None else t.grad.detach().clone() for t in inputs])
         if optimizer is not None:
             optimizer.step()
-    found.state = {k: v.detach().cpu().clone() for k, v in [*model.named_parameters(), *model.named_buffers()]}
+    found.state = {
+        k: v.detach().cpu().clone() for k, v in [*model.named_parameters(), *model.named_buffers()]
+    }
     found.rng = torch.get_rng_state()
     return found
 
@@ -69,7 +74,9 @@ def assert_same(expected: Trained, found: Trained, tolerance: float = 0.0) -> No
             _assert_close(a, b, tolerance, f"output {index} of step {step}")
     for step, (grads, others) in enumerate(zip(expected.gradients, found.gradients, strict=True)):
         assert grads.keys() == others.keys()
-        scale = max((float(g.abs().max()) for g in grads.values() if g is not None and g.numel()), default=0.0)
+        scale = max(
+            (float(g.abs().max()) for g in grads.values() if g is not None and g.numel()), default=0.0
+        )
         for name, gradient in grads.items():
             _assert_close(gradient, others[name], tolerance, f"gradient of {name} in step {step}", scale)
     for left, right in zip(expected.input_gradients, found.input_gradients, strict=True):
@@ -85,7 +92,7 @@ def _assert_close(
     assert (a is None) == (b is None), f"{what}: {a} against {b}"
     if a is None or b is None:
         return
-    assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {a.shape} {a.dtype} against {b.shape} {b.dtype}"
+    assert (a.shape, a.dtype) == (b.shape, b.dtype), what
     if torch.equal(a, b) or (a.isnan().any() and torch.equal(a.nan_to_num(), b.nan_to_num())):
         return
     gap = float((a.double() - b.double()).abs().max())

@@ -8,11 +8,11 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.models import MODELS
 from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
+from tests.models import MODELS
 
 
 def pair(name: str = "gpt_loss", **options):
@@ -220,7 +220,9 @@ def test_parameters_changed_before_backward_are_refused() -> None:
     loss = compiled(*args, **kwargs)[1]
     with torch.no_grad():
         next(iter(compiled.parameters())).add_(1)
-    with pytest.raises(ExecuteError, match=r"parameter `embed.weight` was modified between forward and backward"):
+    with pytest.raises(
+        ExecuteError, match=r"parameter `embed.weight` was modified between forward and backward"
+    ):
         loss.backward()
     compiled(*args, **kwargs)[1].backward()
 

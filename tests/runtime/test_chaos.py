@@ -8,14 +8,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.models import MODELS
-from tests.runtime.harness import assert_same, train
 
 import megatrain
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams import Chaos
+from tests.models import MODELS
+from tests.runtime.harness import assert_same, train
 
-NAMES = ["gpt_loss", "mlp", "cnn", "llama_labels", "t5_labels", "unet", "encoder_decoder", "block_called_twice"]
+NAMES = [
+    "gpt_loss",
+    "mlp",
+    "cnn",
+    "llama_labels",
+    "t5_labels",
+    "unet",
+    "encoder_decoder",
+    "block_called_twice",
+]
 
 
 @settings(max_examples=50, deadline=None)
@@ -76,13 +86,13 @@ def test_a_runtime_without_waits_is_caught(slow: str, monkeypatch: pytest.Monkey
 def test_poison_reaches_a_reader_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Freeing slots one reader too early must give NaN."""
     model, args, kwargs = MODELS["gpt_loss"]()
-    original = Executor._poison
+    original = Slots.state
 
-    def too_early(self, step):
-        for slot in self.schedule.slots:
-            self._engine.arena.slot(slot.offset, slot.nbytes).fill_(0xFF)
-        original(self, step)
+    def too_early(self, block, slot):
+        views = original(self, block, slot)
+        self.poison([(s.offset, s.nbytes) for s in self._schedule.slots])
+        return views
 
-    monkeypatch.setattr(Executor, "_poison", too_early)
+    monkeypatch.setattr(Slots, "state", too_early)
     compiled = megatrain.compile(model, device="cpu", transfer="copy", chaos=Chaos(seed=0, max_delay_s=0))
     assert not torch.isfinite(compiled(*args, **kwargs)[1])

@@ -9,12 +9,12 @@ import weakref
 
 import pytest
 import torch
-from tests.models import MODELS, Gpt
 from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError, TraceError
 from megatrain.runtime.streams import Chaos
+from tests.models import MODELS, Gpt
 
 IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 
@@ -31,7 +31,9 @@ def test_parameter_without_values() -> None:
         model = Gpt()
     compiled = megatrain.compile(model, device="cpu", example_args=(IDS,))
     assert "W0@0" in str(compiled.schedule)
-    with pytest.raises(ExecuteError, match=r"parameter `embed.weight` is on the meta device and has no values"):
+    with pytest.raises(
+        ExecuteError, match=r"parameter `embed.weight` is on the meta device and has no values"
+    ):
         compiled(IDS)
 
 
@@ -64,7 +66,7 @@ def test_unknown_option() -> None:
 
 
 def test_not_a_module() -> None:
-    with pytest.raises(TraceError, match="compile takes an nn.Module"):
+    with pytest.raises(TraceError, match=r"compile takes an nn\.Module"):
         megatrain.compile(lambda x: x)
 
 
@@ -199,4 +201,5 @@ def test_models_in_the_zoo_of_tests_are_what_they_claim() -> None:
     for name, build in MODELS.items():
         model, args, kwargs = build()
         assert isinstance(model, nn.Module), name
-        assert isinstance(args, tuple) and isinstance(kwargs, dict), name
+        assert isinstance(args, tuple), name
+        assert isinstance(kwargs, dict), name

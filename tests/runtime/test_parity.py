@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.models import MODELS
 from tests.runtime.harness import assert_parity
 

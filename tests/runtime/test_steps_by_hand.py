@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 
 import torch
-from tests.models import MODELS
 
 import megatrain
+from tests.models import MODELS
 
 
 def test_trace_lower_schedule_execute() -> None:

@@ -1,0 +1,71 @@
+"""Facts: what a program tells the executor about gradients before any step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatrain.passes.program import Block, Program
+from megatrain.scheduler.from_program import has_backward
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Which tensors take part in the backward.
+
+    Args:
+        trained: Keys of the trainable parameters.
+        needs_grad: Per block: one flag per input, then one per state tensor.
+        is_carried: Per block and input: a later block, or the caller, can give it a gradient first.
+        completes: Per block: the parameters of which it is the last, in backward order, to give a gradient.
+        differentiable_outputs: Places of the model's outputs through which a gradient flows.
+        differentiable_inputs: Places of the model's inputs that get one.
+    """
+
+    trained: tuple[str, ...]
+    needs_grad: tuple[tuple[bool, ...], ...]
+    is_carried: tuple[tuple[bool, ...], ...]
+    completes: tuple[tuple[str, ...], ...]
+    differentiable_outputs: tuple[int, ...]
+    differentiable_inputs: tuple[int, ...]
+
+    @staticmethod
+    def of(program: Program, *, is_training: bool) -> Facts:
+        """Reads the facts off a program; nothing is differentiable outside training."""
+        values = program.values
+        returned = [ref.name if ref.kind == "value" else None for ref in program.outputs]
+        outputs = [i for i, name in enumerate(returned) if name is not None and values[name].requires_grad]
+        inputs = [i for i, name in enumerate(program.inputs) if values[name].requires_grad]
+        return Facts(
+            trained=tuple(key for key, entry in program.state.items() if entry.requires_grad),
+            needs_grad=tuple(_needs_grad(program, block, is_training) for block in program.blocks),
+            is_carried=_carried_inputs(program),
+            completes=_completed_keys(program),
+            differentiable_outputs=tuple(outputs) if is_training else (),
+            differentiable_inputs=tuple(inputs) if is_training else (),
+        )
+
+
+def _needs_grad(program: Program, block: Block, is_training: bool) -> tuple[bool, ...]:
+    flags = [program.values[name].requires_grad for name in block.inputs]
+    flags += [program.state[key].requires_grad for key in block.binding]
+    return tuple(flag and is_training for flag in flags)
+
+
+def _completed_keys(program: Program) -> tuple[tuple[str, ...], ...]:
+    first_user: dict[str, int] = {}
+    for block in reversed(program.blocks):
+        if has_backward(program, block):
+            first_user.update((key, block.index) for key in block.binding if program.state[key].requires_grad)
+    completes: list[list[str]] = [[] for _ in program.blocks]
+    for key, index in first_user.items():
+        completes[index].append(key)
+    return tuple(map(tuple, completes))
+
+
+def _carried_inputs(program: Program) -> tuple[tuple[bool, ...], ...]:
+    readers = program.readers()
+    returned = {ref.name for ref in program.outputs if ref.kind == "value"}
+    return tuple(
+        tuple(readers[name][-1] > block.index or name in returned for name in block.inputs)
+        for block in program.blocks
+    )
