@@ -217,9 +217,7 @@ def format_compile(seconds: dict[int, float]) -> str:
     steps = [None, *growth(seconds)]
     lines = ["decoder layers   compile   per added layer"]
     for depth, added in zip(sorted(seconds), steps, strict=True):
-        lines.append(
-            f"{depth:>14} {seconds[depth]:>7.2f} s   {'-' if added is None else f'{1000 * added:.1f} ms':>15}"
-        )
+        lines.append(f"{depth:>14} {seconds[depth]:>7.2f} s   {'-' if added is None else f'{1000 * added:.1f} ms':>15}")
     return "\n".join(lines)
 
 
@@ -236,9 +234,7 @@ def machine() -> dict[str, Any]:
 
 def parse_options() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     shape = Shape()
     for name, default in asdict(shape).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
@@ -255,17 +251,12 @@ def main() -> None:
     num_parameters = sum(p.numel() for p in shape.model().parameters())
     tokens = f"{shape.batch_size} x {shape.context} tokens"
     print(f"{num_parameters / 1e6:.0f}M parameters, {tokens}, on {shape.device}")
-    memory = {
-        name: in_fresh_process(measure_memory, name, shape)
-        for name in tqdm(PEERS, desc="memory", unit="peer")
-    }
+    memory = {name: in_fresh_process(measure_memory, name, shape) for name in tqdm(PEERS, desc="memory", unit="peer")}
     times = measure_times(shape, options.rounds)
     compile_seconds = measure_compile(COMPILE_DEPTHS, options.repeats)
     print(f"\n{format_peers(times, memory)}\n\n{format_compile(compile_seconds)}")
     if len({found["loss"] for found in times.values()}) > 1:
-        print(
-            "\nThe losses differ: " + ", ".join(f"{name} {found['loss']!r}" for name, found in times.items())
-        )
+        print("\nThe losses differ: " + ", ".join(f"{name} {found['loss']!r}" for name, found in times.items()))
     results = {
         "machine": machine(),
         "shape": asdict(shape),

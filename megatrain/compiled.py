@@ -67,10 +67,8 @@ def compile(  # the name torch users expect
         TraceError: If the model can't be captured faithfully (now, or at the first call).
         ScheduleError: If `memory` is too small for the largest block.
     """
-    if not isinstance(model, nn.Module):
-        raise TraceError(
-            f"compile takes an nn.Module, not {type(model).__qualname__}.\n  Pass the model itself."
-        )
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
+        raise TraceError(f"compile takes an nn.Module, not {type(model).__qualname__}.\n  Pass the model itself.")
     options = Options.read(device, memory, precision, activations, transfer, block_bytes)
     compiled = CompiledModule(model, options, chaos, recording)
     if example_args or example_kwargs:
@@ -195,9 +193,7 @@ class CompiledModule(nn.Module):
         specs = tuple((TensorSpec.of(t), t.requires_grad and has_grad) for t in arguments.tensors)
         literals = tuple(_literal_key(x) for x in arguments.literals)
         autocast = tuple(
-            (d, torch.get_autocast_dtype(d))
-            for d in {"cpu", self.options.device.type}
-            if torch.is_autocast_enabled(d)
+            (d, torch.get_autocast_dtype(d)) for d in {"cpu", self.options.device.type} if torch.is_autocast_enabled(d)
         )
         return str(arguments.tree), specs, literals, has_grad, autocast, self._model_signature()
 

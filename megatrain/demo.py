@@ -279,9 +279,7 @@ def _quoted(text: str) -> str:
     return "\n".join(f"  | {line}" for line in text.splitlines())
 
 
-def _verify(
-    model: nn.Module, text: bytes, recipe: Recipe, compiled: megatrain.CompiledModule
-) -> megatrain.Report:
+def _verify(model: nn.Module, text: bytes, recipe: Recipe, compiled: megatrain.CompiledModule) -> megatrain.Report:
     """Compares with eager PyTorch under the options that the training ran with."""
     options = compiled.options
     ids = next(random_batches(byte_tensor(text), recipe)).to(options.device)

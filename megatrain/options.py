@@ -90,18 +90,13 @@ def _read_device(device: torch.device | str | None) -> torch.device:
         try:
             target = torch.device(device)
         except (RuntimeError, TypeError) as error:
-            raise OptionError(
-                f'device={device!r} is not a device.\n  Use "cpu", "cuda" or "cuda:0".'
-            ) from error
+            raise OptionError(f'device={device!r} is not a device.\n  Use "cpu", "cuda" or "cuda:0".') from error
     if target.type == "meta":
-        raise OptionError(
-            'device="meta" can\'t compute.\n  To plan without computing, use trace, lower and schedule.'
-        )
+        raise OptionError('device="meta" can\'t compute.\n  To plan without computing, use trace, lower and schedule.')
     if target.type == "cpu":
         return torch.device("cpu")
     _check_present(target)
-    index = target.index if target.index is not None else torch.get_device_module(target).current_device()
-    return torch.device(target.type, index)
+    return target if ":" in str(target) else torch.device(target.type, torch.accelerator.current_device_index())
 
 
 def _check_present(target: torch.device) -> None:

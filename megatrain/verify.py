@@ -125,9 +125,7 @@ def verify(
 _Snapshot = dict[tuple[str, str], torch.Tensor | None]
 
 
-def _snapshot(
-    call: nn.Module, model: nn.Module, args: Any, kwargs: Any, seed: int, learning_rate: float
-) -> _Snapshot:
+def _snapshot(call: nn.Module, model: nn.Module, args: Any, kwargs: Any, seed: int, learning_rate: float) -> _Snapshot:
     """Runs one step and copies all that it produced."""
     torch.manual_seed(seed)
     model.zero_grad(set_to_none=True)
@@ -139,9 +137,7 @@ def _snapshot(
     found: _Snapshot = {("output", str(i)): t.detach().cpu().clone() for i, t in enumerate(tensors)}
     found["rng", "cpu"] = torch.get_rng_state()
     for name, parameter in model.named_parameters():
-        found["gradient", name] = (
-            None if parameter.grad is None else parameter.grad.detach().cpu().to_dense().clone()
-        )
+        found["gradient", name] = None if parameter.grad is None else parameter.grad.detach().cpu().to_dense().clone()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -156,9 +152,7 @@ def _loss(result: Any, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | None
     loss = getattr(result, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return loss
-    terms = [
-        t.abs().mean() if t.is_complex() else t.float().pow(2).mean() for t in tensors if t.requires_grad
-    ]
+    terms = [t.abs().mean() if t.is_complex() else t.float().pow(2).mean() for t in tensors if t.requires_grad]
     return torch.stack([t.reshape(()) for t in terms]).sum() if terms else None
 
 

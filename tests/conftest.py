@@ -20,9 +20,7 @@ settings.register_profile("ci", settings.get_profile("default"), derandomize=Tru
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--accept", action="store_true", help="rewrite golden texts instead of comparing with them"
-    )
+    parser.addoption("--accept", action="store_true", help="rewrite golden texts instead of comparing with them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,8 +54,6 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
             path.write_text(text)
             return
         assert path.exists(), f"{path.name} does not exist yet; `make accept` writes it"
-        assert text == path.read_text(), (
-            f"differs from {path.name}; if it should, run `make accept` and read the diff"
-        )
+        assert text == path.read_text(), f"differs from {path.name}; if it should, run `make accept` and read the diff"
 
     return compare

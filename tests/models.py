@@ -57,9 +57,7 @@ class GptBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width)
         self.attn = Attention(width, heads, p)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(p)
-        )
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.Dropout(p))
 
     def forward(self, x):
         x = x + self.attn(self.norm1(x))

@@ -106,9 +106,7 @@ def test_an_unreadable_budget_is_one_message_and_status_2(capsys):
     assert "10 quux" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["demo", "--steps", "0"], ["demo", "--seconds", "nan"], ["nonsense"], []]
-)
+@pytest.mark.parametrize("arguments", [["demo", "--steps", "0"], ["demo", "--seconds", "nan"], ["nonsense"], []])
 def test_a_wrong_command_line_ends_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)

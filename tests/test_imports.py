@@ -37,9 +37,7 @@ def imported_names(source: str, module: str, *, is_package: bool = False) -> Ite
             # Whether the last part is a module or a name inside one, it falls in the same group.
             yield from (f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            yield from (
-                a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)
-            )
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
 
 
 def group_of(module: str) -> int:

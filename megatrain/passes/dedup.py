@@ -29,9 +29,7 @@ def dedup(program: Program) -> Program:
             templates[by_key[key]] = dataclasses.replace(template, name=by_key[key], provenance=provenance)
         renamed[block.template] = by_key[key]
     blocks = tuple(dataclasses.replace(b, template=renamed[b.template]) for b in program.blocks)
-    return dataclasses.replace(
-        program, templates=templates, blocks=blocks, provenance=(*program.provenance, "dedup")
-    )
+    return dataclasses.replace(program, templates=templates, blocks=blocks, provenance=(*program.provenance, "dedup"))
 
 
 def template_key(template: Template) -> Any:

@@ -90,9 +90,7 @@ def _step(node: fx.Node, index: dict[fx.Node, int], dead: tuple[int, ...], is_un
     target: Any = node.target
     function = _method(target) if node.op == "call_method" else target
     dead = (*dead, index[node]) if is_unused else dead
-    return _Step(
-        function, tuple(args), dict(kwargs), index[node], dead, node.meta["grad"], node.meta["autocast"], node
-    )
+    return _Step(function, tuple(args), dict(kwargs), index[node], dead, node.meta["grad"], node.meta["autocast"], node)
 
 
 def _method(name: str) -> Callable[..., Any]:

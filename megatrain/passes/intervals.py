@@ -148,9 +148,7 @@ def _merge_aliased_writes(intervals: list[Interval], traced: TracedModule) -> li
     return [_join_all([intervals[i] for i in group]) for _, group in groups]
 
 
-def _lifetimes(
-    home: dict[fx.Node, int], traced: TracedModule
-) -> tuple[dict[fx.Node, int], dict[fx.Node, float]]:
+def _lifetimes(home: dict[fx.Node, int], traced: TracedModule) -> tuple[dict[fx.Node, int], dict[fx.Node, float]]:
     """Returns the first and the last interval that touches each call's result and each state tensor."""
     outputs: Any = traced.graph.output_node().args[0]
     endless = {*outputs, *(n for _, n in traced.writes_back)}

@@ -31,8 +31,7 @@ def partition(traced: TracedModule, *, block_bytes: int | None = None) -> Progra
     intervals = find_intervals(traced, block_bytes)
     if not intervals:
         raise LowerError(
-            f"{traced.name} computes nothing.\n"
-            "  A program needs at least one torch call between inputs and outputs."
+            f"{traced.name} computes nothing.\n  A program needs at least one torch call between inputs and outputs."
         )
     return _Cut(traced, intervals).program()
 
@@ -49,16 +48,10 @@ class _Cut:
         self._current: dict[fx.Node, str] = {}
         self._storages: dict[Any, int] = {}
         written_keys = {key for key, _ in traced.writes_back}
-        self._written_state = {
-            n for n in traced.graph.nodes if n.op == "get_attr" and str(n.target) in written_keys
-        }
-        self._constants = [
-            n for n in traced.graph.nodes if n.op == "get_attr" and str(n.target) in traced.constants
-        ]
+        self._written_state = {n for n in traced.graph.nodes if n.op == "get_attr" and str(n.target) in written_keys}
+        self._constants = [n for n in traced.graph.nodes if n.op == "get_attr" and str(n.target) in traced.constants]
         passed = {*self._written_state, *self._constants}
-        self._state_storages = {
-            n.meta["storage"] for n in traced.graph.nodes if n.op == "get_attr" and n not in passed
-        }
+        self._state_storages = {n.meta["storage"] for n in traced.graph.nodes if n.op == "get_attr" and n not in passed}
         outputs: Any = traced.graph.output_node().args[0]
         self._returned: set[fx.Node] = {*outputs, *(n for _, n in traced.writes_back)}
 
@@ -108,9 +101,7 @@ class _Cut:
         return OutputRef("state", str(node.target))
 
     def _block(self, index: int, interval: Interval) -> tuple[Template, Block]:
-        foreign = dict.fromkeys(
-            a for n in interval.nodes for a in n.all_input_nodes if self._home.get(a, -1) != index
-        )
+        foreign = dict.fromkeys(a for n in interval.nodes for a in n.all_input_nodes if self._home.get(a, -1) != index)
         inputs = [a for a in foreign if a in self._current]
         written = {w for n in interval.nodes for w in n.meta.get("writes", ()) if w in inputs}
         graph, copies = _extract(interval, foreign, inputs, written)
@@ -135,9 +126,7 @@ class _Cut:
             is_random=any(n.meta["is_random"] for n in interval.nodes),
             provenance=("canonicalize", "partition"),
         )
-        block = Block(
-            index, interval.name, template.name, names, tuple(self._current[n] for n in outputs), ()
-        )
+        block = Block(index, interval.name, template.name, names, tuple(self._current[n] for n in outputs), ())
         return template, block
 
     def _storage_of(self, index: int, node: fx.Node, written: set[fx.Node]) -> Any:
@@ -149,9 +138,7 @@ class _Cut:
             return index, storage
         return storage
 
-    def _outputs(
-        self, index: int, interval: Interval, inputs: list[fx.Node], written: set[fx.Node]
-    ) -> list[fx.Node]:
+    def _outputs(self, index: int, interval: Interval, inputs: list[fx.Node], written: set[fx.Node]) -> list[fx.Node]:
         """Lists the tensors that leave the interval: re-written inputs, then results, in order of use."""
 
         def leaves(node: fx.Node) -> bool:

@@ -50,19 +50,14 @@ def program_text(program: Program) -> str:
         users[block.template].append(block.index)
     passes = ", ".join(program.provenance)
     lines = [
-        f"program {program.name}: {len(program.blocks)} blocks, {len(program.templates)} templates; "
-        f"from {passes}",
+        f"program {program.name}: {len(program.blocks)} blocks, {len(program.templates)} templates; from {passes}",
         f"  inputs {_list(program.inputs)}; outputs {_list(tuple(o.name for o in program.outputs))}",
     ]
     lines += [f"  buffer {value} = {key}" for value, key in program.buffers]
     lines += [f"  constant {value}: {program.values[value].spec}" for value in program.constants]
     lines += [f"  commit {key} = {value}" for key, value in program.commits]
     for block in program.blocks:
-        frozen = (
-            ""
-            if any(program.state[k].requires_grad for k in block.binding) or not block.binding
-            else ", frozen"
-        )
+        frozen = "" if any(program.state[k].requires_grad for k in block.binding) or not block.binding else ", frozen"
         lines.append(
             f"  block {block.index} {block.name}: {block.template}({', '.join(block.inputs)}) -> "
             f"{_list(block.outputs)}; state {program.state_bytes(block)} bytes{frozen}"

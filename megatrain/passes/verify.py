@@ -70,9 +70,7 @@ def _check_block(program: Program, block: Block, defined: set[str]) -> None:
         _fail(where, f"defines {', '.join(again or block.outputs)} twice", "Every value has one definition.")
 
 
-def _check_ports(
-    where: str, names: Sequence[str], ports: Sequence[Port], specs: Mapping[str, TensorSpec]
-) -> None:
+def _check_ports(where: str, names: Sequence[str], ports: Sequence[Port], specs: Mapping[str, TensorSpec]) -> None:
     if len(names) != len(ports):
         _fail(where, f"binds {len(names)} tensors to {len(ports)} ports", "Every port is bound once.")
     for name, port in zip(names, ports, strict=True):
@@ -90,9 +88,7 @@ def _check_ends(program: Program, defined: set[str]) -> None:
             _fail(where, f"returns {ref.name}, which nothing defines", "Outputs are values or state.")
     for key, name in program.commits:
         if name not in defined or key not in program.state or program.state[key].kind != "buffer":
-            _fail(
-                where, f"commits {name} to {key}", "Only defined values are committed, and only to buffers."
-            )
+            _fail(where, f"commits {name} to {key}", "Only defined values are committed, and only to buffers.")
     written = {key for key, _ in program.commits}
     for name, key in program.buffers:
         if key not in written or name not in program.values or program.values[name].producer is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -89,9 +89,7 @@ class BlockRunner:
         """The generators' state, if the template draws from them."""
         return RngState.now(self._device) if self._is_random else None
 
-    def forward(
-        self, inputs: Tensors, state: Tensors, needs_grad: Sequence[bool]
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(self, inputs: Tensors, state: Tensors, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         """Runs the code without keeping anything for a backward.
 
         Tensors require grad just as in eager, because kernels look at that (matmul folds its batch dimensions or
@@ -142,7 +140,7 @@ class BlockRunner:
 
 
 @contextmanager
-def neutral_autocast(device: torch.device) -> Iterator[None]:
+def neutral_autocast(device: torch.device) -> Generator[None]:
     """Switches autocast off; the code switches it on where the forward had it on."""
     with torch.autocast("cpu", enabled=False):
         if device.type == "cpu":
@@ -153,7 +151,7 @@ def neutral_autocast(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def rebound_state(state: Tensors, read_state: StateReader, saved: list[torch.Tensor]) -> Iterator[None]:
+def rebound_state(state: Tensors, read_state: StateReader, saved: list[torch.Tensor]) -> Generator[None]:
     """Keeps weights out of the graph: a saved tensor that is a view of state is stored as a place in that state.
 
     All other saved tensors are listed in `saved`.

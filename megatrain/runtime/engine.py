@@ -41,7 +41,7 @@ class Engine:
     ):
         self._model = model
         self.tensors: dict[str, torch.Tensor] = {}
-        self._holders: list[tuple[dict[str, torch.Tensor | None], str, str]] = []
+        self._holders: list[tuple[Mapping[str, torch.Tensor | None], str, str]] = []
         self.device = device
         self._recording = recording
         self.set_chaos(chaos)
@@ -91,9 +91,7 @@ class Engine:
         self.tensors = inventory(self._model)[1]
         self._holders = _holders(self._model, self.tensors)
         self._check_state(program)
-        images = [
-            image([(key, program.state[key].spec) for key in block.binding]) for block in program.blocks
-        ]
+        images = [image([(key, program.state[key].spec) for key in block.binding]) for block in program.blocks]
         if self.store is None:
             self.store = HostStore(images, self.tensors, self.device)
         else:
@@ -128,7 +126,7 @@ class Engine:
 
 def _holders(
     model: nn.Module, tensors: Mapping[str, torch.Tensor]
-) -> list[tuple[dict[str, torch.Tensor | None], str, str]]:
+) -> list[tuple[Mapping[str, torch.Tensor | None], str, str]]:
     """Lists the registries of the modules that hold each state tensor: `(registry, name there, key)`."""
     keys = {id(tensor): key for key, tensor in tensors.items()}
     return [

@@ -170,9 +170,7 @@ class Step:
             if event.host_done:
                 return
             if event.stream is None or event.stream in seen:
-                text = (
-                    f"{stream}:{label} waits for {event.label}, which no operation submitted can ever finish"
-                )
+                text = f"{stream}:{label} waits for {event.label}, which no operation submitted can ever finish"
                 self._abort(Failure(f"{stream}:{label}", ExecuteError(text), is_callers=True))
                 return
             stream = event.stream

@@ -51,9 +51,7 @@ class Executor:
         self.differentiable_inputs = self._facts.differentiable_inputs
         slab_bytes = max((image.nbytes for image in images), default=0)
         is_bound = schedule.transfer == "bind"
-        self._sink = GradientSink(
-            lambda key: engine.tensors[key], engine.device, slab_bytes, in_place=is_bound
-        )
+        self._sink = GradientSink(lambda key: engine.tensors[key], engine.device, slab_bytes, in_place=is_bound)
 
     # -- calls ---------------------------------------------------------------------------------------------
 

@@ -66,6 +66,5 @@ def _carried_inputs(program: Program) -> tuple[tuple[bool, ...], ...]:
     readers = program.readers()
     returned = {ref.name for ref in program.outputs if ref.kind == "value"}
     return tuple(
-        tuple(readers[name][-1] > block.index or name in returned for name in block.inputs)
-        for block in program.blocks
+        tuple(readers[name][-1] > block.index or name in returned for name in block.inputs) for block in program.blocks
     )

@@ -69,9 +69,7 @@ class GradientSink:
             if total is not None:
                 accumulate(self._parameter_of(key), total)
 
-    def _land(
-        self, gradients: Sequence[torch.Tensor | None], foreign: frozenset[int]
-    ) -> list[torch.Tensor | None]:
+    def _land(self, gradients: Sequence[torch.Tensor | None], foreign: frozenset[int]) -> list[torch.Tensor | None]:
         if self._slab is not None:
             return self._land_through_slab(gradients)
         seen: set[int] = set(foreign)
@@ -95,9 +93,7 @@ class GradientSink:
             if gradient is None or gradient.layout != torch.strided:
                 places.append(gradient if gradient is None else gradient.to("cpu"))
                 continue
-            place = (
-                self._slab.tensor[offset : offset + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
-            )
+            place = self._slab.tensor[offset : offset + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
             place.copy_(gradient, non_blocking=True)
             places.append(place)
             offset += -(-gradient.nbytes // 64) * 64

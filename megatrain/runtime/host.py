@@ -66,9 +66,7 @@ class HostStore:
             can't be moved faithfully.
     """
 
-    def __init__(
-        self, images: Sequence[BlockImage], tensors: Mapping[str, torch.Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, images: Sequence[BlockImage], tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._device = device
         self._tensors = dict(tensors)
         self._homes: dict[str, _Home] = {}
@@ -228,9 +226,7 @@ def _check_movable(tensors: Mapping[str, torch.Tensor], specs: Mapping[str, Tens
     for key, tensor in tensors.items():
         spec = specs[key]
         if tensor.is_meta:
-            raise ExecuteError(
-                f"`{key}` is on the meta device and has no values; load it before the first call."
-            )
+            raise ExecuteError(f"`{key}` is on the meta device and has no values; load it before the first call.")
         if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
             raise ExecuteError(f"`{key}` is {TensorSpec.of(tensor)}, but the model was compiled for {spec}.")
         if tensor.numel():

@@ -172,9 +172,7 @@ class Stream:
         finalizer = weakref.finalize(self, self._queue.put, None)
         name = f"megatrain-{self.name}"
         ready = threading.Event()
-        thread = threading.Thread(
-            target=_serve, args=(self._lane, self._queue, ready), name=name, daemon=True
-        )
+        thread = threading.Thread(target=_serve, args=(self._lane, self._queue, ready), name=name, daemon=True)
         num_threads = torch.get_num_threads()
         thread.start()
         ready.wait()

@@ -47,9 +47,7 @@ class HostArena:
             try:
                 self._pages = _Pages(-1, nbytes)
             except (OSError, OverflowError, ValueError) as error:
-                raise ExecuteError(
-                    f"the host has no {format_bytes(nbytes)} of memory to give: {error}"
-                ) from error
+                raise ExecuteError(f"the host has no {format_bytes(nbytes)} of memory to give: {error}") from error
             # The storage of this tensor, and so every view of it, keeps the pages alive.
             self.tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
         if pin is not None:

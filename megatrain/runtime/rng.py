@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class RngState:
 
 
 @contextmanager
-def repeated_rng(state: RngState | None, device: torch.device) -> Iterator[None]:
+def repeated_rng(state: RngState | None, device: torch.device) -> Generator[None]:
     """Runs the body from `state` and then puts the generators back as they were; None changes nothing."""
     if state is None:
         yield

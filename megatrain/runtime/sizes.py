@@ -10,9 +10,7 @@ from megatrain.errors import OptionError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _TEXT = re.compile(r"(?P<number>\d+(\.\d+)?)\s*((?P<prefix>[kmgtp]?)(?P<binary>i?)b)?", re.ASCII)
-_ACCEPTED = (
-    'Give a positive whole number of bytes, or a text such as "10GiB", "1.5 GiB" (1024s) or "512MB" (1000s).'
-)
+_ACCEPTED = 'Give a positive whole number of bytes, or a text such as "10GiB", "1.5 GiB" (1024s) or "512MB" (1000s).'
 
 
 def parse_bytes(size: int | float | str) -> int:

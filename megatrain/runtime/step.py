@@ -15,9 +15,7 @@ class _Step(torch.autograd.Function):
     """One node for the whole model: forward runs the forward half of the schedule, backward the other half."""
 
     @staticmethod
-    def forward(
-        ctx: Any, executor: Executor, inputs: Sequence[torch.Tensor], outputs: list[Any], *_: Any
-    ) -> Any:
+    def forward(ctx: Any, executor: Executor, inputs: Sequence[torch.Tensor], outputs: list[Any], *_: Any) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.executor = executor.forward(inputs), executor
         # The call must not keep its outputs: they will keep this node, and the node keeps the call.
@@ -26,7 +24,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         executor: Executor = ctx.executor
         everything: list[torch.Tensor | None] = [None] * len(executor.program.outputs)
         for index, gradient in zip(executor.differentiable_outputs, gradients, strict=True):

@@ -49,9 +49,7 @@ class StreamSet:
         compute: Compute, on the caller's thread.
     """
 
-    def __init__(
-        self, device: torch.device, *, chaos: Chaos | None = None, recording: Recording | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, *, chaos: Chaos | None = None, recording: Recording | None = None) -> None:
         if device.type != "cpu" and device.index is None:  # pyright: ignore[reportUnnecessaryComparison]
             device = torch.device(device.type, torch.accelerator.current_device_index())
         self.device = device

@@ -77,9 +77,7 @@ def _families(builder: Builder, start: Plan, *, is_keep_free: bool, activations:
         return [(0, lambda _: start)]
     families: list[_Family] = []
     if activations == "auto":
-        families.append(
-            (len(blocks) - 1, lambda n: Plan(start.num_slots, start.keep, blocks[len(blocks) - 1 - n :]))
-        )
+        families.append((len(blocks) - 1, lambda n: Plan(start.num_slots, start.keep, blocks[len(blocks) - 1 - n :])))
     if is_keep_free and builder.transfer == "copy":
         families.append((start.keep, lambda n: Plan(start.num_slots, n, start.saves)))
     return families or [(0, lambda _: start)]
@@ -105,9 +103,7 @@ def _largest_that_fits(builder: Builder, family: _Family, memory: int, tried: li
     return found
 
 
-def _too_small(
-    builder: Builder, tried: Sequence[Draft], memory: int, *, can_park_more: bool
-) -> ScheduleError:
+def _too_small(builder: Builder, tried: Sequence[Draft], memory: int, *, can_park_more: bool) -> ScheduleError:
     best = min(tried, key=lambda draft: draft.device_bytes)
     schedule = builder.finish(best)
     peak = find_peak(schedule, lifetimes(schedule))

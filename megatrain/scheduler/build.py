@@ -64,9 +64,7 @@ def schedule(
     return builder.finish(draft)
 
 
-def backward_schedule(
-    forward: Schedule, *, num_slots: int | None = None, memory: int | None = None
-) -> Schedule:
+def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory: int | None = None) -> Schedule:
     """The backward alone of a step whose forward ran as `forward` says and whose slots were since reused.
 
     Keeps and retains what `forward` does. No weights are on the device when it starts.

@@ -23,9 +23,7 @@ class Case:
         waits: For each position, the positions in other streams that it waits for.
     """
 
-    def __init__(
-        self, schedule: Schedule, workload: Workload, waits: Mapping[Position, Sequence[Position]]
-    ) -> None:
+    def __init__(self, schedule: Schedule, workload: Workload, waits: Mapping[Position, Sequence[Position]]) -> None:
         self.schedule = schedule
         self.workload = workload
         self.clocks = Clocks(waits)

@@ -120,24 +120,16 @@ def check_backward_order(case: Case) -> None:
             case.once(Stream.COMPUTE, "B", block, rule)
         for position in case.at(Stream.COMPUTE, "B", block):
             if block not in backwards:
-                raise case.fault(
-                    f"{case.name(position)} has nothing to do.", rule, position.tick, "Remove it."
-                )
+                raise case.fault(f"{case.name(position)} has nothing to do.", rule, position.tick, "Remove it.")
     if not backwards:
         return
     if case.schedule.mode == "train":
         first = min(case.backward(block) for block in backwards)
         case.require_before(case.forward(len(case.workload.blocks) - 1), first, "follows", rule)
     for index, value in enumerate(case.workload.values):
-        if (
-            value.producer is not None
-            and value.producer in backwards
-            and case.workload.has_value_gradient(index)
-        ):
+        if value.producer is not None and value.producer in backwards and case.workload.has_value_gradient(index):
             for reader in case.workload.backward_readers(index):
-                case.require_before(
-                    case.backward(reader), case.backward(value.producer), "needs a gradient of", rule
-                )
+                case.require_before(case.backward(reader), case.backward(value.producer), "needs a gradient of", rule)
 
 
 def check_saves(case: Case) -> None:

@@ -42,8 +42,7 @@ def op_durations(schedule: Schedule, hardware: Hardware) -> dict[Position, float
     """
     parked = schedule.parked()
     return {
-        position: hardware.launch_s + _work_s(schedule, op, parked, hardware)
-        for position, op in schedule.positions()
+        position: hardware.launch_s + _work_s(schedule, op, parked, hardware) for position, op in schedule.positions()
     }
 
 

@@ -57,9 +57,7 @@ def dependency_graph(schedule: Schedule, workload: Workload | None = None) -> nx
     return graph
 
 
-def derive_waits(
-    schedule: Schedule, workload: Workload | None = None
-) -> dict[Position, tuple[Position, ...]]:
+def derive_waits(schedule: Schedule, workload: Workload | None = None) -> dict[Position, tuple[Position, ...]]:
     """For each op, the ops of other streams that it waits for, transitively reduced, in table order.
 
     The streams' own order and these waits imply every dependency; the runtime enforces nothing else.

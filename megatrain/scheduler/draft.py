@@ -123,9 +123,7 @@ class Builder:
         return self._placed[num_slots]
 
     def _parked(self, plan: Plan) -> dict[int, tuple[int, ...]]:
-        return parked_values(
-            self.workload, keep=plan.keep, saves=plan.saves, mode=self.mode, transfer=self.transfer
-        )
+        return parked_values(self.workload, keep=plan.keep, saves=plan.saves, mode=self.mode, transfer=self.transfer)
 
 
 def _table(rows: Rows, placed: _Placed) -> tuple[Tick, ...]:

@@ -70,8 +70,6 @@ def waited_edges(graph: nx.DiGraph[Position]) -> dict[Position, tuple[Position, 
         # Of one stream, the latest op implies the earlier ones.
         latest = list({other.stream: other for other in before}.values())
         known = [*latest, *([last[position.stream]] if position.stream in last else ())]
-        reduced[position] = tuple(
-            b for b in latest if not any(o != b and clocks.is_before(b, o) for o in known)
-        )
+        reduced[position] = tuple(b for b in latest if not any(o != b and clocks.is_before(b, o) for o in known))
         last[position.stream] = position
     return reduced

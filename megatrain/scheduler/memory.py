@@ -12,9 +12,7 @@ from megatrain.scheduler.table import Schedule
 from megatrain.scheduler.workload import Workload
 
 
-def live_bytes(
-    workload: Workload, lives: Sequence[Lifetime], num_ticks: int, arena_bytes: int
-) -> tuple[int, ...]:
+def live_bytes(workload: Workload, lives: Sequence[Lifetime], num_ticks: int, arena_bytes: int) -> tuple[int, ...]:
     """Bytes that exist at any moment of each tick: from the tick of `start` to the last of `ends`, inclusive.
 
     That bounds what exists at run time, whatever the timing, because an op that allocates waits for the ops

@@ -156,9 +156,7 @@ def _read_unknown(line: str, read: _Read) -> None:
 def _read_header(line: str, read: _Read) -> None:
     match = _HEADER.fullmatch(line)
     if match is None:
-        raise ScheduleError(
-            "a schedule begins with `schedule: 4 blocks, 2 slots, keep 2, 10 ticks; h2d ...`."
-        )
+        raise ScheduleError("a schedule begins with `schedule: 4 blocks, 2 slots, keep 2, 10 ticks; h2d ...`.")
     read.figures.update({name: int(figure) for name, figure in match.groupdict().items()})
 
 

@@ -122,9 +122,7 @@ class Workload:
             self._check_value(value)
             sharers[value.storage] += 1
         for value in self.values:
-            if value.is_parkable and (
-                value.producer is None or value.is_output or sharers[value.storage] > 1
-            ):
+            if value.is_parkable and (value.producer is None or value.is_output or sharers[value.storage] > 1):
                 raise ScheduleError(
                     f"value {value.name} can't be parked.\n"
                     "  A parkable value is computed by a block, isn't returned, and its storage is its own."

@@ -251,9 +251,7 @@ class Recorder(TorchFunctionMode):
         self.is_recording = True
         try:
             with self._fake_mode:
-                return torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-                )
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         finally:
             self.is_recording = False
 
@@ -276,9 +274,7 @@ class Recorder(TorchFunctionMode):
         if not any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(item)):
             return
         part = self.graph.call_function(getitem, (node, index))
-        part.meta.update(
-            {k: node.meta[k] for k in ("modules", "source", "grad", "autocast")}, is_random=False
-        )
+        part.meta.update({k: node.meta[k] for k in ("modules", "source", "grad", "autocast")}, is_random=False)
         if node in self._from_inputs:
             self._from_inputs.add(part)
         self._bind_results(part, item, is_real)

@@ -113,9 +113,7 @@ class Attributes:
             now = _items(holder)
             for label in dict.fromkeys([*before, *now]):
                 if before.get(label) is not now.get(label):
-                    found.append(
-                        Change(_joined(name, label), holder, label, before.get(label), now.get(label))
-                    )
+                    found.append(Change(_joined(name, label), holder, label, before.get(label), now.get(label)))
         return found
 
 

@@ -39,9 +39,7 @@ def user_line() -> SourceLine | None:
         code = frame.f_code
         users = _is_users.get(code)
         if users is None:
-            users = _is_users[code] = (
-                not code.co_filename.startswith(_HIDDEN) and "<" not in code.co_filename[:1]
-            )
+            users = _is_users[code] = not code.co_filename.startswith(_HIDDEN) and "<" not in code.co_filename[:1]
         if users:
             return SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
         frame = frame.f_back

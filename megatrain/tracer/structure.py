@@ -101,9 +101,7 @@ class Structure:
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Returns a fresh copy of the object with `tensors` in place of the placeholders, in order."""
-        return copy.deepcopy(
-            self.skeleton, {id(p): t for p, t in zip(self.placeholders, tensors, strict=True)}
-        )
+        return copy.deepcopy(self.skeleton, {id(p): t for p, t in zip(self.placeholders, tensors, strict=True)})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

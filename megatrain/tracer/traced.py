@@ -80,10 +80,7 @@ class TracedModule:
         others = [e for e in self.state.values() if e.kind != "parameter"]
         total = sum(e.spec.nbytes for e in parameters)
         other_bytes = sum(e.spec.nbytes for e in others)
-        lines = [
-            f"  state: {len(parameters)} parameters, {total} bytes; "
-            f"{len(others)} buffers, {other_bytes} bytes"
-        ]
+        lines = [f"  state: {len(parameters)} parameters, {total} bytes; {len(others)} buffers, {other_bytes} bytes"]
         for entry in self.state.values():
             lines += [f"  tied: {tie} = {entry.key}" for tie in entry.ties]
         return lines

@@ -29,9 +29,7 @@ class EffectWatch(TorchDispatchMode):
         on_write: Called with each tensor that an operation writes, before it runs.
     """
 
-    def __init__(
-        self, on_read: Callable[[torch.Tensor], None], on_write: Callable[[torch.Tensor], None]
-    ) -> None:
+    def __init__(self, on_read: Callable[[torch.Tensor], None], on_write: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
         self._on_read = on_read
         self._on_write = on_write

@@ -19,9 +19,7 @@ def _lowered(name: str) -> Program:
     return lower(trace(*MODELS[name]()))
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "llama_labels", "llama_padded", "qwen2", "gpt2", "bert", "vit", "gpt"]
-)
+@pytest.mark.parametrize("name", ["llama", "llama_labels", "llama_padded", "qwen2", "gpt2", "bert", "vit", "gpt"])
 def test_all_layers_share_one_template(name: str):
     program = _lowered(name)
     layers = [b.template for b in program.blocks if b.name[-1].isdigit()]
@@ -133,9 +131,7 @@ def test_aliasing_of_what_a_layer_returns_tells_templates_apart():
     assert count(True, False) == 2
 
 
-@pytest.mark.parametrize(
-    ("p", "window", "expected"), [((0.1, 0.1), (None, None), 1), ((0.1, 0.2), (None, None), 2)]
-)
+@pytest.mark.parametrize(("p", "window", "expected"), [((0.1, 0.1), (None, None), 1), ((0.1, 0.2), (None, None), 2)])
 def test_dropout_of_an_unmodified_module_is_part_of_its_code(p, window, expected):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(q)) for q in p))
     assert len(lower(trace(model, (torch.randn(2, 4),))).templates) == expected

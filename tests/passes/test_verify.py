@@ -31,9 +31,7 @@ def _with_block(program: Program, place: int, **changes: object) -> Program:
 
 
 def _with_template(program: Program, name: str, **changes: object) -> Program:
-    return replace(
-        program, templates={**program.templates, name: replace(program.templates[name], **changes)}
-    )
+    return replace(program, templates={**program.templates, name: replace(program.templates[name], **changes)})
 
 
 def unlifted_state(p: Program) -> Program:
@@ -90,9 +88,7 @@ def input_of_another_spec(p: Program) -> Program:
 
 def input_from_the_future(p: Program) -> Program:
     late = p.blocks[2].outputs[-1]
-    return _with_block(
-        p, 1, inputs=tuple(late if v == p.blocks[0].outputs[0] else v for v in p.blocks[1].inputs)
-    )
+    return _with_block(p, 1, inputs=tuple(late if v == p.blocks[0].outputs[0] else v for v in p.blocks[1].inputs))
 
 
 def output_defined_twice(p: Program) -> Program:

@@ -51,17 +51,12 @@ def train(
             loss.backward()
         found.outputs.append([t.detach().cpu().clone() for t in Structure.of(result).placeholders])
         found.gradients.append(
-            {
-                n: None if p.grad is None else p.grad.detach().cpu().clone()
-                for n, p in model.named_parameters()
-            }
+            {n: None if p.grad is None else p.grad.detach().cpu().clone() for n, p in model.named_parameters()}
         )
         found.input_gradients.append([None if t.grad is None else t.grad.detach().clone() for t in inputs])
         if optimizer is not None:
             optimizer.step()
-    found.state = {
-        k: v.detach().cpu().clone() for k, v in [*model.named_parameters(), *model.named_buffers()]
-    }
+    found.state = {k: v.detach().cpu().clone() for k, v in [*model.named_parameters(), *model.named_buffers()]}
     found.rng = torch.get_rng_state()
     return found
 
@@ -74,9 +69,7 @@ def assert_same(expected: Trained, found: Trained, tolerance: float = 0.0) -> No
             _assert_close(a, b, tolerance, f"output {index} of step {step}")
     for step, (grads, others) in enumerate(zip(expected.gradients, found.gradients, strict=True)):
         assert grads.keys() == others.keys()
-        scale = max(
-            (float(g.abs().max()) for g in grads.values() if g is not None and g.numel()), default=0.0
-        )
+        scale = max((float(g.abs().max()) for g in grads.values() if g is not None and g.numel()), default=0.0)
         for name, gradient in grads.items():
             _assert_close(gradient, others[name], tolerance, f"gradient of {name} in step {step}", scale)
     for left, right in zip(expected.input_gradients, found.input_gradients, strict=True):

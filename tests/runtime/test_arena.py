@@ -129,10 +129,7 @@ def test_the_parts_of_a_sparse_tensor_are_counted():
     meter = Meter()
     sparse = torch.eye(4).to_sparse_coo()
     meter.hold("s", [sparse])
-    assert (
-        meter.current
-        == sparse._indices().untyped_storage().nbytes() + sparse._values().untyped_storage().nbytes()
-    )
+    assert meter.current == sparse._indices().untyped_storage().nbytes() + sparse._values().untyped_storage().nbytes()
 
 
 def test_a_meter_adds_up_over_threads():

@@ -220,9 +220,7 @@ def test_parameters_changed_before_backward_are_refused() -> None:
     loss = compiled(*args, **kwargs)[1]
     with torch.no_grad():
         next(iter(compiled.parameters())).add_(1)
-    with pytest.raises(
-        ExecuteError, match=r"parameter `embed.weight` was modified between forward and backward"
-    ):
+    with pytest.raises(ExecuteError, match=r"parameter `embed.weight` was modified between forward and backward"):
         loss.backward()
     compiled(*args, **kwargs)[1].backward()
 

@@ -53,9 +53,7 @@ def test_parity_under_chaos(
     compiled = megatrain.compile(streamed, device="cpu", transfer="copy", chaos=chaos, **options)
     variant = compiled.prepare(*args, **kwargs)
     if not is_budgeted:
-        variant.schedule = megatrain.schedule(
-            variant.program, num_slots=num_slots, keep=keep, activations=activations
-        )
+        variant.schedule = megatrain.schedule(variant.program, num_slots=num_slots, keep=keep, activations=activations)
         variant.schedule.check()
     expected = train(eager, eager, args, kwargs)
     found = train(compiled, streamed, args, kwargs)

@@ -21,9 +21,7 @@ IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 
 def compiled_gpt(**options):
     torch.manual_seed(0)
-    return megatrain.compile(
-        Gpt(), **{"device": "cpu", "transfer": "copy", "activations": "offload", **options}
-    )
+    return megatrain.compile(Gpt(), **{"device": "cpu", "transfer": "copy", "activations": "offload", **options})
 
 
 def test_parameter_without_values() -> None:
@@ -31,9 +29,7 @@ def test_parameter_without_values() -> None:
         model = Gpt()
     compiled = megatrain.compile(model, device="cpu", example_args=(IDS,))
     assert "W0@0" in str(compiled.schedule)
-    with pytest.raises(
-        ExecuteError, match=r"parameter `embed.weight` is on the meta device and has no values"
-    ):
+    with pytest.raises(ExecuteError, match=r"parameter `embed.weight` is on the meta device and has no values"):
         compiled(IDS)
 
 

@@ -18,9 +18,7 @@ def test_an_image_aligns_its_entries():
     layout = image([("a", spec(3)), ("empty", spec(0, 5)), ("b", spec(17)), ("scalar", spec())])
     assert [entry.offset for entry in layout.entries] == [0, 64, 64, 192]
     assert layout.nbytes == 256
-    assert str(layout) == (
-        "image: 256 B\n  0: a f32[3]\n  64: empty f32[0, 5]\n  64: b f32[17]\n  192: scalar f32[]"
-    )
+    assert str(layout) == ("image: 256 B\n  0: a f32[3]\n  64: empty f32[0, 5]\n  64: b f32[17]\n  192: scalar f32[]")
     assert image([]) == BlockImage((), 0)
 
 

@@ -38,11 +38,7 @@ def test_issue_order_and_waits_equal_the_schedule(name: str) -> None:
             if position.stream != stream:
                 continue
             # The forward half has ended before the backward half begins, so waits across are over.
-            mine = [
-                w
-                for w in waits.get(position, ())
-                if (w.tick > last_forward) == (position.tick > last_forward)
-            ]
+            mine = [w for w in waits.get(position, ()) if (w.tick > last_forward) == (position.tick > last_forward)]
             expected.append((str(op), tuple(str(ops[w]) for w in mine)))
         found = [(op.label, op.waits) for op in recording.on(stream)]
         assert found == expected

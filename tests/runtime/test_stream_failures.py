@@ -52,9 +52,7 @@ def test_a_failure_anywhere_surfaces_once_and_leaves_the_set_usable(streams: Str
     if stream == "compute":
         assert type(caught.value) is InjectedFailure
     else:
-        assert str(caught.value) == (
-            f"{stream}:{label} failed: InjectedFailure: chaos made {stream}:{label} fail"
-        )
+        assert str(caught.value) == (f"{stream}:{label} failed: InjectedFailure: chaos made {stream}:{label} fail")
         assert type(caught.value.__cause__) is InjectedFailure
     assert broken.failure is None
     broken.finish()
@@ -218,9 +216,7 @@ def test_even_system_exit_leaves_the_thread_alive(streams: StreamSet):
         run_chain(streams, [])
 
 
-def test_a_device_that_cant_be_entered_fails_the_first_operation(
-    streams: StreamSet, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_device_that_cant_be_entered_fails_the_first_operation(streams: StreamSet, monkeypatch: pytest.MonkeyPatch):
     def refuse(stream: object) -> None:
         raise RuntimeError("no such device")
 

@@ -205,9 +205,7 @@ def test_chaos_can_slow_one_stream():
     streams.close()
 
 
-@pytest.mark.parametrize(
-    ("fail", "strikes"), [("G3", True), ("d2h:G3", True), ("h2d:G3", False), (None, False)]
-)
+@pytest.mark.parametrize(("fail", "strikes"), [("G3", True), ("d2h:G3", True), ("h2d:G3", False), (None, False)])
 def test_chaos_names_an_operation_with_or_without_its_stream(fail: str | None, strikes: bool):
     assert Chaos(fail=fail).strikes("d2h", "G3") is strikes
 

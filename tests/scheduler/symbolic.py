@@ -59,9 +59,7 @@ class Machine:
 
     # What lives on the device.
 
-    def allocate(
-        self, key: tuple[str, int], nbytes: int, needed: Sequence[str], *, storage: object = None
-    ) -> None:
+    def allocate(self, key: tuple[str, int], nbytes: int, needed: Sequence[str], *, storage: object = None) -> None:
         if key in self.tensors:
             raise Harm(f"{key} is made twice")
         self.tensors[key] = (key if storage is None else ("storage", storage), nbytes)
@@ -143,9 +141,7 @@ class Machine:
         nbytes = 0 if self.schedule.transfer == "bind" else self.workload.blocks[op.block].state_bytes
         self.expect(nbytes <= slot.nbytes, f"{op} overflows its slot")
         stop = slot.offset + nbytes
-        self.weights = {
-            p: (a, b, c) for p, (a, b, c) in self.weights.items() if not (a < stop and slot.offset < b)
-        }
+        self.weights = {p: (a, b, c) for p, (a, b, c) in self.weights.items() if not (a < stop and slot.offset < b)}
         self.weights[position] = (slot.offset, stop, False)
 
     def finish_W(self, position: Position, op: Op) -> None:
@@ -168,9 +164,9 @@ class Machine:
     def finish_F(self, position: Position, op: Op) -> None:
         self.expect_weights(position, op)
         self.workspace = 0
-        self.ready |= {
-            ("value", i) for i, v in enumerate(self.workload.values) if v.producer == op.block
-        }.intersection(self.tensors)
+        self.ready |= {("value", i) for i, v in enumerate(self.workload.values) if v.producer == op.block}.intersection(
+            self.tensors
+        )
 
     def start_B(self, position: Position, op: Op) -> None:
         self.expect(op.block in self.backwards, f"{op} has no backward")

@@ -77,11 +77,7 @@ def test_residents_of_one_time_never_share_bytes(workload: Workload, num_slots: 
     stays = residencies(workload, steps, num_slots=num_slots, transfer="copy")
     slots, slot_of = place_slots(stays)
     for step in range(-num_slots, len(steps)):
-        now = [
-            (slots[s].offset, r.nbytes)
-            for r, s in zip(stays, slot_of, strict=True)
-            if r.first <= step <= r.last
-        ]
+        now = [(slots[s].offset, r.nbytes) for r, s in zip(stays, slot_of, strict=True) if r.first <= step <= r.last]
         ordered = sorted(now)
         assert all(a + n <= b for (a, n), (b, _) in pairwise(ordered))
     assert all(

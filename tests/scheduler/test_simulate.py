@@ -41,9 +41,7 @@ def test_ops_of_one_stream_never_overlap_and_follow_what_they_wait_for(plan: Sch
     timeline = {t.position: t for t in plan.simulate(machine).timeline}
     free = dict.fromkeys(Stream, 0.0)
     for position, before in plan.waits().items():
-        assert timeline[position].start_s >= max(
-            [free[position.stream], *(timeline[b].end_s for b in before)]
-        )
+        assert timeline[position].start_s >= max([free[position.stream], *(timeline[b].end_s for b in before)])
         free[position.stream] = timeline[position].end_s
 
 

@@ -46,9 +46,7 @@ def blocks(draw: st.DrawFn) -> tuple[BlockWork, ...]:
         has_backward = draw(st.sampled_from([True, True, True, False]))
         saved, forward, backward, flops = draw(st.tuples(size, size, size, size))
         gradient = draw(st.sampled_from([0, state, state])) if has_backward else 0
-        found.append(
-            BlockWork(f"b{index}", state, gradient, saved, forward, backward, has_backward, flops * 1000)
-        )
+        found.append(BlockWork(f"b{index}", state, gradient, saved, forward, backward, has_backward, flops * 1000))
     return tuple(found)
 
 
@@ -59,9 +57,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     count = len(works)
     values: list[ValueWork] = []
     storages: list[int] = []
-    producers = [None] * draw(st.integers(1, 2)) + [
-        b for b in range(count) for _ in range(draw(st.integers(1, 2)))
-    ]
+    producers = [None] * draw(st.integers(1, 2)) + [b for b in range(count) for _ in range(draw(st.integers(1, 2)))]
     for index, producer in enumerate(producers):
         first = 0 if producer is None else producer + 1
         later = st.sets(st.integers(first, count - 1), max_size=3) if first < count else st.just(set[int]())
@@ -76,9 +72,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         has_gradient = draw(st.booleans()) if producer is None else works[producer].has_backward
         is_output = not readers or draw(st.integers(0, 6)) == 0
         values.append(
-            ValueWork(
-                f"v{index}", nbytes, storage, producer, tuple(sorted(readers)), is_output, has_gradient, False
-            )
+            ValueWork(f"v{index}", nbytes, storage, producer, tuple(sorted(readers)), is_output, has_gradient, False)
         )
     used = [value.storage for value in values]
     final = tuple(

@@ -43,9 +43,7 @@ def eager_step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     return Step(result, outputs, gradients, buffers, rng)
 
 
-def graph_step(
-    traced: TracedModule, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Step:
+def graph_step(traced: TracedModule, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
     """Runs the captured graph as a whole on the model's state."""
     return _replayed(traced, model, args, kwargs, lambda inputs, state: _run_graph(traced, inputs, state))
 
@@ -78,9 +76,7 @@ def _replayed(
     return Step(traced.outputs.fill(outputs), outputs, gradients, before | after, rng)
 
 
-def _run_graph(
-    traced: TracedModule, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]
-) -> Outputs:
+def _run_graph(traced: TracedModule, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> Outputs:
     written = {key for key, _ in traced.writes_back}
     values: dict[fx.Node, Any] = dict(zip(traced.inputs, inputs, strict=True))
     for node in traced.graph.nodes:
@@ -105,9 +101,7 @@ def call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         return node.target(*args, **kwargs)
 
 
-def run_program(
-    program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]
-) -> Outputs:
+def run_program(program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> Outputs:
     """The smallest interpreter of programs: a dictionary of values, blocks in order, commits at the end."""
     codes = {name: Code(template.graph) for name, template in program.templates.items()}
     values = dict(zip(program.inputs, inputs, strict=True))
@@ -149,9 +143,7 @@ def is_same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
 def assert_same_step(found: Step, eager: Step) -> None:
     """Asserts that outputs, gradients, buffers and the random generator agree bit for bit."""
     assert len(found.outputs) == len(eager.outputs)
-    different = [
-        i for i, pair in enumerate(zip(found.outputs, eager.outputs, strict=True)) if not is_same(*pair)
-    ]
+    different = [i for i, pair in enumerate(zip(found.outputs, eager.outputs, strict=True)) if not is_same(*pair)]
     assert not different, f"outputs {different} differ"
     assert found.gradients.keys() == eager.gradients.keys()
     worse = [k for k, g in eager.gradients.items() if not is_same(found.gradients[k], g)]

@@ -89,9 +89,7 @@ traced Small(arg0: f32[1, 2], arg1: bool[2]) -> (f32[1, 2], i64[])
 
 
 def test_specs_and_inputs_are_named():
-    traced = trace(
-        Gpt(), (torch.zeros(2, 8, dtype=torch.int64),), {"targets": torch.zeros(2, 8, dtype=torch.int64)}
-    )
+    traced = trace(Gpt(), (torch.zeros(2, 8, dtype=torch.int64),), {"targets": torch.zeros(2, 8, dtype=torch.int64)})
     assert [n.name for n in traced.inputs] == ["arg0", "targets"]
     assert str(traced.specs["targets"]) == "i64[2, 8]"
     assert all("spec" in n.meta for n in traced.inputs)

@@ -24,9 +24,7 @@ def test_a_capture_equals_eager(name: str):
     assert_same_step(graph_step(traced, model, args, kwargs), eager_step(*MODELS[name]()))
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt", "cnn", "torch_encoder", "llama_labels", "t5_labels", "ema_buffer", "lstm"]
-)
+@pytest.mark.parametrize("name", ["gpt", "cnn", "torch_encoder", "llama_labels", "t5_labels", "ema_buffer", "lstm"])
 def test_a_capture_in_eval_mode_equals_eager(name: str, monkeypatch: pytest.MonkeyPatch):
     model, args, kwargs = MODELS[name]()
     other = MODELS[name]()[0]
