@@ -59,11 +59,11 @@ class Options:
                 f'transfer="bind" needs the compute device to be the host, but it is {target}.\n'
                 '  Weights are used where they lie.\n  Use transfer="copy" or "auto".'
             )
-        budget = None if memory is None else parse_bytes(memory)
+        budget = None if memory is None else parse_bytes(memory, "memory")
         if transfer == "auto":
             # A budget on the host is a rehearsal of a device: only copies into slots can respect it.
             transfer = "bind" if target.type == "cpu" and budget is None else "copy"
-        size = None if block_bytes is None else parse_bytes(block_bytes)
+        size = None if block_bytes is None else parse_bytes(block_bytes, "block_bytes")
         return Options(target, budget, precision, activations, transfer, size)
 
     def budget(self) -> int:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import expecttest
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -27,7 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("ci" if os.environ.get("CI") else "default")
     # Workers share the cores; torch's own pool on top of them would only take turns.
     torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else min(4, os.cpu_count() or 1))
-    expecttest.ACCEPT = bool(expecttest.ACCEPT) or config.getoption("--accept")
+    if config.getoption("--accept"):
+        os.environ["EXPECTTEST_ACCEPT"] = "1"  # expecttest reads nothing else
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,6 +17,9 @@ def test_the_python_of_the_readme_runs(capsys):
     for number, block in enumerate(blocks):
         exec(compile(block, f"README.md, block {number}", "exec"), namespace)
     assert "schedule:" in capsys.readouterr().out
+    shown = re.search(r"^```text\n(schedule:.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    assert shown is not None
+    assert shown[1] == str(namespace["compiled"].schedule) + "\n"
     assert all(p.grad is not None for p in namespace["model"].parameters())
 
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.interpret import Code
-from megatrain.passes.program import Port, Program, Template, TemplateCost
+from megatrain.passes.program import Program, Template, TemplateCost
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -72,42 +72,36 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _cost(template: Template, differentiable: list[bool], program: Program) -> TemplateCost:
-    code = Code(_with_known_shapes(template.graph))
+    code = Code(_with_known_shapes(template.graph, program.device))
     ports = (*template.inputs, *template.state)
     with FakeTensorMode():
-        forward_peak, flops = _measure_forward(code, ports)
-        saved, backward_peak = _measure_backward(code, ports, differentiable)
+        arguments = [_empty(program.device, port.spec) for port in ports]
+        forward_peak, flops = _measure_forward(code, arguments)
+        leaves = [t.requires_grad_(needs_grad) for t, needs_grad in zip(arguments, differentiable, strict=True)]
+        saved, backward_peak = _measure_backward(code, leaves)
     return TemplateCost(saved, forward_peak, backward_peak, flops)
 
 
-def _with_known_shapes(graph: fx.Graph) -> fx.Graph:
+def _with_known_shapes(graph: fx.Graph, device: torch.device) -> fx.Graph:
     """Replaces calls whose shapes depend on values (guarded at run time) by empty tensors of those shapes."""
     graph, _ = copied_graph(graph)
     for node in graph.nodes:
         if "results" in node.meta:
             node.op, node.args, node.kwargs = "call_function", (), {}
-            node.target = partial(_empty, node.meta["results"])
+            node.target = partial(_empty, device, node.meta["results"])
     return graph
 
 
-def _empty(specs: Any) -> Any:
+def _empty(device: torch.device, specs: Any) -> Any:
     def of_spec(spec: TensorSpec) -> torch.Tensor:
         if spec.stride is None:
-            return torch.empty(spec.shape, dtype=spec.dtype)
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+            return torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
 
     return pytree.tree_map_only(TensorSpec, of_spec, specs)
 
 
-def _fake_arguments(ports: tuple[Port, ...], differentiable: list[bool]) -> list[torch.Tensor]:
-    arguments: list[torch.Tensor] = []
-    for port, needs_grad in zip(ports, differentiable, strict=True):
-        arguments.append(_empty(port.spec).requires_grad_(needs_grad))
-    return arguments
-
-
-def _measure_forward(code: Code, ports: tuple[Port, ...]) -> tuple[int, int]:
-    arguments = _fake_arguments(ports, [False] * len(ports))
+def _measure_forward(code: Code, arguments: list[torch.Tensor]) -> tuple[int, int]:
     counter = FlopCounterMode(display=False)
     with _LiveBytes(arguments) as live, counter:
         outputs = code(arguments)
@@ -115,22 +109,21 @@ def _measure_forward(code: Code, ports: tuple[Port, ...]) -> tuple[int, int]:
     return max(0, live.peak - own), int(counter.get_total_flops())
 
 
-def _measure_backward(code: Code, ports: tuple[Port, ...], differentiable: list[bool]) -> tuple[int, int]:
-    arguments = _fake_arguments(ports, differentiable)
-    saved: dict[int, int] = {}
-    known = {t.untyped_storage()._cdata for t in arguments}  # pyright: ignore[reportPrivateUsage]
+def _measure_backward(code: Code, arguments: list[torch.Tensor]) -> tuple[int, int]:
+    saved: list[weakref.ref[torch.Tensor]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:  # pyright: ignore[reportPrivateUsage]
-            saved[storage._cdata] = storage.nbytes()  # pyright: ignore[reportPrivateUsage]
-        return tensor
+        kept = tensor.detach()
+        saved.append(weakref.ref(kept))
+        return kept
 
     with _LiveBytes(arguments) as live:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             outputs = code(arguments)
-        for output in outputs:
-            saved.pop(output.untyped_storage()._cdata, None)  # pyright: ignore[reportPrivateUsage]
+        # What only a dead branch had saved is gone by now.
+        alive = [kept for ref in saved if (kept := ref()) is not None]
+        saved_bytes = _storage_bytes(alive, beyond=[*arguments, *outputs])
+        del alive
         roots = [o for o in outputs if o.requires_grad]
         leaves = [a for a in arguments if a.requires_grad]
         seeds = [torch.ones_like(r) for r in roots]
@@ -138,4 +131,11 @@ def _measure_backward(code: Code, ports: tuple[Port, ...], differentiable: list[
         if roots and leaves:
             gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
     produced = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
-    return sum(saved.values()), max(0, live.peak - produced)
+    return saved_bytes, max(0, live.peak - produced)
+
+
+def _storage_bytes(tensors: list[torch.Tensor], beyond: list[torch.Tensor]) -> int:
+    """Bytes of the distinct storages of `tensors` that none of `beyond` shares."""
+    known = {t.untyped_storage()._cdata for t in beyond}  # pyright: ignore[reportPrivateUsage]
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}  # pyright: ignore[reportPrivateUsage]
+    return sum(size for key, size in sizes.items() if key not in known)

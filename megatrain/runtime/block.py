@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,20 +28,18 @@ class LocalGraph:
         carries: Aliases of the inputs, made last. The gradient that later blocks left for an input enters here:
             the engine runs nodes in reverse order of creation, so it is the first term of the sum, as in eager.
         outputs: Results with their history.
-        saved: What autograd keeps for the backward, besides state; emptied by `take_saved`.
+        saved: What autograd was given to keep for the backward, besides state.
     """
 
     inputs: list[torch.Tensor]
     state: list[torch.Tensor]
     carries: list[torch.Tensor | None]
     outputs: tuple[torch.Tensor, ...]
-    saved: list[torch.Tensor]
+    saved: list[weakref.ref[torch.Tensor]]
 
-    def take_saved(self) -> list[torch.Tensor]:
-        """Returns the saved tensors and forgets them, so that the backward can free each when it is used."""
-        saved = list(self.saved)
-        self.saved.clear()  # in place: the hooks hold this very list
-        return saved
+    def saved_tensors(self) -> list[torch.Tensor]:
+        """Returns what is saved now; what a dead branch saved is gone, and the backward frees one by one."""
+        return [tensor for ref in self.saved if (tensor := ref()) is not None]
 
     def gradients(
         self, output_gradients: Sequence[torch.Tensor | None], carried: Sequence[torch.Tensor | None]
@@ -128,7 +127,7 @@ class BlockRunner:
         """
         leaves = [t.detach().requires_grad_(g) for t, g in zip((*inputs, *state), needs_grad, strict=True)]
         with torch.enable_grad(), neutral_autocast(self._device):
-            saved: list[torch.Tensor] = []
+            saved: list[weakref.ref[torch.Tensor]] = []
             with rebound_state(leaves[len(inputs) :], read_state, saved):
                 outputs = self._code(leaves)
             own = leaves[: len(inputs)]
@@ -151,7 +150,7 @@ def neutral_autocast(device: torch.device) -> Generator[None]:
 
 
 @contextmanager
-def rebound_state(state: Tensors, read_state: StateReader, saved: list[torch.Tensor]) -> Generator[None]:
+def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.ref[torch.Tensor]]) -> Generator[None]:
     """Keeps weights out of the graph: a saved tensor that is a view of state is stored as a place in that state.
 
     All other saved tensors are listed in `saved`.
@@ -161,8 +160,9 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[torch.Ten
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         # Detached: a saved result that still knew its own node would keep that node, and itself, for ever.
-        saved.append(tensor.detach())
-        return saved[-1]
+        kept = tensor.detach()
+        saved.append(weakref.ref(kept))
+        return kept
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() not in places:

@@ -98,6 +98,11 @@ class Call:
         """Notes how often each value was written in place, now that the caller gets hold of some of them."""
         self._versions = [(n, t, t._version) for n, t in self.values.items() if not t.is_inference()]
 
+    def check_open(self) -> None:
+        """Raises `ExecuteError` if the call had its backward already, or failed."""
+        if self.status != OPEN:
+            raise ExecuteError(_CLOSED[self.status])
+
     def check_versions(self) -> None:
         """Checks that nobody wrote into a value between forward and backward.
 
@@ -127,3 +132,10 @@ class Call:
         self.rng.clear()
         self._versions = []
         self.parks.give()
+
+
+_CLOSED = {
+    DONE: "backward ran a second time on the same call.\n  A call holds what its backward needs only once.\n"
+    "  Call the model again, or add the losses and call backward once.",
+    FAILED: "backward ran on a call that failed.\n  What it needs is gone.\n  Call the model again.",
+}

@@ -102,8 +102,7 @@ class Executor:
         Raises:
             ExecuteError: If the call was differentiated before, or what it needs has changed since.
         """
-        if call.status != OPEN:
-            raise ExecuteError(_CLOSED[call.status])
+        call.check_open()
         call.check_versions()
         self._check_parameters(call)
         self._enter()
@@ -237,7 +236,7 @@ class Executor:
         if step.saves:
             graph = self._graph(call, block, step, inputs, state)
             call.graphs[block.index] = graph
-            saved = graph.take_saved()
+            saved = graph.saved_tensors()
             outputs: Sequence[torch.Tensor] = [t.detach() for t in graph.outputs]
         else:
             saved = []
@@ -271,7 +270,6 @@ class Executor:
             rng = call.rng.get(block.index)
             with repeated_rng(rng, self._engine.device):
                 graph = self._graph(call, block, step, inputs, self._slots.state(block.index, step.slot))
-            graph.take_saved()
         if graph is None or all(g is None for g in output_gradients):
             call.parameter_gradients[block.index] = [None] * len(block.binding)
             return
@@ -313,10 +311,4 @@ _HANDLERS: dict[tuple[str, str], Callable[[Executor, Call, Planned], None]] = {
     ("compute", "B"): Executor._backward,
     ("d2h", "A"): Executor._park,
     ("d2h", "G"): Executor._offload,
-}
-
-_CLOSED = {
-    DONE: "backward ran a second time on the same call.\n  A call holds what its backward needs only once.\n"
-    "  Call the model again, or add the losses and call backward once.",
-    FAILED: "backward ran on a call that failed.\n  What it needs is gone.\n  Call the model again.",
 }

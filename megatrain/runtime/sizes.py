@@ -10,16 +10,20 @@ from megatrain.errors import OptionError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _TEXT = re.compile(r"(?P<number>\d+(\.\d+)?)\s*((?P<prefix>[kmgtp]?)(?P<binary>i?)b)?", re.ASCII)
-_ACCEPTED = 'Give a positive whole number of bytes, or a text such as "10GiB", "1.5 GiB" (1024s) or "512MB" (1000s).'
+_ACCEPTED = (
+    "\n  A size is a positive whole number of bytes, or a number and a unit (KiB, MiB, GiB; KB, MB, GB)."
+    '\n  Write for example "10GiB", "1.5 GiB", "512MB" or 1073741824.'
+)
 
 
-def parse_bytes(size: int | float | str) -> int:
+def parse_bytes(size: int | float | str, option: str = "size") -> int:
     """Reads a size in bytes.
 
     Args:
         size: A positive integer (a float if it is whole), or a text: a number, which may have a fraction,
             and a unit: `B`, `KB` to `PB` (powers of 1000) or `KiB` to `PiB` (powers of 1024). Case does not
             matter. A fraction of a byte is dropped.
+        option: Name of the option it was given for, for the message.
 
     Raises:
         OptionError: If it can't be read, or is below one byte.
@@ -29,9 +33,9 @@ def parse_bytes(size: int | float | str) -> int:
     """
     num_bytes = _parse_text(size) if isinstance(size, str) else _parse_number(size)
     if num_bytes is None:
-        raise OptionError(f"{size!r} is not a size in bytes. {_ACCEPTED}")
+        raise OptionError(f"{option}={size!r} is not a size in bytes.{_ACCEPTED}")
     if num_bytes < 1:
-        raise OptionError(f"{size!r} is less than one byte. {_ACCEPTED}")
+        raise OptionError(f"{option}={size!r} is less than one byte.{_ACCEPTED}")
     return num_bytes
 
 

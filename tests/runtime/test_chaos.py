@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import megatrain
 from megatrain.runtime.executor import Executor
@@ -15,6 +17,7 @@ from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams import Chaos
 from tests.models import MODELS
 from tests.runtime.harness import assert_same, train
+from tests.strategies import WIDTH, module_trees
 
 NAMES = [
     "gpt_loss",
@@ -28,37 +31,78 @@ NAMES = [
 ]
 
 
-@settings(max_examples=50, deadline=None)
-@given(
+def assert_chaotic_parity(model, args, kwargs, choice: Choice) -> None:
+    """Trains an eager and a compiled copy under delays and poison, and compares everything."""
+    eager, streamed = copy.deepcopy(model), copy.deepcopy(model)
+    program = megatrain.lower(megatrain.trace(model, args, kwargs))
+    options: dict = {"activations": choice.activations}
+    if choice.spare is not None:
+        least = megatrain.schedule(program, num_slots=1, keep=0, activations="offload").device_bytes
+        options = {"memory": max(1, int(least * choice.spare)), "activations": "auto"}
+    chaos = Chaos(seed=choice.seed, max_delay_s=0.0005)
+    compiled = megatrain.compile(streamed, device="cpu", transfer="copy", chaos=chaos, **options)
+    variant = compiled.prepare(*args, **kwargs)
+    if choice.spare is None:
+        variant.schedule = megatrain.schedule(
+            variant.program, num_slots=choice.num_slots, keep=choice.keep, activations=choice.activations
+        )
+        variant.schedule.check()
+    steps = 2 if choice.tolerance == 0 else 1
+    try:
+        expected = train(eager, eager, args, kwargs, steps=steps)
+    except RuntimeError:
+        reject()  # eager PyTorch refuses this model: it overwrites what its own backward needs
+    found = train(compiled, streamed, args, kwargs, steps=steps)
+    assert_same(expected, found, tolerance=choice.tolerance, updates=choice.tolerance == 0)
+    assert compiled.peak_bytes <= compiled.schedule.device_bytes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one example runs: with a schedule of its own, or (`spare`) a budget that many times the least."""
+
+    seed: int
+    num_slots: int
+    keep: int
+    activations: str
+    spare: float | None
+    tolerance: float = 0.0
+
+
+CHOICES = st.builds(
+    Choice,
     seed=st.integers(0, 2**16),
-    name=st.sampled_from(NAMES),
     num_slots=st.integers(1, 4),
     keep=st.integers(0, 4),
     activations=st.sampled_from(["recompute", "offload", "keep"]),
-    spare=st.floats(1.0, 2.0),
-    is_budgeted=st.booleans(),
+    spare=st.none() | st.floats(1.0, 2.0),
 )
-def test_parity_under_chaos(
-    seed: int, name: str, num_slots: int, keep: int, activations: str, spare: float, is_budgeted: bool
-) -> None:
-    model, args, kwargs = MODELS[name]()
-    eager, streamed = copy.deepcopy(model), copy.deepcopy(model)
-    chaos = Chaos(seed=seed, max_delay_s=0.0005)
-    program = megatrain.lower(megatrain.trace(model, args, kwargs))
-    if is_budgeted:
-        least = megatrain.schedule(program, num_slots=1, keep=0, activations="offload").device_bytes
-        options = {"memory": int(least * spare), "activations": "auto"}
-    else:
-        options = {"activations": activations}
-    compiled = megatrain.compile(streamed, device="cpu", transfer="copy", chaos=chaos, **options)
-    variant = compiled.prepare(*args, **kwargs)
-    if not is_budgeted:
-        variant.schedule = megatrain.schedule(variant.program, num_slots=num_slots, keep=keep, activations=activations)
-        variant.schedule.check()
-    expected = train(eager, eager, args, kwargs)
-    found = train(compiled, streamed, args, kwargs)
-    assert_same(expected, found)
-    assert compiled.peak_bytes <= compiled.schedule.device_bytes
+
+
+@settings(max_examples=50, deadline=None)
+@given(name=st.sampled_from(NAMES), choice=CHOICES)
+def test_parity_under_chaos(name: str, choice: Choice) -> None:
+    assert_chaotic_parity(*MODELS[name](), choice)
+
+
+@settings(max_examples=50, deadline=None)
+@given(model=module_trees(), choice=CHOICES, batch=st.integers(2, 4))
+def test_parity_of_random_models_under_chaos(model: nn.Module, choice: Choice, batch: int) -> None:
+    x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(choice.seed))
+    # A module used twice inside one block and again in another: eager adds the terms of its gradient one by one, a
+    # block adds its own first. n terms added in two orders differ by less than 2 n roundings (2**-24) of the sum of
+    # their sizes; these trees use a module at most some ten times. The update is left out: AdamW divides by the
+    # gradient's size, so it makes a full step out of a gradient that is nothing but rounding.
+    tolerance = 20 * 2**-24 if has_shared_modules(model) else 0.0
+    assert_chaotic_parity(model, (x,), {}, replace(choice, tolerance=tolerance))
+
+
+def has_shared_modules(model: nn.Module) -> bool:
+    """Tells whether a module with parameters is registered, or called, in two places."""
+    owned = [
+        m for _, m in model.named_modules(remove_duplicate=False) if any(True for _ in m.parameters(recurse=False))
+    ]
+    return len({id(m) for m in owned}) < len(owned)
 
 
 class WithoutWaits(Executor):

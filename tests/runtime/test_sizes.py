@@ -46,7 +46,7 @@ def test_sizes_are_read(size: int | str, num_bytes: int):
     ],
 )
 def test_what_is_no_size_is_refused_with_what_is_accepted(size: object):
-    with pytest.raises(OptionError, match=r"is not a size in bytes.*positive whole number.*10GiB"):
+    with pytest.raises(OptionError, match=r"(?s)is not a size in bytes.*positive whole number.*10GiB"):
         parse_bytes(size)  # type: ignore[arg-type]
 
 
