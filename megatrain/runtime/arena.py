@@ -153,6 +153,10 @@ class Meter:
             self._let_go(before)
             self._peak = max(self._peak, self._current)
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Tells whether some key holds the memory of `tensor`."""
+        return any(name in self._storages for name, _ in _storages(tensor))
+
     def release(self, key: Hashable) -> None:
         """Stops counting what is held under `key`; nothing may be."""
         with self._lock:

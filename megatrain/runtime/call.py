@@ -14,6 +14,9 @@ from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.parks import Parks
 from megatrain.runtime.rng import RngState
 
+Landing = tuple[torch.Tensor | None, bool]
+"""A parameter's gradient, or None, and whether others hold its memory too."""
+
 OPEN, DONE, FAILED = "open", "done", "failed"
 
 
@@ -36,7 +39,7 @@ class Call:
         self._has_left: set[str] = set()
         self._lock = threading.RLock()
         self.gradients: dict[str, torch.Tensor] = {}
-        self.parameter_gradients: dict[int, list[torch.Tensor | None]] = {}
+        self.parameter_gradients: dict[int, list[Landing]] = {}
         self.graphs: dict[int, LocalGraph] = {}
         self.slot_of: dict[int, int | None] = {}
         self.parameter_versions: dict[str, int] = {}

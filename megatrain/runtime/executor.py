@@ -271,23 +271,22 @@ class Executor:
             with repeated_rng(rng, self._engine.device):
                 graph = self._graph(call, block, step, inputs, self._slots.state(block.index, step.slot))
         if graph is None or all(g is None for g in output_gradients):
-            call.parameter_gradients[block.index] = [None] * len(block.binding)
+            call.parameter_gradients[block.index] = [(None, False)] * len(block.binding)
             return
         own, parameters = graph.gradients(output_gradients, carried)
         for name, gradient in zip(block.inputs, own, strict=True):
             if gradient is not None:
                 call.drop("gradient", name)  # the sum so far is part of the new one
                 call.set_gradient(name, gradient)
-        call.parameter_gradients[block.index] = parameters
+        # What others hold too may not become somebody's `.grad`; looked up before it counts as held here.
+        is_shared = [g is not None and self._engine.meter.has(g) for g in parameters]
+        call.parameter_gradients[block.index] = list(zip(parameters, is_shared, strict=True))
         call.hold("parameters", block.index, parameters)
 
     def _offload(self, call: Call, step: Planned) -> None:
         block = self.program.blocks[step.op.block]
         gradients = call.parameter_gradients[block.index]
-        foreign = frozenset(
-            g.untyped_storage().data_ptr() for g in call.gradients.values() if g.layout == torch.strided
-        )
-        self._sink.receive(block.binding, gradients, self._facts.completes[block.index], foreign)
+        self._sink.receive(block.binding, gradients, self._facts.completes[block.index])
 
     def _add_gradient(self, call: Call, name: str, gradient: torch.Tensor) -> None:
         known = call.gradients.get(name)

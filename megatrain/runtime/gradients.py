@@ -44,19 +44,18 @@ class GradientSink:
     def receive(
         self,
         keys: Sequence[str],
-        gradients: Sequence[torch.Tensor | None],
+        gradients: Sequence[tuple[torch.Tensor | None, bool]],
         completes: Iterable[str],
-        foreign: frozenset[int],
     ) -> None:
         """Takes one block's gradients.
 
         Args:
             keys: Parameters, in the order of `gradients`.
-            gradients: On the compute device; None where nothing flowed.
+            gradients: On the compute device, None where nothing flowed, each with whether others hold its memory
+                too, so that it may not be adopted.
             completes: Keys whose sum is complete with this block.
-            foreign: Storages that others hold too, so that their memory may not be adopted.
         """
-        landed = self._land(gradients, foreign)
+        landed = self._land(gradients)
         for key, gradient in zip(keys, landed, strict=True):
             if gradient is None:
                 continue
@@ -69,17 +68,17 @@ class GradientSink:
             if total is not None:
                 accumulate(self._parameter_of(key), total)
 
-    def _land(self, gradients: Sequence[torch.Tensor | None], foreign: frozenset[int]) -> list[torch.Tensor | None]:
+    def _land(self, gradients: Sequence[tuple[torch.Tensor | None, bool]]) -> list[torch.Tensor | None]:
         if self._slab is not None:
-            return self._land_through_slab(gradients)
-        seen: set[int] = set(foreign)
+            return self._land_through_slab([gradient for gradient, _ in gradients])
+        seen: set[int] = set()
         landed: list[torch.Tensor | None] = []
-        for gradient in gradients:
+        for gradient, is_shared in gradients:
             if gradient is None or gradient.layout != torch.strided:
                 landed.append(gradient)
                 continue
             storage = gradient.untyped_storage()
-            is_own = storage.data_ptr() not in seen and storage.nbytes() == gradient.nbytes
+            is_own = not is_shared and storage.data_ptr() not in seen and storage.nbytes() == gradient.nbytes
             seen.add(storage.data_ptr())
             landed.append(gradient if self._in_place and is_own else gradient.clone())
         return landed

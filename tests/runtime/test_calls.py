@@ -261,3 +261,38 @@ def test_mixed_with_modules_outside() -> None:
         top(call(*args)).square().mean().backward()
     assert_same_gradients(eager, compiled)
     assert_same_gradients(head, twin)
+
+
+class Hands(torch.autograd.Function):
+    """Gives the parameter a gradient that is somebody else's memory."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, ctx.saved_tensors[0]
+
+
+class Handed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.bias = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return Hands.apply(x, self.weight) + self.bias
+
+
+@pytest.mark.parametrize("transfer", ["bind", "copy"])
+def test_gradients_never_share_memory_with_what_others_hold(transfer: str) -> None:
+    model = Handed()
+    compiled = megatrain.compile(model, device="cpu", transfer=transfer)
+    x, gradient = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])
+    compiled(x).backward(gradient)
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    assert x.tolist() == [1, 2, 3]
+    assert gradient.tolist() == [4, 5, 6]
