@@ -20,6 +20,7 @@ from megatrain.runtime.step import run_step
 from megatrain.runtime.streams import Chaos, Recording
 from megatrain.scheduler.from_program import schedule as build_schedule
 from megatrain.scheduler.table import Schedule
+from megatrain.tracer.collection import paused_collection
 from megatrain.tracer.guards import GuardCheck
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.structure import Arguments
@@ -182,7 +183,8 @@ class CompiledModule(nn.Module):
             if variant.guards.first_failure(arguments.tensors) is None:
                 self._latest = variant
                 return variant
-        variant = self._compile(arguments)
+        with paused_collection():
+            variant = self._compile(arguments)
         self._variants.setdefault(key, []).append(variant)
         self._latest = variant
         return variant
