@@ -121,7 +121,7 @@ def _measure_backward(code: Code, arguments: list[torch.Tensor]) -> tuple[int, i
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             outputs = code(arguments)
         # What only a dead branch had saved is gone by now.
-        alive = [kept for ref in saved if (kept := ref()) is not None]
+        alive = [t for t in (ref() for ref in saved) if t is not None]
         saved_bytes = _storage_bytes(alive, beyond=[*arguments, *outputs])
         del alive
         roots = [o for o in outputs if o.requires_grad]

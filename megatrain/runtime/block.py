@@ -39,7 +39,7 @@ class LocalGraph:
 
     def saved_tensors(self) -> list[torch.Tensor]:
         """Returns what is saved now; what a dead branch saved is gone, and the backward frees one by one."""
-        return [tensor for ref in self.saved if (tensor := ref()) is not None]
+        return [t for t in (ref() for ref in self.saved) if t is not None]
 
     def gradients(
         self, output_gradients: Sequence[torch.Tensor | None], carried: Sequence[torch.Tensor | None]
