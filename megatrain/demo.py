@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import megatrain
 from megatrain.errors import OptionError
-from megatrain.runtime.sizes import format_bytes, parse_bytes
+from megatrain.sizes import format_bytes, parse_bytes
 
 NUM_BYTES = 256
 # Every model config takes it, but no config class declares it.

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from megatrain.errors import OptionError
-from megatrain.runtime.sizes import parse_bytes
+from megatrain.sizes import parse_bytes
 
 PRECISIONS = ("fp32",)
 ACTIVATIONS = ("auto", "recompute", "keep", "offload")

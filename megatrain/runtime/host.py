@@ -12,7 +12,7 @@ import torch
 from megatrain.errors import ExecuteError
 from megatrain.runtime.image import BlockImage, Entry, aligned, image, stored_stride, views
 from megatrain.runtime.pages import HostArena
-from megatrain.runtime.sizes import format_bytes
+from megatrain.sizes import format_bytes
 from megatrain.tracer.spec import TensorSpec
 
 __all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "aligned", "image", "stored_stride", "views"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatrain.errors import ExecuteError
-from megatrain.runtime.sizes import format_bytes
+from megatrain.sizes import format_bytes
 
 
 class _Pages(mmap.mmap):

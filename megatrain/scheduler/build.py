@@ -99,5 +99,7 @@ def _check_options(activations: str, transfer: str, mode: str) -> None:
 
 
 def _check_count(name: str, given: int | None, *, least: int) -> None:
-    if given is not None and (isinstance(given, bool) or given < least):
-        raise OptionError(f"{name}={given!r} must be an integer of at least {least}.")
+    if given is not None and (type(given) is not int or given < least):
+        raise OptionError(
+            f"{name}={given!r} must be an integer of at least {least}.\n  Counts and bytes are plain integers here."
+        )

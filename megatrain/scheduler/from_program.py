@@ -8,6 +8,7 @@ from megatrain.passes.program import Block, Program
 from megatrain.scheduler.build import schedule as build_schedule
 from megatrain.scheduler.table import Schedule
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
+from megatrain.sizes import parse_bytes
 from megatrain.tracer.spec import TensorSpec
 
 SLOT_ALIGNMENT = 64
@@ -32,7 +33,7 @@ def schedule(
     *,
     num_slots: int | None = None,
     keep: int | None = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     activations: str = "auto",
     transfer: str = "copy",
     mode: str = "train",
@@ -42,7 +43,7 @@ def schedule(
         workload(program),
         num_slots=num_slots,
         keep=keep,
-        memory=memory,
+        memory=None if memory is None else parse_bytes(memory, "memory"),
         activations=activations,
         transfer=transfer,
         mode=mode,

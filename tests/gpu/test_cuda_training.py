@@ -166,3 +166,16 @@ def test_transfers_overlap_with_compute() -> None:
     measured = median_seconds(step)
     print(f"step {measured:.3f} s; compute {compute(rows):.3f}, h2d {h2d:.3f}, d2h {d2h:.3f} s alone")
     assert measured < 1.15 * alone
+
+
+def test_a_model_on_the_device_is_refused() -> None:
+    model = Gpt().to(device())
+    compiled = megatrain.compile(model, device=device())
+    with pytest.raises(megatrain.ExecuteError, match=r"is on cuda:0.\n  Parameters live in host memory"):
+        compiled(torch.randint(0, 32, (2, 8), device=device()))
+
+
+def test_an_input_on_the_host_is_refused() -> None:
+    compiled = megatrain.compile(Gpt(), device=device())
+    with pytest.raises(megatrain.ExecuteError, match="input `arg0` is on cpu, the compute device is cuda:0"):
+        compiled(torch.randint(0, 32, (2, 8)))

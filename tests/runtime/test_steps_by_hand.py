@@ -65,3 +65,53 @@ def test_planning_a_hundred_billion_parameters_takes_no_weights() -> None:
     schedule.check()
     assert sum(p.numel() for p in model.parameters()) > 100e9
     assert schedule.peak_bytes < 5 * 32768 * 32769 * 4
+
+
+class Named(torch.nn.Module):
+    """The same network under other names."""
+
+    def __init__(self, stem: str, body: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        setattr(self, stem, torch.nn.Linear(4, 8))
+        setattr(self, body, torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4)))
+        self._stem, self._body = stem, body
+
+    def forward(self, x):
+        x = getattr(self, self._stem)(x)
+        for layer in getattr(self, self._body):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_renaming_modules_changes_no_schedule() -> None:
+    texts = {
+        str(megatrain.schedule(megatrain.lower(megatrain.trace(Named(*names), (torch.ones(2, 4),))), num_slots=2))
+        for names in (("stem", "layers"), ("zeta", "alpha"), ("a", "b"))
+    }
+    assert len(texts) == 1
+
+
+def test_frozen_parameters_make_no_gradient_traffic() -> None:
+    model = Named("stem", "layers")
+    frozen = [model.stem, model.layers[0], model.layers[2]]
+    for module in frozen:
+        module.requires_grad_(False)
+    x = torch.ones(2, 4)
+    schedule = megatrain.schedule(megatrain.lower(megatrain.trace(model, (x,))))
+    tokens = [str(op) for op in schedule.ops]
+    # Block 0 and 1 need no backward at all; block 3 passes a gradient on but offloads none.
+    assert [t for t in tokens if t.startswith("B")] == ["B4", "B3", "B2"]
+    assert [t for t in tokens if t.startswith("G")] == ["G4", "G2"]
+    compiled = megatrain.compile(model, device="cpu", transfer="copy")
+    compiled(x).sum().backward()
+    assert all(p.grad is None for module in frozen for p in module.parameters())
+    assert all(p.grad is not None for p in model.layers[1].parameters())
+
+
+def test_an_unused_parameter_keeps_no_gradient() -> None:
+    model = Named("stem", "layers")
+    model.spare = torch.nn.Parameter(torch.ones(3))
+    compiled = megatrain.compile(model, device="cpu", transfer="copy")
+    compiled(torch.ones(2, 4)).sum().backward()
+    assert model.spare.grad is None

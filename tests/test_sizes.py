@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import OptionError
-from megatrain.runtime.sizes import format_bytes, parse_bytes
+from megatrain.sizes import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
