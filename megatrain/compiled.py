@@ -265,9 +265,12 @@ class CompiledModule(nn.Module):
 
 
 def _literal_key(value: Any) -> Hashable:
-    """A key for a non-tensor argument: by value where that is safe, else by identity."""
+    """A key for a non-tensor argument: equal keys mean that a forward can't tell the values apart."""
+    kind = type(value).__qualname__
+    if isinstance(value, float | complex | slice):
+        return kind, repr(value)  # 0.0 == -0.0, NaN != NaN, and slices have no hash before Python 3.12
     try:
         hash(value)
     except TypeError:
-        return ("object", id(value))
-    return type(value).__qualname__, value
+        return kind, id(value)
+    return kind, value

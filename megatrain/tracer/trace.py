@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from enum import Enum
 from typing import Any
 
 import torch
@@ -65,14 +66,28 @@ def trace(
     return traced
 
 
+# Values of these types never change, and equal ones make equal captures.
+_IMMUTABLE = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, type(...), torch.dtype, torch.device,
+    torch.layout, torch.memory_format, torch.Size, frozenset, type,
+)  # fmt: skip
+
+
 def _refuse_hidden_inputs(arguments: Arguments) -> None:
     for name, leaf in zip(arguments.leaf_names, arguments.leaves, strict=True):
-        if not isinstance(leaf, torch.Tensor) and holds_tensors(leaf):
+        if isinstance(leaf, (torch.Tensor, Enum, *_IMMUTABLE)):
+            continue
+        if holds_tensors(leaf):
             raise TraceError(
                 f"the argument `{name}` is a {type(leaf).__qualname__} with tensors in it.\n"
                 "  Inputs are found in tuples, lists, dicts and classes known to torch.utils._pytree.\n"
                 "  Pass the tensors themselves, or register the class."
             )
+        raise TraceError(
+            f"the argument `{name}` is a {type(leaf).__qualname__}, which may change between calls.\n"
+            "  A capture stands for calls with equal arguments: plain values, dtypes, devices and enums compare.\n"
+            "  Pass what the forward needs of it as plain values or tensors."
+        )
 
 
 def _device_of(arguments: Arguments) -> torch.device:

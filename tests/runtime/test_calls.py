@@ -296,3 +296,22 @@ def test_gradients_never_share_memory_with_what_others_hold(transfer: str) -> No
         parameter.grad.zero_()
     assert x.tolist() == [1, 2, 3]
     assert gradient.tolist() == [4, 5, 6]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x, factor, part):
+        return torch.copysign(self.layer(x), torch.tensor(factor))[part]
+
+
+def test_other_literals_compile_other_variants_and_equal_ones_do_not() -> None:
+    eager = Scaled()
+    compiled = megatrain.compile(copy.deepcopy(eager), device="cpu")
+    x = torch.randn(3, 2)
+    for factor in (0.0, -0.0, 1.0, 0.0, float("nan"), float("nan")):
+        for part in (slice(0, 2), slice(1, 3), slice(0, 2)):
+            assert torch.equal(eager(x, factor, part), compiled(x, factor, part))
+    assert sum(map(len, compiled._variants.values())) == 8

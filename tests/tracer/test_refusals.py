@@ -360,3 +360,22 @@ def test_a_refusal_that_the_user_catches_is_not_lost():
     model.scripted = torch.jit.script(_scripted)
     with pytest.raises(TraceError, match="outside any torch function"):
         trace(model, (torch.randn(2, 3),))
+
+
+class Settings:
+    """An argument that could be changed between two calls without any sign."""
+
+    factor = 2.0
+
+
+def test_an_argument_that_may_change_unseen_is_refused():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x, settings):
+            return self.layer(x) * settings.factor
+
+    with pytest.raises(TraceError, match=r"the argument `settings` is a Settings, which may change between calls"):
+        trace(Scaled(), (torch.ones(1, 2),), {"settings": Settings()})
