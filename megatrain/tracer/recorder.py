@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.tracer.guards import PLAIN, Guard, is_metadata_read
 from megatrain.tracer.modes import autocast_state
-from megatrain.tracer.refusals import check_call, refuse, refuse_kept, refuse_read, refuse_unknown
+from megatrain.tracer.refusals import call_on_fakes, check_call, refuse, refuse_kept, refuse_read, refuse_unknown
 from megatrain.tracer.restart import MakeFakeError, Site
 from megatrain.tracer.source import user_line
 from megatrain.tracer.spec import TensorSpec
@@ -185,7 +185,7 @@ class Recorder(TorchFunctionMode):
                 with self.effects:
                     return func(*args, **kwargs)
             with self._fake_mode, self.effects:
-                return func(*args, **kwargs)
+                return call_on_fakes(func, args, kwargs, *self._site)
         except (DataDependentOutputException, DynamicOutputShapeException):
             refuse_read(*self._site)
         finally:

@@ -75,3 +75,16 @@ def check_call(func: Any, kwargs: dict[str, Any]) -> None:
             "A recompute restores the default generators only.",
             "Draw from the default generator.",
         )
+
+
+def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, name: str) -> Any:
+    """Calls `func` on fake tensors; an error of torch's says so, and keeps its type and message.
+
+    Usually the error is the model's own mistake. But some shape rules refuse what their kernels accept, and only who
+    knows that the call ran without data can tell.
+    """
+    try:
+        return func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        error.add_note(f"`{name}` was captured on fake tensors, at {line}")
+        raise

@@ -105,6 +105,24 @@ def has_shared_modules(model: nn.Module) -> bool:
     return len({id(m) for m in owned}) < len(owned)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_calls_whose_backwards_come_late_under_chaos(seed: int) -> None:
+    """Another call used the slots in between, so the backward runs a schedule of its own."""
+    model, args, kwargs = MODELS["gpt_loss"]()
+    eager, streamed = copy.deepcopy(model), copy.deepcopy(model)
+    activations = ["offload", "recompute", "keep"][seed % 3]
+    chaos = Chaos(seed=seed, max_delay_s=0.0005)
+    compiled = megatrain.compile(streamed, device="cpu", transfer="copy", activations=activations, chaos=chaos)
+    order = torch.randperm(3, generator=torch.Generator().manual_seed(seed)).tolist()
+    for call in (eager, compiled):
+        torch.manual_seed(seed)
+        losses = [call(*args, **kwargs)[1] for _ in range(3)]
+        for index in order:
+            losses[index].backward()
+    for (name, a), b in zip(eager.named_parameters(), streamed.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+
+
 class WithoutWaits(Executor):
     """An executor that forgets what its operations wait for."""
 
