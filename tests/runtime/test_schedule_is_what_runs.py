@@ -60,13 +60,13 @@ def test_completion_order_respects_the_dependencies(name: str) -> None:
         assert when[before] < when[after]
 
 
-def slow_peak(depth: int, **options) -> tuple[int, megatrain.Schedule]:
+def slow_peak(depth: int, steps: int = 2, **options) -> tuple[int, megatrain.Schedule]:
     """Measures the peak with the slowest offloads that the waits allow; the table's figure is reached then."""
     model = Gpt(depth=depth)
     ids = torch.randint(0, 32, (2, 16))
     chaos = Chaos(max_delay_s=0.02, slow="d2h", poison=False)
     compiled = megatrain.compile(model, device="cpu", transfer="copy", chaos=chaos, **options)
-    for _ in range(2):
+    for _ in range(steps):
         logits, loss = compiled(ids, targets=ids)
         # Every output gets a gradient with memory of its own, as the table assumes.
         (loss + (logits * torch.ones(logits.shape)).sum()).backward()
@@ -75,7 +75,8 @@ def slow_peak(depth: int, **options) -> tuple[int, megatrain.Schedule]:
 
 @pytest.mark.parametrize("activations", ["recompute", "offload", "keep"])
 def test_measured_peak_equals_the_schedules_figure(activations: str) -> None:
-    peak, schedule = slow_peak(4, activations=activations)
+    # A returning activation may come early or late within what it waits for; the worst of some steps is the figure.
+    peak, schedule = slow_peak(4, steps=6, activations=activations)
     assert peak == schedule.peak_bytes
 
 
