@@ -247,7 +247,12 @@ def run(recipe: Recipe) -> bool:
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {format_bytes(weights)}"
     print(f"model   {type(model).__name__}, {size}")
     print(f"text    Python's own help pages: {len(training)} bytes to train on, {len(held_out)} held out")
-    print(f"device  {device}, with a budget of {format_bytes(budget)}\n", flush=True)
+    print(f"device  {device}, with a budget of {format_bytes(budget)}", flush=True)
+    first = next(random_batches(byte_tensor(training), recipe)).to(device)
+    model.train()
+    plan = compiled.prepare(input_ids=first, labels=first)
+    blocks, templates = len(plan.program.blocks), len(plan.program.templates)
+    print(f"plan    {blocks} blocks over {templates} templates, {len(plan.schedule.ticks)} ticks a step\n", flush=True)
 
     num_steps, seconds = train(compiled, training, recipe, device)
     schedule = compiled.schedule
