@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Generator, Hashable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,7 +150,7 @@ class CompiledModule(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Variant:
         """Compiles for the signature of these arguments without running."""
-        with self._lock:
+        with self._lock, _ordinary_tensors():
             return self._variant_for(Arguments.of(args, kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +161,7 @@ class CompiledModule(nn.Module):
             TraceError: If this signature of inputs can't be captured.
         """
         arguments = Arguments.of(args, kwargs)
-        with self._lock:
+        with self._lock, _ordinary_tensors():
             self._check_inputs(arguments)
             variant = self._variant_for(arguments)
             if variant.executor is None:
@@ -262,6 +263,16 @@ class CompiledModule(nn.Module):
 
     def __repr__(self) -> str:
         return f"CompiledModule({self.__dict__['model']!r})"
+
+
+@contextmanager
+def _ordinary_tensors() -> Generator[None]:
+    """Runs a call made in inference mode without gradients instead: slots are written again after that mode ends."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _literal_key(value: Any) -> Hashable:

@@ -78,8 +78,17 @@ def _cost(template: Template, differentiable: list[bool], program: Program) -> T
         arguments = [_empty(program.device, port.spec) for port in ports]
         forward_peak, flops = _measure_forward(code, arguments)
         leaves = [t.requires_grad_(needs_grad) for t, needs_grad in zip(arguments, differentiable, strict=True)]
-        saved, backward_peak = _measure_backward(code, leaves)
+        saved, backward_peak = _measure_backward(code, leaves, runs_backward=not _has_users_backward(template))
+    if backward_peak is None:
+        # Every result and its gradient at once is more than any backward holds.
+        backward_peak = 2 * sum(n.meta["spec"].nbytes for n in template.graph.nodes if "spec" in n.meta)
     return TemplateCost(saved, forward_peak, backward_peak, flops)
+
+
+def _has_users_backward(template: Template) -> bool:
+    """Tells whether a call's backward is the user's own code, which must run when their backward does, not before."""
+    owners = [getattr(n.target, "__self__", None) for n in template.graph.nodes]
+    return any(isinstance(owner, type) and issubclass(owner, torch.autograd.Function) for owner in owners)
 
 
 def _with_known_shapes(graph: fx.Graph, device: torch.device) -> fx.Graph:
@@ -109,7 +118,7 @@ def _measure_forward(code: Code, arguments: list[torch.Tensor]) -> tuple[int, in
     return max(0, live.peak - own), int(counter.get_total_flops())
 
 
-def _measure_backward(code: Code, arguments: list[torch.Tensor]) -> tuple[int, int]:
+def _measure_backward(code: Code, arguments: list[torch.Tensor], *, runs_backward: bool) -> tuple[int, int | None]:
     saved: list[weakref.ref[torch.Tensor]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,6 +137,8 @@ def _measure_backward(code: Code, arguments: list[torch.Tensor]) -> tuple[int, i
         leaves = [a for a in arguments if a.requires_grad]
         seeds = [torch.ones_like(r) for r in roots]
         gradients: Any = ()
+        if not runs_backward:
+            return saved_bytes, None
         if roots and leaves:
             gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
     produced = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,7 +53,8 @@ class Engine:
         self.parks = ParkPool(device)
         # The call whose forward last used the slots; only its backward may find weights in them.
         self._slot_owner: weakref.ref[Any] | None = None
-        self.is_running = False
+        self._turn = threading.Lock()
+        self._running_thread: int | None = None
         self._runners: dict[Any, BlockRunner] = {}
 
     def give_slots(self, owner: Any) -> None:
@@ -61,6 +64,25 @@ class Engine:
     def has_slots(self, owner: Any) -> bool:
         """Tells whether the slots are as `owner`'s forward left them."""
         return self._slot_owner is not None and self._slot_owner() is owner
+
+    @contextmanager
+    def turn(self) -> Generator[None]:
+        """Lets one thread at a time run a call; others wait for their turn.
+
+        Raises:
+            ExecuteError: If this very thread runs one already (a hook that calls the model, say).
+        """
+        if self._running_thread == threading.get_ident():
+            raise ExecuteError(
+                "the model was called while it runs.\n  One engine runs one call at a time.\n"
+                "  Call it again when the first call has returned."
+            )
+        with self._turn:
+            self._running_thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._running_thread = None
 
     def refresh(self) -> None:
         """Takes in what the user did to the model's state since the last call.

@@ -69,8 +69,12 @@ class Executor:
                 unchanged.
         """
         engine = self._engine
-        self._enter()
-        call = Call(engine.meter, engine.parks.take([self._specs[v] for v in self._plan.parked_values]))
+        with engine.turn():
+            call = Call(engine.meter, engine.parks.take([self._specs[v] for v in self._plan.parked_values]))
+            return self._run_forward(call, inputs)
+
+    def _run_forward(self, call: Call, inputs: Sequence[torch.Tensor]) -> Call:
+        engine = self._engine
         try:
             engine.refresh()
             engine.arena.ensure(self._plan.arena_bytes)
@@ -86,8 +90,6 @@ class Executor:
         except BaseException:
             call.close(FAILED)
             raise
-        finally:
-            engine.is_running = False
 
     def backward(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Runs the backward half of the schedule and adds to the parameters' `.grad`.
@@ -102,10 +104,13 @@ class Executor:
         Raises:
             ExecuteError: If the call was differentiated before, or what it needs has changed since.
         """
-        call.check_open()
-        call.check_versions()
-        self._check_parameters(call)
-        self._enter()
+        with self._engine.turn():
+            call.check_open()
+            call.check_versions()
+            self._check_parameters(call)
+            return self._run_backward(call, gradients)
+
+    def _run_backward(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         engine = self._engine
         try:
             for ref, gradient in zip(self.program.outputs, gradients, strict=True):
@@ -122,8 +127,6 @@ class Executor:
         except BaseException:
             call.close(FAILED)
             raise
-        finally:
-            engine.is_running = False
         call.close(DONE)
         return found
 
@@ -131,14 +134,6 @@ class Executor:
         """Ends a call that will have no backward."""
         if call.status == OPEN:
             call.close(DONE)
-
-    def _enter(self) -> None:
-        if self._engine.is_running:
-            raise ExecuteError(
-                "the model was called while it runs.\n  One engine runs one call at a time.\n"
-                "  Call it again when the first call has returned."
-            )
-        self._engine.is_running = True
 
     def _cold_plan(self) -> Plan:
         """The backward of a call after which another used the slots: it prefetches everything anew."""

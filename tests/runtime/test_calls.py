@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
@@ -315,3 +316,40 @@ def test_other_literals_compile_other_variants_and_equal_ones_do_not() -> None:
         for part in (slice(0, 2), slice(1, 3), slice(0, 2)):
             assert torch.equal(eager(x, factor, part), compiled(x, factor, part))
     assert sum(map(len, compiled._variants.values())) == 8
+
+
+@pytest.mark.parametrize("first", ["inference", "training"])
+def test_inference_mode(first: str) -> None:
+    eager, compiled, args, kwargs = pair(activations="offload")
+    order = [True, False] if first == "inference" else [False, True]
+    for is_inference in [*order, *order]:
+        results = []
+        for call in (eager, compiled):
+            torch.manual_seed(0)
+            if is_inference:
+                with torch.inference_mode():
+                    results.append(call(args[0].clone(), **kwargs)[1])
+            else:
+                call.zero_grad()
+                results.append(call(*args, **kwargs)[1])
+                results[-1].backward()
+        assert torch.equal(*results)
+    assert_same_gradients(eager, compiled)
+
+
+def test_calls_from_several_threads_take_turns() -> None:
+    _, compiled, args, kwargs = pair()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            compiled(*args, **kwargs)[1].backward()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
