@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join([f"megatrain: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print("\nmegatrain: interrupted; nothing was saved, and nothing is left running.", file=sys.stderr)
         return 130
 
 

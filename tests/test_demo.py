@@ -121,3 +121,12 @@ def test_the_command_line_offers_the_recipe_as_it_is(monkeypatch):
     assert cli.main(["demo", "--steps", "7"]) == 0
     assert [r.steps for r in seen] == [demo.Recipe().steps, 7]
     assert seen[0] == demo.Recipe()
+
+
+def test_an_interrupted_demo_says_so(monkeypatch, capsys):
+    def interrupted(recipe):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", interrupted)
+    assert cli.main(["demo"]) == 130
+    assert "interrupted; nothing was saved" in capsys.readouterr().err

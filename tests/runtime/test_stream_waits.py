@@ -28,13 +28,6 @@ from tests.runtime.stepping import (
 )
 
 
-@pytest.fixture
-def streams() -> Iterator[StreamSet]:
-    found = StreamSet(CPU)
-    yield found
-    found.close()
-
-
 @pytest.fixture(autouse=True)
 def _nothing_hangs() -> Iterator[None]:
     with no_hang():
