@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Hashable, Mapping
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +17,16 @@ from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.rng import RngState
 from megatrain.runtime.step import run_step
 from megatrain.runtime.streams import Chaos, Recording
 from megatrain.scheduler.from_program import schedule as build_schedule
 from megatrain.scheduler.table import Schedule
+from megatrain.tracer.attempt import Attempt
 from megatrain.tracer.collection import paused_collection
+from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.guards import GuardCheck
+from megatrain.tracer.opaque import Opaque
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.structure import Arguments
 from megatrain.tracer.trace import trace
@@ -78,6 +82,10 @@ def compile(  # the name torch users expect
     return compiled
 
 
+# Paths through one signature's checks in mid-step that are kept as graphs of their own.
+_MOST_PATHS = 8
+
+
 @dataclass(slots=True, eq=False)
 class Variant:
     """One capture of the model, for one signature of inputs, with its schedule."""
@@ -87,6 +95,11 @@ class Variant:
     schedule: Schedule
     guards: GuardCheck
     executor: Executor | None = None
+
+    @property
+    def opaque(self) -> tuple[Opaque, ...]:
+        """Modules that run their own code at each step."""
+        return tuple(call for block in self.program.blocks for call in self.program.opaque(block))
 
 
 class CompiledModule(nn.Module):
@@ -108,6 +121,7 @@ class CompiledModule(nn.Module):
         self._engine: Engine | None = None
         self._variants: dict[Hashable, list[Variant]] = {}
         self._latest: Variant | None = None
+        self._opaque: dict[str, str] = {}
         self._lock = threading.RLock()
 
     # -- what was compiled --------------------------------------------------------------------------------
@@ -163,11 +177,33 @@ class CompiledModule(nn.Module):
         arguments = Arguments.of(args, kwargs)
         with self._lock, _ordinary_tensors():
             self._check_inputs(arguments)
-            variant = self._variant_for(arguments)
+            variant, tensors = self._run(arguments)
+        return variant.traced.outputs.fill(tensors)
+
+    def _run(self, arguments: Arguments) -> tuple[Variant, list[torch.Tensor]]:
+        """Runs the variant whose assumptions hold; some show in mid-step, before anything is committed."""
+        variant = self._variant_for(arguments)
+        failed: list[Variant] = []
+        while True:
             if variant.executor is None:
                 variant.executor = Executor(variant.program, variant.schedule, self.engine)
-            tensors = run_step(variant.executor, arguments.tensors)
-        return variant.traced.outputs.fill(tensors)
+            start = RngState.now(self.options.device, variant.opaque)
+            try:
+                return variant, run_step(variant.executor, arguments.tensors)
+            except GuardFailedError as failure:
+                start.restore(self.options.device)
+                failed.append(variant)
+                self._learn(failure, arguments, failed)
+                variant = self._variant_for(arguments, failed)
+
+    def _learn(self, failure: GuardFailedError, arguments: Arguments, failed: list[Variant]) -> None:
+        """Makes the code around a check opaque once it has selected too many variants."""
+        if len(failed) < _MOST_PATHS:
+            return
+        attempt = Attempt(opaque=self._opaque).with_opaque(failure.calls, failure.text, self.__dict__["model"])
+        if attempt is not None:
+            self._opaque = dict(attempt.opaque)
+            self._variants[self._signature(arguments)].clear()
 
     def _check_inputs(self, arguments: Arguments) -> None:
         for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
@@ -178,15 +214,17 @@ class CompiledModule(nn.Module):
                     f'  Move it with .to("{self.options.device}").'
                 )
 
-    def _variant_for(self, arguments: Arguments) -> Variant:
-        key = self._signature(arguments)
-        for variant in self._variants.get(key, ()):
-            if variant.guards.first_failure(arguments.tensors) is None:
-                self._latest = variant
-                return variant
-        with paused_collection():
-            variant = self._compile(arguments)
-        self._variants.setdefault(key, []).append(variant)
+    def _variant_for(self, arguments: Arguments, failed: Sequence[Variant] = ()) -> Variant:
+        known = self._variants.setdefault(self._signature(arguments), [])
+        for variant in known:
+            if variant not in failed and variant.guards.first_failure(arguments.tensors) is None:
+                break
+        else:
+            with paused_collection():
+                variant = self._compile(arguments)
+            known.append(variant)
+        # Checks in mid-step show only by running: the variant that held last comes first.
+        known.insert(0, known.pop(known.index(variant)))
         self._latest = variant
         return variant
 
@@ -215,7 +253,7 @@ class CompiledModule(nn.Module):
 
     def _compile(self, arguments: Arguments) -> Variant:
         args, kwargs = arguments.rebuild(arguments.tensors)
-        traced = trace(self.__dict__["model"], args, kwargs, device=self.options.device)
+        traced = trace(self.__dict__["model"], args, kwargs, device=self.options.device, opaque=self._opaque)
         program = lower(traced, block_bytes=self.options.block_bytes)
         is_training = torch.is_grad_enabled() and any(
             ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs

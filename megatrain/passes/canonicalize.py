@@ -6,13 +6,15 @@ import dataclasses
 
 from torch import fx
 
+from megatrain.tracer.expect import Expectation
 from megatrain.tracer.traced import TracedModule
 
 
 def canonicalize(traced: TracedModule) -> TracedModule:
     """Returns `traced` without dead calls and unread state.
 
-    Calls that write memory or draw random numbers stay, because leaving them out changes later results.
+    Calls that write memory or draw random numbers stay, because leaving them out changes later results; so do checks of
+    what the capture assumed.
 
         arange = torch.arange(16)        ->   (gone: only a guard reads it)
         linear = F.linear(x, weight)     ->   linear = F.linear(x, weight)
@@ -20,7 +22,8 @@ def canonicalize(traced: TracedModule) -> TracedModule:
     graph, copies = copied_graph(traced.graph)
     kept = {copies[node] for _, node in traced.writes_back}
     for node in reversed(list(graph.nodes)):
-        is_effect = node.meta.get("is_random") or node.meta.get("writes")
+        is_check = isinstance(node.target, Expectation)
+        is_effect = is_check or node.meta.get("is_random") or node.meta.get("writes")
         if node.op in ("placeholder", "output") or node.users or node in kept or is_effect:
             continue
         graph.erase_node(node)

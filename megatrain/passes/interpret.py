@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from megatrain.tracer.modes import autocast_state
+from megatrain.tracer.opaque import Opaque
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Code:
         graph: Straight-line graph without `get_attr` nodes; its placeholders are the arguments, in order.
     """
 
-    __slots__ = ("_num_inputs", "_outputs", "_size", "_steps", "has_inner_grad")
+    __slots__ = ("_num_inputs", "_outputs", "_size", "_steps", "has_inner_grad", "opaque")
 
     def __init__(self, graph: fx.Graph):
         index = {node: i for i, node in enumerate(graph.nodes)}
@@ -57,7 +58,9 @@ class Code:
         self._outputs = tuple(index[n] for n in outputs)
         self._num_inputs = len(placeholders)
         self._size = len(index)
-        self.has_inner_grad = any(n.target in (torch.autograd.grad, torch.autograd.backward) for n in calls)
+        self.opaque = opaque_calls(graph)
+        differentiates = any(n.target in (torch.autograd.grad, torch.autograd.backward) for n in calls)
+        self.has_inner_grad = differentiates or bool(self.opaque)
 
     def __call__(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Runs the graph; differentiable where the caller's grad mode and the recorded one both allow it."""
@@ -79,6 +82,11 @@ class Code:
                 for dead in step.dead:
                     values[dead] = None
         return tuple(values[i] for i in self._outputs)
+
+
+def opaque_calls(graph: fx.Graph) -> tuple[Opaque, ...]:
+    """Lists the modules in a graph that run their own code."""
+    return tuple(n.target for n in graph.nodes if isinstance(n.target, Opaque))
 
 
 def _step(node: fx.Node, index: dict[fx.Node, int], dead: tuple[int, ...], is_unused: bool) -> _Step:

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.passes.canonicalize import copied_graph
-from megatrain.passes.interpret import Code
+from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.program import Program, Template, TemplateCost
+from megatrain.tracer.expect import Expectation
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -72,6 +73,16 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _cost(template: Template, differentiable: list[bool], program: Program) -> TemplateCost:
+    if opaque_calls(template.graph) or _has_unknown_shapes(template.graph):
+        return _upper_bound(template)
+    try:
+        return _measured(template, differentiable, program)
+    except (RuntimeError, NotImplementedError):
+        # Some kernels refuse fake tensors that they accept with values; the capture ran on values, then.
+        return _upper_bound(template)
+
+
+def _measured(template: Template, differentiable: list[bool], program: Program) -> TemplateCost:
     code = Code(_with_known_shapes(template.graph, program.device))
     ports = (*template.inputs, *template.state)
     with FakeTensorMode():
@@ -80,9 +91,25 @@ def _cost(template: Template, differentiable: list[bool], program: Program) -> T
         leaves = [t.requires_grad_(needs_grad) for t, needs_grad in zip(arguments, differentiable, strict=True)]
         saved, backward_peak = _measure_backward(code, leaves, runs_backward=not _has_users_backward(template))
     if backward_peak is None:
-        # Every result and its gradient at once is more than any backward holds.
-        backward_peak = 2 * sum(n.meta["spec"].nbytes for n in template.graph.nodes if "spec" in n.meta)
+        backward_peak = 2 * _result_bytes(template)
     return TemplateCost(saved, forward_peak, backward_peak, flops)
+
+
+def _upper_bound(template: Template) -> TemplateCost:
+    """What no execution exceeds: every result of every call at once, in the backward with its gradient."""
+    calls = opaque_calls(template.graph)
+    total = _result_bytes(template) + sum(call.inner_bytes for call in calls)
+    owned = sum(p.spec.nbytes for p in template.state) if any(c.needs_own_state for c in calls) else 0
+    return TemplateCost(total + owned, total, 2 * total + owned, 0)
+
+
+def _result_bytes(template: Template) -> int:
+    return sum(n.meta["spec"].nbytes for n in template.graph.nodes if "spec" in n.meta)
+
+
+def _has_unknown_shapes(graph: fx.Graph) -> bool:
+    """Tells whether a shape hangs on values that carry a gradient, so that no empty tensor stands for the call."""
+    return any("results" in n.meta and any(a.meta.get("requires_grad") for a in n.all_input_nodes) for n in graph.nodes)
 
 
 def _has_users_backward(template: Template) -> bool:
@@ -94,8 +121,10 @@ def _has_users_backward(template: Template) -> bool:
 def _with_known_shapes(graph: fx.Graph, device: torch.device) -> fx.Graph:
     """Replaces calls whose shapes depend on values (guarded at run time) by empty tensors of those shapes."""
     graph, _ = copied_graph(graph)
-    for node in graph.nodes:
-        if "results" in node.meta:
+    for node in reversed(list(graph.nodes)):
+        if isinstance(node.target, Expectation):
+            graph.erase_node(node)
+        elif "results" in node.meta:
             node.op, node.args, node.kwargs = "call_function", (), {}
             node.target = partial(_empty, device, node.meta["results"])
     return graph

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from megatrain.passes.interpret import opaque_calls
+from megatrain.tracer.opaque import Opaque
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
 
@@ -149,6 +151,10 @@ class Program:
     def state_bytes(self, block: Block) -> int:
         """Bytes of the elements of a block's state."""
         return sum(self.state[key].spec.nbytes for key in block.binding)
+
+    def opaque(self, block: Block) -> tuple[Opaque, ...]:
+        """Modules in a block that run their own code."""
+        return opaque_calls(self.templates[block.template].graph)
 
     def readers(self) -> dict[str, tuple[int, ...]]:
         """Blocks that read each value, ascending."""

@@ -62,6 +62,7 @@ def program_text(program: Program) -> str:
             f"  block {block.index} {block.name}: {block.template}({', '.join(block.inputs)}) -> "
             f"{_list(block.outputs)}; state {program.state_bytes(block)} bytes{frozen}"
         )
+        lines += [f"    opaque {call.name or 'the model'}: {call.reason}" for call in program.opaque(block)]
     for template in program.templates.values():
         blocks = ", ".join(map(str, users[template.name]))
         lines += ["", template_text(template, f"# template {template.name}: blocks {blocks}")]

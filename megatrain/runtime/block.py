@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.passes.interpret import Code
-from megatrain.runtime.rng import RngState
+from megatrain.runtime.rng import RngState, repeated_rng
 
 Tensors = Sequence[torch.Tensor]
 StateReader = Callable[[], Sequence[torch.Tensor]]
@@ -86,7 +86,11 @@ class BlockRunner:
 
     def rng_state(self) -> RngState | None:
         """The generators' state, if the template draws from them."""
-        return RngState.now(self._device) if self._is_random else None
+        return RngState.now(self._device, self._code.opaque) if self._is_random else None
+
+    def repeated(self, state: RngState | None) -> AbstractContextManager[None]:
+        """Runs the body as if it were at the moment when `state` was read."""
+        return repeated_rng(state, self._device, self._code.opaque)
 
     def forward(self, inputs: Tensors, state: Tensors, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         """Runs the code without keeping anything for a backward.
@@ -125,10 +129,12 @@ class BlockRunner:
             is_carried: One per input: whether later blocks may leave it a gradient.
             read_state: Returns the block's state again when its backward runs, wherever it lies by then.
         """
+        is_own = any(call.needs_own_state for call in self._code.opaque)
+        state = [t.clone() for t in state] if is_own else state
         leaves = [t.detach().requires_grad_(g) for t, g in zip((*inputs, *state), needs_grad, strict=True)]
         with torch.enable_grad(), neutral_autocast(self._device):
             saved: list[weakref.ref[torch.Tensor]] = []
-            with rebound_state(leaves[len(inputs) :], read_state, saved):
+            with nullcontext() if is_own else rebound_state(leaves[len(inputs) :], read_state, saved):
                 outputs = self._code(leaves)
             own = leaves[: len(inputs)]
             carries = [

@@ -16,7 +16,6 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.facts import Facts
 from megatrain.runtime.gradients import GradientSink
 from megatrain.runtime.plan import Plan, Planned, Release, plan_schedule
-from megatrain.runtime.rng import repeated_rng
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams import Event
 from megatrain.scheduler.build import backward_schedule
@@ -263,7 +262,7 @@ class Executor:
         if graph is None and any(g is not None for g in output_gradients):
             inputs = [call.values[name] for name in block.inputs]
             rng = call.rng.get(block.index)
-            with repeated_rng(rng, self._engine.device):
+            with self._runners[block.index].repeated(rng):
                 graph = self._graph(call, block, step, inputs, self._slots.state(block.index, step.slot))
         if graph is None or all(g is None for g in output_gradients):
             call.parameter_gradients[block.index] = [(None, False)] * len(block.binding)

@@ -18,7 +18,7 @@ _METADATA = frozenset(
     """
     size dim ndimension numel nelement stride storage_offset is_floating_point is_complex is_signed
     is_contiguous element_size get_device data_ptr type is_same_size is_set_to is_pinned is_shared
-    is_inference is_conj is_neg is_tensor __len__ __hash__ __repr__ __format__ untyped_storage
+    is_inference is_conj is_neg is_tensor __len__ __hash__ untyped_storage
     result_type has_names is_coalesced is_distributed
     """.split()
 )
@@ -46,6 +46,7 @@ class Guard:
         kwargs: Its keyword arguments, likewise.
         expected: The value read at capture.
         source: The user's line.
+        place: How many nodes the graph had when it was read.
     """
 
     op: str
@@ -54,6 +55,7 @@ class Guard:
     kwargs: dict[str, Any]
     expected: Any
     source: SourceLine | None
+    place: int
 
     def __str__(self) -> str:
         name = self.target if isinstance(self.target, str) else getattr(self.target, "__name__", "call")
@@ -84,6 +86,10 @@ class GuardCheck:
         self._placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self._constants = constants
         place = {node: i for i, node in enumerate(graph.nodes)}
+        writers: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            for written in node.meta.get("writes", ()):
+                writers.setdefault(written, []).append(node)
         known = set(self._placeholders)
         self._steps: list[tuple[list[fx.Node], Guard]] = []
         for guard in guards:
@@ -95,6 +101,7 @@ class GuardCheck:
                     known.add(node)
                     needed.add(node)
                     stack += node.all_input_nodes
+                stack += [w for w in writers.get(node, ()) if w not in known and place[w] < guard.place]
             self._steps.append((sorted(needed, key=lambda n: place[n]), guard))
 
     def first_failure(self, inputs: Sequence[torch.Tensor]) -> Guard | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.checkpoint import CheckpointFunction
 
 from megatrain.tracer.recorder import Recorder
+from megatrain.tracer.sandbox import HostRng
 
 
 def repeated_modules(root: nn.Module) -> frozenset[str]:
@@ -34,16 +35,17 @@ def followed_modules(recorder: Recorder, root: nn.Module) -> Generator[None]:
     """Keeps `recorder.module_stack` equal to the calls that the running code is in."""
     names = {id(module): name for name, module in reversed(list(root.named_modules()))}
     calls: Counter[int] = Counter()
+    stack = recorder.tape.module_stack
 
     def enter(module: nn.Module, _: Any) -> None:
         name = names.get(id(module))
         if name is not None:
-            recorder.module_stack.append((name, calls[id(module)]))
+            stack.append((name, calls[id(module)]))
             calls[id(module)] += 1
 
     def leave(module: nn.Module, *_: Any) -> None:
-        if id(module) in names and recorder.module_stack:
-            recorder.module_stack.pop()
+        if id(module) in names and stack:
+            stack.pop()
 
     handles = (
         register_module_forward_pre_hook(enter),
@@ -80,3 +82,62 @@ def recorded_functions(recorder: Recorder) -> Generator[None]:
         yield
     finally:
         autograd.Function.apply = original
+
+
+@contextmanager
+def opaque_modules(recorder: Recorder, root: nn.Module, opaque: Collection[str]) -> Generator[None]:
+    """Makes each call of the modules named in `opaque` one node, hooks on them included."""
+    original: Any = nn.Module.__call__
+    names = {id(root.get_submodule(name)): name for name in opaque}
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_recording or id(module) not in names:
+            return original(module, *args, **kwargs)
+        return recorder.record_module(module, names[id(module)], args, kwargs)
+
+    if not names:
+        yield
+        return
+    nn.Module.__call__ = call  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original
+
+
+def with_backward_hooks(root: nn.Module) -> dict[str, str]:
+    """Names the modules that carry backward hooks: these see autograd's graph, not the forward."""
+    return {
+        name: f"has backward hooks on `{name or type(module).__name__}`"
+        for name, module in root.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    }
+
+
+@contextmanager
+def host_drawer(root: nn.Module) -> Generator[Callable[[], tuple[str, ...]]]:
+    """Looks for the innermost module call that draws from Python's or NumPy's generators; yields the way to ask."""
+    names = {id(module): name for name, module in root.named_modules()}
+    stack: list[tuple[str, HostRng]] = []
+    found: list[tuple[str, ...]] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if id(module) in names:
+            stack.append((names[id(module)], HostRng.now()))
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if id(module) in names and stack:
+            calls = tuple(name for name, _ in stack)
+            _, before = stack.pop()
+            if not found and before != HostRng.now():
+                found.append(calls)
+
+    handles = (
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield lambda: found[0] if found else ()
+    finally:
+        for handle in handles:
+            handle.remove()

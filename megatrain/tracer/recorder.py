@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -19,12 +18,14 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from megatrain.tracer.guards import PLAIN, Guard, is_metadata_read
-from megatrain.tracer.modes import autocast_state
-from megatrain.tracer.refusals import call_on_fakes, check_call, refuse, refuse_kept, refuse_read, refuse_unknown
-from megatrain.tracer.restart import MakeFakeError, Site
+from megatrain.tracer.attempt import Attempt, MakeFakeError
+from megatrain.tracer.guards import PLAIN, is_metadata_read
+from megatrain.tracer.opaque_call import OpaqueCall
+from megatrain.tracer.refusals import RUN_AGAIN, Obstacle, call_on_fakes, check_call, refuse, refuse_read
+from megatrain.tracer.rng import GeneratorWatch
 from megatrain.tracer.source import user_line
-from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.state import StateValues
+from megatrain.tracer.tape import Tape
 from megatrain.tracer.targets import as_call, call_name, is_property_get
 from megatrain.tracer.watch import EffectWatch, storage_key
 
@@ -32,96 +33,46 @@ _RECORDED_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 
 # Calls that hand the contents of a tensor to Python and that fake tensors answer with errors of their own.
-_VALUE_READS = {"numpy", "__array__", "__dlpack__", "__format__"}
+_VALUE_READS = {"numpy", "__array__", "__dlpack__", "__format__", "__repr__"}
 
 
 class Recorder(TorchFunctionMode):
-    """Runs each torch call with itself switched off and appends what it saw to `graph`.
+    """Runs each torch call with itself switched off and appends what it saw to the graph of `tape`.
 
-    Tensors map to nodes by identity, so whatever road a tensor takes through the user's Python (hooks,
-    attributes, dicts, closures) it is still known. State is fake. What depends on inputs and constants alone
-    is computed for real, so that Python code may read it; what was read becomes a guard.
+    Calls that hang on inputs and constants alone run for real. State is fake, and so is what hangs on it or on random
+    numbers; or, where the attempt uses values, a call runs on the values behind the fake state. Modules hold fake
+    state in either case, so that questions about it (device, shape) have one answer.
+
+    Args:
+        fake_mode: Mode of the fake tensors.
+        state: Where the values behind fake state come from.
+        originals: Fake state by the id of the real tensor it replaces.
+        attempt: What this run may do.
+        earlier: The recorder of a first run of which this is the repetition.
     """
 
     def __init__(
         self,
         fake_mode: FakeTensorMode,
+        state: StateValues,
         originals: dict[int, torch.Tensor],
-        make_fake: set[Site],
+        attempt: Attempt,
         earlier: Recorder | None = None,
     ):
         super().__init__()
-        self.graph = fx.Graph()
-        self.guards: list[Guard] = []
-        self.constants: dict[str, torch.Tensor] = {}
-        self.module_stack: list[tuple[str, int]] = []
         self.effects = EffectWatch(self._check_read, self._check_write)
+        self.tape = Tape(
+            self.effects, uses_values=attempt.uses_values, earlier=None if earlier is None else earlier.tape
+        )
         self.is_recording = False
         self._fake_mode = fake_mode
+        self._state = state
         self._originals = originals
-        self._make_fake = make_fake
-        self._earlier = earlier
-        self._site: Site = (None, "")
+        self._attempt = attempt
+        self._generator = GeneratorWatch()
         self._operands: set[int] = set()
         self._reads_graph = False
-        self._nodes: dict[int, fx.Node] = {}
-        self._alive: list[torch.Tensor] = []
-        self._made_by: dict[int, Site] = {}
-        self._from_inputs: set[fx.Node] = set()
-        self._storages: dict[int, int] = {}
-        self._by_storage: dict[int, list[tuple[fx.Node, torch.Tensor]]] = {}
-
-    # -- binding tensors to nodes -------------------------------------------------------------------------
-
-    def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        """Makes `node` the latest definition of `tensor`."""
-        storage = self._storages.setdefault(storage_key(tensor), len(self._storages))
-        self._nodes[id(tensor)] = node
-        self._alive.append(tensor)
-        self._by_storage.setdefault(storage, []).append((node, tensor))
-        node.meta.update(
-            spec=TensorSpec.of(tensor),
-            requires_grad=tensor.requires_grad,
-            storage=storage,
-            storage_bytes=tensor.untyped_storage().nbytes(),
-        )
-
-    def bind_input(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        """Binds an input or constant; what is computed from such alone may be read by Python code."""
-        self.bind(tensor, node)
-        if not isinstance(tensor, FakeTensor):
-            self._from_inputs.add(node)
-
-    def bind_state(self, tensor: torch.Tensor, key: str) -> None:
-        """Binds a parameter or buffer."""
-        node = self.graph.get_attr(key.replace(".", "_"))
-        node.target = key
-        self.bind(tensor, node)
-        node.meta["key"] = key
-
-    def node_of(self, tensor: torch.Tensor) -> fx.Node:
-        """Returns the node of a tensor; one never seen before is a constant of the model."""
-        node = self._nodes.get(id(tensor))
-        if node is not None:
-            return node
-        if self._earlier is not None and self._earlier.has_computed(tensor):
-            refuse_kept()
-        if tensor.requires_grad or isinstance(tensor, FakeTensor):
-            refuse_unknown(tensor)
-        key = f"constant.{len(self.constants)}"
-        self.constants[key] = tensor
-        with self.graph.inserting_before(self._first_call()):
-            self.bind_state(tensor, key)
-        self._from_inputs.add(self._nodes[id(tensor)])
-        return self._nodes[id(tensor)]
-
-    def has_computed(self, tensor: torch.Tensor) -> bool:
-        """Tells whether a tensor stems from inputs or state, rather than being the same at each call."""
-        node = self._nodes.get(id(tensor))
-        return node is not None and (isinstance(tensor, FakeTensor) or node in self._from_inputs)
-
-    def _first_call(self) -> fx.Node | None:
-        return next((n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr")), None)
+        self._runs_on_fakes = False
 
     @contextmanager
     def paused(self) -> Generator[None]:
@@ -134,34 +85,75 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = call_name(func)
-        if self.is_recording or (is_property_get(func) and name not in _RECORDED_PROPERTIES):
-            if not self.is_recording:
-                check_call(func, kwargs)
+        if self.is_recording:
+            return func(*args, **kwargs)
+        if is_property_get(func) and name not in _RECORDED_PROPERTIES:
+            with self._located():
+                check_call(func, args, kwargs)
             return func(*args, **kwargs)
         return self.record(func, args, kwargs)
 
+    @contextmanager
+    def _located(self) -> Generator[None]:
+        """Notes on an obstacle which modules the model was in when it met it."""
+        try:
+            yield
+        except Obstacle as obstacle:
+            obstacle.calls = obstacle.calls or self.tape.calls()
+            raise
+
     def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call and appends its node; used directly for calls that no mode can see."""
-        args, kwargs = self._as_recorded(args, kwargs)
+        with self._located():
+            return self._record(func, args, kwargs)
+
+    def _record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.tape.site = (user_line(), call_name(func))
+        check_call(func, args, kwargs)
+        is_question = is_metadata_read(self.tape.site[1])
+        if not is_question:
+            args, kwargs = self._as_recorded(args, kwargs)
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        self._site = (user_line(), call_name(func))
-        check_call(func, kwargs)
+        nodes = [] if is_question else [self.tape.node_of(x) for x in operands]
         result = self._run(func, args, kwargs, operands)
         has_tensors = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result))
         if has_tensors or self.effects.written:
-            result = self._append(func, args, kwargs, operands, result)
-        elif not is_metadata_read(call_name(func)):
-            self._guard(func, args, kwargs, operands, result)
+            if self.effects.is_random and not self._attempt.uses_values:
+                result = pytree.tree_map_only(torch.Tensor, self._as_fake, result)
+            self.tape.append(func, args, kwargs, nodes, result)
+        elif not is_question:
+            self._read(func, args, kwargs, nodes, result)
+        return result
+
+    def record_module(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+        """Records the call of an opaque module as one node; returns the module's result."""
+        with self._located():
+            self.tape.site = (user_line(), name)
+            args, kwargs = self._as_recorded(args, kwargs)
+            calls = (*self.tape.calls(), name)
+            call = OpaqueCall(name, self._attempt.opaque[name], module, args, kwargs, calls)
+            operands = [self._value(x) for x in call.operands]
+            nodes = [self.tape.node_of(x) for x in operands]
+            fakes = {id(x) for x in call.operands}
+            more = {key: self._value(fake) for key, fake in self._originals.items() if id(fake) in fakes}
+
+            def run(*tensors: torch.Tensor) -> Any:
+                return call.run(tensors, more, self.tape.escapes)
+
+            result, results, rebound = self._run(run, tuple(operands), {}, operands)
+            self.tape.append_opaque(call.opaque, nodes, results)
+            for (registry, label), tensor in rebound:
+                registry[label] = tensor
         return result
 
     def _as_recorded(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Puts fake state where real state stands, and the integers that tensors stand for inside slices."""
+        """Puts stand-ins where real state stands, and the integers that tensors stand for inside slices."""
 
         def recorded(x: Any) -> Any:
             if isinstance(x, slice):
                 bounds = (x.start, x.stop, x.step)
                 return slice(*(self._index(b) if isinstance(b, torch.Tensor) else b for b in bounds))
-            return self._originals.get(id(x), x) if isinstance(x, torch.Tensor) else x
+            return self._value(self._originals.get(id(x), x)) if isinstance(x, torch.Tensor) else x
 
         return pytree.tree_map(recorded, (args, kwargs))
 
@@ -170,84 +162,81 @@ class Recorder(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> Any:
         has_fakes = any(isinstance(x, FakeTensor) for x in operands)
-        if has_fakes and self._site[1] in _VALUE_READS:
-            refuse_read(*self._site)
-        if not is_metadata_read(self._site[1]):
-            for operand in operands:
-                self.node_of(operand)
+        if has_fakes and self.tape.site[1] in _VALUE_READS:
+            refuse_read(*self.tape.site)
         self._operands = {storage_key(x) for x in operands if x.layout == torch.strided}
         # A backward reads what the graph behind its arguments saved.
         self._reads_graph = func is torch.autograd.grad
         self.effects.clear()
         self.is_recording = True
+        self._runs_on_fakes = False
+        generator = torch.get_rng_state()
         try:
-            if not has_fakes and self._site not in self._make_fake:
+            if not has_fakes and self.tape.site not in self._attempt.make_fake:
                 with self.effects:
-                    return func(*args, **kwargs)
-            with self._fake_mode, self.effects:
-                return call_on_fakes(func, args, kwargs, *self._site)
+                    result = func(*args, **kwargs)
+            else:
+                self._runs_on_fakes = True
+                for operand in operands:
+                    self._follow_copy(operand)
+                with self._fake_mode, self.effects:
+                    result = call_on_fakes(func, args, kwargs, *self.tape.site)
+            if self.effects.is_random:
+                self._generator.check(generator)
+            return result
         except (DataDependentOutputException, DynamicOutputShapeException):
-            refuse_read(*self._site)
+            refuse_read(*self.tape.site)
         finally:
             self.is_recording = False
 
+    def _follow_copy(self, tensor: torch.Tensor) -> None:
+        """Makes the fake that stands for a real tensor among fakes count as that tensor's memory, for writes."""
+        if not isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
+            self.tape.table.stand_in_memory(self._fake_mode.from_tensor(tensor), tensor)
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor with the values of fake state, where the attempt uses them."""
+        if not self._attempt.uses_values or not isinstance(tensor, FakeTensor):
+            return tensor
+        was_recording, self.is_recording = self.is_recording, True
+        value = self._state.value(tensor)
+        self.is_recording = was_recording
+        if self.tape.table.node(value) is None:
+            self.tape.table.stand_in(value, tensor)
+        return value
+
     def _check_read(self, tensor: torch.Tensor) -> None:
         storage = storage_key(tensor)
-        if storage in self._storages and storage not in self._operands and not self._reads_graph:
+        if self.tape.table.knows_storage(storage) and storage not in self._operands and not self._reads_graph:
             refuse(
-                f"reads a tensor inside `{self._site[1]}` that isn't among its arguments",
+                f"reads a tensor inside `{self.tape.site[1]}` that isn't among its arguments",
                 "What a call reads must be visible in the graph; this would become a constant.",
                 "Pass the tensor as an argument.",
+                remedy=RUN_AGAIN,
             )
 
     def _check_write(self, tensor: torch.Tensor) -> None:
-        for node, known in self._by_storage.get(self._storages.get(storage_key(tensor), -1), []):
+        for node, known in self.tape.table.names(storage_key(tensor)):
             if node.op == "placeholder":
                 refuse(
                     f"writes into its input `{node.name}` in place",
                     "Inputs belong to the caller.",
                     "Clone the input first.",
                 )
-            if isinstance(known, FakeTensor):
-                continue
-            if node.op == "get_attr":
+            is_real = not isinstance(known, FakeTensor)
+            if node.op == "get_attr" and (is_real or self._state.is_shared(known)):
                 refuse(
-                    "writes into a tensor that is neither a parameter nor a buffer",
+                    "writes into a tensor that isn't a buffer",
                     "Only buffers are written back after a step.",
                     "Register the tensor with register_buffer.",
                 )
-            if id(known) in self._made_by:
-                raise MakeFakeError(self._made_by[id(known)])
-
-    def _append(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor], result: Any) -> Any:
-        op, target = as_call(func)
-        if is_property_get(func):
-            op, target, args, kwargs = "call_function", getattr, (args[0], call_name(func)), {}
-        node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs))
-        node = self.graph.create_node(op, target, tuple(node_args), dict(node_kwargs))
-        node.meta.update(self._context())
-        node.meta["is_random"] = self.effects.is_random
-        is_real = not any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(result))
-        if is_real and self.effects.is_random:
-            result = pytree.tree_map_only(torch.Tensor, self._as_fake, result)
-            is_real = False
-        if is_real and any(self._nodes.get(id(x)) in self._from_inputs for x in operands):
-            self._from_inputs.add(node)
-        self._bind_results(node, result, is_real)
-        self._note_writes(node)
-        if is_real and self.effects.is_value_dependent:
-            self._guard_shapes(node, result)
-        return result
-
-    def _guard_shapes(self, node: fx.Node, result: Any) -> None:
-        """Fixes the shapes of results that depend on values, and what stands for the call without them."""
-        node.meta["results"] = pytree.tree_map_only(torch.Tensor, TensorSpec.of, result)
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and self._nodes[id(tensor)] in self._from_inputs:
-                made = (self._nodes[id(tensor)],)
-                self.guards.append(Guard("call_method", "size", made, {}, tensor.size(), self._site[0]))
+            turns_unknown = self._runs_on_fakes or self.effects.is_random
+            if turns_unknown and not self._attempt.uses_values and is_real and node in self.tape.made_by:
+                raise MakeFakeError(self.tape.made_by[node])
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
         self.is_recording = True
         try:
             with self._fake_mode:
@@ -255,61 +244,16 @@ class Recorder(TorchFunctionMode):
         finally:
             self.is_recording = False
 
-    def _context(self) -> dict[str, Any]:
-        return {
-            "modules": tuple(self.module_stack),
-            "source": self._site[0],
-            "grad": torch.is_grad_enabled(),
-            "autocast": autocast_state(),
-        }
-
-    def _bind_results(self, node: fx.Node, result: Any, is_real: bool) -> None:
-        if isinstance(result, torch.Tensor):
-            self._bind_one(result, node, is_real)
-        elif isinstance(result, tuple | list):
-            for index, item in enumerate(result):
-                self._bind_item(node, index, item, is_real)
-
-    def _bind_item(self, node: fx.Node, index: int, item: Any, is_real: bool) -> None:
-        if not any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(item)):
-            return
-        part = self.graph.call_function(getitem, (node, index))
-        part.meta.update({k: node.meta[k] for k in ("modules", "source", "grad", "autocast")}, is_random=False)
-        if node in self._from_inputs:
-            self._from_inputs.add(part)
-        self._bind_results(part, item, is_real)
-
-    def _bind_one(self, tensor: torch.Tensor, node: fx.Node, is_real: bool) -> None:
-        known = self._nodes.get(id(tensor))
-        is_written = any(t is tensor for t in self.effects.written)
-        if known is not None and not is_written and known.meta["requires_grad"] == tensor.requires_grad:
-            return  # the call gave back a tensor it was given (`x.to(x.dtype)`): nothing new was defined
-        if is_real:
-            self._made_by.setdefault(id(tensor), self._site)
-        self.bind(tensor, node)
-
-    def _note_writes(self, node: fx.Node) -> None:
-        written: list[fx.Node] = []
-        for storage in {storage_key(t) for t in self.effects.written}:
-            for known, tensor in self._by_storage.get(self._storages.get(storage, -1), []):
-                if known is node or known in written:
-                    continue
-                known.meta["requires_grad"] |= tensor.requires_grad
-                written.append(known)
-        if written:
-            node.meta["writes"] = tuple(written)
-
-    def _guard(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor], result: Any) -> None:
-        nodes = [self._nodes.get(id(x)) for x in operands]
+    def _read(self, func: Any, args: Any, kwargs: Any, operands: list[fx.Node], result: Any) -> None:
+        """Takes note of what Python code read from tensors."""
         if operands and not all(isinstance(x, PLAIN) for x in pytree.tree_leaves(result)):
             refuse(
-                f"calls `{self._site[1]}`, which returns neither tensors nor plain values",
+                f"calls `{self.tape.site[1]}`, which returns neither tensors nor plain values",
                 "Its effect is invisible, so no graph can repeat it.",
                 "Do it outside the forward.",
+                remedy=RUN_AGAIN,
             )
-        if any(n in self._from_inputs for n in nodes):
-            node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs))
-            op, target = as_call(func)
-            # The user may go on to change the list or array that was read.
-            expected = copy.deepcopy(result)
-            self.guards.append(Guard(op, target, node_args, node_kwargs, expected, self._site[0]))
+        node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self.tape.node_of, (args, kwargs))
+        # The user may go on to change the list or array that was read.
+        self.tape.fix(*as_call(func), node_args, node_kwargs, copy.deepcopy(result))
+

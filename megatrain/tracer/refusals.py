@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from megatrain.errors import TraceError
 from megatrain.tracer.source import SourceLine, user_line
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.targets import call_name, is_property_get, is_property_set
 
+REFUSE, USE_VALUES, RUN_AGAIN, FOLLOW_HOST = "refuse", "use values", "run again", "follow host"
 
-def refuse(what: str, rule: str, way_out: str) -> NoReturn:
-    """Raises the error for something that the model does at the current line."""
-    raise TraceError(f"the model {what} at {user_line()}.\n  {rule}\n  {way_out}")
+
+class Obstacle(TraceError):
+    """Something that this attempt at a capture can't follow; raised to the user if no other attempt can.
+
+    Args:
+        what: What the model does, for the error and for the printed program.
+        rule: Why it can't be followed.
+        way_out: What the user can do.
+        remedy: `REFUSE`; `USE_VALUES`: capture on the values of the weights; `RUN_AGAIN`: let the module that does
+            it run its own code at each step, opaque to the graph; `FOLLOW_HOST`: find that module first.
+        place: The user's line.
+        calls: Names of the modules whose calls the model was in, outermost first.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        rule: str,
+        way_out: str,
+        *,
+        remedy: str = REFUSE,
+        place: SourceLine | None = None,
+        calls: tuple[str, ...] = (),
+    ):
+        self.reason = f"{what} at {place}" if place is not None else what
+        super().__init__(f"the model {self.reason}.\n  {rule}\n  {way_out}")
+        self.remedy = remedy
+        self.calls = calls
+        self.cause: Exception | None = None
+
+
+def refuse(what: str, rule: str, way_out: str, *, remedy: str = REFUSE) -> NoReturn:
+    """Raises the obstacle for something that the model does at the current line."""
+    raise Obstacle(what, rule, way_out, remedy=remedy, place=user_line())
 
 
 def refuse_read(source: SourceLine | None, name: str) -> NoReturn:
-    """Raises the error for a value that isn't known before the step."""
-    raise TraceError(
-        f"the model reads the value of a tensor at {source} (`{name}`).\n"
-        "  The tensor depends on weights or random numbers, so the plan can't be fixed before the step.\n"
-        "  Use torch.where or masking instead of a Python branch."
+    """Raises the obstacle for a value that isn't known before the step."""
+    raise Obstacle(
+        "reads the value of a tensor",
+        f"`{name}` depends on weights or random numbers, which a model on the meta device doesn't have.",
+        "Load the weights first; or use torch.where or masking instead of a Python branch.",
+        remedy=USE_VALUES,
+        place=source,
     )
 
 
 def refuse_unknown(tensor: torch.Tensor) -> NoReturn:
-    """Raises the error for a tensor that no recorded call made."""
+    """Raises the obstacle for a tensor that no recorded call made."""
     refuse(
         f"uses a tensor {TensorSpec.of(tensor)} that appears from nowhere",
         "A capture knows the inputs, the registered parameters and buffers, and what is computed from them.",
@@ -36,38 +72,57 @@ def refuse_unknown(tensor: torch.Tensor) -> NoReturn:
 
 
 def refuse_kept() -> NoReturn:
-    """Raises the error for a tensor that an earlier call of the model left behind."""
+    """Raises the obstacle for a tensor that an earlier call of the model left behind."""
     refuse(
         "uses a tensor of an earlier call, kept in an attribute,",
         "A capture would use the first one for ever.",
         "Keep it in a registered buffer, or pass it as an input.",
+        remedy=RUN_AGAIN,
     )
 
 
-def check_call(func: Any, kwargs: dict[str, Any]) -> None:
+def check_call(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Refuses calls whose effect no node of a graph can repeat.
 
     Raises:
-        TraceError: If `func` is one of them.
+        Obstacle: If `func` is one of them.
     """
+    check_everywhere(func, kwargs)
     name = call_name(func)
-    if is_property_get(func) and name == "grad":
+    if is_property_get(func) and name == "grad_fn" and not isinstance(args[0], nn.Parameter):
         refuse(
-            "reads `.grad` of a tensor",
-            "Gradients live outside the forward that is captured.",
-            "Read gradients after the backward, outside the model.",
+            "reads `.grad_fn` of a tensor",
+            "A hook on a node of autograd's graph is no call on a tensor.",
+            "Hook the tensor, or the module.",
+            remedy=RUN_AGAIN,
         )
-    if is_property_set(func):
+    if is_property_set(func) and not (name == "data" and args[0] is args[1]):
         refuse(
             f"assigns to `.{name}` of a tensor",
             "A capture sees calls, not assignments behind autograd's back.",
             "Use an in-place operation under torch.no_grad().",
+            remedy=RUN_AGAIN,
         )
     if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportPrivateUsage]
         refuse(
             "uses a transform of torch.func",
             "Calls inside a transform run on wrapped tensors that no graph can name.",
             "Write the batched computation out, or put it into a torch.library.custom_op.",
+            remedy=RUN_AGAIN,
+        )
+
+
+def check_everywhere(func: Any, kwargs: dict[str, Any]) -> None:
+    """Refuses calls that have no meaning in a step, neither in a graph nor in a module that runs again.
+
+    Raises:
+        Obstacle: If `func` is one of them.
+    """
+    if is_property_get(func) and call_name(func) == "grad" and not _is_applied():
+        refuse(
+            "reads `.grad` of a tensor",
+            "Gradients live outside the forward that is captured.",
+            "Read gradients after the backward, outside the model.",
         )
     if kwargs.get("generator") is not None:
         refuse(
@@ -77,14 +132,34 @@ def check_call(func: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, name: str) -> Any:
-    """Calls `func` on fake tensors; an error of torch's says so, and keeps its type and message.
+def _is_applied() -> bool:
+    """Tells whether `Module.to` and the like ask: they treat a gradient as they treat the parameter."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    applied = nn.Module._apply.__code__  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code is not applied:
+        frame = frame.f_back
+    return frame is not None
 
-    Usually the error is the model's own mistake. But some shape rules refuse what their kernels accept, and only who
-    knows that the call ran without data can tell.
+
+def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, name: str) -> Any:
+    """Calls `func` on fake tensors.
+
+    Usually an error is the model's own mistake. But some shape rules refuse what their kernels accept, and only a call
+    on values can tell.
+
+    Raises:
+        Obstacle: With the error as its `cause`, noting that the call ran without data.
     """
     try:
         return func(*args, **kwargs)
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, TypeError) as error:
         error.add_note(f"`{name}` was captured on fake tensors, at {line}")
-        raise
+        obstacle = Obstacle(
+            f"calls `{name}`, which fails on tensors without values",
+            str(error),
+            "Load the weights before compiling.",
+            remedy=USE_VALUES,
+            place=line,
+        )
+        obstacle.cause = error
+        raise obstacle from error

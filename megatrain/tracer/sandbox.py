@@ -138,10 +138,36 @@ def _attributes_of(value: Any) -> dict[str, Any] | None:
     return getattr(value, "__dict__", None) if type(getattr(value, "__dict__", None)) is dict else None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HostRng:
+    """State of the generators of Python and of NumPy."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+
+    @staticmethod
+    def now() -> HostRng:
+        """Reads the generators."""
+        return HostRng(random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        """Sets the generators back to this state."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HostRng) or self.python != other.python:
+            return False
+        return self.numpy[2:] == other.numpy[2:] and bool((self.numpy[1] == other.numpy[1]).all())
+
+    def __hash__(self) -> int:
+        return hash(self.python)
+
+
 @contextmanager
 def kept_rng() -> Generator[list[str]]:
     """Restores every random generator at the end; the list then names what moved besides torch's stream."""
-    python, host, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    host, cpu = HostRng.now(), torch.get_rng_state()
     seed = torch.initial_seed()
     has_device = torch.accelerator.is_available()
     device = torch.get_device_module().get_rng_state() if has_device else None
@@ -149,18 +175,11 @@ def kept_rng() -> Generator[list[str]]:
     try:
         yield moved
     finally:
-        if random.getstate() != python:
-            moved.append("random")
-        if not _same_numpy_state(np.random.get_state(), host):
-            moved.append("numpy.random")
+        if host != HostRng.now():
+            moved.append("random or numpy.random")
         if torch.initial_seed() != seed:
             moved.append("torch.manual_seed")
-        random.setstate(python)
-        np.random.set_state(host)
+        host.restore()
         torch.set_rng_state(cpu)
         if device is not None:
             torch.get_device_module().set_rng_state(device)
-
-
-def _same_numpy_state(left: Any, right: Any) -> bool:
-    return left[2:] == right[2:] and bool((left[1] == right[1]).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -61,3 +62,42 @@ def _non_persistent(module: nn.Module) -> set[str]:
         hidden = child._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]  # no public list exists
         found.update(f"{prefix}.{name}" if prefix else name for name in hidden)
     return found
+
+
+class StateValues:
+    """Gives the values behind fake state, on the device of the capture.
+
+    Parameters are aliased, or copied to the device while they are in use; buffers are copied once, because a forward
+    may write into them.
+
+    Args:
+        fakes: Fake state by key.
+        tensors: The state itself, by key.
+    """
+
+    def __init__(self, fakes: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]):
+        self._sources = {id(fake): (fake, tensors[key]) for key, fake in fakes.items()}
+        self._values: dict[int, torch.Tensor] = {}
+        self.is_used = False
+
+    def value(self, fake: torch.Tensor) -> torch.Tensor:
+        """Returns the values of one fake state tensor, with its `requires_grad`."""
+        self.is_used = True
+        if id(fake) not in self._values:
+            _, source = self._sources[id(fake)]
+            value = source.detach()
+            if not isinstance(source, nn.Parameter):
+                value = value.clone(memory_format=torch.preserve_format)
+            self._values[id(fake)] = value.to(fake.device).requires_grad_(fake.requires_grad)
+        return self._values[id(fake)]
+
+    def is_shared(self, fake: torch.Tensor) -> bool:
+        """Tells whether the values of this fake tensor are the model's own, not to be written into."""
+        return self.is_used and isinstance(self._sources[id(fake)][1], nn.Parameter)
+
+    def let_go(self) -> None:
+        """Frees the copies of parameters on a device other than the host."""
+        for identity, (_, source) in self._sources.items():
+            value = self._values.get(identity)
+            if value is not None and value.device != source.device and isinstance(source, nn.Parameter):
+                del self._values[identity]

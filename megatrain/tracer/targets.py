@@ -115,6 +115,9 @@ def call_text(node: fx.Node) -> str:
     parts += [f"{k}={literal_text(v)}" for k, v in node.kwargs.items()]
     if node.op == "call_method" and node.target == "__getitem__":
         return f"{parts[0]}[{_index_text(node.args[1])}]"
+    print_call = getattr(node.target, "call_text", None)
+    if print_call is not None:
+        return print_call(", ".join(parts))
     if node.target is getattr:
         return f"{parts[0]}.{node.args[1]}"
     if node.op == "call_method":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -12,13 +12,21 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.errors import TraceError
-from megatrain.tracer.modules import followed_modules, recorded_functions, repeated_modules
+from megatrain.tracer.attempt import Attempt, MakeFakeError
+from megatrain.tracer.modules import (
+    followed_modules,
+    host_drawer,
+    opaque_modules,
+    recorded_functions,
+    repeated_modules,
+    with_backward_hooks,
+)
 from megatrain.tracer.recorder import Recorder
-from megatrain.tracer.restart import MakeFakeError, Site
+from megatrain.tracer.refusals import FOLLOW_HOST, RUN_AGAIN, Obstacle
 from megatrain.tracer.sandbox import Attributes, fake_state, kept_rng, swapped_state
 from megatrain.tracer.source import user_line
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.state import StateEntry, inventory
+from megatrain.tracer.state import StateEntry, StateValues, inventory
 from megatrain.tracer.structure import Arguments, Structure, holds_tensors
 from megatrain.tracer.targets import call_text
 from megatrain.tracer.traced import TracedModule
@@ -31,18 +39,22 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     *,
     device: torch.device | str | None = None,
+    opaque: Mapping[str, str] | None = None,
 ) -> TracedModule:
     """Captures one call `model(*args, **kwargs)` as a flat graph of torch calls.
 
-    The model's own forward runs once with fake parameters and buffers (nothing is allocated, models on the
-    meta device work) and clones of the inputs. The model, its buffers and every random generator are left as
-    they were.
+    The model's own forward runs with fake parameters and buffers (nothing is allocated, models on the meta device
+    work) and clones of the inputs. What Python code reads of the inputs becomes a guard. If it reads what hangs on
+    weights or random numbers, the forward runs again on the weights' values, and each such read becomes a check in the
+    graph. A module that does what no graph can repeat becomes opaque: one node that runs the module's own code. The
+    model, its buffers and every random generator are left as they were.
 
     Args:
         model: Any module; its parameters may be real or on the meta device.
         args: Example positional arguments; tensors on `device`, or on meta.
         kwargs: Example keyword arguments, likewise.
         device: Compute device of the graph; default: that of the first real input, else the CPU.
+        opaque: Modules to make opaque from the start, with the reason; by name.
 
     Returns:
         The capture, checked.
@@ -53,15 +65,18 @@ def trace(
     arguments = Arguments.of(tuple(args), dict(kwargs or {}))
     _refuse_hidden_inputs(arguments)
     target = torch.device(device) if device is not None else _device_of(arguments)
-    make_fake: set[Site] = set()
+    attempt = Attempt(opaque={**with_backward_hooks(model), **(opaque or {})})
     while True:
         try:
-            traced = _Capture(model, arguments, target, make_fake).run()
+            traced = _Capture(model, arguments, target, attempt).run()
             break
         except MakeFakeError as error:
-            is_known = error.site in make_fake
-            assert not is_known, "a call that was made fake gave real tensors"
-            make_fake.add(error.site)
+            attempt = attempt.after_write(error)
+        except Obstacle as obstacle:
+            following = attempt.after(obstacle, model)
+            if following is None:
+                raise (obstacle.cause or TraceError(str(obstacle))) from None
+            attempt = following
     traced.check()
     return traced
 
@@ -98,39 +113,49 @@ def _device_of(arguments: Arguments) -> torch.device:
 class _Capture:
     """One run of a model's forward under the recorder."""
 
-    def __init__(self, model: nn.Module, arguments: Arguments, device: torch.device, make_fake: set[Site]):
+    def __init__(self, model: nn.Module, arguments: Arguments, device: torch.device, attempt: Attempt):
         self._model = model
         self._arguments = arguments
         self._device = device
-        self._make_fake = make_fake
-        self._stray: TraceError | None = None
+        self._attempt = attempt
+        self._stray: Obstacle | None = None
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._entries, self._tensors = inventory(model)
         self._fakes = fake_state(self._tensors, self._fake_mode, device)
         self._by_id = {id(t): self._fakes[key] for key, t in self._tensors.items()}
-        self._recorder = Recorder(self._fake_mode, self._by_id, make_fake)
+        self._recorder = self._new_recorder()
+
+    def _new_recorder(self, earlier: Recorder | None = None) -> Recorder:
+        values = StateValues(self._fakes, self._tensors)
+        return Recorder(self._fake_mode, values, self._by_id, self._attempt, earlier)
 
     def run(self) -> TracedModule:
-        with kept_rng() as moved, swapped_state(self._model, self._by_id) as start:
+        with kept_rng() as moved, swapped_state(self._model, self._by_id) as start, self._host_drawer() as drawer:
             result = self._run_forward(self._recorder)
             rebound = self._rebound_buffers()
             self._refuse_kept_state(start)
         if moved:
-            raise TraceError(
-                f"the model draws from or seeds `{moved[0]}` in its forward.\n"
-                "  A capture would freeze the number drawn.\n  Draw with torch instead, unseeded."
+            raise Obstacle(
+                f"draws from or seeds `{moved[0]}` in its forward",
+                "A capture would freeze the number drawn.",
+                "Draw with torch instead, unseeded.",
+                remedy=RUN_AGAIN if self._attempt.follows_host else FOLLOW_HOST,
+                calls=drawer(),
             )
         outputs = Structure.of(result)
-        nodes = tuple(self._recorder.node_of(t) for t in outputs.placeholders)
-        self._recorder.graph.output(nodes)
+        nodes = tuple(self._recorder.tape.node_of(t) for t in outputs.placeholders)
+        self._recorder.tape.graph.output(nodes)
         return self._finish(outputs, rebound)
+
+    def _host_drawer(self) -> AbstractContextManager[Callable[[], tuple[str, ...]]]:
+        return host_drawer(self._model) if self._attempt.follows_host else nullcontext(tuple)
 
     def _bind_inputs(self, recorder: Recorder) -> list[torch.Tensor]:
         copies: list[torch.Tensor] = []
         for name, tensor in zip(self._arguments.names, self._arguments.tensors, strict=True):
-            node = recorder.graph.placeholder(name)
+            node = recorder.tape.graph.placeholder(name)
             copies.append(self._copy_input(tensor))
-            recorder.bind_input(copies[-1], node)
+            recorder.tape.bind_input(copies[-1], node)
         return copies
 
     def _copy_input(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -143,11 +168,12 @@ class _Capture:
     def _run_forward(self, recorder: Recorder) -> Any:
         args, kwargs = self._arguments.rebuild(self._bind_inputs(recorder))
         for key, fake in self._fakes.items():
-            recorder.bind_state(fake, key)
+            recorder.tape.bind_state(fake, key)
         with ExitStack() as stack:
             stack.enter_context(StrayWatch(lambda: recorder.is_recording, self._refuse_stray))
             stack.enter_context(followed_modules(recorder, self._model))
             stack.enter_context(recorded_functions(recorder))
+            stack.enter_context(opaque_modules(recorder, self._model, self._attempt.opaque))
             stack.enter_context(recorder)
             try:
                 result = self._model(*args, **kwargs)
@@ -161,18 +187,25 @@ class _Capture:
         return result
 
     def _refuse_stray(self, func: Any, args: Any) -> None:
-        self._stray = TraceError(
-            f"the operation `{func}` ran at {user_line()} outside any torch function.\n"
-            "  A capture records torch functions; what TorchScript or C++ extensions compute would become a "
-            "constant.\n  Call the operation through torch.ops or a torch.library.custom_op."
+        if func is torch.ops.aten.lift_fresh.default:
+            return  # a tensor is made of a NumPy array or a list: a constant, as its values are
+        self._stray = Obstacle(
+            f"runs the operation `{func}` outside any torch function",
+            "A capture records torch functions; what TorchScript or C++ extensions compute would become a constant.",
+            "Call the operation through torch.ops or a torch.library.custom_op.",
+            remedy=RUN_AGAIN,
+            place=user_line(),
+            calls=self._recorder.tape.calls(),
         )
         raise self._stray
 
     def _refuse_kept_state(self, start: Attributes) -> None:
         """Runs a forward that changed attributes again, to see whether the next call would do something else.
 
+        What an opaque module changes in itself doesn't count: its code runs at each step.
+
         Raises:
-            TraceError: If it would: then one graph can't stand for all calls.
+            Obstacle: If it would: then one graph can't stand for all calls.
         """
         changes = start.changes()
         for change in changes:
@@ -182,15 +215,22 @@ class _Capture:
         if not changes:
             return
         between = Attributes(self._model)
-        again = Recorder(self._fake_mode, self._by_id, self._make_fake, earlier=self._recorder)
+        again = self._new_recorder(self._recorder)
         self._run_forward(again)
-        counted = [c for c in between.changes() if c.is_plain]
-        flags = [c for c in changes if c.is_plain and _calls(again) != _calls(self._recorder)]
+        differs = _calls(again) != _calls(self._recorder)
+        counted = [c for c in between.changes() if c.is_plain and not self._is_opaque(c.name)]
+        flags = [c for c in changes if c.is_plain and differs]
         for change in (*counted, *flags):
-            raise TraceError(
-                f"the forward changes the Python attribute `{change.name}` (now {change.now!r}).\n"
-                "  A capture would freeze it at its first value.\n  Keep counters in a buffer."
+            raise Obstacle(
+                f"changes the Python attribute `{change.name}` (now {change.now!r}) in its forward",
+                "A capture would freeze it at its first value.",
+                "Keep counters in a buffer.",
+                remedy=RUN_AGAIN,
+                calls=_modules_on(change.name, self._model),
             )
+
+    def _is_opaque(self, name: str) -> bool:
+        return any(not module or name.startswith(f"{module}.") for module in self._attempt.opaque)
 
     def _fake_ids(self) -> set[int]:
         return {id(fake) for fake in self._fakes.values()}
@@ -221,18 +261,18 @@ class _Capture:
     def _finish(self, outputs: Structure, rebound: dict[str, torch.Tensor]) -> TracedModule:
         recorder = self._recorder
         entries = dict(self._entries)
-        for key, tensor in recorder.constants.items():
+        for key, tensor in recorder.tape.constants.items():
             entries[key] = StateEntry(key, "constant", TensorSpec.of(tensor), False, persistent=False)
-        read = {n.target: n for n in recorder.graph.nodes if n.op == "get_attr"}
+        read = {n.target: n for n in recorder.tape.graph.nodes if n.op == "get_attr"}
         return TracedModule(
             name=type(self._model).__name__,
-            graph=recorder.graph,
+            graph=recorder.tape.graph,
             arguments=self._arguments,
             outputs=outputs,
             state={k: e for k, e in entries.items() if k in read},
-            constants=dict(recorder.constants),
+            constants=dict(recorder.tape.constants),
             writes_back=self._written_state(read, rebound),
-            guards=tuple(recorder.guards),
+            guards=tuple(recorder.tape.guards),
             block_modules=repeated_modules(self._model),
             device=self._device,
         )
@@ -241,10 +281,17 @@ class _Capture:
         self, read: dict[Any, fx.Node], rebound: dict[str, torch.Tensor]
     ) -> tuple[tuple[str, fx.Node], ...]:
         """Lists state that the forward wrote or re-assigned, with the node that stands for it afterwards."""
-        written = {w for node in self._recorder.graph.nodes for w in node.meta.get("writes", ())}
+        written = {w for node in self._recorder.tape.graph.nodes for w in node.meta.get("writes", ())}
         in_place = {str(key): node for key, node in read.items() if node in written}
-        return tuple((in_place | {k: self._recorder.node_of(t) for k, t in rebound.items()}).items())
+        return tuple((in_place | {k: self._recorder.tape.node_of(t) for k, t in rebound.items()}).items())
 
 
 def _calls(recorder: Recorder) -> list[str]:
-    return [call_text(n) for n in recorder.graph.nodes if n.op in ("call_function", "call_method")]
+    return [call_text(n) for n in recorder.tape.graph.nodes if n.op in ("call_function", "call_method")]
+
+
+def _modules_on(name: str, model: nn.Module) -> tuple[str, ...]:
+    """Names the modules on the way to an attribute, outermost first."""
+    parts = name.split(".")
+    known = {prefix for prefix, _ in model.named_modules()}
+    return tuple(p for p in (".".join(parts[:i]) for i in range(len(parts))) if p in known)

@@ -43,6 +43,9 @@ class EffectWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            # Questions that C++ asks where it can't bear an error.
+            return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.is_random = True
         if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
@@ -89,3 +92,25 @@ class StrayWatch(TorchDispatchMode):
         if not self._is_recording() and func.namespace != "prim":
             self._report(func, args)
         return func(*args, **(kwargs or {}))
+
+
+class ByteCount(TorchDispatchMode):
+    """Adds up the bytes of all results while it is active: no code can hold more for its backward.
+
+    Args:
+        is_calling: Tells whether a torch function is running; what runs outside any is TorchScript or C++.
+    """
+
+    def __init__(self, is_calling: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_calling = is_calling
+        self.nbytes = 0
+        self.has_stray = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_stray |= not self._is_calling() and func.namespace != "prim"
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, torch.Tensor):
+                self.nbytes += item.nbytes
+        return result

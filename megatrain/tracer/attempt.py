@@ -1,0 +1,73 @@
+"""Attempt: what one run of a capture may do, and which attempt follows a failed one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from megatrain.tracer.refusals import FOLLOW_HOST, RUN_AGAIN, USE_VALUES, Obstacle
+from megatrain.tracer.source import SourceLine
+
+# A call in the user's code, wherever it stands in a loop: its line and its name.
+Site = tuple[SourceLine | None, str]
+
+
+class MakeFakeError(Exception):
+    """A real tensor is written into; the capture starts again with the outputs of this call fake."""
+
+    def __init__(self, site: Site):
+        super().__init__(site)
+        self.site = site
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """How a capture treats the model.
+
+    Args:
+        make_fake: Calls whose results are fake although they could be computed from inputs alone.
+        uses_values: Runs on the values of the weights instead of fake ones.
+        opaque: Modules that run their own code at each step, with the reason; by name.
+        follows_host: Looks for the module that draws from Python's or NumPy's generators.
+    """
+
+    make_fake: frozenset[Site] = frozenset()
+    uses_values: bool = False
+    opaque: Mapping[str, str] = field(default_factory=dict[str, str])
+    follows_host: bool = False
+
+    def after_write(self, error: MakeFakeError) -> Attempt:
+        """Returns the attempt that follows a write into a tensor that was taken for known."""
+        assert error.site not in self.make_fake, "a call that was made fake gave real tensors"
+        return replace(self, make_fake=self.make_fake | {error.site})
+
+    def after(self, obstacle: Obstacle, model: nn.Module) -> Attempt | None:
+        """Returns the attempt that may get past an obstacle in `model`, or None if there is none."""
+        if obstacle.remedy == USE_VALUES and not self.uses_values and _has_values(model):
+            return replace(self, uses_values=True)
+        if obstacle.remedy == FOLLOW_HOST and not self.follows_host:
+            return replace(self, follows_host=True)
+        if obstacle.remedy == RUN_AGAIN:
+            return self.with_opaque(obstacle.calls, obstacle.reason, model)
+        return None
+
+    def with_opaque(self, calls: Sequence[str], reason: str, model: nn.Module) -> Attempt | None:
+        """Makes the innermost of `calls` opaque that isn't yet, with the modules that run the same code."""
+        name = next((name for name in reversed(calls) if name not in self.opaque), None)
+        if name is None:
+            return None
+        return replace(self, opaque={**self.opaque, **dict.fromkeys(_of_one_class(model, name), reason)})
+
+
+def _has_values(model: nn.Module) -> bool:
+    return not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def _of_one_class(model: nn.Module, name: str) -> list[str]:
+    """Lists the modules of a user's class: each would meet the same obstacle, and cost an attempt of its own."""
+    kind = type(model.get_submodule(name))
+    if not name or kind.__module__.partition(".")[0] == "torch":
+        return [name]
+    return [other for other, module in model.named_modules() if type(module) is kind]
