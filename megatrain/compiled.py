@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +25,11 @@ from megatrain.tracer.attempt import Attempt
 from megatrain.tracer.collection import paused_collection
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.guards import GuardCheck
-from megatrain.tracer.opaque import Opaque
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.structure import Arguments
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
+from megatrain.variant import MOST_PATHS, Variant
 
 
 def compile(  # the name torch users expect
@@ -80,26 +79,6 @@ def compile(  # the name torch users expect
     if example_args or example_kwargs:
         compiled.prepare(*example_args, **dict(example_kwargs or {}))
     return compiled
-
-
-# Paths through one signature's checks in mid-step that are kept as graphs of their own.
-_MOST_PATHS = 8
-
-
-@dataclass(slots=True, eq=False)
-class Variant:
-    """One capture of the model, for one signature of inputs, with its schedule."""
-
-    traced: TracedModule
-    program: Program
-    schedule: Schedule
-    guards: GuardCheck
-    executor: Executor | None = None
-
-    @property
-    def opaque(self) -> tuple[Opaque, ...]:
-        """Modules that run their own code at each step."""
-        return tuple(call for block in self.program.blocks for call in self.program.opaque(block))
 
 
 class CompiledModule(nn.Module):
@@ -198,7 +177,7 @@ class CompiledModule(nn.Module):
 
     def _learn(self, failure: GuardFailedError, arguments: Arguments, failed: list[Variant]) -> None:
         """Makes the code around a check opaque once it has selected too many variants."""
-        if len(failed) < _MOST_PATHS:
+        if len(failed) < MOST_PATHS:
             return
         attempt = Attempt(opaque=self._opaque).with_opaque(failure.calls, failure.text, self.__dict__["model"])
         if attempt is not None:

@@ -61,9 +61,7 @@ class RngState:
 
 
 @contextmanager
-def repeated_rng(
-    state: RngState | None, device: torch.device, opaque: Sequence[Opaque] = ()
-) -> Generator[None]:
+def repeated_rng(state: RngState | None, device: torch.device, opaque: Sequence[Opaque] = ()) -> Generator[None]:
     """Runs the body from `state` and then puts the generators back as they were; None changes nothing."""
     if state is None:
         yield

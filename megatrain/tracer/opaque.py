@@ -101,7 +101,10 @@ class Opaque:
         return tuple(found), result, list(zip(places, found[num_results:], strict=True))
 
     def _run(
-        self, tensors: Sequence[torch.Tensor], more: dict[int, torch.Tensor], seen: Callable[[torch.Tensor], None] | None
+        self,
+        tensors: Sequence[torch.Tensor],
+        more: dict[int, torch.Tensor],
+        seen: Callable[[torch.Tensor], None] | None,
     ) -> tuple[list[torch.Tensor], list[Any], list[int], Any]:
         num_arguments = sum(self._is_tensor)
         given = iter(tensors[:num_arguments])

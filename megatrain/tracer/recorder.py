@@ -21,7 +21,15 @@ from torch.utils import _pytree as pytree
 from megatrain.tracer.attempt import Attempt, MakeFakeError
 from megatrain.tracer.guards import PLAIN, is_metadata_read
 from megatrain.tracer.opaque_call import OpaqueCall
-from megatrain.tracer.refusals import RUN_AGAIN, Obstacle, call_on_fakes, check_call, refuse, refuse_read
+from megatrain.tracer.refusals import (
+    RUN_AGAIN,
+    Obstacle,
+    call_on_fakes,
+    check_call,
+    check_transforms,
+    refuse,
+    refuse_read,
+)
 from megatrain.tracer.rng import GeneratorWatch
 from megatrain.tracer.source import user_line
 from megatrain.tracer.state import StateValues
@@ -127,8 +135,9 @@ class Recorder(TorchFunctionMode):
 
     def record_module(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         """Records the call of an opaque module as one node; returns the module's result."""
-        with self._located():
-            self.tape.site = (user_line(), name)
+        self.tape.site = (user_line(), name)
+        with self._located(), self._unrecorded():
+            check_transforms()
             args, kwargs = self._as_recorded(args, kwargs)
             calls = (*self.tape.calls(), name)
             call = OpaqueCall(name, self._attempt.opaque[name], module, args, kwargs, calls)
@@ -145,6 +154,15 @@ class Recorder(TorchFunctionMode):
             for (registry, label), tensor in rebound:
                 registry[label] = tensor
         return result
+
+    @contextmanager
+    def _unrecorded(self) -> Generator[None]:
+        """Lets torch functions pass while the recorder itself works, or runs a call."""
+        was_recording, self.is_recording = self.is_recording, True
+        try:
+            yield
+        finally:
+            self.is_recording = was_recording
 
     def _as_recorded(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Puts stand-ins where real state stands, and the integers that tensors stand for inside slices."""
@@ -168,10 +186,9 @@ class Recorder(TorchFunctionMode):
         # A backward reads what the graph behind its arguments saved.
         self._reads_graph = func is torch.autograd.grad
         self.effects.clear()
-        self.is_recording = True
         self._runs_on_fakes = False
         generator = torch.get_rng_state()
-        try:
+        with self._unrecorded(), self._read_refused():
             if not has_fakes and self.tape.site not in self._attempt.make_fake:
                 with self.effects:
                     result = func(*args, **kwargs)
@@ -184,23 +201,27 @@ class Recorder(TorchFunctionMode):
             if self.effects.is_random:
                 self._generator.check(generator)
             return result
+
+    @contextmanager
+    def _read_refused(self) -> Generator[None]:
+        try:
+            yield
         except (DataDependentOutputException, DynamicOutputShapeException):
             refuse_read(*self.tape.site)
-        finally:
-            self.is_recording = False
 
     def _follow_copy(self, tensor: torch.Tensor) -> None:
         """Makes the fake that stands for a real tensor among fakes count as that tensor's memory, for writes."""
         if not isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
-            self.tape.table.stand_in_memory(self._fake_mode.from_tensor(tensor), tensor)
+            fake = self._fake_mode.from_tensor(tensor)
+            self.tape.table.stand_in_memory(fake, tensor)
+            self._operands.add(storage_key(fake))
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor with the values of fake state, where the attempt uses them."""
         if not self._attempt.uses_values or not isinstance(tensor, FakeTensor):
             return tensor
-        was_recording, self.is_recording = self.is_recording, True
-        value = self._state.value(tensor)
-        self.is_recording = was_recording
+        with self._unrecorded():
+            value = self._state.value(tensor)
         if self.tape.table.node(value) is None:
             self.tape.table.stand_in(value, tensor)
         return value
@@ -237,12 +258,8 @@ class Recorder(TorchFunctionMode):
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        self.is_recording = True
-        try:
-            with self._fake_mode:
-                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        finally:
-            self.is_recording = False
+        with self._unrecorded(), self._fake_mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     def _read(self, func: Any, args: Any, kwargs: Any, operands: list[fx.Node], result: Any) -> None:
         """Takes note of what Python code read from tensors."""
@@ -256,4 +273,3 @@ class Recorder(TorchFunctionMode):
         node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self.tape.node_of, (args, kwargs))
         # The user may go on to change the list or array that was read.
         self.tape.fix(*as_call(func), node_args, node_kwargs, copy.deepcopy(result))
-

@@ -103,6 +103,15 @@ def check_call(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
             "Use an in-place operation under torch.no_grad().",
             remedy=RUN_AGAIN,
         )
+    check_transforms()
+
+
+def check_transforms() -> None:
+    """Refuses what runs inside a transform of torch.func.
+
+    Raises:
+        Obstacle: If one is active.
+    """
     if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportPrivateUsage]
         refuse(
             "uses a transform of torch.func",

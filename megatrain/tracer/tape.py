@@ -96,7 +96,9 @@ class Tape:
     def has_computed(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor stems from inputs or state, rather than being the same at each call."""
         node = self.table.node(tensor)
-        return node is not None and not (node in self._known and node.op == "get_attr")
+        if node is None or (node in self._known and node.op == "get_attr"):
+            return False
+        return node not in self._known or node in self._from_inputs
 
     def calls(self) -> tuple[str, ...]:
         """Names of the modules whose calls the running code is in, outermost first."""

@@ -16,8 +16,8 @@ from megatrain.tracer.watch import storage_key
 class TensorTable:
     """Maps tensors to nodes by identity, and storages to numbers.
 
-    Fake tensors and stand-ins are kept alive, so that no other object takes their identity. Real ones may be large: they are
-    followed weakly and forgotten with the last name that the user's code has for them.
+    Fake tensors and stand-ins are kept alive, so that no other object takes their identity. Real ones may be large:
+    they are followed weakly and forgotten with the last name that the user's code has for them.
     """
 
     def __init__(self) -> None:

@@ -135,5 +135,10 @@ def test_a_value_that_depends_on_weights_is_no_guard():
                 x = x * 2
             return super().forward(x)
 
+    traced = trace(Gated(), (torch.randn(2, 3),))
+    assert traced.guards == ()
+    assert "check gt.__bool__" in str(traced) or "check __bool__(gt)" in str(traced)
+    with torch.device("meta"):
+        model = Gated()
     with pytest.raises(TraceError, match=r"test_guards.py:\d+: `if scores.max\(\) > 0:`"):
-        trace(Gated(), (torch.randn(2, 3),))
+        trace(model, (torch.randn(2, 3),))
