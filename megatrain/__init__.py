@@ -8,7 +8,15 @@ For compiler people the steps are public too: `trace`, `lower`, `workload`, `sch
 """
 
 from megatrain.compiled import CompiledModule, compile  # the name torch users expect
-from megatrain.errors import ExecuteError, LowerError, MegatrainError, OptionError, ScheduleError, TraceError
+from megatrain.errors import (
+    ExecuteError,
+    LowerError,
+    MegatrainError,
+    OptionError,
+    ScheduleError,
+    TraceError,
+    WeightsError,
+)
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Block, Program, Template
 from megatrain.runtime.engine import Engine
@@ -45,6 +53,7 @@ __all__ = [
     "TensorSpec",
     "TraceError",
     "TracedModule",
+    "WeightsError",
     "Workload",
     "compile",
     "lower",

@@ -14,11 +14,13 @@ from megatrain.errors import ExecuteError, TraceError
 from megatrain.options import Options
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
+from megatrain.runtime.checkpoint import WeightFiles
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.step import run_step
 from megatrain.runtime.streams import Chaos, Recording
+from megatrain.runtime.weights import Weights
 from megatrain.scheduler.from_program import schedule as build_schedule
 from megatrain.scheduler.table import Schedule
 from megatrain.tracer.attempt import Attempt
@@ -43,6 +45,7 @@ def compile(  # the name torch users expect
     block_bytes: int | str | None = None,
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
+    weights: WeightFiles | None = None,
     chaos: Chaos | None = None,
     recording: Recording | None = None,
 ) -> CompiledModule:
@@ -61,6 +64,9 @@ def compile(  # the name torch users expect
         block_bytes: Target size of a block's state; None takes the model's own repeated modules.
         example_args: With `example_kwargs`: compile for this call now, else at the first call.
         example_kwargs: See `example_args`.
+        weights: Safetensors files with the values of all parameters and persistent buffers: a file, a folder, an
+            index, or a list of them. Checked now from their headers; read at the first call, or by
+            `load_weights`, straight into host memory. What the model holds already is replaced.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects what the executor issued; for tests.
 
@@ -71,10 +77,11 @@ def compile(  # the name torch users expect
         OptionError: If an option is unknown or unreadable.
         TraceError: If the model can't be captured faithfully (now, or at the first call).
         ScheduleError: If `memory` is too small for the largest block.
+        WeightsError: If `weights` can't be read, or don't fit the model.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
         raise TraceError(f"compile takes an nn.Module, not {type(model).__qualname__}.\n  Pass the model itself.")
-    options = Options.read(device, memory, precision, activations, transfer, block_bytes)
+    options = Options.read(device, memory, precision, activations, transfer, block_bytes, weights)
     compiled = CompiledModule(model, options, chaos, recording)
     if example_args or example_kwargs:
         compiled.prepare(*example_args, **dict(example_kwargs or {}))
@@ -97,6 +104,7 @@ class CompiledModule(nn.Module):
         self.options = options
         self._chaos = chaos
         self._recording = recording
+        self._weights = None if options.weights is None else Weights(model, options.weights)
         self._engine: Engine | None = None
         self._variants: dict[Hashable, list[Variant]] = {}
         self._latest: Variant | None = None
@@ -151,6 +159,7 @@ class CompiledModule(nn.Module):
 
         Raises:
             ExecuteError: If an input is on another device, or a parameter has no values or isn't on the host.
+            WeightsError: If this call is to read the weights and can't.
             TraceError: If this signature of inputs can't be captured.
         """
         arguments = Arguments.of(args, kwargs)
@@ -164,11 +173,10 @@ class CompiledModule(nn.Module):
         variant = self._variant_for(arguments)
         failed: list[Variant] = []
         while True:
-            if variant.executor is None:
-                variant.executor = Executor(variant.program, variant.schedule, self.engine)
+            executor = self._executor(variant)
             start = RngState.now(self.options.device, variant.opaque)
             try:
-                return variant, run_step(variant.executor, arguments.tensors)
+                return variant, run_step(executor, arguments.tensors)
             except GuardFailedError as failure:
                 start.restore(self.options.device)
                 failed.append(variant)
@@ -183,6 +191,23 @@ class CompiledModule(nn.Module):
         if attempt is not None:
             self._opaque = dict(attempt.opaque)
             self._variants[self._signature(arguments)].clear()
+
+    def load_weights(self) -> None:
+        """Reads the files of `compile(weights=...)` now rather than at the first call.
+
+        The model's parameters stay the same objects. Without `weights` it only moves them into the host store.
+
+        Raises:
+            ExecuteError: If nothing is compiled yet: the plan says where each tensor goes.
+            WeightsError: If the files can't be read any more, or the model was changed since `compile`.
+        """
+        with self._lock, _ordinary_tensors():
+            self._executor(self.variant)
+
+    def _executor(self, variant: Variant) -> Executor:
+        if variant.executor is None:
+            variant.executor = Executor(variant.program, variant.schedule, self.engine)
+        return variant.executor
 
     def _check_inputs(self, arguments: Arguments) -> None:
         for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
@@ -253,7 +278,10 @@ class CompiledModule(nn.Module):
         """Streams, host store and slots; made at the first use, shared by all variants."""
         if self._engine is None:
             model = self.__dict__["model"]
-            self._engine = Engine(model, self.options.device, chaos=self._chaos, recording=self._recording)
+            self._engine = Engine(
+                model, self.options.device, chaos=self._chaos, recording=self._recording, weights=self._weights
+            )
+            self._weights = None
         return self._engine
 
     # -- the model's own interface -----------------------------------------------------------------------

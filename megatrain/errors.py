@@ -23,6 +23,10 @@ class LowerError(MegatrainError):
     """A captured model can't be cut into blocks, or a pass broke the program."""
 
 
+class WeightsError(MegatrainError):
+    """Files of weights can't be read, or don't hold what the model needs."""
+
+
 class ScheduleError(MegatrainError):
     """A schedule can't be built in the memory given, can't be read, or isn't safe."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
 
 from megatrain.errors import OptionError
+from megatrain.runtime.checkpoint import WeightFiles, read_paths
 from megatrain.sizes import parse_bytes
 
 PRECISIONS = ("fp32",)
@@ -27,6 +29,7 @@ class Options:
         activations: What happens to saved values.
         transfer: `"copy"` or `"bind"`.
         block_bytes: Target bytes of a block's state, or None.
+        weights: Files and folders with the model's state, or None.
     """
 
     device: torch.device
@@ -35,6 +38,7 @@ class Options:
     activations: str
     transfer: str
     block_bytes: int | None
+    weights: tuple[Path, ...] | None = None
 
     @staticmethod
     def read(
@@ -44,6 +48,7 @@ class Options:
         activations: str,
         transfer: str,
         block_bytes: int | str | None,
+        weights: WeightFiles | None = None,
     ) -> Options:
         """Checks the options of `compile`.
 
@@ -64,7 +69,8 @@ class Options:
             # A budget on the host is a rehearsal of a device: only copies into slots can respect it.
             transfer = "bind" if target.type == "cpu" and budget is None else "copy"
         size = None if block_bytes is None else parse_bytes(block_bytes, "block_bytes")
-        return Options(target, budget, precision, activations, transfer, size)
+        paths = None if weights is None else read_paths(weights)
+        return Options(target, budget, precision, activations, transfer, size, paths)
 
     def budget(self) -> int:
         """The device-memory budget in bytes: as given, or what is free now less a tenth."""

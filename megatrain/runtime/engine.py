@@ -20,6 +20,8 @@ from megatrain.runtime.block import BlockRunner
 from megatrain.runtime.host import BlockImage, HostStore, image
 from megatrain.runtime.parks import ParkPool
 from megatrain.runtime.streams import Chaos, Recording, StreamSet
+from megatrain.runtime.weights import Weights
+from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import inventory
 
 
@@ -31,6 +33,7 @@ class Engine:
         device: Compute device.
         chaos: Random delays, poisoned slots and injected faults, for tests.
         recording: Log of what was issued and what it waited for, for tests.
+        weights: Files that hold the model's state; read once, when the first program is adopted.
     """
 
     def __init__(
@@ -40,8 +43,10 @@ class Engine:
         *,
         chaos: Chaos | None = None,
         recording: Recording | None = None,
+        weights: Weights | None = None,
     ):
         self._model = model
+        self._weights = weights
         self.tensors: dict[str, torch.Tensor] = {}
         self._holders: list[tuple[Mapping[str, torch.Tensor | None], str, str]] = []
         self.device = device
@@ -109,27 +114,43 @@ class Engine:
 
         Raises:
             ExecuteError: If a tensor of state is on the wrong device or has no storage (meta).
+            WeightsError: If the files can't be read any more, or what they shall fill was changed.
         """
         self.tensors = inventory(self._model)[1]
         self._holders = _holders(self._model, self.tensors)
         self._check_state(program)
         images = [image([(key, program.state[key].spec) for key in block.binding]) for block in program.blocks]
-        if self.store is None:
+        if self._weights is not None:
+            self._load(images, self._weights)
+        elif self.store is None:
             self.store = HostStore(images, self.tensors, self.device)
         else:
             self.store.extend(images, self.tensors)
         return images
+
+    def _load(self, images: list[BlockImage], weights: Weights) -> None:
+        """Reads the files into the store, also what no block uses: the model shall hold all of its state."""
+        weights.check_unchanged(self._model)
+        used = {entry.key for layout in images for entry in layout.entries}
+        unused = image([(key, TensorSpec.of(self.tensors[key])) for key in weights.keys if key not in used])
+        try:
+            self.store = HostStore([*images, unused], self.tensors, self.device, weights)
+        finally:
+            weights.remember(self._model)  # after a failure the next call reads everything again
+        self._weights = None
 
     def _check_state(self, program: Program) -> None:
         for key, entry in program.state.items():
             if entry.kind == "constant":
                 continue
             tensor = self.tensors[key]
-            if tensor.device.type == "meta":
+            if tensor.is_meta and self._weights is not None and key in self._weights:
+                continue
+            if tensor.is_meta:
                 raise ExecuteError(
                     f"{entry.kind} `{key}` is on the meta device and has no values.\n"
                     "  A plan needs no weights, a step does.\n"
-                    "  Load them (model.to_empty and load_state_dict) before the first call."
+                    "  Give compile(weights=...) their files, or load them (model.to_empty and load_state_dict) first."
                 )
             if tensor.device.type != "cpu":
                 raise ExecuteError(

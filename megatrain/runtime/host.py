@@ -12,6 +12,7 @@ import torch
 from megatrain.errors import ExecuteError
 from megatrain.runtime.image import BlockImage, Entry, aligned, image, stored_stride, views
 from megatrain.runtime.pages import HostArena
+from megatrain.runtime.weights import Weights, check_replaceable, replace_memory
 from megatrain.sizes import format_bytes
 from megatrain.tracer.spec import TensorSpec
 
@@ -60,48 +61,62 @@ class HostStore:
         tensors: The state by key: the model's own parameters and buffers, on the CPU. Tensors that `images`
             do not name stay as they are; a later `extend` may take them.
         device: Compute device; the arena is page-locked for its transfers where that is CUDA.
+        weights: Files that hold the values of these tensors; with them, tensors may be on meta.
 
     Raises:
         ExecuteError: Before anything is allocated or changed, if the host lacks the memory, or a tensor
             can't be moved faithfully.
+        WeightsError: If a file of `weights` can't be read; what was read so far stays in the model.
     """
 
-    def __init__(self, images: Sequence[BlockImage], tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        images: Sequence[BlockImage],
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
+        weights: Weights | None = None,
+    ) -> None:
         self._device = device
         self._tensors = dict(tensors)
         self._homes: dict[str, _Home] = {}
         self._arenas: list[HostArena] = []
         self._by_id: dict[int, _Placed] = {}
         self._by_value: dict[BlockImage, _Placed] = {}
-        self.extend(images)
+        self.extend(images, weights=weights)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arenas."""
         return sum(arena.nbytes for arena in self._arenas)
 
-    def extend(self, images: Sequence[BlockImage], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    def extend(
+        self,
+        images: Sequence[BlockImage],
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        weights: Weights | None = None,
+    ) -> None:
         """Adds block images, and an arena for the keys that are new; state already here stays where it is.
 
         Args:
             images: Layouts; equal ones may be added again.
             tensors: More state by key, in addition to that given at construction.
+            weights: Files that hold the values of what is new.
         """
         self._tensors.update(tensors or {})
         fresh: dict[str, TensorSpec] = {}
         for entry in (entry for layout in images for entry in layout.entries):
             home = self._homes.get(entry.key)
             known = fresh.setdefault(entry.key, entry.spec) if home is None else home.spec
-            assert known == entry.spec, f"{entry.key} is {known} in one block and {entry.spec} in another"
+            assert _is_alike(known, entry.spec), f"{entry.key} is {known} in one block and {entry.spec} in another"
         if fresh:
-            _check_movable({key: self._tensors[key] for key in fresh}, fresh)
+            _check_movable({key: self._tensors[key] for key in fresh}, fresh, weights)
             _check_memory([(self._tensors[key], spec) for key, spec in fresh.items()])
-            self._move(fresh)
+            self._move(fresh, weights)
         for layout in images:
             self._place(layout)
 
-    def _move(self, fresh: Mapping[str, TensorSpec]) -> None:
-        """Copies tensors into a new arena one by one; each frees its old memory before the next is copied."""
+    def _move(self, fresh: Mapping[str, TensorSpec], weights: Weights | None) -> None:
+        """Copies or reads tensors into a new arena one by one; each frees its old memory before the next."""
         arena = HostArena(sum(aligned(spec.nbytes) for spec in fresh.values()))
         self._arenas.append(arena)
         offset = 0
@@ -109,8 +124,11 @@ class HostStore:
             tensor = self._tensors[key]
             # A fresh image of this one tensor: the view is the same as in any block.
             (view,) = views(image([(key, spec)]), arena.tensor[offset : offset + aligned(spec.nbytes)])
-            view.copy_(tensor.detach())
-            tensor.data = view
+            if weights is not None and key in weights:
+                weights.read(key, view)
+            else:
+                view.copy_(tensor.detach())
+            replace_memory(key, tensor, view)
             self._homes[key] = _Home(
                 key, spec, arena.tensor, offset, tensor, view, view.data_ptr(), view.shape, view.stride()
             )
@@ -220,21 +238,32 @@ def _runs(entries: Iterable[Entry], homes: Iterable[_Home]) -> Iterable[_Run]:
         yield _Run(start, end, arena[source : source + end - start])
 
 
-def _check_movable(tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> None:
+def _is_alike(one: TensorSpec, other: TensorSpec) -> bool:
+    """Tells whether two specs are stored alike: what isn't dense becomes contiguous when it moves in."""
+    return (one.shape, one.dtype, stored_stride(one)) == (other.shape, other.dtype, stored_stride(other))
+
+
+def _check_movable(
+    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], weights: Weights | None
+) -> None:
     """Refuses what can't be moved faithfully: no values, another spec, or memory shared between two keys."""
-    ranges: list[tuple[int, int, str]] = []
+    ranges: list[tuple[int, int, int, str]] = []
     for key, tensor in tensors.items():
         spec = specs[key]
-        if tensor.is_meta:
+        if tensor.is_meta and (weights is None or key not in weights):
             raise ExecuteError(f"`{key}` is on the meta device and has no values; load it before the first call.")
+        check_replaceable(key, tensor)
         if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
             raise ExecuteError(f"`{key}` is {TensorSpec.of(tensor)}, but the model was compiled for {spec}.")
         if tensor.numel():
             span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            ranges.append((tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size(), key))
+            # Tensors on meta have no addresses, but know their storage and where they start in it.
+            storage = tensor.untyped_storage()._cdata if tensor.is_meta else 0
+            start = int(tensor.storage_offset()) * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
+            ranges.append((storage, start, start + span * tensor.element_size(), key))
     ranges.sort()
-    for (_, end, first), (start, _, second) in pairwise(ranges):
-        if start < end:
+    for (one, _, end, first), (other, start, _, second) in pairwise(ranges):
+        if one == other and start < end:
             raise ExecuteError(
                 f"`{first}` and `{second}` share memory, but not as one tied tensor.\n"
                 "  Each tensor of the state gets its own place on the host; a write to one would no longer\n"
@@ -255,7 +284,7 @@ def _check_memory(moves: Sequence[tuple[torch.Tensor, TensorSpec]]) -> None:
     left: dict[int, list[int]] = {}
     for tensor, _ in moves:
         storage = tensor.untyped_storage()
-        nbytes, count = left.setdefault(storage.data_ptr(), [storage.nbytes(), 0])
+        nbytes, count = left.setdefault(storage.data_ptr(), [0 if tensor.is_meta else storage.nbytes(), 0])
         left[storage.data_ptr()] = [nbytes, count + 1]
     surplus = needed = total = 0
     for tensor, spec in moves:

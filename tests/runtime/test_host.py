@@ -61,6 +61,14 @@ def test_dense_strides_are_kept_and_others_become_contiguous():
             assert dense or tensor.is_contiguous()
 
 
+def test_what_became_contiguous_may_be_placed_again():
+    parameter = nn.Parameter(torch.arange(3.0).expand(2, 3))
+    store, _ = store_of({"p": parameter})
+    again = image_of({"p": parameter})
+    store.extend([again])
+    assert torch.equal(store.bound(again)[0], parameter)
+
+
 def test_parameters_become_views_and_stay_the_same_objects():
     model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5))
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -1,0 +1,291 @@
+"""Checkpoint: the tensors in safetensors files: what they are from the headers, their values piece by piece."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatrain.errors import OptionError, WeightsError
+from megatrain.tracer.spec import dtype_name
+
+WeightFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A file, a folder, or several of them."""
+
+PIECE_BYTES = 4 * 2**20
+"""What is converted at a time; values that need no conversion go straight to where they shall lie."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_INDEX = ".safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor in a file.
+
+    Args:
+        name: Its name there.
+        file: The file.
+        shape: Sizes, one per dimension.
+        dtype: Element type; None for one that torch has no arithmetic for.
+        kind: Element type as the file spells it.
+        start: Its first byte, from the start of the file.
+        stamp: Size and time of change of the file when its header was read.
+    """
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    kind: str
+    start: int
+    stamp: tuple[int, int]
+
+    def __str__(self) -> str:
+        kind = self.kind if self.dtype is None else dtype_name(self.dtype)
+        return f"{kind}[{', '.join(map(str, self.shape))}] in {self.file.name}"
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Tells whether values can be read as `dtype`: the same one, or both floating-point."""
+        if self.dtype is None:
+            return False
+        return self.dtype == dtype or (self.dtype.is_floating_point and dtype.is_floating_point)
+
+    def read(self, out: torch.Tensor) -> None:
+        """Reads the values.
+
+        Args:
+            out: On the CPU, of this shape, with any strides and any dtype that `fits`; takes no memory beyond
+                one piece.
+
+        Raises:
+            WeightsError: If the file is gone, was changed, or can't be read.
+        """
+        if out.dtype == self.dtype and out.is_contiguous():
+            self._fill(out, self.start)
+            return
+        for part, values in self._pieces(out):
+            part.copy_(values)
+
+    def equals(self, tensor: torch.Tensor) -> bool:
+        """Tells whether the values, converted to the dtype of `tensor`, are its values bit for bit.
+
+        Raises:
+            WeightsError: As `read`.
+        """
+        for part, values in self._pieces(tensor):
+            expected = part.contiguous().reshape(-1).view(torch.uint8)
+            if not torch.equal(values.to(part.dtype).reshape(-1).view(torch.uint8), expected):
+                return False
+        return True
+
+    def _pieces(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts of `tensor` in the order of its elements, each with the values that the file has for it."""
+        assert self.dtype is not None
+        assert tuple(tensor.shape) == self.shape
+        start = self.start
+        buffer = torch.empty(0, dtype=self.dtype, device="cpu")
+        for part in _parts(tensor, PIECE_BYTES // self.dtype.itemsize):
+            if buffer.numel() < part.numel():
+                buffer = torch.empty(part.numel(), dtype=self.dtype, device="cpu")
+            values = buffer[: part.numel()].view(part.shape)
+            self._fill(values, start)
+            start += values.nbytes
+            yield part, values
+
+    def _fill(self, out: torch.Tensor, start: int) -> None:
+        """Reads bytes into a contiguous tensor.
+
+        Read and not mapped: pages of a mapped file count as this process's memory, twice the weights at the worst.
+        """
+        if not out.numel():
+            return
+        target = memoryview(out.detach().reshape(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+        try:
+            with self.file.open("rb", buffering=0) as file:
+                if _stamp(file.fileno()) != self.stamp:
+                    raise WeightsError(
+                        f"`{self.file}` was changed after compile(weights=...) had checked it.\n"
+                        "  The headers were compared with the model then, the values are read now.\n"
+                        "  Compile again, or call load_weights() before the file is written."
+                    )
+                file.seek(start)
+                while len(target):
+                    count = file.readinto(target)
+                    if not count:
+                        raise OSError("it ends too early")
+                    target = target[count:]
+        except OSError as error:
+            raise _unreadable(self.file, error) from error
+
+
+def read_paths(weights: WeightFiles) -> tuple[Path, ...]:
+    """Reads what `compile(weights=...)` takes.
+
+    Raises:
+        OptionError: If it is neither a path nor a list of paths.
+    """
+    paths = [weights] if isinstance(weights, str | os.PathLike) else weights
+    is_list = isinstance(paths, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
+    if not is_list or not paths or not all(isinstance(p, str | os.PathLike) for p in paths):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise OptionError(
+            f"weights={weights!r} is not a path.\n"
+            "  weights is a safetensors file, a folder with such files, or a list of them."
+        )
+    return tuple(Path(path) for path in paths)
+
+
+def open_checkpoint(paths: Sequence[Path]) -> dict[str, Stored]:
+    """Reads the headers of safetensors files, and nothing else of them.
+
+    Args:
+        paths: Files; folders, of which the index or else every `*.safetensors` is taken; indexes
+            (`*.safetensors.index.json`).
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        WeightsError: Naming the file that is missing, broken, or holds a name that another one holds too.
+    """
+    found: dict[str, Stored] = {}
+    for file in dict.fromkeys(file for path in paths for file in _files(path)):
+        for name, stored in _header(file).items():
+            if name in found:
+                raise WeightsError(
+                    f"`{name}` is in `{found[name].file}` and in `{file}`.\n"
+                    "  Each name is in one file; nothing says which one counts.\n"
+                    "  Give weights= the list of files that belong together."
+                )
+            found[name] = stored
+    for path in paths:
+        for index in _indexes(path):
+            _check_index(index, found)
+    return found
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise WeightsError(f"`{path}` does not exist.\n  weights is a safetensors file, or a folder with such files.")
+    indexes = _indexes(path)
+    if len(indexes) > 1:
+        names = ", ".join(f"`{index.name}`" for index in indexes)
+        raise WeightsError(
+            f"`{path}` has several indexes: {names}.\n  Each describes weights of its own.\n"
+            "  Give weights= the one that you mean."
+        )
+    if indexes:
+        return list(dict.fromkeys(_read_index(indexes[0]).values()))
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise WeightsError(
+            f"`{path}` has no *.safetensors in it.\n  Other formats would have to be read as a whole.\n"
+            "  Save the weights with safetensors.torch.save_file."
+        )
+    return files
+
+
+def _indexes(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.glob(f"*{_INDEX}"))
+    return [path] if path.name.endswith(_INDEX) else []
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    """Returns the file of each name that an index lists."""
+    try:
+        listed = json.loads(index.read_bytes())["weight_map"]
+        files = {str(name): index.parent / str(file) for name, file in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(
+            f"`{index}` is no index of safetensors files: {error!r}.\n"
+            '  An index is JSON with the file of each name under "weight_map".\n'
+            "  Copy it again, or give weights= the list of files."
+        ) from error
+    for file in dict.fromkeys(files.values()):
+        if not file.exists():
+            raise WeightsError(
+                f"`{file}` does not exist, but `{index.name}` names it.\n  Every file of an index is needed.\n"
+                "  Copy the missing file next to the index."
+            )
+    return files
+
+
+def _check_index(index: Path, found: Mapping[str, Stored]) -> None:
+    for name, file in _read_index(index).items():
+        if name not in found or found[name].file != file:
+            raise WeightsError(
+                f"`{file}` has no `{name}`, but `{index.name}` says so.\n  Index and files belong together.\n"
+                "  Copy both again, or give weights= the list of files."
+            )
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """Lists the tensors of a file; the library checks that the header is sound and the file complete."""
+    try:
+        with safe_open(str(path), framework="np"):
+            pass
+        with path.open("rb") as file:
+            stamp = _stamp(file.fileno())
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+    return {
+        name: Stored(
+            name,
+            path,
+            tuple(entry["shape"]),
+            _DTYPES.get(entry["dtype"]),
+            entry["dtype"],
+            8 + length + entry["data_offsets"][0],
+            stamp,
+        )
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _stamp(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def _unreadable(path: Path, error: Exception) -> WeightsError:
+    return WeightsError(
+        f"`{path}` can't be read as safetensors: {error}.\n"
+        "  It is cut off, damaged, or something else.\n"
+        "  Copy it again, or save the weights with safetensors.torch.save_file."
+    )
+
+
+def _parts(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+    """Cuts along the leading dimensions into parts of at most `limit` elements."""
+    if tensor.numel() <= limit:
+        yield tensor
+        return
+    rows = max(1, limit // (tensor.numel() // tensor.shape[0]))
+    for part in tensor.split(rows):
+        yield from [part] if part.numel() <= limit else _parts(part[0], limit)

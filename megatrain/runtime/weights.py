@@ -1,0 +1,240 @@
+"""Weights: the files given to compile(weights=...), matched with the state of a model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megatrain.errors import ExecuteError, WeightsError
+from megatrain.runtime.checkpoint import Stored, open_checkpoint
+from megatrain.tracer.state import StateEntry, inventory
+
+
+class Weights:
+    """Values in files for every parameter and persistent buffer of a model; none of them read yet.
+
+    Args:
+        model: The model, on the CPU or on meta, or partly so.
+        paths: Files and folders with its state.
+
+    Raises:
+        WeightsError: If a file can't be read, or names, shapes and dtypes are not the model's: all of what
+            doesn't fit in one error.
+    """
+
+    def __init__(self, model: nn.Module, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._stored = open_checkpoint(paths)
+        self._sources: dict[str, list[Stored]] = {}
+        self._seen: dict[str, tuple[torch.Tensor, int]] = {}
+        self._match(model)
+        self.remember(model)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._sources
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The state that the files have values for."""
+        return list(self._sources)
+
+    def remember(self, model: nn.Module) -> None:
+        """Takes the model's state as it is now for unchanged."""
+        self._seen = {key: (tensor, _version(tensor)) for key, tensor in inventory(model)[1].items()}
+
+    def check_unchanged(self, model: nn.Module) -> None:
+        """Refuses what the user put into the model since `remember`, which reading would overwrite.
+
+        Raises:
+            WeightsError: Naming the state; or as at construction, if names or specs are other ones now.
+        """
+        tensors = inventory(model)[1]
+        known = {key: seen for key, seen in self._seen.items() if key in self._sources}
+        changed = [
+            key
+            for key, tensor in tensors.items()
+            if key in known and (tensor is not known[key][0] or _version(tensor) != known[key][1])
+        ]
+        if changed:
+            raise WeightsError(
+                f"{_listed(changed)} changed after compile(weights=...) and before the files were read.\n"
+                "  The files hold the values that count; reading them would undo the change.\n"
+                "  Call load_weights() first, then change what was read."
+            )
+        self._match(model)
+
+    def read(self, key: str, out: torch.Tensor) -> None:
+        """Reads the values of one tensor of state.
+
+        Args:
+            key: One of `keys`.
+            out: On the CPU, of the state's shape and dtype, with any strides.
+
+        Raises:
+            WeightsError: If the file can't be read any more, or holds the tensor under several tied names with
+                different values.
+        """
+        first, *others = self._sources[key]
+        first.read(out)
+        for other in others:
+            if not other.equals(out):
+                raise WeightsError(
+                    f"`{first.name}` and `{other.name}` differ in the files, but are one tensor in the model.\n"
+                    "  Tied names share their values.\n"
+                    "  Untie them in the model, or save the files with one of the two names."
+                )
+
+    def _match(self, model: nn.Module) -> None:
+        entries, tensors = inventory(model)
+        wanted = {key: entry for key, entry in entries.items() if entry.persistent}
+        sources = {
+            key: [self._stored[name] for name in (key, *entry.ties) if name in self._stored]
+            for key, entry in wanted.items()
+        }
+        problems = _Problems(self._paths, wanted, self._stored, sources)
+        problems.without_values = [k for k in entries if k not in wanted and tensors[k].is_meta]
+        problems.check()
+        self._sources = sources
+
+
+class _Problems:
+    """What doesn't fit between the state of a model and what files hold."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        wanted: Mapping[str, StateEntry],
+        stored: Mapping[str, Stored],
+        sources: Mapping[str, list[Stored]],
+    ) -> None:
+        self._paths = paths
+        self._wanted = wanted
+        self._stored = stored
+        self._missing = [entry for key, entry in wanted.items() if not sources[key]]
+        known = {name for entry in wanted.values() for name in (entry.key, *entry.ties)}
+        self._unexpected = [name for name in stored if name not in known]
+        pairs = [(wanted[key].spec, source) for key, found in sources.items() for source in found]
+        self._shapes = [(spec, source) for spec, source in pairs if spec.shape != source.shape]
+        self._dtypes = [
+            (spec, source) for spec, source in pairs if spec.shape == source.shape and not source.fits(spec.dtype)
+        ]
+        self.without_values: list[str] = []
+
+    def check(self) -> None:
+        """Raises one WeightsError with everything, if there is anything."""
+        counts = {
+            "missing": len(self._missing),
+            "unexpected": len(self._unexpected),
+            "of another shape": len(self._shapes),
+            "of another dtype": len(self._dtypes),
+            "without values": len(self.without_values),
+        }
+        if any(counts.values()):
+            summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+            files = f"files: {_listed(list(map(str, self._paths)))}"
+            lines = [f"the weights don't fit the model: {summary}.", files, *self._details(), *self._ways_out()]
+            raise WeightsError("\n  ".join(lines))
+
+    def _details(self) -> Iterable[str]:
+        for entry in self._missing:
+            ties = f" (or {_listed(entry.ties)})" if entry.ties else ""
+            yield f"missing: `{entry.key}`{ties} {entry.spec}"
+        for name in self._unexpected:
+            yield f"unexpected: `{name}` {self._stored[name]}"
+        for spec, source in self._shapes:
+            yield f"shape: `{source.name}` {source}, but {spec} in the model"
+        for spec, source in self._dtypes:
+            yield f"dtype: `{source.name}` {source}, but {spec} in the model; only floats convert"
+        for key in self.without_values:
+            yield f"without values: `{key}` is on meta and no file is expected to hold it"
+
+    def _ways_out(self) -> Iterable[str]:
+        if self._missing or self._unexpected or self._shapes or self._dtypes:
+            yield (
+                "As with load_state_dict(strict=True), the files hold each parameter and each persistent buffer, "
+                "and nothing else."
+            )
+            yield (
+                self._prefix_hint() or "Give the files of this model, or save those names: safetensors.torch.save_file."
+            )
+        if self.without_values:
+            places = list(dict.fromkeys(key.rpartition(".")[0] or key for key in self.without_values))
+            yield "A non-persistent buffer gets its values when its module is made, and on meta it gets none."
+            yield f'Outside torch.device("meta"), make anew and assign to the model: {_listed(places)}.'
+            yield "Or build the model with only its parameters on meta."
+
+    def _prefix_hint(self) -> str | None:
+        """Says so if all state were found with one prefix put in front of its names, or taken off them."""
+        if not self._missing:
+            return None
+        first = [self._missing[0].key, *self._missing[0].ties]
+        for prefix in sorted({s[: -len(n)] for s in self._stored for n in first if s.endswith(f".{n}")}, key=len):
+            if self._is_complete(lambda name, prefix=prefix: prefix + name):
+                path = prefix.removesuffix(".")
+                return f"All are there with `{prefix}` in front: compile a module that holds this one as `{path}`."
+        parts = first[0].split(".")
+        for prefix in (".".join(parts[:n]) + "." for n in range(1, len(parts))):
+            if self._is_complete(lambda name, prefix=prefix: name.removeprefix(prefix)):
+                path = prefix.removesuffix(".")
+                return f"All are there without `{prefix}` in front: compile the module `{path}` of this model itself."
+        return None
+
+    def _is_complete(self, renamed: Callable[[str], str]) -> bool:
+        return all(any(renamed(n) in self._stored for n in (e.key, *e.ties)) for e in self._wanted.values())
+
+
+def check_replaceable(key: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor on meta that can't be given values and stay the same object.
+
+    Raises:
+        ExecuteError: If something refers to it weakly: torch then refuses to exchange what it holds.
+    """
+    if tensor.is_meta and weakref.getweakrefs(tensor):
+        raise _irreplaceable(key, "it has weak references")
+
+
+def replace_memory(key: str, tensor: torch.Tensor, view: torch.Tensor) -> None:
+    """Makes `tensor` use the memory of `view`; it stays the same object, with its attributes and hooks.
+
+    Args:
+        key: Its name, for the error.
+        tensor: On the CPU or on meta.
+        view: On the CPU, of the same shape and dtype.
+
+    Raises:
+        ExecuteError: If `tensor` is on meta and part of a graph.
+    """
+    if not tensor.is_meta:
+        tensor.data = view
+        return
+    # `.data =` can't cross devices. Exchanging keeps the object, and with it optimizers that hold it already.
+    # `view.data`, because a view counts its changes together with all others of its arena.
+    real = torch.Tensor._make_subclass(type(tensor), view.data, tensor.requires_grad)
+    vars(real).update(vars(tensor))
+    try:
+        torch.utils.swap_tensors(tensor, real)
+    except RuntimeError as error:
+        raise _irreplaceable(key, str(error)) from error
+    # The dictionaries of hooks stay with the object; assigning them hooks them into what it holds now.
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        setattr(tensor, hooks, getattr(tensor, hooks))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _irreplaceable(key: str, reason: str) -> ExecuteError:
+    return ExecuteError(
+        f"`{key}` is on the meta device and can't be given values: {reason}.\n"
+        "  It has to stay the same object, so that optimizers that hold it train the model.\n"
+        "  Let go of what was computed from it and of weak references to it, or load the weights first."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -1,0 +1,355 @@
+"""compile(weights=...): values come from files into the host store, and the model trains as one loaded otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.errors import ExecuteError, WeightsError
+from megatrain.runtime import checkpoint
+from tests.runtime.harness import assert_same, train
+from tests.runtime.saved import IDS, Partial, assert_holds, gpt, on_meta, partial_on_meta, save, save_sharded, state_of
+
+ROOT = Path(__file__).parent.parent.parent
+CALL = ((IDS, IDS), {})
+
+
+# -- the same training as with a model loaded the ordinary way ---------------------------------------------------
+
+
+@pytest.mark.parametrize("transfer", ["copy", "bind"])
+@pytest.mark.parametrize("layout", ["file", "folder", "index in a folder", "index", "list"])
+def test_a_model_on_meta_trains_as_the_same_model_with_weights(tmp_path: Path, layout: str, transfer: str):
+    reference = gpt()
+    state = state_of(reference)
+    if layout == "file":
+        weights = str(save(tmp_path / "model.safetensors", state))
+    else:
+        index = save_sharded(tmp_path, state)
+        files = sorted(tmp_path.glob("*.safetensors"))
+        weights = {"index": index, "list": files}.get(layout, tmp_path)
+        if layout == "folder":
+            index.unlink()
+    model = on_meta()
+    compiled = megatrain.compile(model, device="cpu", transfer=transfer, weights=weights)
+    expected, found = train(reference, reference, *CALL), train(compiled, model, *CALL)
+    assert_same(expected, found)
+
+
+def test_an_optimizer_made_before_loading_trains_the_model(tmp_path: Path):
+    reference = gpt()
+    model = on_meta()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (reference, model)]
+    identities = [id(p) for p in model.parameters()]
+    compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state_of(reference)))
+    for step in range(3):
+        losses = []
+        for module, optimizer in zip((reference, compiled), optimizers, strict=True):
+            torch.manual_seed(step)
+            _, loss = module(IDS, IDS)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+        assert torch.equal(losses[0], losses[1])
+        assert_holds(model, reference.state_dict())
+    assert [id(p) for p in model.parameters()] == identities == [id(p) for p in compiled.parameters()]
+    assert model.head.weight is model.embed.weight
+
+
+def hugging_face(folder: Path) -> tuple[nn.Module, nn.Module]:
+    """A Llama saved in shards: loaded the ordinary way, and built on meta with its rotary module made anew."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, use_cache=False, tie_word_embeddings=True, attention_dropout=0.1,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="8KB")
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), model
+
+
+def test_hugging_face_model_with_its_rotary_module_made_anew(tmp_path: Path):
+    loaded, model = hugging_face(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    with pytest.raises(
+        WeightsError, match=r"2 without values(.|\n)*make anew and assign to the model: `model.rotary_emb`"
+    ):
+        megatrain.compile(model, device="cpu", weights=tmp_path)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    compiled = megatrain.compile(model.train(), device="cpu", memory="64KiB", weights=tmp_path)
+    ids = torch.randint(0, 64, (2, 7), generator=torch.Generator().manual_seed(1))
+    call = ((), {"input_ids": ids, "labels": ids})
+    assert_same(train(loaded.train(), loaded, *call), train(compiled, model, *call))
+    assert len(compiled.schedule.workload.blocks) > 2
+
+
+# -- plan first, read later --------------------------------------------------------------------------------------
+
+
+def test_the_plan_exists_before_any_weight_is_read(tmp_path: Path):
+    state = state_of(gpt())
+    file = save(tmp_path / "model.safetensors", state)
+    model = on_meta()
+    compiled = megatrain.compile(model, device="cpu", memory="64KiB", example_args=(IDS,), weights=file)
+    content = file.read_bytes()
+    times = file.stat()
+    file.unlink()
+    assert "W0@1" in str(compiled.schedule)
+    assert all(p.is_meta for p in model.parameters())
+    with pytest.raises(WeightsError, match=r"model.safetensors` can't be read as safetensors: .*No such file"):
+        compiled(IDS)
+    file.write_bytes(content)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    compiled(IDS)
+    assert_holds(model, state)
+
+
+def test_weights_are_read_at_the_first_call_or_on_request(tmp_path: Path):
+    state = state_of(gpt())
+    file = save(tmp_path / "model.safetensors", state)
+    model = on_meta()
+    compiled = megatrain.compile(model, device="cpu", weights=file)
+    with pytest.raises(ExecuteError, match="nothing is compiled yet"):
+        compiled.load_weights()
+    compiled.prepare(IDS)
+    assert model.embed.weight.is_meta
+    compiled.load_weights()
+    assert_holds(model, state)
+    # They are read once: later changes are the user's.
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    compiled.load_weights()
+    compiled(IDS)
+    compiled(IDS[:1])
+    assert not model.embed.weight.any()
+
+
+def test_a_read_that_failed_halfway_is_repeated_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state = state_of(gpt())
+    file = save(tmp_path / "model.safetensors", state)
+    model = on_meta()
+    compiled = megatrain.compile(model, device="cpu", example_args=(IDS,), weights=file)
+    fill, reads = checkpoint.Stored._fill, []
+
+    def broken(stored, *args):
+        reads.append(stored.name)
+        if len(reads) == 5:
+            raise WeightsError("the disk is gone")
+        fill(stored, *args)
+
+    monkeypatch.setattr(checkpoint.Stored, "_fill", broken)
+    with pytest.raises(WeightsError, match="the disk is gone"):
+        compiled(IDS)
+    assert sorted({p.device.type for p in model.parameters()}) == ["cpu", "meta"]
+    compiled(IDS)
+    assert_holds(model, state)
+    assert reads[5:][: len(state)] == list(dict.fromkeys(reads[5:]))
+
+
+def test_the_files_may_not_change_in_between(tmp_path: Path):
+    file = save(tmp_path / "model.safetensors", state_of(gpt()))
+    compiled = megatrain.compile(on_meta(), device="cpu", weights=file)
+    save(file, state_of(gpt(1)))
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(WeightsError, match="was changed after compile"):
+        compiled(IDS)
+
+
+@pytest.mark.parametrize("change", ["in place", "replaced", "load_state_dict"])
+def test_what_the_user_changed_before_loading_is_not_undone(tmp_path: Path, change: str):
+    model = gpt()
+    compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state_of(gpt(1))))
+    with torch.no_grad():
+        if change == "in place":
+            model.positions.weight.add_(1)
+        elif change == "replaced":
+            model.positions.weight = nn.Parameter(torch.zeros(16, 16))
+        else:
+            compiled.load_state_dict(gpt(2).state_dict())
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(WeightsError, match=r"`positions.weight`.* changed after compile"):
+        compiled(IDS)
+    assert_holds(model, before)
+
+
+# -- the model's own tensors -------------------------------------------------------------------------------------
+
+
+def test_tensors_that_are_there_already_are_replaced_and_freed(tmp_path: Path):
+    state = state_of(gpt(1))
+    model = on_meta()
+    array = numpy.ones((16, 16), dtype=numpy.float32)
+    old = weakref.ref(array)
+    model.positions.weight = nn.Parameter(torch.from_numpy(array))
+    del array
+    kept = model.positions.weight
+    compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state))
+    assert old() is not None
+    compiled(IDS)
+    assert old() is None
+    assert model.positions.weight is kept
+    assert_holds(model, state)
+
+
+def test_parameters_keep_their_hooks_attributes_and_flags(tmp_path: Path):
+    model = on_meta()
+    weight = model.norm.weight
+    weight.note = "mine"
+    model.norm.bias.requires_grad_(False)
+    calls = []
+    weight.register_hook(lambda g: calls.append("gradient"))
+    weight.register_post_accumulate_grad_hook(lambda p: calls.append(p is weight))
+    compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state_of(gpt())))
+    compiled(IDS, IDS)[1].backward()
+    assert calls == ["gradient", True]
+    weight.sum().backward()  # and where autograd itself runs them
+    assert calls == ["gradient", True] * 2
+    assert model.norm.weight is weight
+    assert isinstance(weight, nn.Parameter)
+    assert weight.note == "mine"
+    assert not model.norm.bias.requires_grad
+    assert model.norm.bias.grad is None
+
+
+def test_a_parameter_that_cannot_stay_the_same_object_is_refused_before_anything_is_read(tmp_path: Path):
+    model = on_meta()
+    compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state_of(gpt())))
+    watching = weakref.ref(model.norm.weight)
+    with pytest.raises(ExecuteError, match=r"`norm.weight` is on the meta device and can't be given values"):
+        compiled(IDS)
+    assert all(p.is_meta for p in model.parameters())
+    del watching
+    compiled(IDS)
+
+
+def test_a_parameter_in_somebody_elses_graph_is_refused(tmp_path: Path):
+    model = on_meta()
+    compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state_of(gpt())))
+    graph = model(IDS.to("meta"), IDS.to("meta"))
+    with pytest.raises(ExecuteError, match=r"can't be given values: .*use_count"):
+        compiled(IDS)
+    del graph
+    compiled(IDS)
+    assert_holds(model, state_of(gpt()))
+
+
+def test_state_that_no_block_reads_is_loaded_too(tmp_path: Path):
+    reference = Partial()
+    state = state_of(reference)
+    model = partial_on_meta()
+    compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state))
+    x = torch.randn(3, 4)
+    compiled.prepare(x)
+    compiled.load_weights()
+    assert_holds(model, state)
+    for both in (False, True):
+        found, expected = compiled(x, both), reference(x, both)
+        assert torch.equal(found, expected)
+        found.sum().backward()
+        expected.sum().backward()
+    assert_holds(model, reference.state_dict())
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None) == (name == "unused")
+        assert p.grad is None or torch.equal(p.grad, q.grad)
+
+
+def test_views_of_one_storage_on_meta_are_refused(tmp_path: Path):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = nn.Parameter(model[0].weight.detach().t())
+    state = {"0.weight": torch.ones(4, 4), "1.weight": torch.ones(4, 4)}
+    compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state))
+    with pytest.raises(ExecuteError, match=r"`0.weight` and `1.weight` share memory, but not as one tied tensor"):
+        compiled(torch.ones(1, 4))
+
+
+def test_too_little_host_memory_is_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = on_meta()
+    compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state_of(gpt())))
+    monkeypatch.setattr("megatrain.runtime.host._available_bytes", lambda: 1000)
+    with pytest.raises(ExecuteError, match=r"needs .* more host memory, 1000 B are available"):
+        compiled(IDS)
+    assert all(p.is_meta for p in model.parameters())
+
+
+# -- tied names --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drop", [("head.weight",), ("embed.weight",), ()])
+def test_any_of_the_tied_names_is_enough(tmp_path: Path, drop: tuple[str, ...]):
+    reference = gpt()
+    file = save(tmp_path / "a.safetensors", state_of(reference, drop=drop))
+    model = on_meta()
+    megatrain.compile(model, device="cpu", weights=file)(IDS)
+    assert_holds(model, state_of(reference))
+
+
+@pytest.mark.parametrize("piece_bytes", [16, checkpoint.PIECE_BYTES])
+def test_tied_names_with_different_values_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+):
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", piece_bytes)
+    state = state_of(gpt(), drop=())
+    state["head.weight"][-1, -1] += 1
+    compiled = megatrain.compile(on_meta(), device="cpu", weights=save(tmp_path / "a.safetensors", state))
+    with pytest.raises(WeightsError, match=r"`embed.weight` and `head.weight` differ in the files"):
+        compiled(IDS)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+# A process of its own, because the peak of resident memory belongs to a process.
+SCRIPT = """
+import json, sys, torch, megatrain
+from torch import nn
+
+def usage(field):
+    for line in open("/proc/self/status"):
+        if line.startswith(field):
+            return 1024 * int(line.split()[1])
+
+with torch.device("meta"):
+    model = nn.Sequential(*(nn.Linear(1280, 1280) for _ in range(64)))
+x = torch.ones(1, 1280)
+# What the first call of any model brings into memory is part of the baseline.
+megatrain.compile(nn.Linear(1280, 1280), device="cpu")(x)
+compiled = megatrain.compile(model, device="cpu", example_args=(x,), weights=sys.argv[1])
+open("/proc/self/clear_refs", "w").write("5")
+before = usage("VmRSS")
+compiled.load_weights()
+print(json.dumps({
+    "store": compiled.engine.store.nbytes, "peak": usage("VmHWM") - before,
+    "sum": float(sum(p.double().sum() for p in model.parameters())),
+}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with Linux's /proc")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loading_takes_the_memory_of_the_store_and_no_more(tmp_path: Path, dtype: torch.dtype):
+    torch.manual_seed(0)
+    state = {}
+    for i in range(64):
+        state |= {f"{i}.weight": torch.randn(1280, 1280).to(dtype), f"{i}.bias": torch.randn(1280).to(dtype)}
+    save_sharded(tmp_path, state, shards=4)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=240, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found["store"] > 400e6
+    assert found["sum"] == float(sum(t.double().sum() for t in state.values()))
+    assert 0.95 * found["store"] < found["peak"] < 1.1 * found["store"]
