@@ -1,0 +1,198 @@
+"""verify(): a model against itself, compiled and eager."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.compiled import compile as compile_model
+from megatrain.errors import OptionError
+from megatrain.tracer.structure import Arguments
+from megatrain.verify.bisect import find_first_difference
+from megatrain.verify.compare import Tolerance, compare, has_nan
+from megatrain.verify.owners import Owners
+from megatrain.verify.report import Difference, FirstDifference, Report
+from megatrain.verify.trial import Observation, Trial, update
+from megatrain.verify.untouched import left_alone
+
+
+def verify(  # noqa: PLR0913  # the options of compile() beside its own
+    model: nn.Module,
+    *args: Any,
+    steps: int = 2,
+    seed: int = 0,
+    learning_rate: float = 0.05,
+    tolerance: float | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    device: torch.device | str | None = None,
+    memory: int | str | None = None,
+    activations: str | None = None,
+    transfer: str | None = None,
+    block_bytes: int | str | None = None,
+    compile_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Trains a copy of `model` compiled and another eagerly, side by side, and compares everything.
+
+    Both run `steps` steps of forward, backward and update on the same arguments, from the same seed. Compared are
+    the outputs (tensors, and all else in them), every gradient and whether there is one, the gradients of the
+    arguments, every buffer, the state of torch's generators, and the parameters after each update, which moves
+    every parameter by up to `learning_rate` of its largest value. If a step isn't equal, it is repeated to find the
+    first block that went wrong (`report.first_difference`), and the steps after it are left out.
+
+    `model`, its gradients, the arguments and all random generators are left as they were. It takes one copy of the
+    model on the host and another on the compute device, each with gradients, and the activations of an eager step.
+    Finding the first difference takes as much of the device once more, and on the host all values between blocks.
+
+    Args:
+        model: Any module that `compile` takes; its mode, train or eval, is kept.
+        *args: Arguments of its forward, on the compute device.
+        steps: Training steps.
+        seed: Seed set before each step, for dropout.
+        learning_rate: Of the update between steps.
+        tolerance: Relative difference that still counts as equal; 0 asks for the same bits. None goes by dtype:
+            1e-5 for single precision, 1e-13 for double, 4e-3 for half, 3e-2 for bfloat16 (also for regions under
+            autocast). The numbers are the same bits but where a sum associates differently, and then off by a few
+            units in the last place. Whole numbers, flags and texts have to be equal in any case.
+        loss: Makes a scalar of the model's output; default: the sum of all differentiable outputs with fixed random
+            weights, so that every element of every output matters.
+        device: See `compile`; None of these five is the default there.
+        memory: See `compile`.
+        activations: See `compile`.
+        transfer: See `compile`.
+        block_bytes: See `compile`.
+        compile_options: More options of `compile`; those given on their own win.
+        **kwargs: Keyword arguments of its forward.
+
+    Returns:
+        The report; `report.ok` is the verdict.
+
+    Raises:
+        OptionError: If an option is unreadable, or could as well be an argument of the forward.
+        TraceError: And whatever else `compile` and a compiled step raise, unchanged.
+        ExecuteError: If the model can't be copied.
+    """
+    named = {
+        "device": device,
+        "memory": memory,
+        "activations": activations,
+        "transfer": transfer,
+        "block_bytes": block_bytes,
+    }
+    options: dict[str, Any] = dict(compile_options or {}) | {k: v for k, v in named.items() if v is not None}
+    _check_numbers(steps, learning_rate, tolerance)
+    # Reads the options without touching the model.
+    target = compile_model(model, **options).options.device
+    own = {"steps": steps != 2, "seed": seed != 0, "learning_rate": learning_rate != 0.05}
+    own |= {"tolerance": tolerance is not None, "loss": loss is not None}
+    _refuse_ambiguous(model, args, [k for k, v in named.items() if v is not None] + [k for k, v in own.items() if v])
+    with left_alone(model):
+        trial = Trial(model, Arguments.of(args, kwargs), options, target, seed, learning_rate, loss)
+        return _report(trial, steps, tolerance)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """What the steps gave."""
+
+    differences: tuple[Difference, ...]
+    tolerance: Tolerance
+    num_blocks: int
+    notes: tuple[str, ...]
+
+    @property
+    def failed(self) -> int | None:
+        """The step that wasn't equal."""
+        return next((d.step for d in self.differences if not d.ok), None)
+
+
+def _report(trial: Trial, steps: int, given: float | None) -> Report:
+    # The two models go when this returns: the search needs their memory.
+    compared = _compared(trial, steps, given)
+    notes = list(compared.notes)
+    first: FirstDifference | None = None
+    if compared.failed is not None:
+        gc.collect()
+        try:
+            first = find_first_difference(trial, compared.failed, compared.tolerance)
+        except Exception as error:
+            # The verdict stands, whatever becomes of the search (it takes more memory than the comparison).
+            notes.append(f"the search for the first difference failed: {type(error).__name__}: {error}")
+    differences = sorted(compared.differences, key=lambda d: (*(-x for x in d.severity), d.step, d.kind, d.name))
+    coarsest = max((d.tolerance for d in differences), default=0.0) if given is None else given
+    return Report(tuple(differences), coarsest, type(trial.model).__name__, compared.num_blocks, first, tuple(notes))
+
+
+def _compared(trial: Trial, steps: int, given: float | None) -> _Compared:
+    """Runs both models in step and compares after each; ends with the first step that isn't equal."""
+    compiled, streamed = trial.compiled()
+    eager: nn.Module | None = None
+    differences: list[Difference] = []
+    notes: dict[str, None] = {}
+    tolerance = Tolerance(given)
+    for step in range(steps):
+        found = trial.observe(compiled, streamed, step)
+        # Only now: what compile refuses is refused before anything moves to the device.
+        eager = trial.eager() if eager is None else eager
+        expected = trial.observe(eager, eager, step)
+        tolerance = Tolerance.of(given, compiled.program)
+        owners = Owners(compiled.variant, found.result)
+        notes |= dict.fromkeys(_notes(expected))
+        here = list(compare(expected.values, found.values, step, tolerance, owners))
+        update(streamed, trial.learning_rate)
+        update(eager, trial.learning_rate)
+        here += compare(_parameters(eager), _parameters(streamed), step, tolerance, owners)
+        differences += here
+        if not all(d.ok for d in here):
+            break
+    return _Compared(tuple(differences), tolerance, len(compiled.program.blocks), tuple(notes))
+
+
+def _parameters(model: nn.Module) -> dict[tuple[str, str], Any]:
+    return {("parameter", name): parameter for name, parameter in model.named_parameters()}
+
+
+def _notes(expected: Observation) -> list[str]:
+    tensors = {k: v for k, v in expected.values.items() if isinstance(v, torch.Tensor)}
+    found: list[str] = []
+    if not any(t.requires_grad for (kind, _), t in tensors.items() if kind == "output"):
+        found.append("no output is differentiable, so there are no gradients to compare")
+    lost = [f"{kind} {name}" for (kind, name), t in tensors.items() if has_nan(t)]
+    if lost:
+        found.append(f"eager PyTorch itself has NaN, which equals NaN, in {lost[0]}" + " and others" * (len(lost) > 1))
+    return found
+
+
+def _check_numbers(steps: int, learning_rate: float, tolerance: float | None) -> None:
+    if steps < 1:
+        raise OptionError(f"steps={steps!r} is below one.\n  There must be a step to compare.\n  Use steps=2.")
+    if not 0 <= learning_rate < math.inf:
+        raise OptionError(f"learning_rate={learning_rate!r} is not a size.\n  It is 0 or more.\n  Use 0.05.")
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise OptionError(
+            f"tolerance={tolerance!r} is not a size.\n  It is 0 or more, relative to a tensor's largest value.\n"
+            "  Use 1e-5, or leave it out to go by dtype."
+        )
+
+
+def _refuse_ambiguous(model: nn.Module, args: tuple[Any, ...], given: list[str]) -> None:
+    """Refuses an option that the forward takes as an argument too, unless that stands among `args` already."""
+    try:
+        signature = inspect.signature(model.forward)
+        filled = signature.bind_partial(*args).arguments
+    except (TypeError, ValueError):
+        return  # the call itself will say what is wrong with it
+    for name in given:
+        if name in signature.parameters and name not in filled:
+            raise OptionError(
+                f"{name}=... is an option of verify, and an argument of the model's forward.\n"
+                "  It can't be both.\n"
+                "  Give the forward's by position, and options of compile in `compile_options`."
+            )

@@ -1,0 +1,191 @@
+"""Trial: what is compared and how; it can repeat any step, eagerly or compiled."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.compiled import CompiledModule
+from megatrain.compiled import compile as compile_model
+from megatrain.errors import OptionError
+from megatrain.tracer.structure import Arguments
+from megatrain.verify.leaves import named_leaves
+from megatrain.verify.untouched import copied_model, copied_tensors
+
+Key = tuple[str, str]
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observation:
+    """All that one step produced, before its update.
+
+    Args:
+        values: Tensors, plain values, or None for no gradient, by `(kind, name)`.
+        result: What the model returned.
+    """
+
+    values: Mapping[Key, Any]
+    result: Any
+
+    def on_host(self) -> Observation:
+        """Returns a copy that holds nothing on the device: an output keeps its history, and that the parameters."""
+        copies = {
+            key: value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad)
+            if isinstance(value, torch.Tensor)
+            else value
+            for key, value in self.values.items()
+        }
+        return Observation(copies, None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """A model, a call of it, and how a step of training goes.
+
+    Args:
+        model: The user's; never run, only copied.
+        arguments: Of the call.
+        options: Of `compile`.
+        device: The compute device.
+        seed: Of step 0; step n has `seed + n`.
+        learning_rate: How far an update moves a parameter, as a fraction of its largest value.
+        loss: Makes a scalar of the model's output; None weighs all outputs.
+    """
+
+    model: nn.Module
+    arguments: Arguments
+    options: Mapping[str, Any]
+    device: torch.device
+    seed: int
+    learning_rate: float
+    loss: Loss | None
+
+    def compiled(self) -> tuple[CompiledModule, nn.Module]:
+        """Compiles a copy and returns it with that copy."""
+        streamed = copied_model(self.model)
+        return compile_model(streamed, **self.options), streamed
+
+    def eager(self, steps: int = 0) -> nn.Module:
+        """Returns a copy on the compute device that was trained for so many steps."""
+        eager = copied_model(self.model).to(self.device)
+        self.train(eager, eager, steps)
+        return eager
+
+    def train(self, call: Callable[..., Any], model: nn.Module, steps: int) -> None:
+        """Runs steps with their updates."""
+        for step in range(steps):
+            self.observe(call, model, step)
+            update(model, self.learning_rate)
+
+    def fresh_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+        """Returns `(args, kwargs, tensors)` of the call, copied."""
+        tensors = copied_tensors(self.arguments.tensors)
+        args, kwargs = self.arguments.rebuild(tensors)
+        return args, kwargs, tensors
+
+    def observe(
+        self,
+        call: Callable[..., Any],
+        model: nn.Module,
+        step: int,
+        *,
+        after_backward: Callable[[], None] = lambda: None,
+    ) -> Observation:
+        """Runs forward and backward of one step.
+
+        Args:
+            call: What to call: the model, or something that stands for it.
+            model: Owner of the parameters and buffers.
+            step: Number of the step.
+            after_backward: Called before anything is read.
+        """
+        args, kwargs, tensors = self.fresh_arguments()
+        model.zero_grad(set_to_none=True)
+        self.set_seed(step)
+        result = call(*args, **kwargs)
+        leaves = dict(named_leaves(result))
+        total = weighted_sum(leaves) if self.loss is None else _checked(self.loss(result))
+        if total is not None and total.requires_grad:
+            total.backward()
+        after_backward()
+        # Where the caller has autocast on, the next step must not find this step's weights in its cache.
+        torch.clear_autocast_cache()
+        values: dict[Key, Any] = {("output", path): leaf for path, leaf in leaves.items()}
+        values |= {("rng", device): state for device, state in generators(self.device).items()}
+        for name, parameter in model.named_parameters():
+            values["gradient", name] = parameter.grad
+        for name, tensor in zip(self.arguments.names, tensors, strict=True):
+            if tensor.requires_grad:
+                values["input gradient", name] = tensor.grad
+        for name, buffer in model.named_buffers():
+            values["buffer", name] = buffer.detach().to("cpu", copy=True)
+        return Observation(values, result)
+
+    def set_seed(self, step: int) -> None:
+        """Seeds torch's generators for a step."""
+        torch.manual_seed(self.seed + step)
+
+
+def update(model: nn.Module, learning_rate: float) -> None:
+    """Moves each parameter against its gradient, its largest change being a fraction of its largest value.
+
+    So a step changes every parameter visibly, whatever the size of its gradient, and none runs away.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            if gradient is None or not gradient.numel():
+                continue
+            steepest, largest = float(gradient.to_dense().abs().max()), float(parameter.abs().max())
+            # If it is infinite or NaN there is no step of that size; all zero needs none.
+            if 0 < steepest < float("inf"):
+                # On the host for both: devices round a multiplication and an addition differently.
+                moved = parameter.cpu().add_(gradient.cpu(), alpha=-learning_rate * (largest or 1.0) / steepest)
+                if parameter.device.type != "cpu":
+                    parameter.copy_(moved)
+
+
+def weighted_sum(leaves: Mapping[str, Any]) -> torch.Tensor | None:
+    """Sums all differentiable outputs with fixed random weights, so that every element of them matters.
+
+    Returns:
+        A scalar; None if no output is differentiable.
+    """
+    total: torch.Tensor | None = None
+    for path, tensor in leaves.items():
+        if not (isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.numel()):
+            continue
+        dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+        real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+        real = real if real.dtype == torch.float64 else real.float()
+        generator = torch.Generator(real.device).manual_seed(zlib.crc32(path.encode()))
+        weights = torch.rand(real.shape, generator=generator, dtype=real.dtype, device=real.device).add_(0.5)
+        weights.mul_(torch.randint(0, 2, real.shape, generator=generator, device=real.device).mul_(2).sub_(1))
+        # The square root keeps gradients of large outputs from vanishing beside those of small ones.
+        term = (real * weights).sum() / real.numel() ** 0.5
+        total = term if total is None else total + term
+    return total
+
+
+def _checked(total: Any) -> torch.Tensor:
+    if not isinstance(total, torch.Tensor) or total.numel() != 1 or total.is_complex():
+        what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else repr(total)
+        raise OptionError(
+            f"loss returned {what}.\n  A loss is a real tensor with one element.\n"
+            "  Return for example `output.logits.square().mean()`, or leave `loss` out."
+        )
+    return total
+
+
+def generators(device: torch.device) -> dict[str, torch.Tensor]:
+    """Returns the state of the CPU's generator, and of the compute device's if that is another."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[str(device)] = torch.get_device_module(device).get_rng_state(device)
+    return states

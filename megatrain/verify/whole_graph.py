@@ -1,0 +1,111 @@
+"""Runs a capture as one graph, uncut, and notes what passes the places where it will be cut."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from megatrain.passes.canonicalize import copied_graph
+from megatrain.passes.interpret import Code
+from megatrain.passes.program import Program
+from megatrain.tracer.state import inventory
+from megatrain.tracer.structure import Arguments
+from megatrain.tracer.traced import TracedModule
+from megatrain.verify.fingerprint import Fingerprint
+from megatrain.verify.leaves import tensors_in
+
+_MODES = {"grad": True, "autocast": ()}
+
+
+class WholeGraph:
+    """Stands for a model in a step: the traced graph on the model's own state, under one autograd graph.
+
+    Args:
+        traced: The capture.
+        program: Made of it; names the values to keep.
+        model: An eager copy on the compute device; its parameters get the gradients, its buffers the new values.
+    """
+
+    def __init__(self, traced: TracedModule, program: Program, model: nn.Module):
+        self._traced = traced
+        self._tensors = inventory(model)[1]
+        self._kept = {name: _node_name(name, value.producer) for name, value in program.values.items()}
+        self._versions: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._totals: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self.prints: set[Fingerprint] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward and returns the model's output."""
+        graph, keys = self._lifted()
+        written = {key for key, _ in self._traced.writes_back}
+        inputs = list(Arguments.of(args, kwargs).tensors)
+        state = [self._state(key).clone() if key in written else self._state(key) for key in keys]
+        found = Code(graph)([*inputs, *state])
+        num_outputs = len(found) - len(self._traced.writes_back)
+        with torch.no_grad():
+            for (key, _), tensor in zip(self._traced.writes_back, found[num_outputs:], strict=True):
+                self._tensors[key].copy_(tensor)
+        return self._traced.outputs.fill(found[:num_outputs])
+
+    def _state(self, key: str) -> torch.Tensor:
+        # A constant may be written too; the next run must find it as it was.
+        return self._tensors[key] if key in self._tensors else self._traced.constants[key].clone()
+
+    def values(self, name: str) -> list[torch.Tensor]:
+        """Returns what a value of the program held: once made, and after each write into it."""
+        return self._versions[self._kept[name]]
+
+    def totals(self, name: str) -> list[torch.Tensor]:
+        """Returns the gradient of a value, before each write into it."""
+        return self._totals[self._kept[name]]
+
+    def _lifted(self) -> tuple[fx.Graph, list[str]]:
+        """Makes state an input and adds written buffers to the outputs; returns the keys of the state too."""
+        graph, copies = copied_graph(self._traced.graph)
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        keys: list[str] = []
+        lifted: dict[fx.Node, fx.Node] = {}
+        last: fx.Node | None = placeholders[-1] if placeholders else None
+        for node in [n for n in graph.nodes if n.op == "get_attr"]:
+            place = graph.inserting_after(last) if last else graph.inserting_before(next(iter(graph.nodes)))
+            with place:
+                last = graph.placeholder(f"{node.name}_state")
+            last.meta.update(node.meta)
+            node.replace_all_uses_with(last)
+            graph.erase_node(node)
+            lifted[node] = last
+            keys.append(str(node.target))
+        results: Any = graph.output_node().args[0]
+        end = graph.output_node()
+        end.args = ((*results, *(lifted.get(copies[n], copies[n]) for _, n in self._traced.writes_back)),)
+        self._set_probes(graph, lifted)
+        return graph, keys
+
+    def _set_probes(self, graph: fx.Graph, lifted: dict[fx.Node, fx.Node]) -> None:
+        """Puts a probe behind every call, for its result and for what it writes into."""
+        kept = set(self._kept.values())
+        for node in [n for n in graph.nodes if n.op in ("call_function", "call_method")]:
+            after = node
+            for seen in (node, *(w for w in node.meta.get("writes", ()) if w.name in kept and w is not node)):
+                with graph.inserting_after(after):
+                    after = graph.call_function(self._probe(seen.name, seen.name in kept), (lifted.get(seen, seen),))
+                after.meta.update(_MODES)
+
+    def _probe(self, name: str, keeps: bool) -> Callable[[Any], None]:
+        def probe(value: Any) -> None:
+            self.prints.update(map(Fingerprint.of, tensors_in(value)))
+            if keeps and isinstance(value, torch.Tensor):
+                self._versions[name].append(value.detach().to("cpu", copy=True))
+                if value.requires_grad:
+                    value.register_hook(lambda g: self._totals[name].append(g.detach().to("cpu", copy=True)))
+
+        return probe
+
+
+def _node_name(value: str, producer: int | None) -> str:
+    """Name of the node behind a value; one that block 3 writes into is called `x_in_3` from there on."""
+    return value.removesuffix(f"_in_{producer}")
