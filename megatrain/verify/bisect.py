@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 
 from megatrain.compiled import CompiledModule, Variant
+from megatrain.passes.program import Block
 from megatrain.verify.boundaries import Watch, watch
-from megatrain.verify.compare import Tolerance, compare, distance, largest
+from megatrain.verify.compare import Tolerance, compare, distance, scale_of
 from megatrain.verify.fingerprint import ModuleCall, followed_calls
 from megatrain.verify.owners import Owners
 from megatrain.verify.reference import BlocksInOrder, Truth
@@ -79,13 +81,13 @@ class _Search:
         observed = self.trial.observe(graph, eager, self.step).on_host()
         worst = self._worst(expected, observed)
         if worst is not None:
-            known = {p for p in graph.prints}
-            wrong = next((c for c in calls if not known.issuperset(c.outputs)), None)
+            wrong = graph.first_wrong_call(calls)
             return self._at_module("capture", wrong, worst, _block_of_module(variant, wrong))
-        found = self._first_wrong_block(variant, graph, truth)
+        found = self._first_wrong_forward(variant, graph, truth)
+        found = found or self._first_wrong_backward(variant, graph, truth, expected)
         worst = self._worst(expected, blocks)
         assert worst is not None
-        return found or self._after("passes", variant, worst)
+        return found or self._after("passes", worst, Owners(variant, None))
 
     def _of_module(
         self, culprit: str, calls: list[ModuleCall], others: list[ModuleCall], worst: Difference | None
@@ -106,33 +108,47 @@ class _Search:
 
     # -- a pass ----------------------------------------------------------------------------------------------
 
-    def _first_wrong_block(self, variant: Variant, graph: WholeGraph, truth: Truth) -> FirstDifference | None:
-        program = variant.program
-        for block in program.blocks:
+    def _first_wrong_forward(self, variant: Variant, graph: WholeGraph, truth: Truth) -> FirstDifference | None:
+        for block in variant.program.blocks:
             for name in block.outputs:
                 found = self._beyond(truth.values[name], graph.values(name))
                 if found:
-                    return FirstDifference(
-                        "passes", self.step, block.index, block.name, "forward", f"output `{name}`", *found
-                    )
-        readers = program.readers()
-        ends_at = {name: blocks[-1] for name, blocks in readers.items() if blocks}
-        for block in reversed(program.blocks):
-            for name in block.inputs:
-                total = truth.totals.get(name)
-                found = self._beyond(total, graph.totals(name)) if total is not None else None
-                if found:
-                    guilty = program.blocks[ends_at[name]]
-                    what = f"gradient of input `{name}`"
-                    return FirstDifference("passes", self.step, guilty.index, guilty.name, "backward", what, *found)
+                    return self._in_block("passes", block, "forward", f"output `{name}`", found)
         return None
 
-    def _beyond(self, found: torch.Tensor, expected: Iterable[torch.Tensor]) -> tuple[float, float, str] | None:
+    def _first_wrong_backward(
+        self, variant: Variant, graph: WholeGraph, truth: Truth, expected: Observation
+    ) -> FirstDifference | None:
+        blocks = variant.program.blocks
+        readers = variant.program.readers()
+        users = Counter(key for block in blocks for key in block.binding)
+        for block in reversed(blocks):
+            for key in (k for k in block.binding if users[k] == 1):
+                gradient, true = truth.at("backward", block.index, "gradient of state", key), expected.gradient(key)
+                found = self._beyond(gradient, [true])
+                if found:
+                    return self._in_block("passes", block, "backward", f"gradient of state `{key}`", found)
+            for name in (n for n in block.inputs if n in truth.totals):
+                found = self._beyond(truth.totals[name], graph.totals(name))
+                if found:
+                    # The sum is over all that read it; the last of them is the first to give its part.
+                    guilty = blocks[readers[name][-1]]
+                    return self._in_block("passes", guilty, "backward", f"gradient of input `{name}`", found)
+        return None
+
+    def _in_block(
+        self, culprit: str, block: Block, phase: str, what: str, found: tuple[float, float, str]
+    ) -> FirstDifference:
+        return FirstDifference(culprit, self.step, block.index, block.name, phase, what, *found)
+
+    def _beyond(
+        self, found: torch.Tensor | None, expected: Iterable[torch.Tensor | None]
+    ) -> tuple[float, float, str] | None:
         """How far a tensor is from the nearest of its true versions; None if that is within the tolerance."""
         nearest: tuple[float, float, str] | None = None
         for tensor in expected:
             absolute, reason = distance(tensor, found)
-            relative = absolute / (largest(tensor) or 1.0) if absolute else 0.0
+            relative = absolute / scale_of(tensor) if absolute else 0.0
             if relative <= self.tolerance.of_value(tensor):
                 return None
             nearest = min(nearest or (absolute, relative, reason), (absolute, relative, reason))
@@ -154,25 +170,16 @@ class _Search:
         worst = self._worst(blocks, found)
         if worst is None:
             return FirstDifference("unrepeatable", self.step)
-        return self._after("runtime", variant, worst, owners)
+        return self._after("runtime", worst, owners)
 
-    def _after(
-        self, culprit: str, variant: Variant, worst: Difference, owners: Owners | None = None
-    ) -> FirstDifference:
-        indices = () if owners is None else owners.indices(worst.kind, worst.name)
+    def _after(self, culprit: str, worst: Difference, owners: Owners) -> FirstDifference:
         # A gradient leaves with the first block that uses the parameter, an output with the block that makes it.
-        block = variant.program.blocks[indices[0]] if indices else None
-        return FirstDifference(
-            culprit,
-            self.step,
-            None if block is None else block.index,
-            "" if block is None else block.name,
-            "after",
-            f"{worst.kind} `{worst.name}`",
-            worst.absolute,
-            worst.relative,
-            worst.reason,
-        )
+        block = next(iter(owners.blocks(worst.kind, worst.name)), None)
+        size = (worst.absolute, worst.relative, worst.reason)
+        what = f"{worst.kind} `{worst.name}`"
+        if block is None:
+            return FirstDifference(culprit, self.step, None, "", "after", what, *size)
+        return self._in_block(culprit, block, "after", what, size)
 
 
 def _block_of_module(variant: Variant, call: ModuleCall | None) -> int | None:

@@ -11,7 +11,7 @@ from megatrain.compiled import Variant
 from megatrain.passes.program import Block
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
-from megatrain.verify.compare import Tolerance, distance, largest
+from megatrain.verify.compare import Tolerance, distance, scale_of
 from megatrain.verify.reference import Truth
 from megatrain.verify.report import FirstDifference
 from megatrain.verify.trial import generators
@@ -42,7 +42,7 @@ class Watch:
             absolute, reason = _apart(expected, tensor)
             if not absolute:
                 continue
-            relative = absolute / (largest(expected) or 1.0) if isinstance(expected, torch.Tensor) else absolute
+            relative = absolute / scale_of(expected)
             if relative > self._tolerance.of_value(expected):
                 self.first = FirstDifference(
                     "runtime",

@@ -118,6 +118,11 @@ def distance(expected: Any, found: Any) -> tuple[float, str]:
     return gap, "NaN or infinite on one side only" if gap == float("inf") else ""
 
 
+def scale_of(value: Any) -> float:
+    """Returns what a difference is relative to: a tensor's largest finite absolute value, or 1."""
+    return (largest(value) if isinstance(value, torch.Tensor) else 0.0) or 1.0
+
+
 def largest(tensor: torch.Tensor) -> float:
     """Returns the largest finite absolute value; 0 if there is none."""
     sizes = [float(c.nan_to_num(0.0, 0.0, 0.0).max()) for c in _wide_chunks(tensor)]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from megatrain.compiled import Variant
-from megatrain.passes.program import Program
+from megatrain.passes.program import Block, Program
 from megatrain.tracer.structure import Structure
 from megatrain.verify.leaves import named_leaves
 
@@ -21,7 +21,7 @@ class Owners:
 
     def __init__(self, variant: Variant, result: Any):
         program = variant.program
-        self._labels = [f"block {block.index} {block.name}".rstrip() for block in program.blocks]
+        self._blocks = program.blocks
         self._of_state = _blocks_of_state(program)
         readers = program.readers()
         names = zip(variant.traced.arguments.names, program.inputs, strict=True)
@@ -39,17 +39,20 @@ class Owners:
         producer = program.values[ref.name].producer
         return () if producer is None else (producer,)
 
-    def indices(self, kind: str, name: str) -> tuple[int, ...]:
-        """Returns the blocks' indices, ascending."""
+    def blocks(self, kind: str, name: str) -> tuple[Block, ...]:
+        """Returns the blocks of a `(kind, name)` that `compare` knows, in order."""
+        return tuple(self._blocks[i] for i in self._indices(kind, name))
+
+    def __call__(self, kind: str, name: str) -> tuple[str, ...]:
+        """Returns the blocks' labels, `block 3 layers.2`."""
+        return tuple(f"block {block.index} {block.name}".rstrip() for block in self.blocks(kind, name))
+
+    def _indices(self, kind: str, name: str) -> tuple[int, ...]:
         if kind == "output":
             return self._of_outputs.get(name, ())
         if kind == "input gradient":
             return self._of_inputs.get(name, ())
         return self._of_state.get(name, ()) if kind in ("gradient", "parameter", "buffer") else ()
-
-    def __call__(self, kind: str, name: str) -> tuple[str, ...]:
-        """Returns the blocks' labels, `block 3 layers.2`."""
-        return tuple(self._labels[i] for i in self.indices(kind, name))
 
 
 def _blocks_of_state(program: Program) -> dict[str, tuple[int, ...]]:

@@ -33,6 +33,10 @@ class Observation:
     values: Mapping[Key, Any]
     result: Any
 
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """Returns the gradient of a parameter; None if it got none, or is none."""
+        return self.values.get(("gradient", name))
+
     def on_host(self) -> Observation:
         """Returns a copy that holds nothing on the device: an output keeps its history, and that the parameters."""
         copies = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from megatrain.passes.program import Program
 from megatrain.tracer.state import inventory
 from megatrain.tracer.structure import Arguments
 from megatrain.tracer.traced import TracedModule
-from megatrain.verify.fingerprint import Fingerprint
+from megatrain.verify.fingerprint import Fingerprint, ModuleCall
 from megatrain.verify.leaves import tensors_in
 
 _MODES = {"grad": True, "autocast": ()}
@@ -36,7 +36,7 @@ class WholeGraph:
         self._kept = {name: _node_name(name, value.producer) for name, value in program.values.items()}
         self._versions: dict[str, list[torch.Tensor]] = defaultdict(list)
         self._totals: dict[str, list[torch.Tensor]] = defaultdict(list)
-        self.prints: set[Fingerprint] = set()
+        self._prints: dict[str, set[Fingerprint]] = defaultdict(set)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward and returns the model's output."""
@@ -63,6 +63,17 @@ class WholeGraph:
         """Returns the gradient of a value, before each write into it."""
         return self._totals[self._kept[name]]
 
+    def first_wrong_call(self, calls: Iterable[ModuleCall]) -> ModuleCall | None:
+        """Returns the first call of a module whose outputs the graph doesn't have where the module hands them on."""
+        return next((call for call in calls if not self._handed_on(call).issuperset(call.outputs)), None)
+
+    def _handed_on(self, call: ModuleCall) -> set[Fingerprint]:
+        """What a module call may return: what others read of it, what nobody reads, and what isn't its own."""
+        nodes = list(self._traced.graph.nodes)
+        inside = {n for n in nodes if (call.name, call.number) in (n.meta.get("modules") or ())}
+        hidden = {n for n in inside if n.users and inside.issuperset(n.users)}
+        return set().union(*(self._prints[n.name] for n in nodes if n not in hidden))
+
     def _lifted(self) -> tuple[fx.Graph, list[str]]:
         """Makes state an input and adds written buffers to the outputs; returns the keys of the state too."""
         graph, copies = copied_graph(self._traced.graph)
@@ -86,18 +97,21 @@ class WholeGraph:
         return graph, keys
 
     def _set_probes(self, graph: fx.Graph, lifted: dict[fx.Node, fx.Node]) -> None:
-        """Puts a probe behind every call, for its result and for what it writes into."""
+        """Puts a probe behind every input and call, for its result and for what it writes into."""
         kept = set(self._kept.values())
-        for node in [n for n in graph.nodes if n.op in ("call_function", "call_method")]:
-            after = node
+        names = {placeholder: node.name for node, placeholder in lifted.items()}
+        last_input = [n for n in graph.nodes if n.op == "placeholder"][-1:]
+        for node in [n for n in graph.nodes if n.op != "output"]:
+            after = last_input[0] if node.op == "placeholder" else node
             for seen in (node, *(w for w in node.meta.get("writes", ()) if w.name in kept and w is not node)):
+                name = names.get(seen, seen.name)
                 with graph.inserting_after(after):
-                    after = graph.call_function(self._probe(seen.name, seen.name in kept), (lifted.get(seen, seen),))
+                    after = graph.call_function(self._probe(name, name in kept), (lifted.get(seen, seen),))
                 after.meta.update(_MODES)
 
     def _probe(self, name: str, keeps: bool) -> Callable[[Any], None]:
         def probe(value: Any) -> None:
-            self.prints.update(map(Fingerprint.of, tensors_in(value)))
+            self._prints[name].update(map(Fingerprint.of, tensors_in(value)))
             if keeps and isinstance(value, torch.Tensor):
                 self._versions[name].append(value.detach().to("cpu", copy=True))
                 if value.requires_grad:

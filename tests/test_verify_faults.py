@@ -1,0 +1,309 @@
+"""verify() finds faults: every one of these systems is broken on purpose, and the report says where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+import megatrain.compiled
+from megatrain.passes.interpret import Code
+from megatrain.runtime.block import BlockRunner, LocalGraph
+from megatrain.runtime.executor import Executor
+from megatrain.runtime.gradients import GradientSink
+from megatrain.runtime.parks import Parks
+from megatrain.runtime.slots import Slots
+from tests.models import MODELS, Block, Stack
+
+STREAMED = {"device": "cpu", "memory": "1MiB"}
+
+
+def report_of(name: str, **options: Any) -> megatrain.Report:
+    model, args, kwargs = MODELS[name]()
+    return megatrain.verify(model, *args, **STREAMED | options, **kwargs)
+
+
+def first(report: megatrain.Report) -> Any:
+    assert not report.ok
+    assert report.first_difference is not None, report
+    assert str(report.first_difference) in str(report)
+    return report.first_difference
+
+
+# -- the runtime ---------------------------------------------------------------------------------------------
+
+
+def broken_runner(monkeypatch: pytest.MonkeyPatch, method: str, block: int, change: Callable[[Any], Any]) -> None:
+    """Changes what one method of one block's runner returns; the runner is found by its place in the executor."""
+    real = Executor.__init__
+
+    class Broken:
+        def __init__(self, runner: BlockRunner):
+            self._runner = runner
+
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(self._runner, name)
+            return found if name != method else lambda *args, **options: change(found(*args, **options))
+
+    def init(self: Executor, *args: Any) -> None:
+        real(self, *args)
+        runners: list[Any] = self._runners
+        runners[block] = Broken(runners[block])
+
+    monkeypatch.setattr(Executor, "__init__", init)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_a_wrong_forward_names_its_block(block, monkeypatch):
+    def change(outputs):
+        return (outputs[0] * 1.01, *outputs[1:])
+
+    broken_runner(monkeypatch, "forward", block, change)
+    found = first(report_of("stack", activations="recompute"))
+    assert (found.culprit, found.block, found.phase, found.step) == ("runtime", block, "forward", 0)
+    assert found.what.startswith("output `")
+    assert found.relative == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_a_wrong_recompute_is_told_from_a_wrong_forward(block, monkeypatch):
+    def change(graph):
+        graph.outputs = tuple(t * 1.01 for t in graph.outputs)
+        return graph
+
+    broken_runner(monkeypatch, "forward_with_graph", block, change)
+    found = first(report_of("stack", activations="recompute"))
+    assert (found.culprit, found.block, found.phase) == ("runtime", block, "recompute")
+
+
+@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_wrong_backward_names_its_block(block, part, monkeypatch):
+    class Wrong:
+        def __init__(self, graph: LocalGraph):
+            self._graph = graph
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._graph, name)
+
+        def gradients(self, *args: Any) -> Any:
+            found = list(self._graph.gradients(*args))
+            found[part] = [g if g is None else g * 1.01 for g in found[part]]
+            return tuple(found)
+
+    broken_runner(monkeypatch, "forward_with_graph", block, Wrong)
+    report = report_of("input_requires_grad")
+    found = first(report)
+    assert (found.culprit, found.block, found.phase) == ("runtime", block, "backward")
+    assert found.what.startswith(f"gradient of {['input', 'state'][part]} `")
+    assert {d.kind for d in report.differences if not d.ok} <= {"gradient", "input gradient", "parameter"}
+
+
+def test_a_slot_that_holds_another_blocks_weights_is_found(monkeypatch):
+    real = Slots.prefetch
+
+    def prefetch(self, block, slot):
+        real(self, block, slot)
+        if block == 2:
+            self._buffer(block, slot)[:4] = 0
+
+    monkeypatch.setattr(Slots, "prefetch", prefetch)
+    found = first(report_of("stack"))
+    assert (found.culprit, found.block, found.name, found.phase) == ("runtime", 2, "blocks.1", "forward")
+    assert found.what == "state `blocks.1.fc.weight`"
+
+
+def test_a_slot_that_is_poisoned_while_in_use_is_found(monkeypatch):
+    real = Executor._forward
+
+    def forward(self, call, step):
+        if step.op.block == 3:
+            self._slots._buffer(3, step.slot).fill_(0xFF)
+        real(self, call, step)
+
+    monkeypatch.setitem(megatrain.runtime.executor._HANDLERS, ("compute", "F"), forward)
+    found = first(report_of("stack"))
+    assert (found.block, found.what, found.reason) == (
+        3,
+        "state `blocks.2.fc.weight`",
+        "NaN or infinite on one side only",
+    )
+
+
+def test_weights_that_are_not_streamed_again_after_an_update_are_found_in_the_second_step(monkeypatch):
+    real = Slots.prefetch
+    kept: dict[int, torch.Tensor] = {}
+
+    def prefetch(self, block, slot):
+        real(self, block, slot)
+        if block == 1:
+            buffer = self._buffer(block, slot)
+            buffer.copy_(kept.setdefault(id(self._engine), buffer.clone()))
+
+    monkeypatch.setattr(Slots, "prefetch", prefetch)
+    found = first(report_of("stack"))
+    assert (found.step, found.block, found.phase, found.what) == (1, 1, "forward", "state `blocks.0.fc.weight`")
+
+
+def test_a_parked_value_that_comes_back_changed_is_found(monkeypatch):
+    real = Parks.get
+
+    def get(self, name, device):
+        return real(self, name, device) + (1e-3 if name == "add_1" else 0)
+
+    monkeypatch.setattr(Parks, "get", get)
+    report = report_of("stack", activations="offload")
+    found = first(report)
+    assert (found.culprit, found.phase, found.what) == ("runtime", "recompute", "input `add_1`")
+    assert found.name == "blocks.2"
+
+
+def test_a_recompute_with_other_random_numbers_is_found(monkeypatch):
+    monkeypatch.setattr("megatrain.runtime.rng.RngState.restore", lambda self, device: None)
+    found = first(report_of("random_path", activations="recompute"))
+    assert (found.culprit, found.phase) == ("runtime", "recompute")
+    assert found.what == "random state `cpu`"
+
+
+def test_gradients_lost_behind_the_last_block_are_found(monkeypatch):
+    real = GradientSink.receive
+
+    def receive(self, keys, gradients, completes):
+        real(
+            self,
+            keys,
+            [(None, s) if k == "blocks.1.fc.bias" else (g, s) for k, (g, s) in zip(keys, gradients)],
+            completes,
+        )
+
+    monkeypatch.setattr(GradientSink, "receive", receive)
+    report = report_of("stack")
+    worst = report.differences[0]
+    assert (worst.kind, worst.name, worst.reason) == ("gradient", "blocks.1.fc.bias", "None instead of a tensor")
+    assert worst.blocks == ("block 2 blocks.1",)
+    found = first(report)
+    assert (found.culprit, found.block, found.phase) == ("runtime", 2, "after")
+
+
+def test_a_buffer_that_is_not_committed_is_found(monkeypatch):
+    monkeypatch.setattr(Executor, "_commit_buffers", lambda self, call: None)
+    report = report_of("ema_buffer", steps=1)
+    found = first(report)
+    assert {d.kind for d in report.differences if not d.ok} == {"buffer"}
+    assert (found.culprit, found.phase) == ("runtime", "after")
+    assert found.what.startswith("buffer `blocks.")
+    assert found.name.startswith("blocks.")
+
+
+def test_what_does_not_happen_again_is_said_to_be_unrepeatable(monkeypatch):
+    real = Code.__call__
+    calls = []
+
+    def once(self, arguments):
+        outputs = real(self, arguments)
+        calls.extend([self] * (type(outputs[0]) is torch.Tensor))
+        return tuple(t * 2 for t in outputs) if len(calls) == 2 else outputs
+
+    monkeypatch.setattr(Code, "__call__", once)
+    assert first(report_of("stack")).culprit == "unrepeatable"
+
+
+# -- a pass --------------------------------------------------------------------------------------------------
+
+
+def mutate_template(monkeypatch: pytest.MonkeyPatch, block: int, mutate: Callable[[Any], None]) -> None:
+    """Changes a block's template after lowering, for this block alone."""
+    real = megatrain.compiled.lower
+
+    def lower(traced, **options):
+        program = real(traced, **options)
+        mutate(program.templates[program.blocks[block].template].graph)
+        return program
+
+    monkeypatch.setattr(megatrain.compiled, "lower", lower)
+
+
+class Scaled(Block):
+    """A block with a literal of its own, so that none shares its template."""
+
+    def __init__(self, scale: float):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def scaled_stack() -> nn.Module:
+    torch.manual_seed(0)
+    model = Stack(0)
+    model.blocks = nn.ModuleList(Scaled(1.0 + i / 8) for i in range(4))
+    return model
+
+
+@pytest.mark.parametrize("block", [1, 3, 4])
+def test_a_template_with_another_literal_names_its_block(block, monkeypatch):
+    def mutate(graph):
+        (node,) = (n for n in graph.nodes if n.target == "mul")
+        node.args = (node.args[0], node.args[1] + 0.01)
+
+    mutate_template(monkeypatch, block, mutate)
+    found = first(megatrain.verify(scaled_stack(), torch.ones(2, 3), device="cpu"))
+    assert (found.culprit, found.block, found.phase) == ("passes", block, "forward")
+    assert found.name == f"blocks.{block - 1}"
+    assert found.relative == pytest.approx(0.01 / (1 + (block - 1) / 8), rel=1e-3)
+
+
+@pytest.mark.parametrize("block", [2, 3])
+def test_a_template_with_a_wrong_gradient_names_its_block(block, monkeypatch):
+    def mutate(graph):
+        (node,) = (n for n in graph.nodes if n.name.startswith("tanh"))
+        node.meta["grad"] = False
+
+    mutate_template(monkeypatch, block, mutate)
+    report = megatrain.verify(scaled_stack(), torch.ones(2, 3), device="cpu")
+    assert not [d for d in report.differences if d.kind == "output" and not d.ok]
+    found = first(report)
+    assert (found.culprit, found.block, found.phase) == ("passes", block, "backward")
+
+
+# -- the capture and the model -----------------------------------------------------------------------------
+
+
+class SeesTheCapture(Scaled):
+    """Does something else while torch functions are watched."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y * 2 if torch._C._len_torch_function_stack() else y
+
+
+def test_a_capture_that_is_not_the_model_names_the_module():
+    model = scaled_stack()
+    model.blocks[2] = SeesTheCapture(1.0)
+    found = first(megatrain.verify(model, torch.ones(2, 3), device="cpu"))
+    assert (found.culprit, found.name, found.block, found.phase) == ("capture", "blocks.2", 3, "forward")
+    assert "traced graph" in str(found)
+
+
+COUNTS = {"calls": 0}
+
+
+class Counts(Scaled):
+    """Keeps Python state where no capture looks."""
+
+    def forward(self, x):
+        COUNTS["calls"] += 1
+        return super().forward(x) * COUNTS["calls"]
+
+
+def test_state_outside_of_the_model_names_the_module():
+    model = scaled_stack()
+    model.blocks[1] = Counts(1.0)
+    found = first(megatrain.verify(model, torch.ones(2, 3), device="cpu"))
+    assert (found.culprit, found.name) == ("model", "blocks.1")
+    assert "eager PyTorch itself gives other numbers" in str(found)
