@@ -1,0 +1,252 @@
+"""Trains a case eagerly and compiled, side by side, and says how the two compare."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.passes.program import Program
+from megatrain.tracer.structure import Structure
+from tests.runtime.harness import loss_of
+from tests.zoo.case import Case
+
+STEPS = 2
+CLOSE = 1e-4
+# From best to worst; a case is as good as the worst of its runs.
+RESULTS = ("exact", "close", "skipped", "refused", "error", "WRONG")
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one case went.
+
+    Args:
+        case: Its name.
+        family: The file it is in.
+        result: One of `RESULTS`.
+        detail: The worst tensor with its error, or the first lines of the refusal or of the exception.
+        capture_seconds: Time to capture, cut and schedule, with default options.
+        blocks: Blocks of the program, with default options.
+        templates: Templates they share.
+        opaque: Blocks that run as modules, not as a graph.
+        seconds: Time of everything.
+    """
+
+    case: str
+    family: str
+    result: str
+    detail: str = ""
+    capture_seconds: float = 0.0
+    blocks: int = 0
+    templates: int = 0
+    opaque: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Trained:
+    """Everything that a run left behind, by name; tensors of a kind share one scale."""
+
+    tensors: dict[tuple[int, str, str], torch.Tensor | None]
+    kinds: list[type]
+    rng: tuple[Any, ...]
+
+
+def run(case: Case) -> Row:
+    """Compares a case with eager: once with default options, once streamed in small blocks and recomputed."""
+    start = time.perf_counter()
+    missing = [p for p in case.needs if importlib.util.find_spec(p) is None]
+    if missing:
+        return Row(case.name, case.family, "skipped", f"needs {', '.join(missing)}")
+    torch.set_num_threads(1)
+    row = Row(case.name, case.family, "exact")
+    try:
+        expected = eager(case)
+    except Exception as error:
+        return replace(row, result="error", detail=f"eager fails: {_brief(error)}")
+    row, compiled = _compare(case, expected, row, {})
+    if compiled is not None:
+        streamed, _ = _compare(case, expected, row, _streamed(compiled))
+        row = max(row, streamed, key=lambda r: RESULTS.index(r.result))
+    return replace(row, seconds=round(time.perf_counter() - start, 1))
+
+
+def eager(case: Case) -> Trained:
+    """Trains the case without megatrain; what it finds must be finite, or equality would mean nothing."""
+    model = fresh(case)
+    found = train(model, model, case)
+    assert any(kind == "gradient" and t is not None for (_, kind, _), t in found.tensors.items()), "no gradients"
+    for key, tensor in found.tensors.items():
+        is_finite = tensor is None or not tensor.is_floating_point() or bool(tensor.isfinite().all())
+        assert is_finite or key[1] == "output", f"{key} isn't finite"
+    return found
+
+
+def _compare(case: Case, expected: Trained, row: Row, options: dict[str, Any]) -> tuple[Row, Any]:
+    label = "streamed: " if options else ""
+    compiled = None
+    try:
+        model = fresh(case)
+        compiled = megatrain.compile(model, device="cpu", **options)
+        started = time.perf_counter()
+        args, kwargs = sample(case, 0)
+        seed()
+        compiled.prepare(*args, **kwargs)
+        if not options:
+            seconds = round(time.perf_counter() - started, 2)
+            row = replace(row, capture_seconds=seconds, **measure(compiled.program))
+        found = train(compiled, model, case)
+    except megatrain.MegatrainError as error:
+        return replace(row, result="refused", detail=label + " ".join(str(error).split("\n")[:2])), None
+    except Exception as error:
+        return replace(row, result="error", detail=label + _brief(error)), None
+    result, detail = judge(expected, found)
+    return replace(row, result=result, detail=detail and label + detail), compiled
+
+
+def measure(program: Program) -> dict[str, int]:
+    """Counts the blocks of a program, its templates, and the blocks that no graph stands for."""
+    opaque = [b for b in program.blocks if getattr(program.templates[b.template], "opaque", None)]
+    return {"blocks": len(program.blocks), "templates": len(program.templates), "opaque": len(opaque)}
+
+
+def _streamed(compiled: Any) -> dict[str, Any]:
+    """Options that cut the model into small blocks and give it hardly more memory than it needs."""
+    block_bytes = max(1, sum(e.spec.nbytes for e in compiled.program.state.values()) // 8)
+    options = {"activations": "recompute", "transfer": "copy"}
+    least = 0
+    try:
+        program = megatrain.lower(compiled.traced, block_bytes=block_bytes)
+        megatrain.schedule(program, memory=1, **options)
+    except megatrain.ScheduleError as error:
+        told = re.search(r"at least (\d+) B", str(error))
+        least = int(told.group(1)) if told else 0
+    return options | {"block_bytes": block_bytes, "memory": least * 21 // 20 + 1024}
+
+
+# -- one run -------------------------------------------------------------------------------------------------
+
+
+def seed(value: int = 5) -> None:
+    """Seeds every generator that a model may draw from."""
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value)
+
+
+def sample(case: Case, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a step."""
+    seed(100 + step)
+    return case.inputs(step)
+
+
+def fresh(case: Case) -> nn.Module:
+    """Builds the model; parameters that start as zeros are moved, or half of the model would have no gradient."""
+    seed(1234)
+    model = case.build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and not parameter.any():
+                parameter.normal_(std=0.05)
+    return model
+
+
+def train(call: Callable[..., Any], model: nn.Module, case: Case) -> Trained:
+    """Trains `model` through `call` for a few steps."""
+    found = Trained({}, [], ())
+    # A large eps: otherwise Adam makes full steps out of gradients that are zero but for rounding.
+    settings = {"lr": 1e-2} | ({"eps": 1e-3} if case.optimizer == "AdamW" else {})
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = getattr(torch.optim, case.optimizer)(trained, **settings)
+    samples = [sample(case, step) for step in range(STEPS)]
+    seed()
+    for step, (args, kwargs) in enumerate(samples):
+        optimizer.zero_grad()
+        result = call(*args, **kwargs)
+        loss = loss_of(result)
+        assert loss is not None, "nothing to train"
+        loss.backward()
+        found.kinds.append(type(result))
+        for kind, name, tensor in _left_behind(model, result, (args, kwargs)):
+            found.tensors[step, kind, name] = None if tensor is None else tensor.detach().clone()
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        found.tensors[STEPS, "parameter", name] = parameter.detach().clone()
+    found.rng = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
+    return found
+
+
+def _left_behind(model: nn.Module, result: Any, given: Any) -> Iterator[tuple[str, str, torch.Tensor | None]]:
+    for index, tensor in enumerate(Structure.of(result).placeholders):
+        yield "output", str(index), tensor
+    for name, parameter in model.named_parameters():
+        yield "gradient", name, parameter.grad
+    for index, tensor in enumerate(Structure.of(given).placeholders):
+        if tensor.requires_grad:
+            yield "input gradient", str(index), tensor.grad
+    for name, buffer in model.named_buffers():
+        yield "buffer", name, buffer
+
+
+# -- the verdict ---------------------------------------------------------------------------------------------
+
+
+def judge(expected: Trained, found: Trained) -> tuple[str, str]:
+    """Returns the result and the worst tensor. Before the first backward nothing may differ at all."""
+    if expected.kinds != found.kinds:
+        return "WRONG", f"returns {found.kinds[0].__name__}, not {expected.kinds[0].__name__}"
+    if expected.rng != found.rng:
+        return "WRONG", "a random generator ended elsewhere"
+    if expected.tensors.keys() != found.tensors.keys():
+        return "WRONG", f"other tensors: {sorted(map(str, expected.tensors.keys() ^ found.tensors.keys()))[:3]}"
+    scales: dict[tuple[int, str], float] = {}
+    for (step, kind, _), tensor in expected.tensors.items():
+        if tensor is not None and tensor.numel() and tensor.is_floating_point():
+            largest = float(_dense(tensor).nan_to_num(0, 0, 0).abs().max())
+            scales[step, kind] = max(scales.get((step, kind), 0.0), largest)
+    worst, detail, is_wrong = 0.0, "", False
+    for key, tensor in expected.tensors.items():
+        error = relative_error(tensor, found.tensors[key], scales.get(key[:2], 0.0))
+        is_forward = key[0] == 0 and key[1] in ("output", "buffer")
+        is_wrong |= error > (0 if is_forward else CLOSE)
+        if error > worst:
+            worst, detail = error, f"{key[1]} {key[2]} of step {key[0]} off by {error:.1e}"
+    if not worst:
+        return "exact", ""
+    return ("WRONG" if is_wrong else "close"), detail
+
+
+def relative_error(a: torch.Tensor | None, b: torch.Tensor | None, scale: float) -> float:
+    """Largest difference over `scale`; 0 only for equal bits, inf where the tensors aren't of one kind."""
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
+        return float("inf")
+    a, b = _dense(a), _dense(b)
+    if torch.equal(a, b) or (a.isnan().equal(b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())):
+        return 0.0
+    if not (a.is_floating_point() or a.is_complex()):
+        return float("inf")
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return float((a.to(wide) - b.to(wide)).abs().max()) / (scale or 1.0)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_dense() if tensor.layout != torch.strided else tensor
+
+
+def _brief(error: BaseException) -> str:
+    where = [f for f in traceback.extract_tb(error.__traceback__) if "megatrain/" in f.filename]
+    at = f" (at {where[-1].filename.split('megatrain/')[-1]}:{where[-1].lineno})" if where else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}{at}"
