@@ -77,7 +77,7 @@ def tokens(
     mask: str = "none",
     **fixed: Any,
 ) -> Inputs:
-    """Inputs of a language model; `mask` is `"none"`, `"ones"` or `"padded"` (on the right, another place each step)."""
+    """Inputs of a language model; `mask` is `"none"`, `"ones"` or `"padded"` (on the right, by step)."""
 
     def inputs(step: int) -> Sample:
         ids = torch.randint(3, vocab, (batch, length))

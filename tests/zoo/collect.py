@@ -7,16 +7,16 @@ from pathlib import Path
 
 from tests.zoo.case import Case, Family
 
-FAMILIES = (
+FILES = (
     "handwritten", "causal", "moe", "hybrid", "encoders", "seq2seq", "vision", "audio", "multimodal", "diffusion",
-    "lora", "adversarial", "extra",
+    "lora", "adversarial", "adversarial_state", "extra",
 )  # fmt: skip
 
 
 def cases() -> dict[str, Case]:
     """Imports the families and collects their cases."""
     found: dict[str, Case] = {}
-    for name in FAMILIES:
+    for name in FILES:
         if not (Path(__file__).parent / f"{name}.py").exists():
             continue
         family: Family = import_module(f"tests.zoo.{name}").ZOO

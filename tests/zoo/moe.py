@@ -96,10 +96,16 @@ moe(
 )
 moe("granitemoe", "GraniteMoe", num_local_experts=4, num_experts_per_tok=2)
 moe("jetmoe", "JetMoe", num_local_experts=4, num_experts_per_tok=2, kv_channels=8, num_attention_heads=None)
-moe("dbrx", "Dbrx", d_model=16, n_heads=2, n_layers=2, max_seq_len=32,
-    attn_config={"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 10000.0}, ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
-    **{k: None for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "attention_dropout")})  # fmt: skip
+DBRX: dict[str, Any] = {
+    "d_model": 16,
+    "n_heads": 2,
+    "n_layers": 2,
+    "max_seq_len": 32,
+    "attn_config": {"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 10000.0},
+    "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+}
+UNKNOWN = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+moe("dbrx", "Dbrx", **DBRX, **dict.fromkeys((*UNKNOWN, "attention_dropout")))
 moe(
     "llama4",
     "Llama4",

@@ -1,0 +1,199 @@
+"""Models that break compilers by what they keep or share: hooks, buffers, caches, objects, views."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.adversarial import Adversarial
+from tests.zoo.handwritten import Block, Stack
+
+ZOO = Adversarial("adversarial")
+
+
+@ZOO.stacked
+class WeightSpectralNorm(nn.Module):
+    """The old form, which keeps its weight as a plain attribute that a hook sets before each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.utils.spectral_norm(nn.Linear(8, 8))
+        self.two = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+    def forward(self, x):
+        return x + self.two(torch.tanh(self.one(x)))
+
+
+@ZOO.stacked
+class BufferReassign(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ema", torch.ones(8))
+
+    def forward(self, x):
+        self.ema = 0.9 * self.ema + 0.1 * x.detach().abs().mean((0, 1))
+        return super().forward(x / self.ema)
+
+
+@ZOO.stacked
+class LazyAttrCache(Block):
+    cached = None
+
+    def forward(self, x):
+        if self.cached is None or self.cached.shape[0] != x.shape[1]:
+            self.cached = torch.arange(x.shape[1], device=x.device).float().cos()
+        return super().forward(x + self.cached[:, None])
+
+
+@ZOO.stacked
+class PlainAttrTensor(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.linspace(0.5, 1.5, 8)
+
+    def forward(self, x):
+        return super().forward(x * self.table)
+
+
+@ZOO.stacked
+class ViewInplace(Block):
+    def forward(self, x):
+        y = super().forward(x).clone()
+        left, right = y[..., :4], y[..., 4:]
+        left.mul_(0.5).add_(right.detach())
+        y[:, ::2].neg_()
+        return y
+
+
+@ZOO.stacked
+class FwdHooks(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+        self.up.register_forward_hook(lambda module, args, out: out + args[0].mean(-1, keepdim=True))
+        self.register_forward_hook(lambda module, args, out: out.clamp(-3, 3))
+
+
+@ZOO.stacked
+class TensorGradHook(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * 0.5)
+        return y
+
+
+@ZOO.stacked
+class ModuleBwHook(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
+
+
+@ZOO.stacked
+class ParamGradHook(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.weight.register_hook(lambda grad: grad * 0.5)
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+
+@ZOO.alone
+class ObjectState(Stack):
+    """Blocks append to an object made in the forward, and read what others appended."""
+
+    def forward(self, x):
+        memory, x = Memory(), self.stem(x)
+        for block in self.blocks:
+            memory.seen.append(x.mean(1, keepdim=True))
+            x = block(x + sum(memory.seen))
+        return self.head(x), torch.cat(memory.seen)
+
+
+class SharingBlock(Block):
+    def forward(self, x, store, index):
+        store[index] = self.up(x)
+        return super().forward(x) + 0.1 * store[0][..., :8]
+
+
+@ZOO.alone
+class SharedDict(Stack):
+    """Values that cross blocks through a dict, as caches of keys and values do."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: SharingBlock())
+
+    def forward(self, x):
+        store: dict[int, torch.Tensor] = {}
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x, store, index)
+        return self.head(x), sum(v.mean() for v in store.values())
+
+
+class Chained(Block):
+    def forward(self, x, rest=()):
+        x = super().forward(x)
+        return rest[0](x, rest[1:]) if rest else x
+
+
+@ZOO.alone
+class RecursiveBlocks(Stack):
+    """Each block calls the next."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: Chained())
+
+    def forward(self, x):
+        blocks = list(self.blocks)
+        return self.head(blocks[0](self.stem(x), blocks[1:]))
+
+
+@ZOO.alone
+class BlockBypassed(Stack):
+    """Uses the parts of its blocks without calling them."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block.down(F.silu(block.up(block.norm(x))))
+        return self.head(x)
+
+
+@ZOO.stacked
+class DataMutation(Block):
+    """Writes through `.data`, out of autograd's sight."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        y.data.clamp_(-1, 1)
+        return y
+
+
+@ZOO.alone
+class FrozenFirst(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.stem, self.blocks[0], self.blocks[2].norm):
+            module.requires_grad_(False)
+
+
+@ZOO.alone
+class TeacherNograd(nn.Module):
+    """Distils a frozen copy that runs without gradients, and has a head that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = Stack(), Stack().requires_grad_(False)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            target = self.teacher(x).softmax(-1)
+        logits = self.student(x)
+        return F.kl_div(logits.log_softmax(-1), target, reduction="batchmean"), logits
