@@ -23,7 +23,7 @@ endif
 PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format-check lint types fix accept bench gpu clean
+.PHONY: help demo test check format-check lint types fix accept bench gpu zoo clean
 
 help:
 	@echo 'make demo    train a small language model through the whole compiler, in minutes'
@@ -33,6 +33,7 @@ help:
 	@echo 'make accept  rewrite the golden texts, to be read as a diff'
 	@echo 'make bench   compare with eager PyTorch under activation checkpointing'
 	@echo 'make gpu     the tests that need an accelerator'
+	@echo 'make zoo     hundreds of models against eager PyTorch; writes docs/models.md'
 
 .venv/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("megatrain needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -71,6 +72,10 @@ bench: $(READY)
 gpu: $(READY)
 	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.accelerator.is_available() else "make gpu: torch finds no accelerator here")'
 	$(PY) -m pytest tests/gpu $(ARGS)
+
+# Models of diffusers and peft are skipped where those aren't installed; `pip install -e .[zoo]` adds them.
+zoo: $(READY)
+	$(PY) -m tests.zoo --markdown docs/models.md $(ARGS)
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis

@@ -173,15 +173,18 @@ class CompiledSub(Block):
         return self.inner(x)
 
 
-@torch.jit.script
-def _scripted(x: torch.Tensor) -> torch.Tensor:
+def _gate(x: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(x) * x + 0.1
 
 
 @ZOO.stacked
 class JitScript(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.jit.script(_gate)
+
     def forward(self, x):
-        return super().forward(_scripted(x))
+        return super().forward(self.gate(x))
 
 
 @ZOO.alone

@@ -66,7 +66,8 @@ audio(
     _mel,
 )
 audio("whisper_masked", "WhisperForConditionalGeneration", WHISPER | {
-    "apply_spec_augment": True, "mask_time_prob": 0.2, "mask_time_length": 2, "mask_time_min_masks": 1}, _mel)  # fmt: skip
+    "apply_spec_augment": True, "mask_time_prob": 0.2, "mask_time_length": 2, "mask_time_min_masks": 1},
+    _mel)  # fmt: skip
 audio("wav2vec2", "Wav2Vec2ForCTC", SPEECH)
 audio("wav2vec2_unmasked", "Wav2Vec2ForCTC", UNMASKED)
 audio("wav2vec2_padded", "Wav2Vec2ForCTC", UNMASKED | {"feat_extract_norm": "layer"}, _long_speech)
@@ -129,4 +130,5 @@ def _clap(tf: Any) -> Any:
 
 
 ZOO.transformers("clap", "ClapModel", _clap, lambda _: ((), {
-    "input_ids": torch.randint(3, 64, (2, 6)), "input_features": torch.randn(2, 1, 16, 8), "return_loss": True}))  # fmt: skip
+    "input_ids": torch.randint(3, 64, (2, 6)), "input_features": torch.randn(2, 1, 16, 8),
+    "return_loss": True}))  # fmt: skip

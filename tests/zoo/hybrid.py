@@ -66,7 +66,8 @@ hybrid("granitemoehybrid", "GraniteMoeHybridForCausalLM", inputs=MASKED, layer_t
     shared_intermediate_size=24)  # fmt: skip
 hybrid("lfm2", "Lfm2ForCausalLM", inputs=MASKED, conv_L_cache=3, layer_types=["conv", "full_attention", "conv"])
 hybrid("minimax", "MiniMaxForCausalLM", inputs=ROUTED, head_dim=4, block_size=4, num_local_experts=4,
-    layer_types=["linear_attention", "full_attention", "linear_attention"], experts_implementation="batched_mm")  # fmt: skip
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    experts_implementation="batched_mm")  # fmt: skip
 hybrid("xlstm", "xLSTMForCausalLM", **NO_ATTENTION, num_heads=2, num_blocks=2, num_hidden_layers=None, chunk_size=16,
     embedding_dim=16, inputs=tokens(length=16, use_cache=False))  # fmt: skip
 hybrid("olmo_hybrid", "OlmoHybridForCausalLM", inputs=MASKED, **{k: v for k, v in LINEAR.items() if k != "head_dim"})

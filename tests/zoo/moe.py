@@ -28,7 +28,7 @@ def moe(name: str, family: str, *, inputs: Any = ROUTED, fast: bool = False, **c
     ZOO.transformers(name, f"{family}ForCausalLM", settings, inputs, fast=fast)
 
 
-moe("mixtral", "Mixtral", **MIXTRAL, fast=True)
+moe("mixtral", "Mixtral", **MIXTRAL)
 moe("mixtral_eager", "Mixtral", **MIXTRAL, experts_implementation="eager")
 moe("mixtral_batched", "Mixtral", **MIXTRAL, experts_implementation="batched_mm", fast=True)
 moe("mixtral_jitter", "Mixtral", **MIXTRAL, router_jitter_noise=0.1)

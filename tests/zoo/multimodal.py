@@ -47,7 +47,8 @@ def _two(config: str, **more: Any) -> Any:
 ZOO.transformers("clip", "CLIPModel", _two("CLIPConfig"), _pairs, fast=True)
 ZOO.transformers("chinese_clip", "ChineseCLIPModel", _two("ChineseCLIPConfig"), _pairs)
 ZOO.transformers("altclip", "AltCLIPModel", lambda tf: tf.AltCLIPConfig(
-    text_config=TEXT | {"project_dim": 16, "pad_token_id": 1}, vision_config=IMAGE, projection_dim=16), _pairs)  # fmt: skip
+    text_config=TEXT | {"project_dim": 16, "pad_token_id": 1}, vision_config=IMAGE, projection_dim=16),
+    _pairs)  # fmt: skip
 ZOO.transformers("siglip", "SiglipModel", lambda tf: tf.SiglipConfig(
     text_config=TEXT | {"max_position_embeddings": 6}, vision_config=IMAGE), _pairs)  # fmt: skip
 ZOO.transformers("clipseg", "CLIPSegForImageSegmentation", lambda tf: tf.CLIPSegConfig(
@@ -73,7 +74,8 @@ ZOO.transformers("visual_bert", "VisualBertForPreTraining", lambda tf: tf.Visual
     "input_ids": torch.randint(3, 64, (2, 6)), "visual_embeds": torch.randn(2, 3, 8),
     "visual_attention_mask": torch.ones(2, 3), "attention_mask": torch.ones(2, 6)}))  # fmt: skip
 ZOO.transformers("vision_encoder_decoder", "VisionEncoderDecoderModel", lambda tf: _image_to_text(tf), lambda step: (
-    (), {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.randint(3, 64, (2, 5)), "use_cache": False}))  # fmt: skip
+    (), {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.randint(3, 64, (2, 5)),
+    "use_cache": False}))  # fmt: skip
 ZOO.transformers("owlvit", "OwlViTModel", _two("OwlViTConfig"), _pairs)
 ZOO.transformers("flava", "FlavaModel", lambda tf: tf.FlavaConfig(
     text_config=TEXT, image_config=IMAGE, multimodal_config=IMAGE, hidden_size=16, projection_dim=8), lambda step: (
@@ -122,7 +124,8 @@ def _qwen_inputs(step: int) -> Sample:
     ids = torch.randint(3, 50, (1, 10))
     ids[0, 1], ids[0, 2:6], ids[0, 6] = 57, 60, 58
     kinds = (ids == 60).long()
-    return (), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(16, 3 * 2 * 4 * 4),
+    return (), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(16,
+    3 * 2 * 4 * 4),
         "image_grid_thw": torch.tensor([[1, height, width]]), "labels": ids.masked_fill(ids >= 57, -100),
         "use_cache": False, "mm_token_type_ids": kinds}  # fmt: skip
 

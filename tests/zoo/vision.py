@@ -74,7 +74,8 @@ vision("swinv2", "Swinv2ForImageClassification", pictures(16, classes=5), **SWIN
 vision("donut_swin", "DonutSwinForImageClassification", pictures(16, classes=5), **SWIN, **CLASSES)
 vision("swin2sr", "Swin2SRForImageSuperResolution", pictures(8), **SWIN | {"image_size": 8, "patch_size": 1}, upscale=2,
     num_channels=3, num_channels_out=3)  # fmt: skip
-vision("hiera", "HieraForImageClassification", pictures(32, classes=5), image_size=[32, 32], embed_dim=8, depths=[1, 1, 1],
+vision("hiera", "HieraForImageClassification", pictures(32, classes=5), image_size=[32, 32], embed_dim=8,
+    depths=[1, 1, 1],
     num_heads=[1, 2, 4], patch_size=[3, 3], patch_stride=[2, 2], patch_padding=[1, 1], masked_unit_size=[4, 4],
     num_query_pool=2, query_stride=[2, 2], drop_path_rate=0.1, **CLASSES)  # fmt: skip
 CONVNEXT: dict[str, Any] = {"hidden_sizes": [8, 16], "depths": [2, 2], "num_stages": 2, "drop_path_rate": 0.2}
@@ -92,20 +93,25 @@ vision("mobilenet_v2", "MobileNetV2ForImageClassification", LARGE, depth_multipl
 vision("efficientnet", "EfficientNetForImageClassification", LARGE, width_coefficient=0.1, depth_coefficient=0.1,
     hidden_dim=128, depth_divisor=4, drop_connect_rate=0.2, **CLASSES)  # fmt: skip
 vision("mobilevit", "MobileViTForImageClassification", pictures(64, classes=5), hidden_sizes=[8, 12, 16],
-    neck_hidden_sizes=[4, 4, 8, 8, 8, 8, 16], num_attention_heads=2, mlp_ratio=1.0, image_size=64, **CLASSES)  # fmt: skip
+    neck_hidden_sizes=[4, 4, 8, 8, 8, 8, 16], num_attention_heads=2, mlp_ratio=1.0, image_size=64,
+    **CLASSES)  # fmt: skip
 vision("segformer", "SegformerForSemanticSegmentation", lambda step: (
     (), pictures(32)(step)[1] | {"labels": torch.randint(0, 5, (2, 32, 32))}), num_encoder_blocks=2, depths=[1, 2],
     sr_ratios=[2, 1], hidden_sizes=[8, 16], num_attention_heads=[1, 2], patch_sizes=[7, 3], strides=[4, 2],
     mlp_ratios=[2, 2], decoder_hidden_size=8, drop_path_rate=0.2, **CLASSES)  # fmt: skip
-vision("glpn", "GLPNForDepthEstimation", pictures(64), num_encoder_blocks=4, depths=[1, 1, 1, 1], hidden_sizes=[4, 8, 8, 8],
-    num_attention_heads=[1, 1, 2, 2], sr_ratios=[4, 2, 1, 1], mlp_ratios=[2, 2, 2, 2], decoder_hidden_size=8)  # fmt: skip
+vision("glpn", "GLPNForDepthEstimation", pictures(64), num_encoder_blocks=4, depths=[1, 1, 1, 1], hidden_sizes=[4,
+    8, 8, 8],
+    num_attention_heads=[1, 1, 2, 2], sr_ratios=[4, 2, 1, 1], mlp_ratios=[2, 2, 2, 2],
+    decoder_hidden_size=8)  # fmt: skip
 vision("pvt", "PvtForImageClassification", LARGE, image_size=32, num_encoder_blocks=2, depths=[1, 2],
     sequence_reduction_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[4, 2], strides=[4, 2],
     num_attention_heads=[1, 2], mlp_ratios=[2, 2], drop_path_rate=0.2, **CLASSES)  # fmt: skip
-vision("poolformer", "PoolFormerForImageClassification", LARGE, num_encoder_blocks=2, depths=[1, 2], hidden_sizes=[8, 16],
+vision("poolformer", "PoolFormerForImageClassification", LARGE, num_encoder_blocks=2, depths=[1, 2],
+    hidden_sizes=[8, 16],
     patch_sizes=[7, 3], strides=[4, 2], padding=[2, 1], drop_path_rate=0.2, **CLASSES)  # fmt: skip
 vision("focalnet", "FocalNetForImageClassification", pictures(16, classes=5), image_size=16, patch_size=4, embed_dim=8,
-    depths=[1, 2], focal_levels=[2, 2], focal_windows=[3, 3], hidden_sizes=[8, 16], drop_path_rate=0.2, **CLASSES)  # fmt: skip
+    depths=[1, 2], focal_levels=[2, 2], focal_windows=[3, 3], hidden_sizes=[8, 16], drop_path_rate=0.2,
+    **CLASSES)  # fmt: skip
 vision("levit", "LevitForImageClassification", pictures(64, classes=5), image_size=64, hidden_sizes=[8, 16],
     num_attention_heads=[1, 2], depths=[1, 1], key_dim=[4, 4], attention_ratio=[2, 2], mlp_ratio=[2, 2],
     drop_path_rate=0, down_ops=[["Subsample", 4, 2, 4, 2, 2], [""]], **CLASSES)  # fmt: skip
@@ -125,7 +131,8 @@ vision("videomae", "VideoMAEForVideoClassification", lambda _: (
 def _detr(tf: Any) -> Any:
     backbone = tf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic",
         out_features=["stage2"])  # fmt: skip
-    return tf.DetrConfig(use_timm_backbone=False, backbone_config=backbone, d_model=16, encoder_layers=2, decoder_layers=2,
+    return tf.DetrConfig(use_timm_backbone=False, backbone_config=backbone, d_model=16, encoder_layers=2,
+    decoder_layers=2,
         encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, num_queries=4,
         num_labels=3, use_pretrained_backbone=False, backbone=None)  # fmt: skip
 

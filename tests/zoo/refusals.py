@@ -1,0 +1,3 @@
+"""Cases that megatrain refuses today, by a part of the reason. A refused case that starts to work needs no entry."""
+
+REFUSED: dict[str, tuple[str, ...]] = {}
