@@ -209,7 +209,7 @@ diffusion(
     noisy((2, 2, 16), sample="sample"),
     sample_size=16,
     block_out_channels=(32, 32, 32),
-    extra_in_channels=16,
+    extra_in_channels=64,
 )
 AUTOENCODER: dict[str, Any] = {"block_out_channels": (8, 8), "norm_num_groups": 4, "latent_channels": 4,
     "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}  # fmt: skip

@@ -50,7 +50,7 @@ JAMBA: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer
 hybrid("jamba", "JambaForCausalLM", inputs=ROUTED, **JAMBA)
 hybrid("jamba_batched", "JambaForCausalLM", inputs=ROUTED, **JAMBA, experts_implementation="batched_mm")
 hybrid("zamba", "ZambaForCausalLM", inputs=MASKED, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4,
-    mamba_dt_rank=4, n_mamba_heads=2, use_mamba_kernels=False, num_hidden_layers=4)  # fmt: skip
+    mamba_dt_rank=4, n_mamba_heads=2, use_mamba_kernels=False, num_hidden_layers=5)  # fmt: skip
 hybrid("zamba2", "Zamba2ForCausalLM", inputs=MASKED, mamba_d_state=4, n_mamba_heads=4, mamba_headdim=8, mamba_ngroups=1,
     chunk_size=4, num_hidden_layers=5, layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "mamba"],
     num_mem_blocks=1, use_mem_rope=True, use_mamba_kernels=False, adapter_rank=4)  # fmt: skip
