@@ -14,6 +14,7 @@ from megatrain.errors import ExecuteError, TraceError
 from megatrain.options import Options
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
+from megatrain.runtime.block import outer_hooks_off
 from megatrain.runtime.checkpoint import WeightFiles
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
@@ -224,7 +225,8 @@ class CompiledModule(nn.Module):
             if variant not in failed and variant.guards.first_failure(arguments.tensors) is None:
                 break
         else:
-            with paused_collection():
+            # The capture differentiates fake tensors, which neither the caller's hooks nor anomaly mode can bear.
+            with paused_collection(), outer_hooks_off(), torch.autograd.set_detect_anomaly(False):
                 variant = self._compile(arguments)
             known.append(variant)
         # Checks in mid-step show only by running: the variant that held last comes first.

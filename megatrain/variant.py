@@ -28,4 +28,4 @@ class Variant:
     @property
     def opaque(self) -> tuple[Opaque, ...]:
         """Modules that run their own code at each step."""
-        return tuple(call for block in self.program.blocks for call in self.program.opaque(block))
+        return self.program.opaque_calls

@@ -162,7 +162,8 @@ def _measure_backward(code: Code, arguments: list[torch.Tensor], *, runs_backwar
         alive = [t for t in (ref() for ref in saved) if t is not None]
         saved_bytes = _storage_bytes(alive, beyond=[*arguments, *outputs])
         del alive
-        roots = [o for o in outputs if o.requires_grad]
+        # A view of a weight made under no_grad says that it requires grad, but has no history.
+        roots = [o for o in outputs if o.grad_fn is not None]
         leaves = [a for a in arguments if a.requires_grad]
         seeds = [torch.ones_like(r) for r in roots]
         gradients: Any = ()

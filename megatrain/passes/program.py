@@ -152,6 +152,11 @@ class Program:
         """Bytes of the elements of a block's state."""
         return sum(self.state[key].spec.nbytes for key in block.binding)
 
+    @property
+    def opaque_calls(self) -> tuple[Opaque, ...]:
+        """All modules that run their own code at each step."""
+        return tuple(call for block in self.blocks for call in self.opaque(block))
+
     def opaque(self, block: Block) -> tuple[Opaque, ...]:
         """Modules in a block that run their own code."""
         return opaque_calls(self.templates[block.template].graph)

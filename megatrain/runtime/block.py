@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatrain.errors import ExecuteError
 from megatrain.passes.interpret import Code
 from megatrain.runtime.rng import RngState, repeated_rng
+from megatrain.runtime.start import version
 
 Tensors = Sequence[torch.Tensor]
 StateReader = Callable[[], Sequence[torch.Tensor]]
@@ -56,7 +58,8 @@ class LocalGraph:
                 *zip(self.outputs, output_gradients, strict=True),
                 *zip(self.carries, carried, strict=True),
             )
-            if root is not None and gradient is not None and root.requires_grad
+            # A view of a weight made under no_grad says that it requires grad, but has no history.
+            if root is not None and gradient is not None and root.grad_fn is not None
         ]
         everything = [*self.inputs, *self.state]
         leaves = [t for t in everything if t.requires_grad]
@@ -109,7 +112,7 @@ class BlockRunner:
     def _forgetting(self) -> AbstractContextManager[Any]:
         """Throws saved tensors away, unless the code differentiates inside its own forward."""
         if self._code.has_inner_grad:
-            return nullcontext()
+            return outer_hooks_off()
         return saved_tensors_hooks(lambda _: None, _refuse_unpack)
 
     def forward_with_graph(
@@ -155,20 +158,26 @@ def neutral_autocast(device: torch.device) -> Generator[None]:
                 yield
 
 
+def outer_hooks_off() -> AbstractContextManager[Any]:
+    """Hides tensors saved by the body from the caller's hooks (checkpointing counts them, others move them)."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 @contextmanager
 def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.ref[torch.Tensor]]) -> Generator[None]:
     """Keeps weights out of the graph: a saved tensor that is a view of state is stored as a place in that state.
 
-    All other saved tensors are listed in `saved`.
+    All other saved tensors are listed in `saved`. Hooks replace autograd's own check that nobody wrote into them; it
+    is repeated here.
     """
     places = {t.untyped_storage().data_ptr() for t in state if t.numel()}
     bounds = [_byte_range(t) for t in state]
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         # Detached: a saved result that still knew its own node would keep that node, and itself, for ever.
         kept = tensor.detach()
         saved.append(weakref.ref(kept))
-        return kept
+        return kept, version(kept)
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() not in places:
@@ -181,8 +190,11 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.r
         return keep(tensor)
 
     def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+        if len(packed) == 2:
+            kept, before = packed
+            if version(kept) != before:
+                raise ExecuteError(_OVERWRITTEN)
+            return kept
         index, dtype, shape, stride, offset = packed
         now = read_state()[index].detach()
         now = now if now.dtype == dtype else now.view(dtype)
@@ -190,6 +202,13 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.r
 
     with saved_tensors_hooks(pack, unpack):
         yield
+
+
+_OVERWRITTEN = (
+    "a tensor that the backward needs was modified in place by the model's own forward.\n"
+    "  Eager autograd refuses the same model.\n"
+    "  Use the call that returns a new tensor where the forward writes into one that an earlier call saved."
+)
 
 
 def _compact(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from megatrain.runtime.arena import Meter
 from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.parks import Parks
 from megatrain.runtime.rng import RngState
+from megatrain.runtime.start import Start, version
 
 Landing = tuple[torch.Tensor | None, bool]
 """A parameter's gradient, or None, and whether others hold its memory too."""
@@ -28,10 +29,16 @@ class Call:
     Args:
         meter: Counts the bytes held.
         parks: Host memory for this call's parked activations.
+        start: What it begins with.
+
+    Attributes:
+        start: Kept, small as it is, while an output may be differentiated again; then None.
     """
 
-    def __init__(self, meter: Meter, parks: Parks):
+    def __init__(self, meter: Meter, parks: Parks, start: Start):
         self._meter = meter
+        self.start: Start | None = start
+        self._spent: set[int] = set()
         self.parks = parks
         self.values: dict[str, torch.Tensor] = {}
         # Parked values whose first life on the device isn't over although their second has begun.
@@ -42,7 +49,6 @@ class Call:
         self.parameter_gradients: dict[int, list[Landing]] = {}
         self.graphs: dict[int, LocalGraph] = {}
         self.slot_of: dict[int, int | None] = {}
-        self.parameter_versions: dict[str, int] = {}
         self.rng: dict[int, RngState | None] = {}
         self.outputs: list[torch.Tensor] = []
         self.status = OPEN
@@ -97,14 +103,29 @@ class Call:
         outputs, self.outputs = self.outputs, []
         return outputs
 
-    def remember_versions(self) -> None:
-        """Notes how often each value was written in place, now that the caller gets hold of some of them."""
-        self._versions = [(n, t, t._version) for n, t in self.values.items() if not t.is_inference()]
+    def remember_versions(self, names: Collection[str]) -> None:
+        """Notes how often the values `names`, and what graphs saved, were written; the caller gets hold of some."""
+        kept = [(n, t) for n, t in self.values.items() if n in names]
+        kept += [("saved", t) for graph in self.graphs.values() for t in graph.saved_tensors()]
+        self._versions = [(name, tensor, version(tensor)) for name, tensor in kept]
 
-    def check_open(self) -> None:
-        """Raises `ExecuteError` if the call had its backward already, or failed."""
-        if self.status != OPEN:
-            raise ExecuteError(_CLOSED[self.status])
+    def check_open(self, outputs: Collection[int]) -> Start:
+        """Returns what the call began with, if these outputs may be differentiated (again).
+
+        Raises:
+            ExecuteError: If one was already, without `retain_graph`, or the call failed.
+        """
+        if self.status == FAILED:
+            raise ExecuteError(_FAILED)
+        if self.start is None or self._spent.intersection(outputs):
+            raise ExecuteError(_SPENT)
+        return self.start
+
+    def spend(self, outputs: Collection[int], all_outputs: Collection[int]) -> None:
+        """Notes that these outputs can't be differentiated again; with the last of them, the start is let go of."""
+        self._spent.update(outputs)
+        if self._spent.issuperset(all_outputs):
+            self.start = None
 
     def check_versions(self) -> None:
         """Checks that nobody wrote into a value between forward and backward.
@@ -112,8 +133,8 @@ class Call:
         Raises:
             ExecuteError: Naming the value. Eager autograd refuses the same with a version counter.
         """
-        for name, tensor, version in self._versions:
-            if tensor._version != version:
+        for name, tensor, before in self._versions:
+            if version(tensor) != before:
                 raise ExecuteError(
                     f"value `{name}` was modified in place between forward and backward.\n"
                     "  The backward needs it as the forward left it.\n"
@@ -121,14 +142,19 @@ class Call:
                 )
         self._versions = []
 
-    def __del__(self) -> None:
-        # The caller dropped the outputs without a backward.
+    def forget(self) -> None:
+        """Ends a call that will have no backward."""
         if self.status == OPEN:
             self.close(DONE)
+
+    def __del__(self) -> None:
+        self.forget()  # the caller dropped the outputs without a backward
 
     def close(self, status: str) -> None:
         """Ends the call and gives all it held back."""
         self.status = status
+        if status == FAILED:
+            self.start = None
         for kind in ("leaving", "value", "gradient", "parameters", "saved"):
             for name in list(self._registry(kind)):
                 self.drop(kind, name)
@@ -137,8 +163,9 @@ class Call:
         self.parks.give()
 
 
-_CLOSED = {
-    DONE: "backward ran a second time on the same call.\n  A call holds what its backward needs only once.\n"
-    "  Call the model again, or add the losses and call backward once.",
-    FAILED: "backward ran on a call that failed.\n  What it needs is gone.\n  Call the model again.",
-}
+_SPENT = (
+    "backward ran a second time on the same output of a call.\n"
+    "  As in eager, what it needs is gone after the first, unless that had retain_graph=True.\n"
+    "  Pass retain_graph=True to the first, add the losses and call backward once, or call the model again."
+)
+_FAILED = "backward ran on a call that failed.\n  What it needs is gone.\n  Call the model again."

@@ -49,6 +49,7 @@ class Engine:
         self._weights = weights
         self.tensors: dict[str, torch.Tensor] = {}
         self._holders: list[tuple[Mapping[str, torch.Tensor | None], str, str]] = []
+        self._has_replaced = False
         self.device = device
         self._recording = recording
         self.set_chaos(chaos)
@@ -95,14 +96,18 @@ class Engine:
         Values changed in place need nothing: the parameters *are* the store. New memory (`p.data = x`) and new
         objects (`load_state_dict(assign=True)`) are copied in.
         """
-        replaced: dict[str, torch.Tensor] = {}
+        self.find_replaced()
+        assert self.store is not None
+        self.store.refresh(self.tensors if self._has_replaced else None)
+        self._has_replaced = False
+
+    def find_replaced(self) -> None:
+        """Finds new objects in the places of the model's parameters and buffers."""
         for holder, name, key in self._holders:
             tensor = holder.get(name)
             if tensor is not None and tensor is not self.tensors[key]:
-                replaced[key] = tensor
-        self.tensors.update(replaced)
-        assert self.store is not None
-        self.store.refresh(replaced or None)
+                self.tensors[key] = tensor
+                self._has_replaced = True
 
     def set_chaos(self, chaos: Chaos | None) -> None:
         """Replaces the streams by new ones, disturbed by `chaos` or not at all; for tests, between calls."""

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.passes.program import Block, Program
 from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.facts import Facts
-from megatrain.runtime.gradients import GradientSink
-from megatrain.runtime.plan import Plan, Planned, Release, plan_schedule
+from megatrain.runtime.gradients import GradientSink, Take
+from megatrain.runtime.plan import Plan, Planned, Release, cold_schedule, plan_schedule
+from megatrain.runtime.rng import repeated_rng
 from megatrain.runtime.slots import Slots
+from megatrain.runtime.start import Start
 from megatrain.runtime.streams import Event
-from megatrain.scheduler.build import backward_schedule
 from megatrain.scheduler.table import Position, Schedule
 
 
@@ -48,11 +48,23 @@ class Executor:
         self._facts = Facts.of(program, is_training=schedule.mode == "train")
         self.differentiable_outputs = self._facts.differentiable_outputs
         self.differentiable_inputs = self._facts.differentiable_inputs
+        self.trained = self._facts.trained
+        assert engine.store is not None
+        self._places = {
+            key: place
+            for block, image in zip(program.blocks, images, strict=True)
+            for key, place in zip(block.binding, engine.store.bound(image), strict=True)
+        }
         slab_bytes = max((image.nbytes for image in images), default=0)
         is_bound = schedule.transfer == "bind"
         self._sink = GradientSink(lambda key: engine.tensors[key], engine.device, slab_bytes, in_place=is_bound)
 
     # -- calls ---------------------------------------------------------------------------------------------
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that a backward gives gradients to, as they are now, in the order of `trained`."""
+        self._engine.find_replaced()
+        return [self._engine.tensors[key] for key in self.trained]
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> Call:
         """Runs the forward half of the schedule.
@@ -69,97 +81,105 @@ class Executor:
         """
         engine = self._engine
         with engine.turn():
-            call = Call(engine.meter, engine.parks.take([self._specs[v] for v in self._plan.parked_values]))
-            return self._run_forward(call, inputs)
-
-    def _run_forward(self, call: Call, inputs: Sequence[torch.Tensor]) -> Call:
-        engine = self._engine
-        try:
             engine.refresh()
+            return self._run_forward(Start.of(self.program, inputs, engine.tensors, self._places), commits=True)
+
+    def _run_forward(self, start: Start, *, commits: bool) -> Call:
+        engine = self._engine
+        parks = engine.parks.take([self._specs[v] for v in self._plan.parked_values])
+        call = Call(engine.meter, parks, start)
+        try:
             engine.arena.ensure(self._plan.arena_bytes)
             engine.meter.set_arena(engine.arena.nbytes)
-            self._set_inputs(call, inputs)
+            self._set_inputs(call, start)
             engine.give_slots(None)
             self._run(call, self._plan.forward, self._plan.forward_ends)
             engine.give_slots(call)
-            self._commit_buffers(call)
+            if commits:
+                self._commit_buffers(call)
             call.outputs = [self._output(call, ref.kind, ref.name) for ref in self.program.outputs]
-            call.remember_versions()
+            call.remember_versions(self._facts.watched)
             return call
         except BaseException:
             call.close(FAILED)
             raise
 
-    def backward(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def backward(
+        self,
+        call: Call,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        keep_graph: bool = False,
+        take: Take | None = None,
+    ) -> list[torch.Tensor | None]:
         """Runs the backward half of the schedule and adds to the parameters' `.grad`.
 
+        The first backward of a call continues its forward. A later one repeats the forward half, buffers aside.
+
         Args:
-            call: A call of this executor, not yet differentiated.
+            call: A call of this executor.
             gradients: One per output of the model; None where there is none.
+            keep_graph: Outputs that have a gradient here may be differentiated once more.
+            take: Gets each parameter's key and whole gradient, on the host, instead of its `.grad`.
 
         Returns:
             The gradients of the differentiable inputs.
 
         Raises:
-            ExecuteError: If the call was differentiated before, or what it needs has changed since.
+            ExecuteError: If one of the outputs was differentiated before without `keep_graph`, or what the backward
+                needs has changed since.
         """
         with self._engine.turn():
-            call.check_open()
+            outputs = [i for i, gradient in enumerate(gradients) if gradient is not None]
+            start = call.check_open(outputs)
             call.check_versions()
-            self._check_parameters(call)
-            return self._run_backward(call, gradients)
+            start.check_state(self._facts.read_backward if call.status == OPEN else start.state)
+            running = call if call.status == OPEN else self._replay(start)
+            if not keep_graph:
+                call.spend(outputs, self.differentiable_outputs)
+            try:
+                found = self._run_backward(running, gradients, take)
+            except BaseException:
+                running.close(FAILED)
+                call.close(FAILED)
+                raise
+            running.close(DONE)
+            return found
 
-    def _run_backward(self, call: Call, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _replay(self, start: Start) -> Call:
+        """Runs the forward half once more, for the backward alone: no buffer is written, no random number consumed."""
+        start.check_inputs()
+        with torch.no_grad(), repeated_rng(start.rng, self._engine.device, self.program.opaque_calls):
+            return self._run_forward(start, commits=False)
+
+    def _run_backward(
+        self, call: Call, gradients: Sequence[torch.Tensor | None], take: Take | None
+    ) -> list[torch.Tensor | None]:
         engine = self._engine
-        try:
-            for ref, gradient in zip(self.program.outputs, gradients, strict=True):
-                if gradient is not None:
-                    self._add_gradient(call, ref.name, gradient)
-            self._sink.begin()
-            is_warm = engine.has_slots(call)
-            engine.give_slots(None)
-            plan = self._plan if is_warm else self._cold_plan()
-            engine.arena.ensure(plan.arena_bytes)
-            self._run(call, plan.backward, plan.backward_ends)
-            names = [self.program.inputs[i] for i in self.differentiable_inputs]
-            found = [call.gradients.get(name) for name in names]
-        except BaseException:
-            call.close(FAILED)
-            raise
-        call.close(DONE)
-        return found
-
-    def forget(self, call: Call) -> None:
-        """Ends a call that will have no backward."""
-        if call.status == OPEN:
-            call.close(DONE)
+        for ref, gradient in zip(self.program.outputs, gradients, strict=True):
+            if gradient is not None:
+                self._add_gradient(call, ref.name, gradient)
+        self._sink.begin(take)
+        is_warm = engine.has_slots(call)
+        engine.give_slots(None)
+        plan = self._plan if is_warm else self._cold_plan()
+        engine.arena.ensure(plan.arena_bytes)
+        self._run(call, plan.backward, plan.backward_ends)
+        return [call.gradients.get(self.program.inputs[i]) for i in self.differentiable_inputs]
 
     def _cold_plan(self) -> Plan:
         """The backward of a call after which another used the slots: it prefetches everything anew."""
         if self._resumed is None:
-            cold = _cold_schedule(self.schedule)
-            cold.check()
-            self._resumed = plan_schedule(cold)
+            self._resumed = plan_schedule(cold_schedule(self.schedule))
         return self._resumed
 
-    def _set_inputs(self, call: Call, inputs: Sequence[torch.Tensor]) -> None:
-        for name, tensor in zip(self.program.inputs, inputs, strict=True):
-            call.set_value(name, tensor.detach())
-        for name, key in self.program.buffers:
-            buffer = self._engine.tensors[key].detach()
+    def _set_inputs(self, call: Call, start: Start) -> None:
+        for name, tensor in start.inputs.items():
+            call.set_value(name, tensor)
+        for name, buffer in start.buffers.items():
             call.set_value(name, buffer.to(self._engine.device, copy=True))
         for name, constant in self.program.constants.items():
             call.set_value(name, constant)
-        call.parameter_versions = {k: self._engine.tensors[k]._version for k in self._facts.trained}
-
-    def _check_parameters(self, call: Call) -> None:
-        for key, version in call.parameter_versions.items():
-            if self._engine.tensors[key]._version != version:
-                raise ExecuteError(
-                    f"parameter `{key}` was modified between forward and backward.\n"
-                    "  The backward recomputes with the weights that the forward used.\n"
-                    "  Call backward before optimizer.step()."
-                )
 
     def _commit_buffers(self, call: Call) -> None:
         with torch.no_grad():
@@ -167,9 +187,11 @@ class Executor:
                 self._engine.tensors[key].copy_(call.values[name])
 
     def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
-        if kind == "value":
-            return call.values[name].detach()
-        state = self._engine.tensors[name]
+        return call.values[name].detach() if kind == "value" else self.state_output(name)
+
+    def state_output(self, key: str) -> torch.Tensor:
+        """Returns a parameter or buffer that the model returns: the tensor itself where the device is the host."""
+        state = self._engine.tensors[key]
         return state if state.device == self._engine.device else state.to(self._engine.device)
 
     # -- running the table ---------------------------------------------------------------------------------
@@ -285,14 +307,6 @@ class Executor:
     def _add_gradient(self, call: Call, name: str, gradient: torch.Tensor) -> None:
         known = call.gradients.get(name)
         call.set_gradient(name, gradient if known is None else known + gradient)
-
-
-def _cold_schedule(warm: Schedule) -> Schedule:
-    """The backward alone, in the memory that `warm` takes if possible."""
-    try:
-        return backward_schedule(warm, memory=warm.device_bytes)
-    except ScheduleError:
-        return backward_schedule(warm, num_slots=1)
 
 
 _OF_VALUES = ("value", "gradient", "original")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatrain.passes.program import Block, Program
@@ -13,7 +15,10 @@ class Facts:
     """Which tensors take part in the backward.
 
     Args:
-        trained: Keys of the trainable parameters.
+        trained: Keys of the trainable parameters that a backward can reach.
+        read_backward: Keys of the state that the backward reads.
+        watched: Values that the backward reads, or whose memory several outputs or inputs share: nobody may write
+            into them before it.
         needs_grad: Per block: one flag per input, then one per state tensor.
         is_carried: Per block and input: a later block, or the caller, can give it a gradient first.
         completes: Per block: the parameters of which it is the last, in backward order, to give a gradient.
@@ -22,6 +27,8 @@ class Facts:
     """
 
     trained: tuple[str, ...]
+    read_backward: tuple[str, ...]
+    watched: frozenset[str]
     needs_grad: tuple[tuple[bool, ...], ...]
     is_carried: tuple[tuple[bool, ...], ...]
     completes: tuple[tuple[str, ...], ...]
@@ -35,11 +42,15 @@ class Facts:
         returned = [ref.name if ref.kind == "value" else None for ref in program.outputs]
         outputs = [i for i, name in enumerate(returned) if name is not None and values[name].requires_grad]
         inputs = [i for i, name in enumerate(program.inputs) if values[name].requires_grad]
+        completes = _completed_keys(program)
+        differentiated = [block for block in program.blocks if has_backward(program, block)]
         return Facts(
-            trained=tuple(key for key, entry in program.state.items() if entry.requires_grad),
+            trained=tuple(key for keys in completes for key in keys) if is_training else (),
+            read_backward=tuple(dict.fromkeys(key for block in differentiated for key in block.binding)),
+            watched=_watched_values(program, differentiated),
             needs_grad=tuple(_needs_grad(program, block, is_training) for block in program.blocks),
             is_carried=_carried_inputs(program),
-            completes=_completed_keys(program),
+            completes=completes,
             differentiable_outputs=tuple(outputs) if is_training else (),
             differentiable_inputs=tuple(inputs) if is_training else (),
         )
@@ -49,6 +60,15 @@ def _needs_grad(program: Program, block: Block, is_training: bool) -> tuple[bool
     flags = [program.values[name].requires_grad for name in block.inputs]
     flags += [program.state[key].requires_grad for key in block.binding]
     return tuple(flag and is_training for flag in flags)
+
+
+def _watched_values(program: Program, differentiated: Sequence[Block]) -> frozenset[str]:
+    """Autograd follows writes through one name; a second name for the same memory would keep its old history."""
+    ends = {ref.name for ref in program.outputs if ref.kind == "value"}
+    ends.update(program.inputs)
+    num_names = Counter(program.values[name].storage for name in ends)
+    shared = {name for name in ends if num_names[program.values[name].storage] > 1}
+    return frozenset(shared.union(*(block.inputs for block in differentiated)))
 
 
 def _completed_keys(program: Program) -> tuple[tuple[str, ...], ...]:

@@ -8,6 +8,9 @@ import torch
 
 from megatrain.runtime.host import HostArena
 
+Take = Callable[[str, torch.Tensor], None]
+"""Takes a parameter's key and its whole gradient."""
+
 
 class GradientSink:
     """Collects the gradients of one backward.
@@ -36,10 +39,15 @@ class GradientSink:
         self._in_place = in_place
         self._slab = None if device.type == "cpu" else HostArena(max(1, slab_bytes), pin=device)
         self._sums: dict[str, torch.Tensor] = {}
+        self._take: Take = self._accumulate
 
-    def begin(self) -> None:
-        """Forgets sums of a backward that failed."""
-        self._sums.clear()
+    def begin(self, take: Take | None = None) -> None:
+        """Starts a backward, whose gradients `take` gets; None adds them to `.grad`."""
+        self._sums.clear()  # of a backward that failed
+        self._take = take or self._accumulate
+
+    def _accumulate(self, key: str, gradient: torch.Tensor) -> None:
+        accumulate(self._parameter_of(key), gradient)
 
     def receive(
         self,
@@ -66,7 +74,7 @@ class GradientSink:
         for key in completes:
             total = self._sums.pop(key, None)
             if total is not None:
-                accumulate(self._parameter_of(key), total)
+                self._take(key, total)
 
     def _land(self, gradients: Sequence[tuple[torch.Tensor | None, bool]]) -> list[torch.Tensor | None]:
         if self._slab is not None:

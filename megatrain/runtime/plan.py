@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatrain.errors import ScheduleError
+from megatrain.scheduler.build import backward_schedule
 from megatrain.scheduler.lifetimes import lifetimes
 from megatrain.scheduler.op import Op, Stream
 from megatrain.scheduler.table import Position, Schedule
@@ -159,3 +161,13 @@ def _freed_ranges(schedule: Schedule) -> dict[Position, list[tuple[int, int]]]:
         assert op.slot is not None
         freed[reader].append((schedule.slots[op.slot].offset, blocks[op.block].state_bytes))
     return freed
+
+
+def cold_schedule(warm: Schedule) -> Schedule:
+    """The backward alone, checked, in the memory that `warm` takes if possible."""
+    try:
+        cold = backward_schedule(warm, memory=warm.device_bytes)
+    except ScheduleError:
+        cold = backward_schedule(warm, num_slots=1)
+    cold.check()
+    return cold

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from megatrain.errors import ExecuteError
+from megatrain.runtime.demand import Demand, keeps_graph
 from megatrain.runtime.executor import Executor
 
 
@@ -15,21 +16,30 @@ class _Step(torch.autograd.Function):
     """One node for the whole model: forward runs the forward half of the schedule, backward the other half."""
 
     @staticmethod
-    def forward(ctx: Any, executor: Executor, inputs: Sequence[torch.Tensor], outputs: list[Any], *_: Any) -> Any:
+    def forward(
+        ctx: Any, executor: Executor, inputs: Sequence[torch.Tensor], outputs: list[Any], *sources: torch.Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.executor = executor.forward(inputs), executor
+        ctx.parameters = sources[1 + len(executor.differentiable_inputs) :]
         # The call must not keep its outputs: they will keep this node, and the node keeps the call.
         outputs += ctx.call.take_outputs()
         return tuple(outputs[i] for i in executor.differentiable_outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         executor: Executor = ctx.executor
+        if torch.is_grad_enabled():
+            raise ExecuteError(_CREATE_GRAPH)
+        if all(gradient is None for gradient in gradients):
+            return tuple(None for _ in range(3 + len(ctx.next_functions)))
         everything: list[torch.Tensor | None] = [None] * len(executor.program.outputs)
         for index, gradient in zip(executor.differentiable_outputs, gradients, strict=True):
             everything[index] = gradient
-        return None, None, None, None, *executor.backward(ctx.call, everything)
+        nodes = [node for node, _ in ctx.next_functions[-len(ctx.parameters) :]] if ctx.parameters else []
+        demand = Demand(executor.trained, ctx.parameters, nodes)
+        found = executor.backward(ctx.call, everything, keep_graph=keeps_graph(), take=demand.take)
+        return None, None, None, None, *found, *demand.returned()
 
 
 def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -42,15 +52,31 @@ def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.T
     Returns:
         The tensors of the model's output, in order.
     """
-    if not (torch.is_grad_enabled() and executor.differentiable_outputs):
-        call = executor.forward(inputs)
-        outputs = call.take_outputs()
-        executor.forget(call)
-        return outputs
     outputs: list[torch.Tensor] = []
-    anchor = torch.empty(0, requires_grad=True)
-    anchors = [inputs[i] for i in executor.differentiable_inputs]
-    found = _Step.apply(executor, inputs, outputs, anchor, *anchors)
-    for index, output in zip(executor.differentiable_outputs, found, strict=True):
-        outputs[index] = output
-    return outputs
+    if torch.is_grad_enabled() and executor.differentiable_outputs:
+        anchor = torch.empty(0, requires_grad=True)
+        sources = [inputs[i] for i in executor.differentiable_inputs]
+        found = _Step.apply(executor, inputs, outputs, anchor, *sources, *executor.parameters())
+        differentiable = dict(zip(executor.differentiable_outputs, found, strict=True))
+    else:
+        call = executor.forward(inputs)
+        outputs += call.take_outputs()
+        call.forget()
+        differentiable = {}
+    return [differentiable.get(i, tensor) for i, tensor in enumerate(_handed_through(executor, inputs, outputs))]
+
+
+def _handed_through(
+    executor: Executor, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Puts the caller's own tensor where the model returns an input, and the model's where it returns a parameter."""
+    given = dict(zip(executor.program.inputs, inputs, strict=True))
+    for ref, output in zip(executor.program.outputs, outputs, strict=True):
+        yield executor.state_output(ref.name) if ref.kind == "state" else given.get(ref.name, output)
+
+
+_CREATE_GRAPH = (
+    "backward ran with create_graph=True.\n"
+    "  A compiled model has first derivatives only: its backward is a schedule, which autograd can't differentiate.\n"
+    "  Leave create_graph out, or compute what needs second derivatives with the model itself, uncompiled."
+)

@@ -1,0 +1,77 @@
+"""Demand: what the caller's backward wants of each parameter; the only place that asks autograd's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatrain.errors import ExecuteError
+from megatrain.runtime.gradients import accumulate
+
+
+def keeps_graph() -> bool:
+    """Tells, inside a backward, whether it was called with `retain_graph`."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # pyright: ignore
+
+
+class Demand:
+    """Sends each parameter's gradient where the backward that is running wants it.
+
+    `loss.backward()` wants gradients in `.grad`: they are added there one by one, as they arrive. A gradient with hooks
+    waiting for it, and one that `torch.autograd.grad` asked for, go back to the engine instead: it runs hooks once, on
+    the sum over all calls of the model. `backward(inputs=...)` leaves the others alone.
+
+    Args:
+        keys: Of the parameters.
+        parameters: The tensors themselves.
+        nodes: Their nodes in the caller's graph, one each.
+    """
+
+    def __init__(self, keys: Sequence[str], parameters: Sequence[torch.Tensor], nodes: Sequence[Any]):
+        self._keys = keys
+        self._own: dict[str, torch.Tensor] = {}
+        self._hooked: set[str] = set()
+        self._returned: dict[str, torch.Tensor | None] = {}
+        for key, parameter, node in zip(keys, parameters, nodes, strict=True):
+            if not parameter.is_leaf or _is_captured(node):
+                self._returned[key] = None
+            elif not torch._C._will_engine_execute_node(node) or not parameter.requires_grad:
+                continue
+            elif parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # pyright: ignore
+                self._returned[key] = None
+                self._hooked.add(key)
+            else:
+                self._own[key] = parameter
+
+    def take(self, key: str, gradient: torch.Tensor) -> None:
+        """Takes the whole gradient of a parameter; runs on the stream that brings it to the host."""
+        if key in self._own:
+            accumulate(self._own[key], gradient)
+        elif key in self._returned:
+            self._returned[key] = gradient
+
+    def returned(self) -> list[torch.Tensor | None]:
+        """Returns what the engine gets, one per parameter.
+
+        Raises:
+            ExecuteError: If a parameter with hooks got no gradient: the engine would run its hooks all the same.
+        """
+        for key in self._hooked:
+            if self._returned[key] is None:
+                raise ExecuteError(
+                    f"parameter `{key}` has a hook, but this backward has no gradient for it.\n"
+                    "  In eager its hooks would not run; here they would, without a gradient.\n"
+                    "  Remove the hook, or differentiate the outputs that depend on the parameter as well."
+                )
+        return [self._returned.get(key) for key in self._keys]
+
+
+def _is_captured(node: Any) -> bool:
+    """Tells whether `torch.autograd.grad` asked for the gradient of this leaf; the engine says so by an error."""
+    try:
+        torch._C._will_engine_execute_node(node)  # pyright: ignore
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,309 @@
+"""Several backwards of one call, backwards of a part, and what autograd's other functions ask for: all as in eager."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.errors import ExecuteError
+from megatrain.runtime.streams import Chaos, Recording
+from tests.runtime.twins import MODES, assert_same_state, assert_twins, seeded
+
+WIDTH = 4
+modes = pytest.mark.parametrize("options", MODES.values(), ids=list(MODES))
+
+
+class Trunk(nn.Module):
+    """Three residual layers with dropout, a buffer that is written, two heads; returns the trunk's output as well."""
+
+    def __init__(self, p: float = 0.2):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(p)) for _ in range(3))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.left = nn.Linear(WIDTH, 2)
+        self.right = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        x = self.norm(x)
+        return self.left(x), self.right(x), x
+
+
+class Branches(nn.Module):
+    """Two outputs that share nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.right = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        left = right = x
+        for layer in self.left:
+            left = torch.tanh(layer(left))
+        for layer in self.right:
+            right = torch.tanh(layer(right))
+        return left, right
+
+
+def batch(rows: int = 5, *, requires_grad: bool = False) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows)).requires_grad_(requires_grad)
+
+
+@modes
+def test_losses_one_after_the_other(options) -> None:
+    def drive(call, model):
+        left, right, _ = call(batch())
+        left.sum().backward(retain_graph=True)
+        torch.rand(3)  # a repeated forward consumes nothing
+        right.square().sum().backward()
+
+    assert_twins(seeded(Trunk), drive, **options)
+
+
+@modes
+def test_the_same_loss_three_times(options) -> None:
+    def drive(call, model):
+        left, right, _ = call(batch())
+        loss = left.square().sum() + right.sum()
+        for keeps in (True, True, False):
+            loss.backward(retain_graph=keeps)
+
+    assert_twins(seeded(Trunk), drive, **options)
+
+
+@modes
+def test_other_calls_in_between(options) -> None:
+    def drive(call, model):
+        first, _, _ = call(batch())
+        first.square().sum().backward(retain_graph=True)
+        call(batch(3))[1].sum().backward()
+        with torch.no_grad():
+            call(batch(7))
+        first.sum().backward()
+
+    assert_twins(seeded(Trunk), drive, **options)
+
+
+@modes
+def test_losses_at_once(options) -> None:
+    def drive(call, model):
+        left, right, _ = call(batch())
+        torch.autograd.backward([left.sum(), right.square().sum()])
+
+    assert_twins(seeded(Trunk), drive, **options)
+
+
+@modes
+def test_independent_losses_need_no_retained_graph(options) -> None:
+    def drive(call, model):
+        left, right = call(batch())
+        left.square().sum().backward()
+        right.square().sum().backward()
+
+    assert_twins(seeded(Branches), drive, **options)
+
+
+def test_outputs_with_a_common_trunk_need_none_either() -> None:
+    """Eager refuses the second backward, because the trunk's graph is gone; a compiled call repeats the trunk."""
+    eager, compiled = seeded(lambda: Trunk(p=0)), megatrain.compile(seeded(lambda: Trunk(p=0)), device="cpu")
+    for call, keeps in ((eager, True), (compiled, False)):
+        left, right, _ = call(batch())
+        left.sum().backward(retain_graph=keeps)
+        right.square().sum().backward()
+    assert_same_state(eager, compiled.model)
+
+
+@modes
+def test_gradients_of_parameters_and_inputs(options) -> None:
+    def drive(call, model):
+        x = batch(requires_grad=True)
+        left, _, trunk = call(x)
+        found = torch.autograd.grad(left.sum() + trunk.sum(), [x, *model.parameters()], allow_unused=True)
+        assert all(p.grad is None for p in model.parameters())
+        return found
+
+    assert_twins(seeded(Trunk), drive, **options)
+
+
+def test_gradient_of_an_unused_parameter_is_refused_by_torch_as_ever() -> None:
+    compiled = megatrain.compile(seeded(Trunk), device="cpu")
+    left, _, _ = compiled(batch())
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        torch.autograd.grad(left.sum(), list(compiled.parameters()))
+
+
+@modes
+def test_gradient_penalty_of_first_order(options) -> None:
+    def drive(call, model):
+        x = batch(requires_grad=True)
+        left, _, _ = call(x)
+        (gradient,) = torch.autograd.grad(left.sum(), x, retain_graph=True)
+        (left * gradient.norm()).sum().backward()
+        return gradient, x.grad
+
+    assert_twins(seeded(Trunk), drive, **options)
+
+
+@modes
+@pytest.mark.parametrize("wanted", ["input", "parameter", "both"])
+def test_backward_into_some_leaves_only(options, wanted: str) -> None:
+    def drive(call, model):
+        x = batch(requires_grad=True)
+        leaves = {"input": [x], "parameter": [model.left.weight], "both": [x, model.layers[0][0].bias]}[wanted]
+        left, _, trunk = call(x)
+        (left.sum() + trunk.square().sum()).backward(inputs=leaves)
+        return x.grad
+
+    assert_twins(seeded(Trunk), drive, **options)
+
+
+@modes
+def test_loss_of_some_outputs(options) -> None:
+    def drive(call, model):
+        _, right, _ = call(batch())
+        right.sum().backward()
+
+    assert_twins(seeded(Trunk), drive, **options)
+
+
+@modes
+def test_late_backwards_out_of_order(options) -> None:
+    def drive(call, model):
+        losses = [sum(t.square().sum() for t in call(batch(rows))) for rows in (5, 3, 5)]
+        for index in (2, 0, 1):
+            losses[index].backward()
+
+    assert_twins(seeded(Trunk), drive, **options)
+
+
+def test_an_output_twice_without_retaining_is_refused() -> None:
+    compiled = megatrain.compile(seeded(Trunk), device="cpu")
+    left, right, _ = compiled(batch())
+    left.sum().backward()
+    right.sum().backward()
+    with pytest.raises(ExecuteError, match="backward ran a second time on the same output of a call"):
+        (left * 2).sum().backward()
+
+
+def test_create_graph_is_refused() -> None:
+    compiled = megatrain.compile(seeded(Trunk), device="cpu")
+    x = batch(requires_grad=True)
+    with pytest.raises(ExecuteError, match="backward ran with create_graph=True"):
+        torch.autograd.grad(compiled(x)[0].sum(), x, create_graph=True)
+    compiled(x)[0].sum().backward()
+
+
+@pytest.mark.parametrize("what", ["parameter", "frozen", "input", "buffer"])
+def test_changes_between_two_backwards_are_refused(what: str) -> None:
+    model = seeded(Trunk)
+    model.right.requires_grad_(False)
+    compiled = megatrain.compile(model.eval() if what == "buffer" else model, device="cpu")
+    x = batch()
+    left, right, _ = compiled(x)
+    left.sum().backward(retain_graph=True)
+    changed = {"parameter": model.left.weight, "frozen": model.right.weight, "input": x}
+    with torch.no_grad():
+        changed.get(what, model.norm.running_mean).add_(1)
+    with pytest.raises(ExecuteError, match="modified"):
+        right.sum().backward()
+
+
+def test_a_second_backward_repeats_the_forward_and_writes_no_buffer() -> None:
+    recording = Recording()
+    model = seeded(Trunk)
+    compiled = megatrain.compile(
+        model, device="cpu", transfer="copy", activations="recompute", recording=recording, chaos=Chaos(max_delay_s=0)
+    )
+    left, right, _ = compiled(batch())
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    forward = len(recording.labels("compute"))
+    left.sum().backward(retain_graph=True)
+    once = recording.labels("compute")
+    right.sum().backward()
+    assert recording.labels("compute") == once * 2
+    assert len(once) > forward > 0
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+
+
+def test_what_a_repeat_needs_is_let_go_of_with_the_last_output() -> None:
+    compiled = megatrain.compile(seeded(Trunk), device="cpu", transfer="copy")
+    left, right, trunk = compiled(batch())
+    call = left.grad_fn.call
+    left.sum().backward(retain_graph=True)
+    left.sum().backward()
+    assert call.start is not None
+    (right.sum() + trunk.sum()).backward()
+    assert call.start is None
+    floor = compiled.engine.meter.current
+    for _ in range(3):
+        compiled(batch())[0].sum().backward(retain_graph=True)
+    gc.collect()
+    assert compiled.engine.meter.current == floor
+
+
+def test_peak_stays_the_schedules_over_repeats() -> None:
+    compiled = megatrain.compile(seeded(Trunk), device="cpu", transfer="copy", activations="offload")
+    x = batch(64)
+    for _ in range(2):
+        loss = compiled(x)[0].sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert compiled.peak_bytes <= compiled.schedule.peak_bytes
+
+
+@modes
+def test_hooks_act_once_on_the_sum_over_calls(options) -> None:
+    def drive(call, model):
+        seen: list[tuple[str, torch.Tensor]] = []
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda g: g.clamp(-0.5, 0.5))
+            parameter.register_post_accumulate_grad_hook(lambda p, n=name: seen.append((n, p.grad.clone())))
+        losses = [sum(t.square().sum() for t in call(batch(rows))) for rows in (5, 3)]
+        sum(losses).backward()
+        return sorted(seen, key=lambda pair: pair[0])
+
+    assert_twins(seeded(Branches), drive, **options)
+
+
+@modes
+def test_optimizer_in_the_backward(options) -> None:
+    def drive(call, model):
+        optimizers = {p: torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
+
+        def update(parameter):
+            optimizers[parameter].step()
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        for rows in (5, 3):
+            left, right, _ = call(batch(rows))
+            (left.square().sum() + right.sum()).backward()
+
+    assert_twins(seeded(Trunk), drive, **options)
+
+
+def test_a_hook_without_a_gradient_is_refused() -> None:
+    model = seeded(Trunk)
+    compiled = megatrain.compile(model, device="cpu")
+    model.right.weight.register_hook(lambda g: g * 2)
+    left, right, _ = compiled(batch())
+    with pytest.raises(ExecuteError, match=r"parameter `right.weight` has a hook, but this backward has no gradient"):
+        left.sum().backward()
+    left, right, _ = compiled(batch())
+    (left.sum() + right.sum()).backward()
+
+
+@modes
+def test_a_parameter_used_outside_as_well(options) -> None:
+    def drive(call, model):
+        left, _, _ = call(batch())
+        (left.sum() + (model.left.weight * 2).sum()).backward()
+
+    assert_twins(seeded(Trunk), drive, **options)
