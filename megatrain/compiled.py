@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,7 @@ from torch import nn
 
 from megatrain.errors import ExecuteError, TraceError
 from megatrain.options import Options
-from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
-from megatrain.runtime.block import outer_hooks_off
 from megatrain.runtime.checkpoint import WeightFiles
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
@@ -22,17 +20,11 @@ from megatrain.runtime.rng import RngState
 from megatrain.runtime.step import run_step
 from megatrain.runtime.streams import Chaos, Recording
 from megatrain.runtime.weights import Weights
-from megatrain.scheduler.from_program import schedule as build_schedule
 from megatrain.scheduler.table import Schedule
-from megatrain.tracer.attempt import Attempt
-from megatrain.tracer.collection import paused_collection
 from megatrain.tracer.expect import GuardFailedError
-from megatrain.tracer.guards import GuardCheck
-from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.structure import Arguments
-from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
-from megatrain.variant import MOST_PATHS, Variant
+from megatrain.variants import Variant, Variants
 
 
 def compile(  # the name torch users expect
@@ -107,9 +99,9 @@ class CompiledModule(nn.Module):
         self._recording = recording
         self._weights = None if options.weights is None else Weights(model, options.weights)
         self._engine: Engine | None = None
-        self._variants: dict[Hashable, list[Variant]] = {}
+        self._variants = Variants(model, options)
         self._latest: Variant | None = None
-        self._opaque: dict[str, str] = {}
+        self._bound_version = 0
         self._lock = threading.RLock()
 
     # -- what was compiled --------------------------------------------------------------------------------
@@ -144,6 +136,17 @@ class CompiledModule(nn.Module):
         return self.variant.schedule
 
     @property
+    def guards(self) -> str:
+        """What the latest call relied on besides its signature: values of inputs, attributes, globals; a line each."""
+        guards = [f"guard {guard}" for guard in self.traced.guards]
+        return "\n".join([*guards, str(self.traced.assumptions)])
+
+    @property
+    def recompiled_because(self) -> tuple[str, ...]:
+        """What kept earlier captures of the same signature from serving the latest call, when its own was made."""
+        return self.variant.reasons
+
+    @property
     def peak_bytes(self) -> int:
         """Most bytes of device memory that calls held so far, as measured: slots, values between blocks, gradients."""
         return 0 if self._engine is None else self._engine.meter.peak
@@ -167,12 +170,13 @@ class CompiledModule(nn.Module):
         with self._lock, _ordinary_tensors():
             self._check_inputs(arguments)
             variant, tensors = self._run(arguments)
-        return variant.traced.outputs.fill(tensors)
+            variant.traced.leave(tensors)
+        return variant.traced.result(tensors)
 
     def _run(self, arguments: Arguments) -> tuple[Variant, list[torch.Tensor]]:
         """Runs the variant whose assumptions hold; some show in mid-step, before anything is committed."""
         variant = self._variant_for(arguments)
-        failed: list[Variant] = []
+        failed: dict[Variant, str] = {}
         while True:
             executor = self._executor(variant)
             start = RngState.now(self.options.device, variant.opaque)
@@ -180,18 +184,9 @@ class CompiledModule(nn.Module):
                 return variant, run_step(executor, arguments.tensors)
             except GuardFailedError as failure:
                 start.restore(self.options.device)
-                failed.append(variant)
-                self._learn(failure, arguments, failed)
+                failed[variant] = str(failure)
+                self._variants.learn(failure, arguments, failed)
                 variant = self._variant_for(arguments, failed)
-
-    def _learn(self, failure: GuardFailedError, arguments: Arguments, failed: list[Variant]) -> None:
-        """Makes the code around a check opaque once it has selected too many variants."""
-        if len(failed) < MOST_PATHS:
-            return
-        attempt = Attempt(opaque=self._opaque).with_opaque(failure.calls, failure.text, self.__dict__["model"])
-        if attempt is not None:
-            self._opaque = dict(attempt.opaque)
-            self._variants[self._signature(arguments)].clear()
 
     def load_weights(self) -> None:
         """Reads the files of `compile(weights=...)` now rather than at the first call.
@@ -208,6 +203,9 @@ class CompiledModule(nn.Module):
     def _executor(self, variant: Variant) -> Executor:
         if variant.executor is None:
             variant.executor = Executor(variant.program, variant.schedule, self.engine)
+        if self._bound_version != self._variants.tree_version:
+            self.engine.rebind()
+            self._bound_version = self._variants.tree_version
         return variant.executor
 
     def _check_inputs(self, arguments: Arguments) -> None:
@@ -219,61 +217,9 @@ class CompiledModule(nn.Module):
                     f'  Move it with .to("{self.options.device}").'
                 )
 
-    def _variant_for(self, arguments: Arguments, failed: Sequence[Variant] = ()) -> Variant:
-        known = self._variants.setdefault(self._signature(arguments), [])
-        for variant in known:
-            if variant not in failed and variant.guards.first_failure(arguments.tensors) is None:
-                break
-        else:
-            # The capture differentiates fake tensors, which neither the caller's hooks nor anomaly mode can bear.
-            with paused_collection(), outer_hooks_off(), torch.autograd.set_detect_anomaly(False):
-                variant = self._compile(arguments)
-            known.append(variant)
-        # Checks in mid-step show only by running: the variant that held last comes first.
-        known.insert(0, known.pop(known.index(variant)))
-        self._latest = variant
-        return variant
-
-    def _signature(self, arguments: Arguments) -> Hashable:
-        """What a capture assumes: structure, specs, literals, modes, and which parameters are trained."""
-        has_grad = torch.is_grad_enabled()
-        specs = tuple((TensorSpec.of(t), t.requires_grad and has_grad) for t in arguments.tensors)
-        literals = tuple(_literal_key(x) for x in arguments.literals)
-        autocast = tuple(
-            (d, torch.get_autocast_dtype(d)) for d in {"cpu", self.options.device.type} if torch.is_autocast_enabled(d)
-        )
-        return str(arguments.tree), specs, literals, has_grad, autocast, self._model_signature()
-
-    def _model_signature(self) -> Hashable:
-        """What a capture assumes of the modules: their modes, which parameters are trained, and which are tied."""
-        first_seen: dict[int, int] = {}
-        modes: list[bool] = []
-        state: list[tuple[int, bool]] = []
-        for module in self.__dict__["model"].modules():
-            modes.append(module.training)
-            for registry in (module._parameters, module._buffers):
-                for tensor in registry.values():
-                    if tensor is not None:
-                        state.append((first_seen.setdefault(id(tensor), len(state)), tensor.requires_grad))
-        return tuple(modes), tuple(state)
-
-    def _compile(self, arguments: Arguments) -> Variant:
-        args, kwargs = arguments.rebuild(arguments.tensors)
-        traced = trace(self.__dict__["model"], args, kwargs, device=self.options.device, opaque=self._opaque)
-        program = lower(traced, block_bytes=self.options.block_bytes)
-        is_training = torch.is_grad_enabled() and any(
-            ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs
-        )
-        schedule = build_schedule(
-            program,
-            memory=self.options.budget(),
-            activations=self.options.activations,
-            transfer=self.options.transfer,
-            mode="train" if is_training else "forward",
-        )
-        schedule.check()
-        guards = GuardCheck(traced.guards, traced.graph, traced.constants)
-        return Variant(traced, program, schedule, guards)
+    def _variant_for(self, arguments: Arguments, failed: Mapping[Variant, str] | None = None) -> Variant:
+        self._latest = self._variants.find(arguments, failed)
+        return self._latest
 
     @property
     def engine(self) -> Engine:
@@ -320,15 +266,3 @@ def _ordinary_tensors() -> Generator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _literal_key(value: Any) -> Hashable:
-    """A key for a non-tensor argument: equal keys mean that a forward can't tell the values apart."""
-    kind = type(value).__qualname__
-    if isinstance(value, float | complex | slice):
-        return kind, repr(value)  # 0.0 == -0.0, NaN != NaN, and slices have no hash before Python 3.12
-    try:
-        hash(value)
-    except TypeError:
-        return kind, id(value)
-    return kind, value

@@ -61,7 +61,9 @@ class Engine:
         self._slot_owner: weakref.ref[Any] | None = None
         self._turn = threading.Lock()
         self._running_thread: int | None = None
-        self._runners: dict[Any, BlockRunner] = {}
+        # Both only grow with what is new: a capture that goes takes its runners along.
+        self._runners: weakref.WeakValueDictionary[Any, BlockRunner] = weakref.WeakValueDictionary()
+        self._images: dict[BlockImage, BlockImage] = {}
 
     def give_slots(self, owner: Any) -> None:
         """Notes whose weights the slots hold now; None for nobody's."""
@@ -109,6 +111,13 @@ class Engine:
                 self.tensors[key] = tensor
                 self._has_replaced = True
 
+    def rebind(self) -> None:
+        """Looks up the model's state anew, after modules or their registries have changed between calls."""
+        self.tensors = inventory(self._model)[1]
+        self._holders = _holders(self._model, self.tensors)
+        assert self.store is not None
+        self.store.refresh(self.tensors)
+
     def set_chaos(self, chaos: Chaos | None) -> None:
         """Replaces the streams by new ones, disturbed by `chaos` or not at all; for tests, between calls."""
         self.chaos = chaos
@@ -124,7 +133,8 @@ class Engine:
         self.tensors = inventory(self._model)[1]
         self._holders = _holders(self._model, self.tensors)
         self._check_state(program)
-        images = [image([(key, program.state[key].spec) for key in block.binding]) for block in program.blocks]
+        layouts = (image([(key, program.state[key].spec) for key in block.binding]) for block in program.blocks)
+        images = [self._images.setdefault(layout, layout) for layout in layouts]
         if self._weights is not None:
             self._load(images, self._weights)
         elif self.store is None:
@@ -167,9 +177,10 @@ class Engine:
     def runner(self, template: Template) -> BlockRunner:
         """Returns the runner of a template; variants with equal templates share it."""
         key = template_key(template)
-        if key not in self._runners:
-            self._runners[key] = BlockRunner(Code(template.graph), self.device, template.is_random)
-        return self._runners[key]
+        runner = self._runners.get(key)
+        if runner is None:
+            runner = self._runners[key] = BlockRunner(Code(template.graph), self.device, template.is_random)
+        return runner
 
 
 def _holders(

@@ -204,7 +204,9 @@ class HostStore:
         for key, tensor in tensors.items():
             home = self._homes.get(key)
             self._tensors[key] = tensor
-            if home is not None:
+            if home is not None and home.tensor is not tensor:
+                # What was replaced may come back: it takes its values along, and no longer lies in the arena.
+                home.tensor.data = home.tensor.detach().clone()
                 home.tensor = tensor
 
 

@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -188,7 +183,7 @@ class Recorder(TorchFunctionMode):
         self.effects.clear()
         self._runs_on_fakes = False
         generator = torch.get_rng_state()
-        with self._unrecorded(), self._read_refused():
+        with self._unrecorded():
             if not has_fakes and self.tape.site not in self._attempt.make_fake:
                 with self.effects:
                     result = func(*args, **kwargs)
@@ -201,13 +196,6 @@ class Recorder(TorchFunctionMode):
             if self.effects.is_random:
                 self._generator.check(generator)
             return result
-
-    @contextmanager
-    def _read_refused(self) -> Generator[None]:
-        try:
-            yield
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            refuse_read(*self.tape.site)
 
     def _follow_copy(self, tensor: torch.Tensor) -> None:
         """Makes the fake that stands for a real tensor among fakes count as that tensor's memory, for writes."""

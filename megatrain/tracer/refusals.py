@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from megatrain.errors import TraceError
 from megatrain.tracer.source import SourceLine, user_line
@@ -161,6 +162,8 @@ def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, na
     """
     try:
         return func(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        refuse_read(line, name)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         error.add_note(f"`{name}` was captured on fake tensors, at {line}")
         obstacle = Obstacle(

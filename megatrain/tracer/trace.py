@@ -12,6 +12,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.errors import TraceError
+from megatrain.tracer.assuming import Assuming
+from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.attempt import Attempt, MakeFakeError
 from megatrain.tracer.modules import (
     followed_modules,
@@ -24,6 +26,7 @@ from megatrain.tracer.modules import (
 from megatrain.tracer.recorder import Recorder
 from megatrain.tracer.refusals import FOLLOW_HOST, RUN_AGAIN, Obstacle
 from megatrain.tracer.sandbox import Attributes, fake_state, kept_rng, swapped_state
+from megatrain.tracer.side_outputs import SideOutputs
 from megatrain.tracer.source import user_line
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry, StateValues, inventory
@@ -130,9 +133,12 @@ class _Capture:
         return Recorder(self._fake_mode, values, self._by_id, self._attempt, earlier)
 
     def run(self) -> TracedModule:
+        assuming = Assuming(self._model, self._is_opaque)
         with kept_rng() as moved, swapped_state(self._model, self._by_id) as start, self._host_drawer() as drawer:
-            result = self._run_forward(self._recorder)
+            with assuming.reading():
+                result = self._run_forward(self._recorder)
             rebound = self._rebound_buffers()
+            left = self._left(start)
             self._refuse_kept_state(start)
         if moved:
             raise Obstacle(
@@ -143,9 +149,14 @@ class _Capture:
                 calls=drawer(),
             )
         outputs = Structure.of(result)
-        nodes = tuple(self._recorder.tape.node_of(t) for t in outputs.placeholders)
-        self._recorder.tape.graph.output(nodes)
-        return self._finish(outputs, rebound)
+        placeholders = (*outputs.placeholders, *left.structure.placeholders)
+        self._recorder.tape.graph.output(tuple(self._recorder.tape.node_of(t) for t in placeholders))
+        assumptions = assuming.assumptions(self._recorder.tape.constants.values())
+        return self._finish(outputs, left, assumptions, rebound)
+
+    def _left(self, start: Attributes) -> SideOutputs:
+        changes = [c for c in start.changes() if not self._is_opaque(c.name)]
+        return SideOutputs.of(changes, {id(self._fakes[key]): t for key, t in self._tensors.items()})
 
     def _host_drawer(self) -> AbstractContextManager[Callable[[], tuple[str, ...]]]:
         return host_drawer(self._model) if self._attempt.follows_host else nullcontext(tuple)
@@ -258,7 +269,9 @@ class _Capture:
                     found[key] = self._recorder.record(torch.Tensor.clone, (tensor,), {})
         return found
 
-    def _finish(self, outputs: Structure, rebound: dict[str, torch.Tensor]) -> TracedModule:
+    def _finish(
+        self, outputs: Structure, left: SideOutputs, assumptions: Assumptions, rebound: dict[str, torch.Tensor]
+    ) -> TracedModule:
         recorder = self._recorder
         entries = dict(self._entries)
         for key, tensor in recorder.tape.constants.items():
@@ -269,10 +282,12 @@ class _Capture:
             graph=recorder.tape.graph,
             arguments=self._arguments,
             outputs=outputs,
+            side_outputs=left,
             state={k: e for k, e in entries.items() if k in read},
             constants=dict(recorder.tape.constants),
             writes_back=self._written_state(read, rebound),
             guards=tuple(recorder.tape.guards),
+            assumptions=assumptions,
             block_modules=repeated_modules(self._model),
             device=self._device,
         )

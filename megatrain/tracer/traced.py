@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from torch import fx
 
 from megatrain.errors import TraceError
+from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.guards import Guard
+from megatrain.tracer.side_outputs import SideOutputs
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
 from megatrain.tracer.structure import Arguments, Structure
@@ -31,11 +33,14 @@ class TracedModule:
         name: Class name of the model.
         graph: The captured forward.
         arguments: Tensors and structure of the example arguments.
-        outputs: Structure of what the model returned; the graph's output lists its tensors in order.
+        outputs: Structure of what the model returned; the graph's output lists its tensors in order, and then those
+            of `side_outputs`.
+        side_outputs: What the forward left in attributes.
         state: Everything the forward read, by key.
         constants: The tensors behind entries of kind `"constant"`.
         writes_back: `(buffer key, node)`: buffers that hold another value after the forward.
         guards: What Python code read from the inputs.
+        assumptions: What it read from attributes, globals and closures; long, and printed on its own.
         block_modules: Fully qualified names of the repeated modules, where a cut is natural.
         device: The compute device that the capture assumed.
     """
@@ -44,10 +49,12 @@ class TracedModule:
     graph: fx.Graph
     arguments: Arguments
     outputs: Structure
+    side_outputs: SideOutputs
     state: Mapping[str, StateEntry]
     constants: Mapping[str, torch.Tensor]
     writes_back: tuple[tuple[str, fx.Node], ...]
     guards: tuple[Guard, ...]
+    assumptions: Assumptions
     block_modules: frozenset[str]
     device: torch.device
 
@@ -61,10 +68,18 @@ class TracedModule:
         """The placeholders, in the order of the flattened arguments."""
         return tuple(n for n in self.graph.nodes if n.op == "placeholder")
 
+    def result(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Returns what the model would return, around the first of the graph's output `tensors`."""
+        return self.outputs.fill(tensors[: len(self.outputs.placeholders)])
+
+    def leave(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leaves in attributes what the model would leave there, around the other output `tensors`."""
+        self.side_outputs.put(tensors[len(self.outputs.placeholders) :])
+
     def __str__(self) -> str:
         inputs = ", ".join(f"{n.name}: {n.meta['spec']}" for n in self.inputs)
         outputs: Any = self.graph.output_node().args[0]
-        specs = ", ".join(str(n.meta["spec"]) for n in outputs)
+        specs = ", ".join(str(n.meta["spec"]) for n in outputs[: len(self.outputs.placeholders)])
         lines = [f"traced {self.name}({inputs}) -> ({specs})", *self._state_lines()]
         for node in self.graph.nodes:
             if node.op in ("call_function", "call_method"):
@@ -73,7 +88,13 @@ class TracedModule:
                 lines.append(f"  {node.name}{spec} = {call_text(node)}" + (f"  # {path}" if path else ""))
         lines += [f"  write back {key} = {node.name}" for key, node in self.writes_back]
         lines += [f"  guard {guard}" for guard in self.guards]
-        return "\n".join([*lines, f"  return {', '.join(n.name for n in outputs)}"])
+        lines.append(f"  assumes {self.assumptions.count} values of attributes and globals")
+        count = len(self.outputs.placeholders)
+        lines.append(f"  return {', '.join(n.name for n in outputs[:count])}")
+        if self.side_outputs.names:
+            left = ", ".join(n.name for n in outputs[count:])
+            lines.append(f"  leaves {', '.join(self.side_outputs.names)}" + (f" = {left}" if left else ""))
+        return "\n".join(lines)
 
     def _state_lines(self) -> list[str]:
         parameters = [e for e in self.state.values() if e.kind == "parameter"]

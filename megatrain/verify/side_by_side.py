@@ -23,7 +23,7 @@ from megatrain.verify.trial import Observation, Trial, update
 from megatrain.verify.untouched import left_alone
 
 
-def verify(  # noqa: PLR0913  # the options of compile() beside its own
+def verify(  # the options of compile() beside its own
     model: nn.Module,
     *args: Any,
     steps: int = 2,

@@ -180,7 +180,7 @@ def test_other_shapes_compile_variants_over_the_same_weights() -> None:
             call(ids, targets=ids)[1].backward()
         assert compiled.traced.inputs[0].meta["spec"].shape == (2, length)
     assert_same_gradients(eager, compiled)
-    assert sum(map(len, compiled._variants.values())) == 3
+    assert len(list(compiled._variants)) == 3
 
 
 def test_loss_outside_the_model_and_clipping() -> None:
@@ -317,7 +317,7 @@ def test_other_literals_compile_other_variants_and_equal_ones_do_not() -> None:
     for factor in (0.0, -0.0, 1.0, 0.0, float("nan"), float("nan")):
         for part in (slice(0, 2), slice(1, 3), slice(0, 2)):
             assert torch.equal(eager(x, factor, part), compiled(x, factor, part))
-    assert sum(map(len, compiled._variants.values())) == 8
+    assert len(list(compiled._variants)) == 8
 
 
 @pytest.mark.parametrize("first", ["inference", "training"])

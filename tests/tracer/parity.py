@@ -69,11 +69,12 @@ def _replayed(
     arguments = Arguments.of(tuple(args), dict(kwargs))
     before = {name: b.detach().clone() for name, b in model.named_buffers()}
     torch.manual_seed(SEED)
-    outputs, commits = run(arguments.tensors, {**state, **traced.constants})
+    everything, commits = run(arguments.tensors, {**state, **traced.constants})
+    outputs = everything[: len(traced.outputs.placeholders)]
     rng = torch.get_rng_state()
     gradients = _gradients(outputs, arguments, state)
     after = {k: v.detach().clone() for k, v in commits.items()}
-    return Step(traced.outputs.fill(outputs), outputs, gradients, before | after, rng)
+    return Step(traced.result(everything), outputs, gradients, before | after, rng)
 
 
 def _run_graph(traced: TracedModule, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> Outputs:

@@ -1,0 +1,292 @@
+"""What a Python value was when a capture read it, and whether another value stands for the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatrain.tracer.spec import TensorSpec
+
+
+class Missing:
+    """Stands for an attribute that isn't there."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = Missing()
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), type(...))
+VALUES = (
+    *_SCALARS, range, slice, torch.dtype, torch.device, torch.layout, torch.memory_format, Missing,
+)  # fmt: skip
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_BRACKETS: dict[type, tuple[str, str]] = {
+    list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}"), set: ("{", "}"), frozenset: ("frozenset({", "})"),
+}  # fmt: skip
+# What holds more is data that a module refers to, a vocabulary or a data set, and is told by identity and length.
+LARGEST = 4096
+_LONGEST_TEXT = 80
+
+Seen = set[tuple[int, int]]
+Pairs = Iterator[tuple[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a value isn't what it was.
+
+    Args:
+        path: The place, from the value that was compared: `.rope["theta"]`, or nothing for the value itself.
+        expected: What was kept there.
+        now: What is there.
+    """
+
+    path: str
+    expected: Any
+    now: Any
+
+
+class Kept:
+    """What a value was. Subclasses say what makes another value stand for the same."""
+
+    __slots__ = ()
+
+    def difference(self, now: Any, seen: Seen) -> Difference | None:
+        """Returns where `now` is something else, or None; pairs in `seen` are known to be equal."""
+        return None if self.is_same(now) else Difference("", self, now)
+
+    def is_same(self, now: Any) -> bool:
+        """Tells whether `now` is the same as far as this alone can tell."""
+        raise NotImplementedError
+
+    def inner(self, now: Any) -> Pairs:
+        """Yields `(kept, value)` for what `now` holds."""
+        return iter(())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value(Kept):
+    """A number, a text, a dtype: equal values of one type are the same."""
+
+    value: Any
+
+    def is_same(self, now: Any) -> bool:
+        """See `Kept.is_same`."""
+        if now is self.value:
+            return True
+        # 0.0 == -0.0 and NaN != NaN, which a forward can tell apart and can't.
+        as_text = isinstance(now, float | complex)
+        return type(now) is type(self.value) and (repr(now) == repr(self.value) if as_text else now == self.value)
+
+    def __str__(self) -> str:
+        return f"== {self.value!r}"
+
+
+class Same(Kept):
+    """An object that only itself stands for: a function, a module, a lock. It is not kept alive."""
+
+    __slots__ = ("_ref", "_size", "_text")
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._ref: Any = weakref.ref(value)
+        except TypeError:
+            self._ref = lambda: value
+        self._size = len(value) if isinstance(value, CONTAINERS) else None
+        self._text = name_of(value)
+
+    def is_same(self, now: Any) -> bool:
+        """See `Kept.is_same`."""
+        return now is not None and self._ref() is now and (self._size is None or len(now) == self._size)
+
+    def __str__(self) -> str:
+        return f"is {self._text}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorLike(Kept):
+    """A tensor that no module registers: its values matter only where it is a constant of the graph."""
+
+    spec: TensorSpec
+    device: torch.device
+    requires_grad: bool
+    kind: type
+    constant: Same | None
+
+    @staticmethod
+    def of(tensor: torch.Tensor, is_constant: bool) -> TensorLike:
+        """Reads what Python code can ask of `tensor` without its values."""
+        constant = Same(tensor) if is_constant else None
+        return TensorLike(TensorSpec.of(tensor), tensor.device, tensor.requires_grad, type(tensor), constant)
+
+    def is_same(self, now: Any) -> bool:
+        """See `Kept.is_same`."""
+        if type(now) is not self.kind or (self.constant is not None and not self.constant.is_same(now)):
+            return False
+        described = (TensorSpec.of(now), now.device, now.requires_grad)
+        return described == (self.spec, self.device, self.requires_grad)
+
+    def __str__(self) -> str:
+        return f"is {'the' if self.constant else 'a'} tensor {self.spec}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Array(Kept):
+    """A NumPy array, compared value by value."""
+
+    value: Any
+
+    def is_same(self, now: Any) -> bool:
+        """See `Kept.is_same`."""
+        return (
+            type(now) is type(self.value)
+            and now.dtype == self.value.dtype
+            and now.shape == self.value.shape
+            and now.tobytes() == self.value.tobytes()
+        )
+
+    def __str__(self) -> str:
+        return f"is an array {self.value.dtype}{list(self.value.shape)}"
+
+
+@dataclass(slots=True, eq=False)
+class Contents(Kept):
+    """A container or a plain object: another of its type that holds the same stands for it.
+
+    Args:
+        kind: Its type.
+        itself: Itself, where its type may hold more than can be seen.
+        items: What it holds, by index or key.
+        attributes: Its attributes.
+    """
+
+    kind: type
+    itself: Same | None
+    items: dict[Any, Kept] = field(default_factory=dict[Any, Kept])
+    attributes: dict[str, Kept] = field(default_factory=dict[str, Kept])
+
+    def is_same(self, now: Any) -> bool:
+        """See `Kept.is_same`."""
+        if type(now) is not self.kind or (self.itself is not None and not self.itself.is_same(now)):
+            return False
+        if isinstance(now, set | frozenset):
+            return {(type(x), x) for x in items_of(now)} == {(type(x), x) for x in self.items}
+        keys = list(items_of(now))
+        return keys == list(self.items) and list(map(type, keys)) == list(map(type, self.items))
+
+    def difference(self, now: Any, seen: Seen) -> Difference | None:
+        """See `Kept.difference`."""
+        if (id(self), id(now)) in seen:
+            return None
+        seen.add((id(self), id(now)))
+        if not self.is_same(now):
+            return Difference("", self, now)
+        for held, there, form in ((self.items, items_of(now), "[{!r}]"), (self.attributes, vars_of(now), ".{}")):
+            for label in dict.fromkeys([*held, *there]):
+                kept = held.get(label) or Value(MISSING)
+                found = kept.difference(there.get(label, MISSING), seen)
+                if found is not None:
+                    return Difference(form.format(label) + found.path, found.expected, found.now)
+        return None
+
+    def inner(self, now: Any) -> Pairs:
+        """See `Kept.inner`."""
+        for held, there in ((self.items, items_of(now)), (self.attributes, vars_of(now))):
+            yield from ((kept, there[label]) for label, kept in held.items() if label in there)
+
+    def __str__(self) -> str:
+        literal = _literal(self)
+        if literal is not None and len(literal) <= _LONGEST_TEXT:
+            return f"== {literal}"
+        size = f" of {len(self.items)}" if issubclass(self.kind, CONTAINERS) else ""
+        return f"is {_article(self.kind.__qualname__)}{size}"
+
+
+def items_of(value: Any) -> dict[Any, Any]:
+    """Returns what a container holds, by index or key; nothing for other objects."""
+    if isinstance(value, dict):
+        return dict(dict[Any, Any].items(value))
+    if isinstance(value, list | tuple | deque):
+        return dict(enumerate(value))
+    return {x: x for x in value} if isinstance(value, set | frozenset) else {}
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, those in slots too."""
+    if isinstance(value, type | ModuleType):
+        return {}
+    found: dict[str, Any] = dict(getattr(value, "__dict__", None) or {})
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                found.setdefault(name, getattr(value, name, MISSING))
+    return found
+
+
+def is_plain(value: Any) -> bool:
+    """Tells whether `value` is a number, a text, an enum member, or a container of such."""
+    if isinstance(value, (*VALUES, Enum)):
+        return True
+    return isinstance(value, CONTAINERS) and len(value) <= LARGEST and all(map(is_plain, items_of(value).values()))
+
+
+def name_of(value: Any) -> str:
+    """Names an object without its address: its own name if it has one, else its type."""
+    own = getattr(value, "__qualname__", None)
+    if isinstance(own, str):
+        return f"{getattr(value, '__module__', None) or 'builtins'}.{own}"
+    if isinstance(value, Enum):
+        return str(value)
+    return _article(type(value).__qualname__)
+
+
+def value_text(value: Any) -> str:
+    """Prints a value without addresses: itself if it is plain, else what it is."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {TensorSpec.of(value)}"
+    if isinstance(value, Missing):
+        return "missing"
+    text = repr(value) if is_plain(value) else ""
+    return text if 0 < len(text) <= _LONGEST_TEXT else name_of(value)
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _literal(kept: Kept) -> str | None:
+    """Prints a container of plain values as Python, sets in order; None for all else."""
+    if isinstance(kept, Value):
+        return repr(kept.value)
+    if not isinstance(kept, Contents) or kept.kind not in _BRACKETS:
+        return None
+    parts = [_literal(item) for item in kept.items.values()]
+    if None in parts:
+        return None
+    texts = [str(part) for part in parts]
+    if kept.kind is dict:
+        texts = [f"{key!r}: {text}" for key, text in zip(kept.items, texts, strict=True)]
+    if kept.kind in (set, frozenset):
+        texts.sort()
+    left, right = _BRACKETS[kept.kind]
+    return f"{left}{', '.join(texts)}{',' if kept.kind is tuple and len(texts) == 1 else ''}{right}"
+
+
+def parts_of(pairs: Iterable[tuple[Kept, Any]]) -> Iterator[tuple[Kept, Any]]:
+    """Yields what `pairs` compare and whatever that holds, each object once."""
+    stack, met = list(pairs), set[int]()
+    while stack:
+        kept, value = stack.pop()
+        if not isinstance(kept, Value | Same) and id(value) not in met:
+            met.add(id(value))
+            yield kept, value
+            stack.extend(kept.inner(value))

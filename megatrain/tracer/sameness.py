@@ -1,0 +1,82 @@
+"""Tells whether two captures computed the same, so that one program serves both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from megatrain.tracer.guards import Guard, is_equal
+from megatrain.tracer.traced import TracedModule
+
+# What a node's meta says besides the user's line.
+_FACTS = (
+    "spec", "requires_grad", "storage", "storage_bytes", "modules", "grad", "autocast", "is_random", "key", "results",
+)  # fmt: skip
+# Compared below, or of no account for what is computed.
+_SEPARATE = frozenset(
+    {"graph", "arguments", "outputs", "side_outputs", "constants", "writes_back", "guards", "assumptions"}
+)
+
+
+def is_same_capture(left: TracedModule, right: TracedModule) -> bool:
+    """Tells whether two captures of one model, for arguments of one signature, have equal graphs and guards.
+
+    What they assumed, the lines they came from and the objects around their outputs may differ.
+    """
+    plain = [f.name for f in fields(TracedModule) if f.name not in _SEPARATE]
+    if any(getattr(left, name) != getattr(right, name) for name in plain):
+        return False
+    constants = left.constants.keys() == right.constants.keys()
+    if not constants or any(tensor is not right.constants[key] for key, tensor in left.constants.items()):
+        return False
+    nodes = dict(zip(left.graph.nodes, right.graph.nodes, strict=False))
+    return (
+        len(left.graph.nodes) == len(right.graph.nodes)
+        and all(_is_same_node(a, b, nodes) for a, b in nodes.items())
+        and [(k, nodes[n]) for k, n in left.writes_back] == list(right.writes_back)
+        and len(left.guards) == len(right.guards)
+        and all(_is_same_guard(a, b, nodes) for a, b in zip(left.guards, right.guards, strict=True))
+    )
+
+
+def _is_same_node(left: fx.Node, right: fx.Node, nodes: Mapping[fx.Node, fx.Node]) -> bool:
+    return (
+        (left.op, left.name) == (right.op, right.name)
+        and (left.target is right.target or left.target == right.target)
+        and _is_same_value((left.args, left.kwargs), (right.args, right.kwargs), nodes)
+        and all(_is_same_value(left.meta.get(fact), right.meta.get(fact), nodes) for fact in _FACTS)
+        and _is_same_value(left.meta.get("writes"), right.meta.get("writes"), nodes)
+    )
+
+
+def _is_same_guard(left: Guard, right: Guard, nodes: Mapping[fx.Node, fx.Node]) -> bool:
+    return (
+        (left.op, left.target) == (right.op, right.target)
+        and _is_same_value((left.args, left.kwargs), (right.args, right.kwargs), nodes)
+        and is_equal(left.expected, right.expected)
+    )
+
+
+def _is_same_value(left: Any, right: Any, nodes: Mapping[fx.Node, fx.Node]) -> bool:
+    leaves, tree = pytree.tree_flatten(left)
+    others, other_tree = pytree.tree_flatten(right)
+    return tree == other_tree and all(_is_same_leaf(a, b, nodes) for a, b in zip(leaves, others, strict=True))
+
+
+def _is_same_leaf(left: Any, right: Any, nodes: Mapping[fx.Node, fx.Node]) -> bool:
+    if isinstance(left, fx.Node):
+        return nodes[left] is right
+    if isinstance(left, slice) and isinstance(right, slice):
+        bounds = ((left.start, left.stop, left.step), (right.start, right.stop, right.step))
+        return _is_same_value(*bounds, nodes)
+    if left is right:
+        return True
+    if type(left) is not type(right) or isinstance(left, torch.Tensor):
+        return False
+    # 0.0 == -0.0, and NaN != NaN.
+    return repr(left) == repr(right) if isinstance(left, float | complex) else bool(left == right)

@@ -1,0 +1,181 @@
+"""The captures of one model, and which of them fits a call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import nn
+
+from megatrain.options import Options
+from megatrain.passes.pipeline import lower
+from megatrain.passes.program import Program
+from megatrain.runtime.block import outer_hooks_off
+from megatrain.runtime.executor import Executor
+from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.table import Schedule
+from megatrain.signature import ModelWatch, call_signature
+from megatrain.tracer.assumptions import AssumptionCheck
+from megatrain.tracer.attempt import Attempt
+from megatrain.tracer.collection import paused_collection
+from megatrain.tracer.expect import GuardFailedError
+from megatrain.tracer.guards import GuardCheck
+from megatrain.tracer.opaque import Opaque
+from megatrain.tracer.sameness import is_same_capture
+from megatrain.tracer.structure import Arguments
+from megatrain.tracer.trace import trace
+from megatrain.tracer.traced import TracedModule
+
+# Paths through one signature's checks in mid-step that are kept as graphs of their own.
+MOST_PATHS = 8
+# Captures kept per signature for different states of attributes: a value that changes at every call fills no memory.
+MOST_STATES = 8
+
+
+@dataclass(slots=True, eq=False)
+class Variant:
+    """One capture of the model, for one signature of inputs, with its schedule.
+
+    Args:
+        traced: The capture.
+        program: Its blocks; captures that computed the same share one.
+        schedule: What runs.
+        guards: Compares what was read from inputs.
+        assumptions: Compares what was read from Python state.
+        executor: Runs the schedule; made at the first call.
+        reasons: Why earlier captures of the same signature didn't fit when this one was made.
+    """
+
+    traced: TracedModule
+    program: Program
+    schedule: Schedule
+    guards: GuardCheck
+    assumptions: AssumptionCheck
+    executor: Executor | None = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def opaque(self) -> tuple[Opaque, ...]:
+        """Modules that run their own code at each step."""
+        return self.program.opaque_calls
+
+
+def first_fitting(
+    variants: list[Variant], inputs: Sequence[torch.Tensor], tree_version: int, failed: Mapping[Variant, str]
+) -> tuple[Variant | None, tuple[str, ...]]:
+    """Finds the variant whose assumptions and guards hold, and moves it to the front.
+
+    Args:
+        variants: Of the call's signature, latest used first.
+        inputs: The call's tensors.
+        tree_version: See `AssumptionCheck.first_failure`.
+        failed: Variants that failed in mid-step for this very call, with what they met.
+
+    Returns:
+        The variant or None, and what failed in those before it, as texts.
+    """
+    failures: list[str] = []
+    for index, variant in enumerate(variants):
+        failure = failed.get(variant) or variant.assumptions.first_failure(tree_version)
+        guard = variant.guards.first_failure(inputs) if failure is None else None
+        if failure is None and guard is None:
+            variants.insert(0, variants.pop(index))
+            return variant, tuple(failures)
+        failures.append(failure or str(guard))
+    return None, tuple(dict.fromkeys(failures))
+
+
+def add_variant(variants: list[Variant], variant: Variant) -> None:
+    """Puts a new variant in front; of those for another state of attributes, only the latest used stay."""
+    others = 1
+    for other in list(variants):
+        others += not other.assumptions.held
+        if not other.assumptions.held and others > MOST_STATES:
+            variants.remove(other)
+    variants.insert(0, variant)
+
+
+class Variants:
+    """All captures of one model.
+
+    Args:
+        model: The model.
+        options: How it is compiled.
+    """
+
+    def __init__(self, model: nn.Module, options: Options):
+        self._model = model
+        self._options = options
+        self._known: dict[Hashable, list[Variant]] = {}
+        self._watch = ModelWatch(model)
+        self._opaque: dict[str, str] = {}
+
+    @property
+    def tree_version(self) -> int:
+        """A number that is another one whenever the modules, their registries or hooks changed."""
+        return self._watch.version
+
+    def __iter__(self) -> Iterator[Variant]:
+        return chain.from_iterable(self._known.values())
+
+    def find(self, arguments: Arguments, failed: Mapping[Variant, str] | None = None) -> Variant:
+        """Returns the variant for a call, captured now if none fits.
+
+        Args:
+            arguments: Of the call.
+            failed: Variants that failed in mid-step for this very call, with what they met.
+
+        Raises:
+            TraceError: If the call can't be captured.
+            ScheduleError: If the memory budget is too small for it.
+        """
+        known = self._of_signature(arguments)
+        variant, failures = first_fitting(known, arguments.tensors, self.tree_version, failed or {})
+        if variant is None:
+            # The capture differentiates fake tensors, which neither the caller's hooks nor anomaly mode can bear.
+            with paused_collection(), outer_hooks_off(), torch.autograd.set_detect_anomaly(False):
+                variant = self._capture(arguments, known)
+            variant.reasons = failures
+            add_variant(known, variant)
+        return variant
+
+    def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
+        """Makes the code around a check opaque once it has selected too many variants."""
+        if len(failed) < MOST_PATHS:
+            return
+        attempt = Attempt(opaque=self._opaque).with_opaque(failure.calls, failure.text, self._model)
+        if attempt is not None:
+            self._opaque = dict(attempt.opaque)
+            self._of_signature(arguments).clear()
+
+    def _of_signature(self, arguments: Arguments) -> list[Variant]:
+        """The variants for the signature of a call, latest used first."""
+        key = call_signature(arguments, self._options.device), self._watch.signature()
+        return self._known.setdefault(key, [])
+
+    def _capture(self, arguments: Arguments, others: Sequence[Variant]) -> Variant:
+        args, kwargs = arguments.rebuild(arguments.tensors)
+        traced = trace(self._model, args, kwargs, device=self._options.device, opaque=self._opaque)
+        guards = GuardCheck(traced.guards, traced.graph, traced.constants)
+        assumptions = AssumptionCheck(traced.assumptions)
+        for other in others:
+            if is_same_capture(other.traced, traced):
+                return Variant(traced, other.program, other.schedule, guards, assumptions, other.executor)
+        program = lower(traced, block_bytes=self._options.block_bytes)
+        return Variant(traced, program, self._planned(program), guards, assumptions)
+
+    def _planned(self, program: Program) -> Schedule:
+        is_training = torch.is_grad_enabled() and any(
+            ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs
+        )
+        planned = schedule(
+            program,
+            memory=self._options.budget(),
+            activations=self._options.activations,
+            transfer=self._options.transfer,
+            mode="train" if is_training else "forward",
+        )
+        planned.check()
+        return planned

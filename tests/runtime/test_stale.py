@@ -1,0 +1,378 @@
+"""A change between two calls of anything that the forward read gives what eager gives, never the old graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.variants import MOST_STATES
+from tests.models import MODELS
+from tests.runtime import settings
+from tests.runtime.settings import gain
+
+SCALE = 2.0
+TABLE = {"shift": 0.5, "order": [1, 2]}
+UNNAMED = 1.0
+
+
+class Mode(Enum):
+    ADD = 1
+    SUB = 2
+
+
+@dataclass
+class Config:
+    """What a model is built from, and asks again in its forward."""
+
+    use_gate: bool = False
+    powers: list[int] = field(default_factory=lambda: [1, 2])
+    mode: Mode = Mode.ADD
+    inner: Any = None
+
+
+class Plain:
+    """A class that is no dataclass, with an attribute of its own class."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        self.offset = 0.25
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor + self.offset
+
+
+class Reader(nn.Module):
+    """Reads Python state in the ways that models do."""
+
+    bias_scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.25)) for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)
+        self.tied = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4, bias=False)
+        self.scale = 1.0
+        self.unread = 1
+        self.config = Config(inner=SimpleNamespace(power=1))
+        self.helper = Plain()
+        self.weights = [1.0, 0.5]
+        self.named = {"a": 1.0, "b": {"c": 2.0}}
+        self.steps = (1, (2, 3))
+        self.skipped: set[int] = set()
+        self.array = np.array([1.0, 2.0])
+        self.loose = torch.tensor(2.0)
+        self.act: Callable[[torch.Tensor], torch.Tensor] = torch.relu
+        self.optional: float | None = None
+        self.late: list[nn.Module] = []
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            if index not in self.skipped:
+                x = x + layer(x) * self.scale
+        x = self.head(self.tied(self.norm(x))) * self.bias_scale
+        x = x * SCALE + TABLE["shift"] * TABLE["order"][0]
+        x = x * settings.GAIN * gain()
+        if self.config.use_gate:
+            x = x.sigmoid()
+        x = self.merge(x, sum(x**p for p in self.config.powers) ** self.config.inner.power)
+        x = self.helper.apply(self.act(x))
+        x = x * sum(self.weights) * self.named["b"]["c"] * self.steps[1][0] * float(self.array.sum()) * self.loose
+        if self.optional is not None:
+            x = x + self.optional
+        x = x + (self.extra if hasattr(self, "extra") else 0.0)
+        return x + torch.zeros(4)
+
+    def merge(self, x, y):
+        return x + y if self.config.mode is Mode.ADD else x - y
+
+
+def doubled(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+def halved(module: nn.Module, inputs: Any) -> Any:
+    return (inputs[0] / 2,)
+
+
+def _child(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+def _weight() -> nn.Parameter:
+    return nn.Parameter(torch.arange(4.0) / 8)
+
+
+CHANGES: dict[str, Callable[[Reader], Any]] = {
+    "an attribute": lambda m: setattr(m, "scale", 3.0),
+    "its type": lambda m: setattr(m, "scale", 1),
+    "its sign": lambda m: setattr(m, "scale", -1.0),
+    "a flag of a dataclass": lambda m: setattr(m.config, "use_gate", True),
+    "a list of a dataclass": lambda m: m.config.powers.append(3),
+    "an enum of a dataclass": lambda m: setattr(m.config, "mode", Mode.SUB),
+    "an object in an object": lambda m: setattr(m.config.inner, "power", 2),
+    "a whole object": lambda m: setattr(m, "config", Config(True, inner=SimpleNamespace(power=1))),
+    "an attribute of a helper": lambda m: setattr(m.helper, "offset", 1.0),
+    "a helper's shadow of its class": lambda m: setattr(m.helper, "factor", 3.0),
+    "a list": lambda m: m.weights.append(2.0),
+    "an item of a list": lambda m: m.weights.__setitem__(0, 4.0),
+    "a nested dict": lambda m: m.named["b"].update(c=5.0),
+    "a tuple": lambda m: setattr(m, "steps", (1, (5, 3))),
+    "a set": lambda m: m.skipped.add(1),
+    "an array in place": lambda m: m.array.__setitem__(0, 7.0),
+    "a loose tensor": lambda m: setattr(m, "loose", torch.tensor(3.0)),
+    "a loose tensor in place": lambda m: m.loose.add_(1.0),
+    "a function": lambda m: setattr(m, "act", torch.tanh),
+    "None to a value": lambda m: setattr(m, "optional", 1.0),
+    "a new attribute": lambda m: setattr(m, "extra", 1.0),
+    "a class attribute shadowed": lambda m: setattr(m, "bias_scale", 2.0),
+    "a method shadowed": lambda m: setattr(m, "merge", lambda x, y: x * y),
+    "a forward shadowed": lambda m: setattr(m.tied, "forward", torch.sin),
+    "the rate of a dropout": lambda m: setattr(m.layers[0][2], "p", 0.75),
+    "the mode of a submodule": lambda m: m.layers[1].eval(),
+    "the mode of a norm": lambda m: m.norm.eval(),
+    "the momentum of a norm": lambda m: setattr(m.norm, "momentum", 0.5),
+    "a submodule": lambda m: m.layers.__setitem__(1, _child(3)),
+    "a submodule to None": lambda m: m.layers.append(_child(4)),
+    "one submodule fewer": lambda m: m.layers.__delitem__(2),
+    "a forward hook": lambda m: m.layers[0].register_forward_hook(doubled),
+    "a forward pre-hook": lambda m: m.layers[0].register_forward_pre_hook(halved),
+    "a parameter's hook": lambda m: m.head.weight.register_hook(lambda grad: grad * 2),
+    "None to a parameter": lambda m: setattr(m.head, "bias", _weight()),
+    "a parameter to None": lambda m: setattr(m.tied, "bias", None),
+    "a frozen parameter": lambda m: m.tied.weight.requires_grad_(False),
+    "a tie": lambda m: setattr(m.head, "weight", m.tied.weight),
+    "a parameter": lambda m: setattr(m.tied, "bias", _weight()),
+    "a buffer": lambda m: m.norm.running_mean.fill_(2.0),
+}
+
+
+class Pair:
+    """An eager model and its compiled twin, changed alike."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.eager, self.twin = copy.deepcopy(model), copy.deepcopy(model)
+        self.compiled = megatrain.compile(self.twin, device="cpu", transfer="copy", activations="recompute")
+
+    def change(self, change: Callable[[Any], Any]) -> None:
+        for model in (self.eager, self.twin):
+            change(model)
+
+    def check(self) -> None:
+        """Runs a step of each and compares all that it leaves."""
+        found: list[dict[str, Any]] = []
+        for call, model in ((self.eager, self.eager), (self.compiled, self.twin)):
+            torch.manual_seed(7)
+            model.zero_grad(set_to_none=True)
+            output = call(torch.linspace(-1, 1, 12).view(3, 4))
+            output.square().sum().backward()
+            grads = {f"grad {n}": p.grad for n, p in model.named_parameters()}
+            found.append({"output": output, "rng": torch.get_rng_state(), **grads, **dict(model.named_buffers())})
+        assert found[0].keys() == found[1].keys()
+        for name, left in found[0].items():
+            right = found[1][name]
+            assert (left is None) == (right is None), name
+            assert left is None or torch.equal(left, right), name
+
+    @property
+    def count(self) -> int:
+        """Captures so far."""
+        return len(list(self.compiled._variants))
+
+
+@pytest.fixture
+def pair() -> Pair:
+    torch.manual_seed(0)
+    return Pair(Reader())
+
+
+@pytest.fixture
+def globals_restored() -> Iterator[None]:
+    saved = {name: globals()[name] for name in ("SCALE", "TABLE", "gain", "UNNAMED")}
+    table, gain_before, factor = copy.deepcopy(TABLE), settings.GAIN, Plain.factor
+    yield
+    globals().update(saved)
+    TABLE.clear()
+    TABLE.update(table)
+    settings.GAIN, Plain.factor, Reader.bias_scale = gain_before, factor, 1.0
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_between_two_calls_is_seen(pair: Pair, what: str) -> None:
+    pair.check()
+    pair.check()
+    assert pair.count == 1
+    pair.change(CHANGES[what])
+    pair.check()
+    pair.check()
+    assert pair.count <= 2
+
+
+def test_what_the_forward_does_not_read_makes_no_other_capture(pair: Pair) -> None:
+    pair.check()
+    pair.change(lambda m: setattr(m, "unread", 2))
+    pair.change(lambda m: setattr(m, "brand_new", 2))
+    pair.change(lambda m: m.named.update(b={"c": 2.0}))  # an equal one
+    pair.change(lambda m: setattr(m, "weights", [1.0, 0.5]))
+    pair.change(lambda m: setattr(m, "config", copy.deepcopy(m.config)))
+    pair.change(lambda m: m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True))
+    pair.check()
+    assert pair.count == 1
+    # What took the place of an equal value is watched from now on.
+    pair.change(lambda m: m.weights.append(9.0))
+    pair.check()
+    assert pair.count == 2
+
+
+def test_what_was_put_back_finds_its_old_capture(pair: Pair) -> None:
+    pair.check()
+    children = [model.layers[1] for model in (pair.eager, pair.twin)]
+    pair.change(lambda m: m.layers.__setitem__(1, _child(5)))
+    pair.check()
+    for model, child in zip((pair.eager, pair.twin), children, strict=True):
+        with torch.no_grad():
+            child[0].weight.mul_(2)
+        model.layers[1] = child
+    pair.check()
+    assert pair.count == 2
+    handles = [model.norm.register_forward_hook(doubled) for model in (pair.eager, pair.twin)]
+    pair.check()
+    for handle in handles:
+        handle.remove()
+    pair.check()
+    assert pair.count == 3
+
+
+def test_a_module_of_the_same_shape_shares_the_program(pair: Pair) -> None:
+    pair.check()
+    program = pair.compiled.program
+    pair.change(lambda m: setattr(m, "tied", nn.Linear(4, 4).requires_grad_(True)))
+    pair.twin.tied.load_state_dict(pair.eager.tied.state_dict())
+    pair.check()
+    assert pair.count == 2
+    assert pair.compiled.program is program
+
+
+@pytest.mark.usefixtures("globals_restored")
+@pytest.mark.parametrize("name", ["SCALE", "TABLE", "order", "settings", "gain", "class", "helper's class"])
+def test_a_change_of_a_global_is_seen(pair: Pair, name: str) -> None:
+    pair.check()
+    if name == "SCALE":
+        globals()["SCALE"] = 5.0
+    elif name == "TABLE":
+        TABLE["shift"] = 3.0
+    elif name == "order":
+        TABLE["order"].insert(0, 9)
+    elif name == "settings":
+        settings.GAIN = 0.5
+    elif name == "gain":
+        globals()["gain"] = lambda: 4.0
+    elif name == "class":
+        Reader.bias_scale = 4.0
+    else:
+        Plain.factor = 4.0
+    pair.check()
+    assert pair.count == 2
+
+
+@pytest.mark.usefixtures("globals_restored")
+def test_a_global_that_no_code_of_the_model_names_makes_no_other_capture(pair: Pair) -> None:
+    pair.check()
+    globals()["UNNAMED"] = 2.0
+    pair.check()
+    assert pair.count == 1
+
+
+def test_a_variable_of_a_closure_is_seen() -> None:
+    factor = 2.0
+
+    class Closing(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * factor
+
+    pair = Pair(Closing(4, 4))
+    pair.check()
+    factor = 3.0
+    pair.check()
+    assert "factor == 2.0 at test_stale.py" in pair.compiled.recompiled_because[0]
+
+
+def test_torchs_default_dtype_is_seen() -> None:
+    class Filling(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * torch.full((4,), 0.3).double()
+
+    pair = Pair(Filling(4, 4))
+    pair.check()
+    torch.set_default_dtype(torch.float64)
+    try:
+        x = torch.ones(2, 4, dtype=torch.float32)
+        assert torch.equal(pair.compiled(x), pair.eager(x))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_hook_for_every_module_is_seen(pair: Pair) -> None:
+    pair.check()
+    handle = nn.modules.module.register_module_forward_hook(lambda m, i, o: o + 1 if isinstance(m, nn.Tanh) else None)
+    try:
+        pair.check()
+    finally:
+        handle.remove()
+    pair.check()
+    assert pair.count == 2
+
+
+def test_a_value_that_changes_at_every_call_fills_no_memory(pair: Pair) -> None:
+    for step in range(2 * MOST_STATES):
+        pair.change(lambda m, step=step: setattr(m, "scale", 1.0 + step))
+        pair.check()
+        assert pair.count == min(step + 1, MOST_STATES)
+    runners = len(pair.compiled.engine._runners)
+    pair.change(lambda m: setattr(m, "scale", -1.0))
+    pair.check()
+    assert len(pair.compiled.engine._runners) == runners
+
+
+def test_states_that_alternate_are_captured_once_each(pair: Pair) -> None:
+    for step in range(6):
+        pair.change(lambda m, step=step: setattr(m.config, "use_gate", step % 2 == 0))
+        pair.check()
+    assert pair.count == 2
+
+
+def test_a_recompiled_capture_says_why(pair: Pair) -> None:
+    pair.check()
+    assert pair.compiled.recompiled_because == ()
+    pair.change(lambda m: setattr(m.config.inner, "power", 3))
+    pair.check()
+    (reason,) = pair.compiled.recompiled_because
+    assert reason.startswith("model.config.inner.power == 1 at test_stale.py:")
+    assert reason.endswith("; now 3")
+    assert "model.config.inner.power == 3" in pair.compiled.guards
+
+
+def test_a_config_of_transformers_is_seen() -> None:
+    model, args, kwargs = MODELS["llama_unpadded"]()
+    eager, compiled = copy.deepcopy(model), megatrain.compile(model, device="cpu")
+    assert torch.equal(compiled(*args, **kwargs)[0], eager(*args, **kwargs)[0])
+    for one in (model, eager):
+        one.config.output_hidden_states = True
+    found, expected = compiled(*args, **kwargs), eager(*args, **kwargs)
+    assert len(found.hidden_states) == len(expected.hidden_states)
+    for one in (model, eager):
+        one.config._attn_implementation = "eager"
+        one.model.layers[1].self_attn.scaling = 0.1
+    assert torch.equal(compiled(*args, **kwargs)[0], eager(*args, **kwargs)[0])
