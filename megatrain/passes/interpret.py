@@ -59,8 +59,7 @@ class Code:
         self._num_inputs = len(placeholders)
         self._size = len(index)
         self.opaque = opaque_calls(graph)
-        differentiates = any(n.target in (torch.autograd.grad, torch.autograd.backward) for n in calls)
-        self.has_inner_grad = differentiates or bool(self.opaque)
+        self.has_inner_grad = has_inner_grad(graph)
 
     def __call__(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Runs the graph; differentiable where the caller's grad mode and the recorded one both allow it."""
@@ -87,6 +86,12 @@ class Code:
 def opaque_calls(graph: fx.Graph) -> tuple[Opaque, ...]:
     """Lists the modules in a graph that run their own code."""
     return tuple(n.target for n in graph.nodes if isinstance(n.target, Opaque))
+
+
+def has_inner_grad(graph: fx.Graph) -> bool:
+    """Tells whether the code differentiates inside its own forward, and needs history whatever the caller does."""
+    differentiates = any(n.target in (torch.autograd.grad, torch.autograd.backward) for n in graph.nodes)
+    return differentiates or bool(opaque_calls(graph))
 
 
 def _step(node: fx.Node, index: dict[fx.Node, int], dead: tuple[int, ...], is_unused: bool) -> _Step:

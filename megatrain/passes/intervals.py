@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import fx
 
 from megatrain.tracer.traced import TracedModule
@@ -42,7 +43,7 @@ def find_intervals(traced: TracedModule, block_bytes: int | None) -> list[Interv
     if block_bytes is not None:
         finer = [part for i in intervals for part in _absorb_stateless(_cut_at_children(i, block_bytes))]
         intervals = _merge_small(_absorb_stateless(finer), block_bytes)
-    return _merge_aliased_writes(intervals, traced)
+    return _merge_aliased_writes(_merge_inner_gradients(intervals), traced)
 
 
 def _cut_at_repeated(calls: Sequence[fx.Node], block_modules: frozenset[str]) -> list[Interval]:
@@ -125,6 +126,21 @@ def _merge_small(intervals: list[Interval], limit: int) -> list[Interval]:
     return merged
 
 
+def _merge_inner_gradients(intervals: list[Interval]) -> list[Interval]:
+    """Undoes cuts between the tensors that the forward itself differentiates by and the call that does it.
+
+    A block sees what another made as a leaf, without the graph behind it.
+    """
+    home = {n: i for i, interval in enumerate(intervals) for n in interval.nodes}
+    target = list(range(len(intervals)))
+    for node, here in home.items():
+        if node.target is torch.autograd.grad:
+            sources = [home.get(a, min(home[u] for u in a.users if u in home)) for a in node.all_input_nodes]
+            start = target[min(sources)]
+            target[start : here + 1] = [start] * (here + 1 - start)
+    return _merged(intervals, target)
+
+
 def _merge_aliased_writes(intervals: list[Interval], traced: TracedModule) -> list[Interval]:
     """Undoes cuts that let a block write memory which another name for it still shows to a later block.
 
@@ -144,6 +160,11 @@ def _merge_aliased_writes(intervals: list[Interval], traced: TracedModule) -> li
             if len(aliases) > 1:
                 start = target[min(first[a] for a in aliases)]
                 target[start : here + 1] = [start] * (here + 1 - start)
+    return _merged(intervals, target)
+
+
+def _merged(intervals: list[Interval], target: list[int]) -> list[Interval]:
+    """Joins neighbours with the same target."""
     groups = groupby(range(len(intervals)), lambda i: target[i])
     return [_join_all([intervals[i] for i in group]) for _, group in groups]
 

@@ -87,8 +87,11 @@ def _measured(template: Template, differentiable: list[bool], program: Program) 
     ports = (*template.inputs, *template.state)
     with FakeTensorMode():
         arguments = [_empty(program.device, port.spec) for port in ports]
-        forward_peak, flops = _measure_forward(code, arguments)
-        leaves = [t.requires_grad_(needs_grad) for t, needs_grad in zip(arguments, differentiable, strict=True)]
+        leaves = [
+            t.detach().requires_grad_(needs_grad) for t, needs_grad in zip(arguments, differentiable, strict=True)
+        ]
+        with torch.set_grad_enabled(code.has_inner_grad):
+            forward_peak, flops = _measure_forward(code, leaves if code.has_inner_grad else arguments)
         saved, backward_peak = _measure_backward(code, leaves, runs_backward=not _has_users_backward(template))
     if backward_peak is None:
         backward_peak = 2 * _result_bytes(template)
@@ -171,8 +174,13 @@ def _measure_backward(code: Code, arguments: list[torch.Tensor], *, runs_backwar
             return saved_bytes, None
         if roots and leaves:
             gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
-    produced = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
+    produced = sum(part.untyped_storage().nbytes() for g in gradients if g is not None for part in _parts(g))
     return saved_bytes, max(0, live.peak - produced)
+
+
+def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that a gradient consists of: itself, or those of a sparse one."""
+    return (gradient._indices(), gradient._values()) if gradient.layout == torch.sparse_coo else (gradient,)
 
 
 def _storage_bytes(tensors: list[torch.Tensor], beyond: list[torch.Tensor]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from megatrain.errors import LowerError
@@ -26,7 +27,7 @@ def partition(traced: TracedModule, *, block_bytes: int | None = None) -> Progra
             smaller ones are merged. None keeps the model's own repeated modules.
 
     Raises:
-        LowerError: If the model calls nothing at all.
+        LowerError: If the model calls nothing at all, or a buffer carries gradients from call to call.
     """
     intervals = find_intervals(traced, block_bytes)
     if not intervals:
@@ -63,6 +64,7 @@ class _Cut:
         for node in (n for n in traced.graph.nodes if n in self._written_state):
             self._define(node, node.name, None, node.meta["storage"])
             buffers.append((node.name, str(node.target)))
+        self._refuse_history(buffers)
         for node in self._constants:
             self._define(node, node.name, None, node.meta["storage"])
         templates: dict[str, Template] = {}
@@ -86,6 +88,19 @@ class _Cut:
             device=traced.device,
             provenance=("canonicalize", "partition"),
         )
+
+    def _refuse_history(self, buffers: list[tuple[str, str]]) -> None:
+        """Refuses gradients that would flow from one call into the one before, through a buffer that both use."""
+        read = {key for _, key in buffers}
+        for key, node in self._traced.writes_back:
+            # A buffer that was bound anew enters as a clone, made without history.
+            sources = [node, *node.all_input_nodes] if node.target in ("clone", torch.Tensor.clone) else [node]
+            if key in read and any(source.meta["requires_grad"] for source in sources):
+                raise LowerError(
+                    f"the forward leaves a tensor with gradient history in the buffer `{key}`, and reads it again.\n"
+                    "  In eager the next backward would continue into the call before; a schedule ends with its call.\n"
+                    "  Detach what goes into the buffer."
+                )
 
     def _define(self, node: fx.Node, name: str, producer: int | None, storage: Any) -> None:
         meta = node.meta

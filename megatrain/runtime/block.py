@@ -101,7 +101,7 @@ class BlockRunner:
         Tensors require grad just as in eager, because kernels look at that (matmul folds its batch dimensions or
         not, and rounds differently); what autograd would save is thrown away at once.
         """
-        if not any(needs_grad):
+        if not any(needs_grad) and not self._code.has_inner_grad:
             with neutral_autocast(self._device):
                 return self._code([*inputs, *state])
         leaves = [t.detach().requires_grad_(g) for t, g in zip((*inputs, *state), needs_grad, strict=True)]

@@ -141,6 +141,7 @@ class Engine:
             self.store = HostStore(images, self.tensors, self.device)
         else:
             self.store.extend(images, self.tensors)
+            self._has_replaced = True  # what was replaced before this inventory, no comparison with it can find
         return images
 
     def _load(self, images: list[BlockImage], weights: Weights) -> None:

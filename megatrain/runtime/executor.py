@@ -45,16 +45,11 @@ class Executor:
         self._names = list(program.values)
         self._specs = [value.spec for value in program.values.values()]
         self._resumed: Plan | None = None
-        self._facts = Facts.of(program, is_training=schedule.mode == "train")
-        self.differentiable_outputs = self._facts.differentiable_outputs
-        self.differentiable_inputs = self._facts.differentiable_inputs
-        self.trained = self._facts.trained
-        assert engine.store is not None
-        self._places = {
-            key: place
-            for block, image in zip(program.blocks, images, strict=True)
-            for key, place in zip(block.binding, engine.store.bound(image), strict=True)
-        }
+        self.facts = Facts.of(program, is_training=schedule.mode == "train")
+        self.differentiable_outputs = self.facts.differentiable_outputs
+        self.differentiable_inputs = self.facts.differentiable_inputs
+        works = schedule.known_workload().blocks
+        self._has_empty_gradients = [w.has_backward and not w.gradient_bytes for w in works]
         slab_bytes = max((image.nbytes for image in images), default=0)
         is_bound = schedule.transfer == "bind"
         self._sink = GradientSink(lambda key: engine.tensors[key], engine.device, slab_bytes, in_place=is_bound)
@@ -62,9 +57,9 @@ class Executor:
     # -- calls ---------------------------------------------------------------------------------------------
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters that a backward gives gradients to, as they are now, in the order of `trained`."""
+        """The parameters that a backward gives gradients to, as they are now, in the order of `facts.trained`."""
         self._engine.find_replaced()
-        return [self._engine.tensors[key] for key in self.trained]
+        return [self._engine.tensors[key] for key in self.facts.trained]
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> Call:
         """Runs the forward half of the schedule.
@@ -82,7 +77,7 @@ class Executor:
         engine = self._engine
         with engine.turn():
             engine.refresh()
-            return self._run_forward(Start.of(self.program, inputs, engine.tensors, self._places), commits=True)
+            return self._run_forward(Start.of(self.program, inputs, engine.tensors, self._slots.places), commits=True)
 
     def _run_forward(self, start: Start, *, commits: bool) -> Call:
         engine = self._engine
@@ -98,7 +93,7 @@ class Executor:
             if commits:
                 self._commit_buffers(call)
             call.outputs = [self._output(call, ref.kind, ref.name) for ref in self.program.outputs]
-            call.remember_versions(self._facts.watched)
+            call.remember_versions(self.facts.watched)
             return call
         except BaseException:
             call.close(FAILED)
@@ -133,7 +128,7 @@ class Executor:
             outputs = [i for i, gradient in enumerate(gradients) if gradient is not None]
             start = call.check_open(outputs)
             call.check_versions()
-            start.check_state(self._facts.read_backward if call.status == OPEN else start.state)
+            start.check_state(self.facts.read_backward if call.status == OPEN else start.state)
             running = call if call.status == OPEN else self._replay(start)
             if not keep_graph:
                 call.spend(outputs, self.differentiable_outputs)
@@ -258,7 +253,7 @@ class Executor:
             saved = []
             if step.is_recomputed:
                 call.rng[block.index] = runner.rng_state()
-            outputs = runner.forward(inputs, state, self._facts.needs_grad[block.index])
+            outputs = runner.forward(inputs, state, self.facts.needs_grad[block.index])
         for name, tensor in zip(block.outputs, outputs, strict=True):
             call.set_value(name, tensor)
         call.hold("saved", block.index, saved)
@@ -270,8 +265,8 @@ class Executor:
         return self._runners[block.index].forward_with_graph(
             inputs,
             state,
-            self._facts.needs_grad[block.index],
-            self._facts.is_carried[block.index],
+            self.facts.needs_grad[block.index],
+            self.facts.is_carried[block.index],
             lambda: self._slots.state(block.index, slots[block.index]),
         )
 
@@ -298,11 +293,13 @@ class Executor:
         is_shared = [g is not None and self._engine.meter.has(g) for g in parameters]
         call.parameter_gradients[block.index] = list(zip(parameters, is_shared, strict=True))
         call.hold("parameters", block.index, parameters)
+        if self._has_empty_gradients[block.index]:
+            self._offload(call, step)  # there is nothing to move, so the table has no G
 
     def _offload(self, call: Call, step: Planned) -> None:
         block = self.program.blocks[step.op.block]
         gradients = call.parameter_gradients[block.index]
-        self._sink.receive(block.binding, gradients, self._facts.completes[block.index])
+        self._sink.receive(block.binding, gradients, self.facts.completes[block.index])
 
     def _add_gradient(self, call: Call, name: str, gradient: torch.Tensor) -> None:
         known = call.gradients.get(name)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatrain.passes.interpret import has_inner_grad
 from megatrain.passes.program import Block, Program
 from megatrain.scheduler.from_program import has_backward
 
@@ -19,6 +20,8 @@ class Facts:
         read_backward: Keys of the state that the backward reads.
         watched: Values that the backward reads, or whose memory several outputs or inputs share: nobody may write
             into them before it.
+        returned_buffers: Outputs of the model that are a buffer which the forward wrote in place: the value's name and
+            the buffer's key.
         needs_grad: Per block: one flag per input, then one per state tensor.
         is_carried: Per block and input: a later block, or the caller, can give it a gradient first.
         completes: Per block: the parameters of which it is the last, in backward order, to give a gradient.
@@ -29,6 +32,7 @@ class Facts:
     trained: tuple[str, ...]
     read_backward: tuple[str, ...]
     watched: frozenset[str]
+    returned_buffers: Mapping[str, str]
     needs_grad: tuple[tuple[bool, ...], ...]
     is_carried: tuple[tuple[bool, ...], ...]
     completes: tuple[tuple[str, ...], ...]
@@ -48,6 +52,7 @@ class Facts:
             trained=tuple(key for keys in completes for key in keys) if is_training else (),
             read_backward=tuple(dict.fromkeys(key for block in differentiated for key in block.binding)),
             watched=_watched_values(program, differentiated),
+            returned_buffers=_returned_buffers(program),
             needs_grad=tuple(_needs_grad(program, block, is_training) for block in program.blocks),
             is_carried=_carried_inputs(program),
             completes=completes,
@@ -59,7 +64,20 @@ class Facts:
 def _needs_grad(program: Program, block: Block, is_training: bool) -> tuple[bool, ...]:
     flags = [program.values[name].requires_grad for name in block.inputs]
     flags += [program.state[key].requires_grad for key in block.binding]
-    return tuple(flag and is_training for flag in flags)
+    # Without training nobody outside needs gradients, but a forward that differentiates inside does.
+    is_needed = is_training or has_inner_grad(program.templates[block.template].graph)
+    return tuple(flag and is_needed for flag in flags)
+
+
+def _returned_buffers(program: Program) -> dict[str, str]:
+    values = program.values
+    written = {values[name].storage: (values[name].spec, key) for key, name in program.commits}
+    found: dict[str, str] = {}
+    for name in (ref.name for ref in program.outputs if ref.kind == "value"):
+        spec, key = written.get(values[name].storage, (None, ""))
+        if values[name].spec == spec and not values[name].requires_grad:
+            found[name] = key
+    return found
 
 
 def _watched_values(program: Program, differentiated: Sequence[Block]) -> frozenset[str]:

@@ -18,6 +18,9 @@ class Slots:
         schedule: Names the slots.
         images: Layout of each block's state.
         engine: Holds the store and the arena that slots are cut from.
+
+    Attributes:
+        places: Where each tensor of the blocks' state lies in the store, by key.
     """
 
     def __init__(self, schedule: Schedule, images: Sequence[BlockImage], engine: Engine):
@@ -26,6 +29,11 @@ class Slots:
         self._engine = engine
         self._is_bound = schedule.transfer == "bind"
         self._views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+        self.places = {
+            entry.key: place
+            for image in images
+            for entry, place in zip(image.entries, self._store.bound(image), strict=True)
+        }
 
     @property
     def _store(self) -> HostStore:

@@ -37,7 +37,7 @@ class _Step(torch.autograd.Function):
         for index, gradient in zip(executor.differentiable_outputs, gradients, strict=True):
             everything[index] = gradient
         nodes = [node for node, _ in ctx.next_functions[-len(ctx.parameters) :]] if ctx.parameters else []
-        demand = Demand(executor.trained, ctx.parameters, nodes)
+        demand = Demand(executor.facts.trained, ctx.parameters, nodes)
         found = executor.backward(ctx.call, everything, keep_graph=keeps_graph(), take=demand.take)
         return None, None, None, None, *found, *demand.returned()
 
@@ -69,10 +69,13 @@ def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.T
 def _handed_through(
     executor: Executor, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Puts the caller's own tensor where the model returns an input, and the model's where it returns a parameter."""
-    given = dict(zip(executor.program.inputs, inputs, strict=True))
-    for ref, output in zip(executor.program.outputs, outputs, strict=True):
-        yield executor.state_output(ref.name) if ref.kind == "state" else given.get(ref.name, output)
+    """Puts the caller's own tensor where the model returns an input, and the model's where it returns its state."""
+    program = executor.program
+    own = dict(zip(program.inputs, inputs, strict=True))
+    if program.device.type == "cpu":  # elsewhere a buffer that was written is a copy on the device
+        own |= {name: executor.state_output(key) for name, key in executor.facts.returned_buffers.items()}
+    for ref, output in zip(program.outputs, outputs, strict=True):
+        yield executor.state_output(ref.name) if ref.kind == "state" else own.get(ref.name, output)
 
 
 _CREATE_GRAPH = (

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import TraceError
+from megatrain.tracer.layouts import check_plain
 
 
 class _TensorMetError(Exception):
@@ -116,11 +117,17 @@ class Arguments:
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Flattens the arguments of one call; containers are those that `torch.utils._pytree` knows."""
+        """Flattens the arguments of one call; containers are those that `torch.utils._pytree` knows.
+
+        Raises:
+            TraceError: If one is a sparse, nested or quantized tensor, or of a tensor class of its own.
+        """
         paths, tree = pytree.tree_flatten_with_path((args, kwargs))
         names = tuple(_path_name(path) for path, _ in paths)
         leaves = tuple(leaf for _, leaf in paths)
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for i in at:
+            check_plain(f"input `{names[i]}`", leaves[i])
         return Arguments(tuple(leaves[i] for i in at), tuple(names[i] for i in at), leaves, tree, names)
 
     @property

@@ -15,6 +15,7 @@ from megatrain.errors import TraceError
 from megatrain.tracer.assuming import Assuming
 from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.attempt import Attempt, MakeFakeError
+from megatrain.tracer.layouts import check_plain_state
 from megatrain.tracer.modules import (
     followed_modules,
     host_drawer,
@@ -67,6 +68,7 @@ def trace(
     """
     arguments = Arguments.of(tuple(args), dict(kwargs or {}))
     _refuse_hidden_inputs(arguments)
+    check_plain_state(model)
     target = torch.device(device) if device is not None else _device_of(arguments)
     attempt = Attempt(opaque={**with_backward_hooks(model), **(opaque or {})})
     while True:

@@ -1,0 +1,61 @@
+"""Refuses tensors that aren't plain dense ones: no spec describes them, and no arena holds them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+
+from megatrain.errors import TraceError
+
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+
+
+def check_plain(what: str, tensor: torch.Tensor) -> None:
+    """Checks that a tensor is dense, and that its class changes nothing about what calls on it do.
+
+    Args:
+        what: How messages name it, ``input `x` ``.
+        tensor: The tensor.
+
+    Raises:
+        TraceError: If it isn't.
+    """
+    if type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested:
+        return
+    if is_lazy(tensor):
+        raise TraceError(
+            f"{what} is not initialized yet.\n"
+            "  A lazy module takes its shapes from the first batch, and a capture needs them before.\n"
+            "  Call the model itself once, uncompiled, then compile it."
+        )
+    if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"{tensor.layout}"
+        raise TraceError(
+            f"{what} is a {kind.removeprefix('torch.')} tensor.\n"
+            "  Inputs, parameters and buffers are dense tensors: shape, dtype and strides say all about them.\n"
+            "  Pass its dense parts, and build the tensor inside the forward."
+        )
+    if _changes_calls(type(tensor)):
+        raise TraceError(
+            f"{what} is a {type(tensor).__qualname__}, a tensor class of its own.\n"
+            "  Its class may change what each call on it does, which a capture of plain tensors can't show.\n"
+            "  Use a plain tensor: `.as_subclass(torch.Tensor)`, if its values are ordinary."
+        )
+
+
+def check_plain_state(model: nn.Module) -> None:
+    """Checks all parameters and buffers with `check_plain`."""
+    for name, tensor in model.named_parameters():
+        check_plain(f"parameter `{name}`", tensor)
+    for name, tensor in model.named_buffers():
+        check_plain(f"buffer `{name}`", tensor)
+
+
+def _changes_calls(kind: type) -> bool:
+    """Tells whether a class other than torch's own gives its tensors another behaviour (or passes on its type)."""
+    own = [c for c in kind.__mro__ if c not in _PLAIN and issubclass(c, torch.Tensor)]
+    if issubclass(kind, nn.Parameter):
+        return any("__torch_function__" in vars(c) or "__torch_dispatch__" in vars(c) for c in own)
+    return any(not c.__module__.startswith("torch._C") for c in own)

@@ -1,0 +1,114 @@
+"""Tensors that aren't plain dense ones are refused by name, as inputs and as state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.errors import LowerError, TraceError
+
+
+class Renamed(torch.Tensor):
+    """A tensor class without any behaviour of its own: eager would still pass the class on."""
+
+
+class Doubles(torch.Tensor):
+    """A parameter class that changes calls."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if func is torch.nn.functional.linear else result
+
+
+INPUTS = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged),
+    "sparse_coo": lambda: torch.eye(4).to_sparse(),
+    "sparse_csr": lambda: torch.eye(4).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8),
+    "Renamed": lambda: torch.ones(4, 4).as_subclass(Renamed),
+    "Doubles": lambda: torch.ones(4, 4).as_subclass(Doubles),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", INPUTS)
+def test_inputs(kind: str) -> None:
+    compiled = megatrain.compile(nn.Linear(4, 4), device="cpu")
+    with pytest.raises(TraceError, match=f"input `arg0` is a {kind}"):
+        compiled(INPUTS[kind]())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", INPUTS)
+def test_buffers(kind: str) -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("extra", INPUTS[kind]())
+    with pytest.raises(TraceError, match=f"buffer `extra` is a {kind}"):
+        megatrain.compile(model, device="cpu")(torch.ones(2, 4))
+
+
+def test_parameters_whose_class_changes_calls() -> None:
+    class Custom(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    model = nn.Linear(4, 4)
+    model.weight = Custom(torch.ones(4, 4))
+    with pytest.raises(TraceError, match=r"parameter `weight` is a .*Custom, a tensor class of its own"):
+        megatrain.compile(model, device="cpu")(torch.ones(2, 4))
+
+
+def test_parameters_of_a_mere_subclass() -> None:
+    class Tagged(nn.Parameter):
+        pass
+
+    model = nn.Linear(4, 4)
+    model.weight = Tagged(torch.ones(4, 4))
+    compiled = megatrain.compile(model, device="cpu")
+    compiled(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((4, 4), 2.0))
+
+
+def test_lazy_modules() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+    compiled = megatrain.compile(model, device="cpu")
+    with pytest.raises(TraceError, match=r"parameter `0\.weight` is not initialized yet"):
+        compiled(torch.ones(2, 3))
+    model(torch.ones(2, 3))
+    compiled(torch.ones(2, 3)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+class Recurrent(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("memory", torch.zeros(4))
+        self.way = way
+
+    def forward(self, x):
+        h = self.layer(x)
+        if self.way == "bound":
+            self.memory = self.memory + h.mean(0)
+        elif self.way == "in place":
+            self.memory.mul_(0.5).add_(h.mean(0))
+        else:
+            self.memory = self.memory + h.mean(0).detach()
+        return h * self.memory
+
+
+@pytest.mark.parametrize("way", ["bound", "in place"])
+def test_gradients_through_buffers_from_call_to_call(way: str) -> None:
+    with pytest.raises(LowerError, match="leaves a tensor with gradient history in the buffer `memory`"):
+        megatrain.compile(Recurrent(way), device="cpu")(torch.ones(2, 4))
+    with torch.no_grad():
+        megatrain.compile(Recurrent(way), device="cpu")(torch.ones(2, 4))
+
+
+def test_detached_memory_is_fine() -> None:
+    assert megatrain.verify(Recurrent("detached"), torch.ones(2, 4)).max_error == 0
