@@ -68,7 +68,7 @@ class GradientSink:
             if gradient is None:
                 continue
             if key in self._sums:
-                self._sums[key] = self._sums[key] + gradient
+                self._sums[key] = _sum(self._sums[key], gradient)
             else:
                 self._sums[key] = gradient
         for key in completes:
@@ -117,9 +117,26 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     if parameter.grad is None:
-        parameter.grad = gradient
+        parameter.grad = _laid_out(gradient, parameter)
+    elif parameter.grad.is_sparse and not gradient.is_sparse:
+        parameter.grad = _sum(parameter.grad, gradient)
     else:
         parameter.grad.add_(gradient)
     post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     for hook in (post or {}).values():
         hook(parameter)
+
+
+def _sum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Adds two gradients; torch adds a sparse one to a dense one, but not the other way round."""
+    return right + left if left.is_sparse and not right.is_sparse else left + right
+
+
+def _laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Gives a gradient the strides of its parameter, as autograd does: sums over it round accordingly."""
+    if gradient.is_sparse or all(
+        size == 1 or mine == other
+        for size, mine, other in zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    ):
+        return gradient
+    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
