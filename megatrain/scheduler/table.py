@@ -114,6 +114,14 @@ class Schedule:
         return len(self.slots)
 
     @property
+    def frozen(self) -> tuple[int, ...]:
+        """Blocks without gradients of their own, ascending: no G offloads any. Empty for inference."""
+        if self.mode == "forward":
+            return ()
+        computed = {op.block for op in self.ops if op.what in "FB"}
+        return tuple(sorted(computed.difference(op.block for op in self.ops if op.what == "G")))
+
+    @property
     def arena_bytes(self) -> int:
         """Bytes of the device arena that the slots share."""
         return max((slot.offset + slot.nbytes for slot in self.slots), default=0)

@@ -35,6 +35,7 @@ def schedule_text(schedule: Schedule) -> str:
         f"device: {schedule.device_bytes} B; host: {schedule.host_bytes} B",
         *_folded("slots: ", "; ", [f"{i} = {s.offset}+{s.nbytes}" for i, s in enumerate(schedule.slots)]),
         *_folded("saves: ", ", ", _ranges(schedule.saves)),
+        *_folded("frozen: ", ", ", _ranges(schedule.frozen)),
     ]
     if schedule.mode != MODES[0]:
         lines.append(f"mode: {schedule.mode}")
@@ -93,6 +94,7 @@ class _Read:
     figures: dict[str, int] = field(default_factory=dict[str, int])
     slots: list[Slot] = field(default_factory=list[Slot])
     saves: list[int] = field(default_factory=list[int])
+    frozen: list[int] = field(default_factory=list[int])
     mode: str = MODES[0]
     transfer: str = TRANSFERS[0]
     streams: list[Stream] = field(default_factory=list[Stream])
@@ -113,7 +115,7 @@ def parse_schedule(text: str, workload: Workload | None = None) -> Schedule:
             _at_line(number, line.strip(), _reader_of(line, read), read)
     _at_line(max(1, len(lines)), lines[-1].strip() if lines else "", _check_complete, read)
     counts = ("num_slots", "num_ticks")
-    return Schedule(
+    schedule = Schedule(
         ticks=tuple(read.ticks),
         slots=tuple(read.slots),
         saves=tuple(read.saves),
@@ -123,6 +125,12 @@ def parse_schedule(text: str, workload: Workload | None = None) -> Schedule:
         workload=workload,
         **{name: figure for name, figure in read.figures.items() if name not in counts},
     )
+    if tuple(read.frozen) != schedule.frozen:
+        raise ScheduleError(
+            f"the line `frozen:` must name {', '.join(_ranges(schedule.frozen)) or 'no block'}.\n"
+            "  It names the blocks whose gradients no G offloads."
+        )
+    return schedule
 
 
 def _at_line(number: int, line: str, reader: Callable[[str, _Read], None], read: _Read) -> None:
@@ -142,6 +150,7 @@ def _reader_of(line: str, read: _Read) -> Callable[[str, _Read], None]:
         "device:": _read_device,
         "slots:": _read_slots,
         "saves:": _read_saves,
+        "frozen:": _read_frozen,
         "mode:": _read_mode,
         "transfer:": _read_transfer,
         "tick": _read_heading,
@@ -176,12 +185,22 @@ def _read_slots(line: str, read: _Read) -> None:
 
 
 def _read_saves(line: str, read: _Read) -> None:
-    for part in line.removeprefix("saves:").split(","):
+    read.saves += _read_ranges(line.removeprefix("saves:"), read)
+
+
+def _read_frozen(line: str, read: _Read) -> None:
+    read.frozen += _read_ranges(line.removeprefix("frozen:"), read)
+
+
+def _read_ranges(text: str, read: _Read) -> list[int]:
+    blocks: list[int] = []
+    for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         # A range must not be longer than the model: its length is the reader's memory.
         if match is None or int(match["last"] or match["first"]) >= read.figures["num_blocks"]:
             raise ScheduleError(f"`{part.strip()}` isn't a range of blocks; one reads `3` or `3-5`.")
-        read.saves.extend(range(int(match["first"]), int(match["last"] or match["first"]) + 1))
+        blocks.extend(range(int(match["first"]), int(match["last"] or match["first"]) + 1))
+    return blocks
 
 
 def _read_mode(line: str, read: _Read) -> None:

@@ -1,0 +1,220 @@
+"""Frozen weights cost their way in and nothing else, and the backward stops where nothing needs a gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.errors import ScheduleError
+from megatrain.scheduler.op import Stream
+from megatrain.scheduler.table import Schedule
+from tests.runtime.twins import MODES, assert_twins, seeded
+
+modes = pytest.mark.parametrize("options", MODES.values(), ids=list(MODES))
+DEPTH = 4
+WIDTH = 8
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank correction beside it."""
+
+    def __init__(self, rank: int = 2):
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, rank, bias=False)
+        self.up = nn.Linear(rank, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Net(nn.Module):
+    """Embedding, layers with dropout, head: blocks 0, 1 to DEPTH, DEPTH + 1."""
+
+    def __init__(self, has_adapters: bool = False):
+        super().__init__()
+        make = Adapted if has_adapters else lambda: nn.Linear(WIDTH, WIDTH)
+        self.embed = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(make(), nn.GELU(), nn.Dropout(0.1)) for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, ids, extra=None):
+        x = self.embed(ids)
+        x = x if extra is None else x + extra
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def net(trained: str, *, has_adapters: bool = False) -> nn.Module:
+    """A net in which only parameters with one of these words (a path with dots) in their names are trained."""
+    model = seeded(lambda: Net(has_adapters))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(word in name for word in trained.split()))
+    return model
+
+
+def ids() -> torch.Tensor:
+    return torch.arange(12).reshape(3, 4) % 11
+
+
+def train(model: nn.Module, **options: object) -> Schedule:
+    """Two AdamW steps, compared with eager bit for bit; returns the schedule."""
+
+    def drive(call, model):
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(call(ids()).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+        return [loss.detach() for loss in losses]
+
+    compiled, _ = assert_twins(model, drive, **options)
+    return compiled.schedule
+
+
+def blocks(schedule: Schedule, what: str, stream: Stream | None = None) -> list[int]:
+    return [op.block for op in schedule.ops if op.what == what and stream in (None, op.stream)]
+
+
+def offloaded_bytes(schedule: Schedule) -> int:
+    """Bytes that gradients take on their way to the host; parked activations aside."""
+    parked = sum(
+        schedule.known_workload().values[value].nbytes for values in schedule.parked().values() for value in values
+    )
+    return schedule.d2h_bytes - parked
+
+
+def trained_bytes(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+def check_round_trip(schedule: Schedule) -> None:
+    schedule.check()
+    assert Schedule.parse(str(schedule)) == schedule
+
+
+COPY = {"transfer": "copy", "activations": "recompute"}
+
+
+@modes
+def test_frozen_prefix(options) -> None:
+    model = net("layers.2 layers.3 head")
+    train(model, **options)
+    schedule = train(model, **COPY)
+    assert blocks(schedule, "B") == [5, 4, 3]
+    assert blocks(schedule, "G") == [5, 4, 3]
+    assert [block for block in blocks(schedule, "W") if block < 3] == [0, 1, 2]
+    assert offloaded_bytes(schedule) == trained_bytes(model)
+    assert "frozen: 0-2\n" in str(schedule)
+    check_round_trip(schedule)
+
+
+@modes
+def test_frozen_middle(options) -> None:
+    model = net("embed layers.3 head")
+    train(model, **options)
+    schedule = train(model, **COPY)
+    assert blocks(schedule, "B") == [5, 4, 3, 2, 1, 0]
+    assert blocks(schedule, "G") == [5, 4, 0]
+    assert offloaded_bytes(schedule) == trained_bytes(model)
+    assert all(schedule.known_workload().blocks[block].gradient_bytes == 0 for block in (1, 2, 3))
+    assert "frozen: 1-3\n" in str(schedule)
+    check_round_trip(schedule)
+
+
+@modes
+def test_adapters(options) -> None:
+    model = net("up down", has_adapters=True)
+    train(model, **options)
+    schedule = train(model, **COPY)
+    assert blocks(schedule, "B") == [5, 4, 3, 2, 1]
+    assert blocks(schedule, "G") == [4, 3, 2, 1]
+    assert offloaded_bytes(schedule) == trained_bytes(model)
+    # The slab that gradients land in is as large as one block's adapters.
+    parked = sum(schedule.known_workload().values[v].nbytes for vs in schedule.parked().values() for v in vs)
+    assert schedule.host_bytes - parked == trained_bytes(model) // DEPTH
+    assert "frozen: 0, 5\n" in str(schedule)
+    check_round_trip(schedule)
+
+
+@modes
+def test_head_alone(options) -> None:
+    model = net("head")
+    train(model, **options)
+    schedule = train(model, **COPY)
+    assert blocks(schedule, "B") == [5]
+    assert sorted(blocks(schedule, "W")) == [0, 1, 2, 3, 4, 5]
+    assert blocks(schedule, "A") == []
+    assert "frozen: 0-4\n" in str(schedule)
+
+
+@modes
+def test_embedding_alone(options) -> None:
+    model = net("embed")
+    train(model, **options)
+    schedule = train(model, **COPY)
+    assert blocks(schedule, "B") == [5, 4, 3, 2, 1, 0]
+    assert blocks(schedule, "G") == [0]
+    assert offloaded_bytes(schedule) == trained_bytes(model)
+    assert "frozen: 1-5\n" in str(schedule)
+
+
+@modes
+def test_nothing_trained_but_an_input(options) -> None:
+    def drive(call, model):
+        extra = torch.ones(3, 4, WIDTH, requires_grad=True)
+        call(ids(), extra).square().mean().backward()
+        return extra.grad
+
+    model = net("nothing")
+    assert_twins(model, drive, **options)
+    compiled, _ = assert_twins(model, drive, **COPY)
+    schedule = compiled.schedule
+    # The sum with the input joins the embedding's block, which has no gradient of its own.
+    assert blocks(schedule, "B") == [5, 4, 3, 2, 1, 0]
+    assert blocks(schedule, "G") == []
+    assert offloaded_bytes(schedule) == 0
+    assert "frozen: 0-5\n" in str(schedule)
+    check_round_trip(schedule)
+
+
+@modes
+def test_nothing_at_all(options) -> None:
+    compiled, result = assert_twins(net("nothing"), lambda call, model: call(ids()), **options)
+    assert not result.requires_grad
+    assert compiled.schedule.mode == "forward"
+    assert "frozen" not in str(compiled.schedule)
+
+
+def test_thawing_between_calls() -> None:
+    def drive(call, model):
+        for word in ("head", "layers", "embed"):
+            for name, parameter in model.named_parameters():
+                if word in name:
+                    parameter.requires_grad_()
+            call(ids()).square().mean().backward()
+
+    assert_twins(net("nothing"), drive, **COPY)
+
+
+def test_frozen_blocks_take_no_memory_for_gradients() -> None:
+    peaks = []
+    for trained in ("up down", "embed layers head"):
+        compiled = megatrain.compile(net(trained, has_adapters=True), device="cpu", **COPY)
+        for _ in range(2):
+            compiled(ids()).square().mean().backward()
+        assert compiled.peak_bytes <= compiled.schedule.peak_bytes
+        peaks.append(compiled.peak_bytes)
+    assert peaks[0] < peaks[1]
+
+
+@pytest.mark.parametrize("line", ["", "frozen: 0\n", "frozen: 0-2, 5\n", "frozen: 9\n", "frozen: x\n"])
+def test_a_wrong_line_is_refused(line: str) -> None:
+    schedule = train(net("layers.2 layers.3 head"), **COPY)
+    with pytest.raises(ScheduleError):
+        Schedule.parse(str(schedule).replace("frozen: 0-2\n", line))
