@@ -1,4 +1,4 @@
-"""The command line: `megatrain demo`."""
+"""The command line: `megatrain demo`, `megatrain verify`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import fields
 
 from megatrain import demo
 from megatrain.errors import MegatrainError
+from megatrain.verify import command as verify_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
     _add_demo(commands)
+    verify_command.add_arguments(
+        commands.add_parser("verify", help="compare a model with eager PyTorch, and find the first block that differs")
+    )
     return parser
 
 

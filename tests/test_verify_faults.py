@@ -176,7 +176,7 @@ def test_gradients_lost_behind_the_last_block_are_found(monkeypatch):
         real(
             self,
             keys,
-            [(None, s) if k == "blocks.1.fc.bias" else (g, s) for k, (g, s) in zip(keys, gradients)],
+            [(None, s) if k == "blocks.1.fc.bias" else (g, s) for k, (g, s) in zip(keys, gradients, strict=True)],
             completes,
         )
 

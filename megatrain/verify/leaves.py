@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import cmath
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
 from enum import Enum
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -63,10 +62,11 @@ def _inside(item: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", inner) for name, inner in zip(item._fields, item, strict=True))  # pyright: ignore[reportAttributeAccessIssue]
     elif isinstance(item, tuple | list) and not isinstance(item, torch.Size):
         yield from ((f"[{i}]", inner) for i, inner in enumerate(item))
-    elif is_dataclass(item) or type(getattr(item, "__dict__", None)) is dict:
-        attributes: dict[str, Any] = getattr(item, "__dict__", {})
-        slots = {n for c in type(item).__mro__ for n in _slots(c) if n not in attributes and hasattr(item, n)}
-        yield from ((f".{n}", inner) for n, inner in attributes.items())
+    else:
+        attributes = getattr(item, "__dict__", None)
+        held: dict[str, Any] = attributes if type(attributes) is dict else {}
+        slots = {n for c in type(item).__mro__ for n in _slots(c) if n not in held and hasattr(item, n)}
+        yield from ((f".{n}", inner) for n, inner in held.items())
         yield from ((f".{n}", getattr(item, n)) for n in sorted(slots))
 
 

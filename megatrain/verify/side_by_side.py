@@ -86,15 +86,41 @@ def verify(  # the options of compile() beside its own
         "transfer": transfer,
         "block_bytes": block_bytes,
     }
-    options: dict[str, Any] = dict(compile_options or {}) | {k: v for k, v in named.items() if v is not None}
-    _check_numbers(steps, learning_rate, tolerance)
-    # Reads the options without touching the model.
-    target = compile_model(model, **options).options.device
     own = {"steps": steps != 2, "seed": seed != 0, "learning_rate": learning_rate != 0.05}
     own |= {"tolerance": tolerance is not None, "loss": loss is not None}
     _refuse_ambiguous(model, args, [k for k, v in named.items() if v is not None] + [k for k, v in own.items() if v])
+    options = dict(compile_options or {}) | {k: v for k, v in named.items() if v is not None}
+    return verify_call(
+        model,
+        args,
+        kwargs,
+        options,
+        steps=steps,
+        seed=seed,
+        learning_rate=learning_rate,
+        tolerance=tolerance,
+        loss=loss,
+    )
+
+
+def verify_call(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    steps: int = 2,
+    seed: int = 0,
+    learning_rate: float = 0.05,
+    tolerance: float | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> Report:
+    """Does what `verify` does, for a call whose arguments stay apart from the options of `compile`."""
+    _check_numbers(steps, learning_rate, tolerance)
+    # Reads the options without touching the model.
+    device = compile_model(model, **options).options.device
     with left_alone(model):
-        trial = Trial(model, Arguments.of(args, kwargs), options, target, seed, learning_rate, loss)
+        trial = Trial(model, Arguments.of(args, dict(kwargs)), options, device, seed, learning_rate, loss)
         return _report(trial, steps, tolerance)
 
 
@@ -185,7 +211,7 @@ def _check_numbers(steps: int, learning_rate: float, tolerance: float | None) ->
 def _refuse_ambiguous(model: nn.Module, args: tuple[Any, ...], given: list[str]) -> None:
     """Refuses an option that the forward takes as an argument too, unless that stands among `args` already."""
     try:
-        signature = inspect.signature(model.forward)
+        signature = inspect.signature(getattr(model, "forward", None))
         filled = signature.bind_partial(*args).arguments
     except (TypeError, ValueError):
         return  # the call itself will say what is wrong with it

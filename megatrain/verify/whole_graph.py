@@ -99,12 +99,12 @@ class WholeGraph:
     def _set_probes(self, graph: fx.Graph, lifted: dict[fx.Node, fx.Node]) -> None:
         """Puts a probe behind every input and call, for its result and for what it writes into."""
         kept = set(self._kept.values())
-        names = {placeholder: node.name for node, placeholder in lifted.items()}
+        names: dict[fx.Node, str] = {placeholder: node.name for node, placeholder in lifted.items()}
         last_input = [n for n in graph.nodes if n.op == "placeholder"][-1:]
         for node in [n for n in graph.nodes if n.op != "output"]:
             after = last_input[0] if node.op == "placeholder" else node
             for seen in (node, *(w for w in node.meta.get("writes", ()) if w.name in kept and w is not node)):
-                name = names.get(seen, seen.name)
+                name = names[seen] if seen in names else str(seen.name)
                 with graph.inserting_after(after):
                     after = graph.call_function(self._probe(name, name in kept), (lifted.get(seen, seen),))
                 after.meta.update(_MODES)

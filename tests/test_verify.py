@@ -1,0 +1,479 @@
+"""verify(): what is compared, what it says, and that nothing around the model changes."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+import megatrain.compiled
+from megatrain import Report, verify
+from megatrain.verify import Difference
+from megatrain.verify.compare import Tolerance as Allowed
+from megatrain.verify.compare import compare, distance
+from megatrain.verify.leaves import named_leaves
+from megatrain.verify.trial import update, weighted_sum
+from megatrain.verify.untouched import copied_tensors
+from tests.models import MODELS, Block, Stack
+
+# `megatrain.verify` is the function; the package of that name is found here only.
+SIDE_BY_SIDE = sys.modules["megatrain.verify.side_by_side"]
+CPU: dict[str, Any] = {"device": "cpu"}
+
+
+def kinds(report: Report) -> set[str]:
+    return {d.kind for d in report.differences}
+
+
+def names(report: Report, kind: str) -> set[str]:
+    return {d.name for d in report.differences if d.kind == kind}
+
+
+# -- models that are right -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    "stack gpt_loss cnn random_path tied_blocks shared_parameter ema_buffer nested_outputs dict_output views "
+    "returns_everything input_requires_grad unused_parameter autocast_region no_grad_region llama_labels".split(),
+)
+def test_a_right_model_is_equal_bit_for_bit(name):
+    model, args, kwargs = MODELS[name]()
+    report = verify(model, *args, **CPU, memory="1MiB", activations="recompute", **kwargs)
+    assert report.ok
+    assert report.max_error == 0
+    assert report.first_difference is None
+    assert {"output", "gradient", "parameter", "rng"} <= kinds(report)
+    assert f"verify {type(model).__name__}: equal to eager PyTorch" in str(report)
+
+
+def test_everything_that_a_step_produces_is_compared():
+    model, args, kwargs = MODELS["ema_buffer"]()
+    report = verify(model, args[0].requires_grad_(), **CPU, **kwargs)
+    assert names(report, "output") == {"result"}
+    assert names(report, "gradient") == names(report, "parameter") == {n for n, _ in model.named_parameters()}
+    assert names(report, "buffer") == {n for n, _ in model.named_buffers()}
+    assert names(report, "input gradient") == {"arg0"}
+    assert names(report, "rng") == {"cpu"}
+    assert {d.step for d in report.differences} == {0, 1}
+
+
+def test_the_blocks_of_each_tensor_are_named():
+    model, args, kwargs = MODELS["tied_blocks"]()
+    report = verify(model, args[0].requires_grad_(), **CPU)
+    blocks = {(d.kind, d.name): d.blocks for d in report.differences}
+    assert blocks["output", "result"] == ("block 4 head",)
+    assert blocks["input gradient", "arg0"] == ("block 0 stem",)
+    assert blocks["gradient", "blocks.1.fc.bias"] == ("block 2 blocks.1",)
+    assert blocks["parameter", "blocks.0.fc.weight"] == ("block 1 blocks.0", "block 3 blocks.2")
+    assert "blocks.0.fc.weight  [block 1 blocks.0, block 3 blocks.2]" in "\n".join(map(str, report.differences))
+    buffers, args, kwargs = MODELS["ema_buffer"]()
+    report = verify(buffers, *args, **CPU, **kwargs)
+    assert {d.blocks for d in report.differences if d.name == "blocks.1.mean"} == {("block 2 blocks.1", "block 3 head")}
+
+
+def test_outputs_are_named_by_their_path_and_plain_values_are_compared():
+    model, args, kwargs = MODELS["nested_outputs"]()
+    report = verify(model, *args, **CPU, **kwargs)
+    assert names(report, "output") == {
+        "logits", "extras.pair.first", "extras.pair.second", "extras.list[0]", "extras.list[1][0]", "extras.list[1][1]",
+        "extras.list[1][2]", "extras.none", "loss",
+    }  # fmt: skip
+
+
+class Plain(Stack):
+    """Returns a number and a text that a capture freezes."""
+
+    scale = 1.5
+
+    def forward(self, x):
+        watched = bool(torch._C._len_torch_function_stack())
+        return {"y": super().forward(x), "scale": 0.5 if watched else 1.5, "name": "traced" if watched else "eager"}
+
+
+def test_plain_outputs_that_differ_are_said_in_words():
+    report = verify(Plain(), torch.ones(2, 3), **CPU)
+    said = {d.name: d.reason for d in report.differences if not d.ok}
+    assert said == {"scale": "0.5 instead of 1.5", "name": "'traced' instead of 'eager'"}
+    assert report.max_error == float("inf")
+    assert report.differences[0].reason in str(report)
+    assert json.loads(report.to_json())["max_error"] is None
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_dropout_in_train_and_none_in_eval(activations):
+    model, args, kwargs = MODELS["gpt"]()
+    for mode in (True, False):
+        report = verify(model.train(mode), *args, **CPU, memory="1MiB", activations=activations, **kwargs)
+        assert report.max_error == 0
+        assert model.training is mode
+
+
+def test_without_gradients_the_outputs_are_compared_and_it_says_so():
+    for model in (MODELS["all_frozen"]()[0], Stack()):
+        with torch.set_grad_enabled(model is None or not any(p.requires_grad for p in model.parameters())):
+            report = verify(model, torch.ones(2, 3), **CPU)
+        assert report.max_error == 0
+        assert "no output is differentiable" in str(report)
+    with torch.inference_mode():
+        assert verify(Stack(), torch.ones(2, 3), **CPU).ok
+
+
+def test_nan_in_eager_is_pointed_out():
+    model = Stack()
+    with torch.no_grad():
+        model.head.bias[0] = float("nan")
+    report = verify(model, torch.ones(2, 3), **CPU)
+    assert report.ok
+    assert "eager PyTorch itself has NaN, which equals NaN, in output result" in str(report)
+
+
+class Kinds(Stack):
+    """Outputs of many dtypes."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.complex(y, y * 2), y.argmax(-1), y > 0, y.double(), y.half(), y.detach()
+
+
+def test_outputs_of_every_dtype():
+    report = verify(Kinds(), torch.ones(2, 3), **CPU)
+    assert report.max_error == 0
+    allowed = [d.tolerance for d in report.differences if d.kind == "output" and d.step == 0]
+    assert sorted(allowed) == [0, 0, 1e-13, 1e-5, 1e-5, 4e-3]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.bfloat16, 3e-2), (torch.half, 4e-3)])
+def test_models_of_other_dtypes(dtype, tolerance):
+    report = verify(Stack().to(dtype), torch.ones(2, 3, dtype=dtype), **CPU)
+    assert report.max_error == 0
+    assert report.tolerance == tolerance
+    assert verify(Stack().to(dtype), torch.ones(2, 3, dtype=dtype), **CPU, tolerance=0).tolerance == 0
+
+
+def test_autocast_of_the_caller():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = verify(Stack(), torch.ones(2, 3), **CPU, memory="1MiB", activations="recompute")
+    assert report.max_error == 0
+    assert report.tolerance == 3e-2
+
+
+def test_a_tied_weight_under_autocast_is_within_its_tolerance():
+    model, args, _ = MODELS["tied_blocks"]()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = verify(model, *args, **CPU)
+    assert report.ok
+    assert report.max_error > 1e-5, "eager adds these gradients in bfloat16"
+
+
+# -- options -------------------------------------------------------------------------------------------------
+
+
+def test_the_options_reach_compile(monkeypatch):
+    seen: list[dict[str, Any]] = []
+    real = megatrain.compiled.compile
+    monkeypatch.setattr(SIDE_BY_SIDE, "compile_model", lambda m, **o: (seen.append(o), real(m, **o))[1])
+    options = {"memory": "1MiB", "activations": "offload", "transfer": "copy", "block_bytes": 100}
+    report = verify(
+        Stack(), torch.ones(2, 3), **CPU, **options, compile_options={"memory": "2MiB", "precision": "fp32"}
+    )
+    assert report.ok
+    assert seen == [{"device": "cpu", **options, "precision": "fp32"}]
+
+
+def test_the_number_of_steps():
+    report = verify(Stack(), torch.ones(2, 3), **CPU, steps=3)
+    assert {d.step for d in report.differences} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("steps", 0), ("tolerance", -1.0), ("tolerance", float("nan")), ("learning_rate", -1.0)]
+)
+def test_numbers_that_make_no_sense_are_refused(option, value):
+    with pytest.raises(megatrain.OptionError, match=option):
+        verify(Stack(), torch.ones(2, 3), **CPU, **{option: value})
+
+
+class TakesMemory(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x, memory=None, *, seed=1):
+        return self.fc(x) + (0 if memory is None else memory) + seed
+
+
+def test_an_option_that_could_be_an_argument_is_refused_and_by_position_it_is_one():
+    x = torch.ones(2, 3)
+    for option in ({"memory": x}, {"memory": "1MiB"}, {"seed": 3}):
+        with pytest.raises(megatrain.OptionError, match="an argument of the model's forward"):
+            verify(TakesMemory(), x, **CPU, **option)
+    assert verify(TakesMemory(), x, x, **CPU, memory="1MiB").ok
+    assert verify(TakesMemory(), x, **CPU, compile_options={"memory": "1MiB"}).ok
+
+
+def test_a_loss_of_ones_own_decides_what_gets_a_gradient():
+    model, args, kwargs = MODELS["gpt_loss"]()
+    report = verify(model, *args, **CPU, loss=lambda output: output[1], **kwargs)
+    assert report.max_error == 0
+    with pytest.raises(megatrain.OptionError, match=r"loss returned a tensor of shape \(2, 8, 32\)"):
+        verify(model, *args, **CPU, loss=lambda output: output[0], **kwargs)
+
+
+def test_the_loss_moves_with_every_element_of_every_output():
+    leaves: dict[str, Any] = {
+        "a": torch.randn(3, 4, requires_grad=True),
+        "b": torch.randn(5, dtype=torch.complex64, requires_grad=True),
+        "c": torch.randn(2, dtype=torch.float64, requires_grad=True),
+        "d": torch.randn(2),
+        "e": 3,
+    }
+    before = torch.get_rng_state()
+    total = weighted_sum(leaves)
+    assert torch.equal(before, torch.get_rng_state())
+    assert total is not None
+    total.backward()
+    for name in "abc":
+        gradient = leaves[name].grad
+        parts = torch.view_as_real(gradient).flatten() if gradient.is_complex() else gradient.flatten()
+        assert (parts.abs() > 0).all()
+        assert parts.abs().unique().numel() == parts.numel()
+    assert leaves["d"].grad is None
+    assert weighted_sum({"d": leaves["d"]}) is None
+
+
+def test_an_update_moves_a_parameter_by_a_fraction_of_its_size_whatever_its_gradient():
+    model = nn.Linear(3, 2)
+    start = model.weight.detach().clone()
+    for size in (1e-6, 1.0, 1e6):
+        model.weight.data.copy_(start)
+        model.weight.grad = torch.full_like(start, size)
+        update(model, 0.05)
+        moved = (model.weight.detach() - start).abs().max() / start.abs().max()
+        assert float(moved) == pytest.approx(0.05, rel=1e-4)
+
+
+# -- the model and the world are left alone ----------------------------------------------------------------
+
+
+def test_model_inputs_and_generators_are_left_as_they_were():
+    model, args, kwargs = MODELS["hidden_collected"]()
+    model.eval()
+    model.blocks[1].train()
+    x = args[0].requires_grad_()
+    x.grad = torch.ones_like(x)
+    for i, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, i) if i % 2 else None
+    tensors = {
+        n: (t, t.data_ptr(), t._version, t.detach().clone()) for n, t in model.state_dict(keep_vars=True).items()
+    }
+    grads = {n: (p.grad, None if p.grad is None else p.grad.clone()) for n, p in model.named_parameters()}
+    attributes = {n: dict(vars(m)) for n, m in model.named_modules()}
+    modes = [m.training for m in model.modules()]
+    worlds = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), torch.initial_seed()
+    for broken in (False, True):
+        if broken:
+            model.blocks[0].forward = type(model.blocks[0]).forward.__get__(model.blocks[0])
+            attributes["blocks.0"] = dict(vars(model.blocks[0]))
+        assert verify(model, x, **CPU, memory="1MiB", **kwargs).ok
+    for name, (tensor, address, version, content) in tensors.items():
+        now = model.state_dict(keep_vars=True)[name]
+        assert now is tensor
+        assert (now.data_ptr(), now._version) == (address, version)
+        assert torch.equal(now, content)
+    for name, p in model.named_parameters():
+        assert p.grad is grads[name][0]
+        assert p.grad is None or torch.equal(p.grad, grads[name][1])
+    assert {n: dict(vars(m)) for n, m in model.named_modules()} == attributes
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert random.getstate() == worlds[0]
+    assert np.random.get_state()[1].tolist() == worlds[1]
+    assert torch.equal(torch.get_rng_state(), worlds[2])
+    assert torch.initial_seed() == worlds[3]
+
+
+class DrawsInPython(Block):
+    def forward(self, x):
+        return super().forward(x) * random.random() * np.random.rand()
+
+
+def test_a_refusal_passes_unchanged_and_leaves_everything_alone():
+    model = Stack()
+    model.blocks[1] = DrawsInPython()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    other, meta = Stack(), Stack().to("meta")
+    states = random.getstate(), torch.get_rng_state()
+    with pytest.raises(megatrain.TraceError, match="draws from or seeds"):
+        verify(model, torch.ones(2, 3), **CPU)
+    with pytest.raises(megatrain.ScheduleError):
+        verify(other, torch.ones(2, 3), **CPU, memory="100")
+    with pytest.raises(megatrain.OptionError, match="10 quux"):
+        verify(other, torch.ones(2, 3), **CPU, memory="10 quux")
+    with pytest.raises(megatrain.ExecuteError, match="meta"):
+        verify(meta, torch.ones(2, 3), **CPU)
+    with pytest.raises(megatrain.TraceError, match=r"nn\.Module"):
+        verify(len, torch.ones(2, 3))  # pyright: ignore[reportArgumentType]
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+
+class Raises(Stack):
+    def forward(self, x):
+        raise KeyError("the model's own")
+
+
+def test_what_the_model_raises_passes_unchanged():
+    with pytest.raises(KeyError, match="the model's own"):
+        verify(Raises(), torch.ones(2, 3), **CPU)
+
+
+def test_a_model_that_cannot_be_copied_is_refused():
+    model = Stack()
+    model.lock = threading.Lock()
+    with pytest.raises(megatrain.ExecuteError, match="can't be copied"):
+        verify(model, torch.ones(2, 3), **CPU)
+
+
+def test_copies_that_reach_the_model_itself_are_refused_and_its_gradients_kept():
+    model = Stack()
+    kept = model.blocks[1].forward
+    model.blocks[1].forward = lambda x: kept(x)
+    model.blocks[1].fc.weight.grad = torch.ones(4, 4)
+    with pytest.raises(megatrain.MegatrainError):
+        verify(model, torch.ones(2, 3), **CPU)
+    assert torch.equal(model.blocks[1].fc.weight.grad, torch.ones(4, 4))
+
+
+def test_copied_inputs_are_leaves_with_the_same_strides_and_no_more_memory():
+    table = torch.arange(1000.0)
+    sliced = table[10:14].requires_grad_()
+    expanded = torch.ones(1, 3).expand(4, 3)
+    crossed = torch.ones(2, 3).t()
+    a, b, c, d = copied_tensors([sliced, expanded, crossed, sliced])
+    assert a is d
+    assert a.is_leaf
+    assert a.requires_grad
+    assert a.untyped_storage().nbytes() == 16
+    for copied, original in ((a, sliced), (b, expanded), (c, crossed)):
+        assert copied.stride() == original.stride()
+        assert torch.equal(copied, original)
+        assert copied.data_ptr() != original.data_ptr()
+
+
+# -- parts ---------------------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Slotted:
+    __slots__ = ("inner", "missing")
+
+    def __init__(self, inner):
+        self.inner = inner
+
+
+def test_paths_of_leaves():
+    shared = torch.ones(2)
+    loop: dict[str, Any] = {"a b": 1, 3: Point(shared, [])}
+    loop["self"] = loop
+    found = dict(named_leaves((loop, Slotted(shared), torch.Size([2]), (), nn.Linear(1, 1))))
+    assert list(found) == ["[0]['a b']", "[0][3].x", "[0][3].y", "[0].self", "[1].inner", "[2]", "[3]", "[4]"]
+    assert found["[0][3].x"] is shared
+    assert found["[1].inner"] == "[0][3].x"
+    assert dict(named_leaves(shared)) == {"result": shared}
+    assert dict(named_leaves(None)) == {"result": None}
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "absolute", "reason"),
+    [
+        (torch.ones(2), torch.ones(3), float("inf"), "shape (3,) instead of (2,)"),
+        (torch.ones(2), torch.ones(2).double(), float("inf"), "dtype f64 instead of f32"),
+        (torch.ones(2), None, float("inf"), "None instead of a tensor"),
+        (None, torch.ones(2), float("inf"), "a tensor instead of None"),
+        (torch.ones(2), torch.ones(2).requires_grad_(), float("inf"), "requires_grad True instead of False"),
+        (torch.tensor([True, False]), torch.tensor([True, True]), float("inf"), "1 of 2 elements differ"),
+        (torch.tensor([float("nan"), 1]), torch.tensor([float("nan"), 3]), 2.0, ""),
+        (torch.tensor([1.0]), torch.tensor([float("nan")]), float("inf"), "NaN or infinite on one side only"),
+        (torch.tensor([float("inf")]), torch.tensor([float("inf")]), 0.0, ""),
+        (torch.tensor([1 + 1j]), torch.tensor([1 + 3j]), 2.0, ""),
+        (torch.tensor([5]), torch.tensor([7]), 2.0, ""),
+        (torch.empty(0), torch.empty(0), 0.0, ""),
+        (0.5, 0.5, 0.0, ""),
+        (float("nan"), float("nan"), 0.0, ""),
+        (1, True, float("inf"), "True instead of 1"),
+        (1, 2, float("inf"), "2 instead of 1"),
+        ("a", "b", float("inf"), "'b' instead of 'a'"),
+        (np.ones(2), np.ones(2), 0.0, ""),
+        (np.ones(2), np.zeros(2), float("inf"), "a ndarray instead of a ndarray"),
+    ],
+)
+def test_distance(left, right, absolute, reason):
+    assert distance(left, right) == (absolute, reason)
+
+
+def test_distance_looks_at_every_piece_of_a_large_tensor(monkeypatch):
+    monkeypatch.setattr(sys.modules["megatrain.verify.compare"], "_CHUNK", 3)
+    left, right = torch.zeros(10), torch.zeros(10)
+    right[9] = 4
+    assert distance(left, right) == (4.0, "")
+
+
+def test_relative_to_the_tensor_itself_but_not_below_a_hundredth_of_its_kind():
+    expected = {("gradient", "large"): torch.tensor([10.0]), ("gradient", "small"): torch.tensor([1e-6])}
+    found = {("gradient", "large"): torch.tensor([10.0]), ("gradient", "small"): torch.tensor([2e-6])}
+    large, small = compare(expected, found, 0, Allowed())
+    assert (large.absolute, large.relative) == (0, 0)
+    assert small.relative == pytest.approx(1e-6 / 0.1)
+    found["gradient", "large"] = torch.tensor([10.001])
+    assert next(compare(expected, found, 0, Allowed())).relative == pytest.approx(1e-4, rel=1e-2)
+
+
+def test_a_key_on_one_side_only_is_a_difference():
+    one = {("output", "a"): torch.ones(1)}
+    assert [d.reason for d in compare(one, {}, 0, Allowed())] == ["missing"]
+    assert [d.reason for d in compare({}, one, 0, Allowed())] == ["eager PyTorch has nothing of that name"]
+
+
+def test_whole_numbers_have_to_be_equal_whatever_the_tolerance():
+    key = ("output", "index")
+    (found,) = compare({key: torch.tensor([100000])}, {key: torch.tensor([100001])}, 0, Allowed(0.5))
+    assert not found.ok
+
+
+def test_a_report_prints_the_worst_first_and_leaves_out_the_rest():
+    differences = tuple(Difference("output", f"o{i}", 0, i / 100, i / 100, tolerance=0.05) for i in range(20, 0, -1))
+    report = Report(differences, 0.05, "Model", 3)
+    lines = str(report).splitlines()
+    assert "DIFFERENT from" in lines[0]
+    assert "largest relative difference 2.00e-01" in lines[0]
+    assert lines[2].split()[:3] == ["output", "0", "2.00e-01"]
+    assert lines[-1] == "  ... and 12 more, no worse"
+    assert not report.ok
+    assert report.max_error == 0.2
+    assert Report((), 0.0, "Model", 3).ok
+
+
+def test_a_failed_search_does_not_hide_the_verdict(monkeypatch):
+    def out_of_memory(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(SIDE_BY_SIDE, "find_first_difference", out_of_memory)
+    report = verify(Plain(), torch.ones(2, 3), **CPU)
+    assert not report.ok
+    assert report.first_difference is None
+    assert "the search for the first difference failed: RuntimeError: out of memory" in str(report)
