@@ -191,7 +191,8 @@ def _failure(doing: str, error: BaseException) -> OptionError:
     told = traceback.TracebackException.from_exception(error)
     # What lies between this command and the user's code tells nothing; where none of it is theirs, all of it does.
     theirs = [frame for frame in told.stack if not frame.filename.startswith(_NOT_THEIRS)]
-    told.stack = traceback.StackSummary.from_list(theirs or list(told.stack))
+    is_told = isinstance(error, SyntaxError)  # which names its place itself
+    told.stack = traceback.StackSummary.from_list(theirs if theirs or is_told else list(told.stack))
     failure = OptionError(
         f"{doing} failed: {type(error).__name__}: {error}.\n  The code to be verified has to run by itself.\n"
         "  The traceback below shows where it failed."

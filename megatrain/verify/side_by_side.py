@@ -210,8 +210,9 @@ def _check_numbers(steps: int, learning_rate: float, tolerance: float | None) ->
 
 def _refuse_ambiguous(model: nn.Module, args: tuple[Any, ...], given: list[str]) -> None:
     """Refuses an option that the forward takes as an argument too, unless that stands among `args` already."""
+    forward: Any = getattr(model, "forward", None)
     try:
-        signature = inspect.signature(getattr(model, "forward", None))
+        signature = inspect.signature(forward)
         filled = signature.bind_partial(*args).arguments
     except (TypeError, ValueError):
         return  # the call itself will say what is wrong with it
