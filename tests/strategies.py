@@ -94,6 +94,38 @@ class Frozen(nn.Linear):
         self.requires_grad_(False)
 
 
+class Odd(nn.Module):
+    """Parameters without dimensions, without elements, transposed, of another dtype, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, WIDTH))
+        self.turned = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+        self.wide = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.randn(2))
+
+    def forward(self, x):
+        return (x @ self.turned * self.factor + self.empty.sum() + self.wide).float()
+
+
+class WritesView(nn.Module):
+    """Writes into parts of the tensor that it is given, one of them with its own result."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        x = x * 1
+        first, rest = x[:1], x[1:]
+        rest.add_(first)
+        x[:, 1:3] *= 0.5
+        y = self.body(x.clone())
+        first.sub_(y[:1].detach())
+        return x + y
+
+
 class NoGrad(nn.Module):
     """Runs its body without a graph."""
 
@@ -130,8 +162,9 @@ LEAVES: tuple[Callable[[], nn.Module], ...] = (
     WritesInput,
     Counter,
     Frozen,
+    Odd,
 )
-WRAPPERS: tuple[Callable[[nn.Module], nn.Module], ...] = (Skip, Dead, Halves, NoGrad)
+WRAPPERS: tuple[Callable[[nn.Module], nn.Module], ...] = (Skip, Dead, Halves, WritesView, NoGrad)
 
 
 @st.composite

@@ -206,8 +206,8 @@ diffusion(
 diffusion(
     "diff_unet1d",
     "UNet1DModel",
-    noisy((2, 2, 16), sample="sample"),
-    sample_size=16,
+    noisy((2, 2, 64), sample="sample"),
+    sample_size=64,
     block_out_channels=(32, 32, 32),
     extra_in_channels=64,
 )
