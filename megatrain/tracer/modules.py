@@ -128,7 +128,7 @@ def host_drawer(root: nn.Module) -> Generator[Callable[[], tuple[str, ...]]]:
     def leave(module: nn.Module, *_: Any) -> None:
         if id(module) in names and stack:
             calls = tuple(name for name, _ in stack)
-            _, before = stack.pop()
+            before = stack.pop()[1]
             if not found and before != HostRng.now():
                 found.append(calls)
 
