@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import megatrain
-import megatrain.compiled
+import megatrain.variants
 from megatrain.passes.interpret import Code
 from megatrain.runtime.block import BlockRunner, LocalGraph
 from megatrain.runtime.executor import Executor
@@ -217,14 +217,14 @@ def test_what_does_not_happen_again_is_said_to_be_unrepeatable(monkeypatch):
 
 def mutate_template(monkeypatch: pytest.MonkeyPatch, block: int, mutate: Callable[[Any], None]) -> None:
     """Changes a block's template after lowering, for this block alone."""
-    real = megatrain.compiled.lower
+    real = megatrain.variants.lower
 
     def lower(traced, **options):
         program = real(traced, **options)
         mutate(program.templates[program.blocks[block].template].graph)
         return program
 
-    monkeypatch.setattr(megatrain.compiled, "lower", lower)
+    monkeypatch.setattr(megatrain.variants, "lower", lower)
 
 
 class Scaled(Block):

@@ -88,7 +88,8 @@ class TracedModule:
                 lines.append(f"  {node.name}{spec} = {call_text(node)}" + (f"  # {path}" if path else ""))
         lines += [f"  write back {key} = {node.name}" for key, node in self.writes_back]
         lines += [f"  guard {guard}" for guard in self.guards]
-        lines.append(f"  assumes {self.assumptions.count} values of attributes and globals")
+        if self.assumptions.count:
+            lines.append(f"  assumes {self.assumptions.count} values of attributes and globals")
         count = len(self.outputs.placeholders)
         lines.append(f"  return {', '.join(n.name for n in outputs[:count])}")
         if self.side_outputs.names:

@@ -84,7 +84,6 @@ traced Small(arg0: f32[1, 2], arg1: bool[2]) -> (f32[1, 2], i64[])
   linear_1: f32[1, 2] = F.linear(linear, first.weight, None)  # second
   write back seen = seen
   guard __bool__(any_1) == True at test_text.py:69: `if mask.any():`
-  assumes 0 values of attributes and globals
   return linear_1, add_""",
     )
 
