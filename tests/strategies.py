@@ -1,4 +1,4 @@
-"""Random models for hypothesis: nested containers, shared modules, in-place calls, skips, dead branches."""
+"""Random models for hypothesis: nested containers, shared modules, in-place calls, branches by value, opaque parts."""
 
 from __future__ import annotations
 
@@ -139,6 +139,30 @@ class NoGrad(nn.Module):
         return x * gate
 
 
+class Branch(nn.Module):
+    """Takes a branch by what it is given, and scales by a number that it reads of it."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        if x.sum() > 0:
+            return self.body(x * 1) * min(2.0, x.abs().max().item())
+        return x * 0.5
+
+
+class Mapped(nn.Module):
+    """Runs a transform, which no graph of calls can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return torch.func.vmap(lambda row: torch.sin(row @ self.turn))(x)
+
+
 class Start(nn.Module):
     """Gives the tree a tensor of its own, so that it may write into its input."""
 
@@ -163,8 +187,9 @@ LEAVES: tuple[Callable[[], nn.Module], ...] = (
     Counter,
     Frozen,
     Odd,
+    Mapped,
 )
-WRAPPERS: tuple[Callable[[nn.Module], nn.Module], ...] = (Skip, Dead, Halves, WritesView, NoGrad)
+WRAPPERS: tuple[Callable[[nn.Module], nn.Module], ...] = (Skip, Dead, Halves, WritesView, NoGrad, Branch)
 
 
 @st.composite

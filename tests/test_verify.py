@@ -22,7 +22,7 @@ from megatrain.verify.compare import compare, distance
 from megatrain.verify.leaves import named_leaves
 from megatrain.verify.trial import update, weighted_sum
 from megatrain.verify.untouched import copied_tensors
-from tests.models import MODELS, Block, Stack
+from tests.models import MODELS, Stack
 
 # `megatrain.verify` is the function; the package of that name is found here only.
 SIDE_BY_SIDE = sys.modules["megatrain.verify.side_by_side"]

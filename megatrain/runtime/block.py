@@ -13,8 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.errors import ExecuteError
 from megatrain.passes.interpret import Code
+from megatrain.passes.program import Template
 from megatrain.runtime.rng import RngState, repeated_rng
 from megatrain.runtime.start import version
+from megatrain.tracer.expect import GuardFailedError
+from megatrain.tracer.saved_hooks import has_hooks
 
 Tensors = Sequence[torch.Tensor]
 StateReader = Callable[[], Sequence[torch.Tensor]]
@@ -77,15 +80,15 @@ class BlockRunner:
     """Executes a template for any block that uses it.
 
     Args:
-        code: The template's graph, ready to run.
+        template: What to run.
         device: Compute device.
-        is_random: The template draws random numbers.
     """
 
-    def __init__(self, code: Code, device: torch.device, is_random: bool):
-        self._code = code
+    def __init__(self, template: Template, device: torch.device):
+        self._code = Code(template.graph)
         self._device = device
-        self._is_random = is_random
+        self._is_random = template.is_random
+        self._ends = [(port.name, port.spec.shape) for port in template.outputs]
 
     def rng_state(self) -> RngState | None:
         """The generators' state, if the template draws from them."""
@@ -103,11 +106,23 @@ class BlockRunner:
         """
         if not any(needs_grad) and not self._code.has_inner_grad:
             with neutral_autocast(self._device):
-                return self._code([*inputs, *state])
+                return self._run([*inputs, *state])
         leaves = [t.detach().requires_grad_(g) for t, g in zip((*inputs, *state), needs_grad, strict=True)]
         with torch.enable_grad(), neutral_autocast(self._device), self._forgetting():
-            outputs = self._code(leaves)
+            outputs = self._run(leaves)
         return tuple(t.detach() for t in outputs)
+
+    def _run(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Runs the code; outputs of other shapes say that it computes them from values, as no rule could tell.
+
+        Raises:
+            GuardFailedError: If they have: another capture stands for such a call.
+        """
+        outputs = self._code(arguments)
+        for tensor, (name, shape) in zip(outputs, self._ends, strict=True):
+            if tensor.shape != shape:
+                raise GuardFailedError(f"`{name}` has the shape {list(shape)}", str(list(tensor.shape)), ("",))
+        return outputs
 
     def _forgetting(self) -> AbstractContextManager[Any]:
         """Throws saved tensors away, unless the code differentiates inside its own forward."""
@@ -138,7 +153,7 @@ class BlockRunner:
         with torch.enable_grad(), neutral_autocast(self._device):
             saved: list[weakref.ref[torch.Tensor]] = []
             with nullcontext() if is_own else rebound_state(leaves[len(inputs) :], read_state, saved):
-                outputs = self._code(leaves)
+                outputs = self._run(leaves)
             own = leaves[: len(inputs)]
             carries = [
                 torch.ops.aten.alias.default(t) if c and t.requires_grad else None
@@ -160,6 +175,8 @@ def neutral_autocast(device: torch.device) -> Generator[None]:
 
 def outer_hooks_off() -> AbstractContextManager[Any]:
     """Hides tensors saved by the body from the caller's hooks (checkpointing counts them, others move them)."""
+    if not has_hooks():
+        return nullcontext()  # not to be in the way of transforms, which can't bear hooks
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 

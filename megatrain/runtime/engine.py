@@ -13,7 +13,6 @@ from torch import nn
 
 from megatrain.errors import ExecuteError
 from megatrain.passes.dedup import template_key
-from megatrain.passes.interpret import Code
 from megatrain.passes.program import Program, Template
 from megatrain.runtime.arena import DeviceArena, Meter
 from megatrain.runtime.block import BlockRunner
@@ -180,7 +179,7 @@ class Engine:
         key = template_key(template)
         runner = self._runners.get(key)
         if runner is None:
-            runner = self._runners[key] = BlockRunner(Code(template.graph), self.device, template.is_random)
+            runner = self._runners[key] = BlockRunner(template, self.device)
         return runner
 
 

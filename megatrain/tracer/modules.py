@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import autograd, nn
+from torch._C import _FunctionBase  # pyright: ignore[reportPrivateUsage]
+from torch.autograd.function import _SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -62,14 +64,16 @@ def followed_modules(recorder: Recorder, root: nn.Module) -> Generator[None]:
 def recorded_functions(recorder: Recorder) -> Generator[None]:
     """Makes `autograd.Function.apply` one node each, so that the user's own backward is kept.
 
-    No torch-function mode sees `apply`; without this its forward would be recorded and its backward lost.
+    No torch-function mode sees `apply`; without this its forward would be recorded and its backward lost. It is
+    caught below `Function.apply`, which modules may have looked up before (`self.quantize = Quantize.apply`).
     """
-    original: Any = autograd.Function.__dict__["apply"]
+    outer: Any = autograd.Function.__dict__["apply"]
+    inner: Any = _FunctionBase.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = original.__get__(None, cls)
         if recorder.is_recording:
-            return bound(*args, **kwargs)
+            return inner.__get__(None, cls)(*args, **kwargs)
+        bound = outer.__get__(None, cls)
         if cls is CheckpointFunction:
             # A reentrant checkpoint hides the parameters of what it runs; blocks are recomputed anyway.
             function, _, *rest = args
@@ -77,11 +81,11 @@ def recorded_functions(recorder: Recorder) -> Generator[None]:
         with recorder.paused():
             return recorder.record(bound, args, kwargs)
 
-    autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
+    setattr(_SingleLevelFunction, "apply", classmethod(apply))  # noqa: B010  # pyright knows it as a method
     try:
         yield
     finally:
-        autograd.Function.apply = original
+        delattr(_SingleLevelFunction, "apply")
 
 
 @contextmanager
@@ -103,6 +107,32 @@ def opaque_modules(recorder: Recorder, root: nn.Module, opaque: Collection[str])
         yield
     finally:
         nn.Module.__call__ = original
+
+
+@contextmanager
+def kept_dtypes(recorder: Recorder) -> Generator[None]:
+    """Lets modules convert themselves (`self.head.to(x.dtype)`) where that changes nothing."""
+    original: Any = nn.Module._apply
+
+    def convert(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        tensors = [*module.parameters(recurse), *module.buffers(recurse)]
+        if recorder.is_recording or not any(map(recorder.is_state, tensors)):
+            return original(module, fn, recurse)
+        with recorder.unrecorded():
+            changes = any(fn(tensor) is not tensor for tensor in tensors)
+        if changes:
+            recorder.refuse(
+                f"converts the weights of a {type(module).__qualname__}",
+                "Weights keep their dtype and their place: they live in host memory, and the device borrows them.",
+                "Convert the module before training, or its input in the forward.",
+            )
+        return module
+
+    nn.Module._apply = convert  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original
 
 
 def with_backward_hooks(root: nn.Module) -> dict[str, str]:

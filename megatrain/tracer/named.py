@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, WrapperDescriptorType
 from typing import Any
 
 import numpy as np
@@ -247,7 +247,7 @@ def _functions(value: Any) -> Iterator[FunctionType]:
             stack += [f for f in (value.fget, value.fset) if f is not None]
         elif isinstance(value, functools.partial | functools.cached_property):
             stack.append(value.func)
-        elif not isinstance(value, type):
+        elif not isinstance(value, type | WrapperDescriptorType):  # the last is what C code is called by, itself too
             stack += [k.__dict__["__call__"] for k in type(value).__mro__[:-1] if "__call__" in k.__dict__]
 
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.guards import PLAIN, is_equal
 from megatrain.tracer.refusals import check_everywhere
+from megatrain.tracer.saved_hooks import has_users_hooks
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.structure import Structure, holds_tensors
 from megatrain.tracer.watch import ByteCount
@@ -49,7 +50,8 @@ class Opaque:
         self.name = name
         self.reason = reason
         self.module = module
-        # Read off the first run: transforms and TorchScript keep weights where no hook on saved tensors sees them.
+        # Read off the first run: transforms, TorchScript and the user's hooks keep weights where no hook of ours sees
+        # them.
         self.needs_own_state = False
         self.inner_bytes = 0
         self._calls = calls
@@ -117,7 +119,7 @@ class Opaque:
             now = [self._held(i) for i in range(len(state))]
         if count is not None:
             self.inner_bytes = count.nbytes
-            self.needs_own_state = calls.has_transforms or count.has_stray
+            self.needs_own_state = calls.hides_state or count.has_stray
         rebound = [i for i, tensor in enumerate(state) if now[i] is not tensor]
         found = tensors_in(result)
         described = [_described(x) for x in pytree.tree_leaves(result)]
@@ -172,7 +174,7 @@ class _Substitution(TorchFunctionMode):
         self._stand_ins = stand_ins
         self._seen = seen
         self.is_calling = False
-        self.has_transforms = False
+        self.hides_state = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -180,7 +182,8 @@ class _Substitution(TorchFunctionMode):
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._stand_ins.get(id(t), t), (args, kwargs))
         if self._seen is None:
             return func(*args, **kwargs)
-        self.has_transforms |= torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage]
+        is_transformed = torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage]
+        self.hides_state |= is_transformed or has_users_hooks()
         self.is_calling = True
         result = func(*args, **kwargs)
         self.is_calling = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -105,6 +105,15 @@ class Recorder(TorchFunctionMode):
             obstacle.calls = obstacle.calls or self.tape.calls()
             raise
 
+    def is_state(self, tensor: torch.Tensor) -> bool:
+        """Tells whether a tensor is the fake that stands for a parameter or buffer."""
+        return self._state.has(tensor)
+
+    def refuse(self, what: str, rule: str, way_out: str) -> NoReturn:
+        """Raises the obstacle for something that the running module does, which may run its own code instead."""
+        with self._located():
+            refuse(what, rule, way_out, remedy=RUN_AGAIN)
+
     def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call and appends its node; used directly for calls that no mode can see."""
         with self._located():
@@ -131,7 +140,7 @@ class Recorder(TorchFunctionMode):
     def record_module(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         """Records the call of an opaque module as one node; returns the module's result."""
         self.tape.site = (user_line(), name)
-        with self._located(), self._unrecorded():
+        with self._located(), self.unrecorded():
             check_transforms()
             args, kwargs = self._as_recorded(args, kwargs)
             calls = (*self.tape.calls(), name)
@@ -151,7 +160,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     @contextmanager
-    def _unrecorded(self) -> Generator[None]:
+    def unrecorded(self) -> Generator[None]:
         """Lets torch functions pass while the recorder itself works, or runs a call."""
         was_recording, self.is_recording = self.is_recording, True
         try:
@@ -183,7 +192,7 @@ class Recorder(TorchFunctionMode):
         self.effects.clear()
         self._runs_on_fakes = False
         generator = torch.get_rng_state()
-        with self._unrecorded():
+        with self.unrecorded():
             if not has_fakes and self.tape.site not in self._attempt.make_fake:
                 with self.effects:
                     result = func(*args, **kwargs)
@@ -206,9 +215,9 @@ class Recorder(TorchFunctionMode):
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor with the values of fake state, where the attempt uses them."""
-        if not self._attempt.uses_values or not isinstance(tensor, FakeTensor):
+        if not self._attempt.uses_values or not self._state.has(tensor):
             return tensor
-        with self._unrecorded():
+        with self.unrecorded():
             value = self._state.value(tensor)
         if self.tape.table.node(value) is None:
             self.tape.table.stand_in(value, tensor)
@@ -246,7 +255,7 @@ class Recorder(TorchFunctionMode):
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        with self._unrecorded(), self._fake_mode:
+        with self.unrecorded(), self._fake_mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     def _read(self, func: Any, args: Any, kwargs: Any, operands: list[fx.Node], result: Any) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from megatrain.errors import TraceError
+from megatrain.tracer.saved_hooks import has_users_hooks
 from megatrain.tracer.source import SourceLine, user_line
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.targets import call_name, is_property_get, is_property_set
@@ -102,6 +103,13 @@ def check_call(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
             f"assigns to `.{name}` of a tensor",
             "A capture sees calls, not assignments behind autograd's back.",
             "Use an in-place operation under torch.no_grad().",
+            remedy=RUN_AGAIN,
+        )
+    if has_users_hooks():
+        refuse(
+            "runs under saved_tensors_hooks",
+            "What a backward computes with then hangs on Python code that no graph can repeat.",
+            "Change what is saved in a torch.autograd.Function.",
             remedy=RUN_AGAIN,
         )
     check_transforms()

@@ -80,6 +80,10 @@ class StateValues:
         self._values: dict[int, torch.Tensor] = {}
         self.is_used = False
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Tells whether this is a fake state tensor, not one that stands for an input without values."""
+        return id(tensor) in self._sources
+
     def value(self, fake: torch.Tensor) -> torch.Tensor:
         """Returns the values of one fake state tensor, with its `requires_grad`."""
         self.is_used = True

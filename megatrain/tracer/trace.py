@@ -19,6 +19,7 @@ from megatrain.tracer.layouts import check_plain_state
 from megatrain.tracer.modules import (
     followed_modules,
     host_drawer,
+    kept_dtypes,
     opaque_modules,
     recorded_functions,
     repeated_modules,
@@ -172,8 +173,9 @@ class _Capture:
         return copies
 
     def _copy_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "meta" and not tensor.requires_grad:
-            return tensor.detach().clone(memory_format=torch.preserve_format)
+        if tensor.device.type != "meta" and (self._attempt.uses_values or not tensor.requires_grad):
+            copied = tensor.detach().clone(memory_format=torch.preserve_format)
+            return copied.requires_grad_(tensor.requires_grad)
         with self._fake_mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
         return fake.requires_grad_(tensor.requires_grad)
@@ -186,6 +188,7 @@ class _Capture:
             stack.enter_context(StrayWatch(lambda: recorder.is_recording, self._refuse_stray))
             stack.enter_context(followed_modules(recorder, self._model))
             stack.enter_context(recorded_functions(recorder))
+            stack.enter_context(kept_dtypes(recorder))
             stack.enter_context(opaque_modules(recorder, self._model, self._attempt.opaque))
             stack.enter_context(recorder)
             try:

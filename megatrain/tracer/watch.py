@@ -14,6 +14,13 @@ _WRITES_STATISTICS = {
     "cudnn_batch_norm": (3, 4, 5),
     "miopen_batch_norm": (3, 4, 5),
 }
+# The last two aren't tagged.
+_VALUE_DEPENDENT = {
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+    "aten::_pack_padded_sequence",
+    "aten::_pad_packed_sequence",
+}
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -48,8 +55,7 @@ class EffectWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.is_random = True
-        if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
-            self.is_value_dependent = True
+        self.is_value_dependent |= not _VALUE_DEPENDENT.isdisjoint((*func.tags, func._schema.name))
         for item in (*args, *kwargs.values()):
             for tensor in item if isinstance(item, list | tuple) else (item,):
                 if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:

@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass, field
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -86,7 +86,11 @@ def test_random_callers(tree: nn.Module, plan, mode: str, limit: int | None) -> 
     options = MODES[mode] | ({} if limit is None else {"block_bytes": max(1, limit)})
     compiled = megatrain.compile(streamed, device="cpu", **options)
     left, right = Caller(eager), Caller(streamed)
-    left.run(eager, plan)
+    try:
+        left.run(eager, plan)
+    except RuntimeError as error:  # two in-place calls one after the other may undo what a backward needs
+        assume("inplace operation" not in str(error))
+        raise
     right.run(compiled, plan)
     # A parameter used several times in one block and in another sums in another order.
     tolerance = 20 * 2**-24 if has_shared_modules(model) else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -218,6 +219,13 @@ def test_a_change_between_two_calls_is_seen(pair: Pair, what: str) -> None:
     pair.check()
     pair.check()
     assert pair.count <= 2
+
+
+@pytest.mark.parametrize("function", [torch.relu, torch._C._nn.gelu, abs, operator.neg, str.join, type])
+def test_functions_written_in_c_may_stand_in_attributes(function: Any) -> None:
+    module = nn.Linear(2, 2)
+    module.function = function
+    assert torch.equal(megatrain.compile(module, device="cpu")(torch.ones(1, 2)), module(torch.ones(1, 2)))
 
 
 def test_what_the_forward_does_not_read_makes_no_other_capture(pair: Pair) -> None:
