@@ -170,8 +170,8 @@ class CompiledModule(nn.Module):
         with self._lock, _ordinary_tensors():
             self._check_inputs(arguments)
             variant, tensors = self._run(arguments)
-            variant.traced.leave(tensors)
-        return variant.traced.result(tensors)
+            variant.traced.leave(tensors, arguments.tensors)
+        return variant.traced.result(tensors, arguments.tensors)
 
     def _run(self, arguments: Arguments) -> tuple[Variant, list[torch.Tensor]]:
         """Runs the variant whose assumptions hold; some show in mid-step, before anything is committed."""
@@ -181,7 +181,7 @@ class CompiledModule(nn.Module):
             executor = self._executor(variant)
             start = RngState.now(self.options.device, variant.opaque)
             try:
-                return variant, run_step(executor, arguments.tensors)
+                return variant, run_step(executor, variant.traced.written_inputs.given(arguments.tensors))
             except GuardFailedError as failure:
                 start.restore(self.options.device)
                 failed[variant] = str(failure)

@@ -87,8 +87,8 @@ def _check_ends(program: Program, defined: set[str]) -> None:
         if ref.name not in known:
             _fail(where, f"returns {ref.name}, which nothing defines", "Outputs are values or state.")
     for key, name in program.commits:
-        if name not in defined or key not in program.state or program.state[key].kind != "buffer":
-            _fail(where, f"commits {name} to {key}", "Only defined values are committed, and only to buffers.")
+        if name not in defined or key not in program.state or not program.state[key].is_writable:
+            _fail(where, f"commits {name} to {key}", "Only defined values are committed, and only to writable state.")
     written = {key for key, _ in program.commits}
     for name, key in program.buffers:
         if key not in written or name not in program.values or program.values[name].producer is not None:

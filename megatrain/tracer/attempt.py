@@ -22,18 +22,28 @@ class MakeFakeError(Exception):
         self.site = site
 
 
+class WrittenInputError(Exception):
+    """The model writes into an input; the capture starts again with a copy of it, written back after each call."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.name = name
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """How a capture treats the model.
 
     Args:
         make_fake: Calls whose results are fake although they could be computed from inputs alone.
+        written_inputs: Names of the inputs that the model writes into.
         uses_values: Runs on the values of the weights instead of fake ones.
         opaque: Modules that run their own code at each step, with the reason; by name.
         follows_host: Looks for the module that draws from Python's or NumPy's generators.
     """
 
     make_fake: frozenset[Site] = frozenset()
+    written_inputs: frozenset[str] = frozenset()
     uses_values: bool = False
     opaque: Mapping[str, str] = field(default_factory=dict[str, str])
     follows_host: bool = False
@@ -42,6 +52,11 @@ class Attempt:
         """Returns the attempt that follows a write into a tensor that was taken for known."""
         assert error.site not in self.make_fake, "a call that was made fake gave real tensors"
         return replace(self, make_fake=self.make_fake | {error.site})
+
+    def with_written_input(self, error: WrittenInputError) -> Attempt:
+        """Returns the attempt that follows a write into an input."""
+        assert error.name not in self.written_inputs, "a copy of an input was taken for the input"
+        return replace(self, written_inputs=self.written_inputs | {error.name})
 
     def after(self, obstacle: Obstacle, model: nn.Module) -> Attempt | None:
         """Returns the attempt that may get past an obstacle in `model`, or None if there is none."""

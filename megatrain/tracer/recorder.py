@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from megatrain.tracer.attempt import Attempt, MakeFakeError
+from megatrain.tracer.attempt import Attempt, MakeFakeError, WrittenInputError
 from megatrain.tracer.guards import PLAIN, is_metadata_read
 from megatrain.tracer.opaque_call import OpaqueCall
 from megatrain.tracer.refusals import (
@@ -193,7 +193,7 @@ class Recorder(TorchFunctionMode):
         self._runs_on_fakes = False
         generator = torch.get_rng_state()
         with self.unrecorded():
-            if not has_fakes and self.tape.site not in self._attempt.make_fake:
+            if not has_fakes and (self._attempt.uses_values or self.tape.site not in self._attempt.make_fake):
                 with self.effects:
                     result = func(*args, **kwargs)
             else:
@@ -235,12 +235,14 @@ class Recorder(TorchFunctionMode):
 
     def _check_write(self, tensor: torch.Tensor) -> None:
         for node, known in self.tape.table.names(storage_key(tensor)):
-            if node.op == "placeholder":
+            if node.op == "placeholder" and known.requires_grad:
                 refuse(
-                    f"writes into its input `{node.name}` in place",
-                    "Inputs belong to the caller.",
+                    f"writes into its input `{node.name}` in place, which requires a gradient",
+                    "The gradient of what was there before would be another tensor's.",
                     "Clone the input first.",
                 )
+            if node.op == "placeholder":
+                raise WrittenInputError(str(node.name))
             is_real = not isinstance(known, FakeTensor)
             if node.op == "get_attr" and (is_real or self._state.is_shared(known)):
                 refuse(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from megatrain.errors import TraceError
@@ -159,6 +163,17 @@ def _is_applied() -> bool:
     return frame is not None
 
 
+@contextmanager
+def _quiet_fakes() -> Generator[None]:
+    """Keeps torch from logging failures of fake kernels, which another attempt may get past."""
+    log = logging.getLogger(fake_tensor.__name__)
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled
+
+
 def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, name: str) -> Any:
     """Calls `func` on fake tensors.
 
@@ -169,7 +184,8 @@ def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, na
         Obstacle: With the error as its `cause`, noting that the call ran without data.
     """
     try:
-        return func(*args, **kwargs)
+        with _quiet_fakes():
+            return func(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         refuse_read(line, name)
     except (RuntimeError, NotImplementedError, TypeError) as error:

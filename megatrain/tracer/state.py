@@ -31,6 +31,11 @@ class StateEntry:
     ties: tuple[str, ...] = ()
     persistent: bool = True
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether a forward may write into it: buffers, and parameters that aren't trained (a moving average)."""
+        return self.kind == "buffer" or (self.kind == "parameter" and not self.requires_grad)
+
 
 def inventory(module: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.Tensor]]:
     """Lists the registered state of `module`.

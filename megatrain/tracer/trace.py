@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from enum import Enum
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatrain.errors import TraceError
 from megatrain.tracer.assuming import Assuming
 from megatrain.tracer.assumptions import Assumptions
-from megatrain.tracer.attempt import Attempt, MakeFakeError
+from megatrain.tracer.attempt import Attempt, MakeFakeError, WrittenInputError
+from megatrain.tracer.inputs import WrittenInputs, bind_inputs, check_arguments, device_of
 from megatrain.tracer.layouts import check_plain_state
 from megatrain.tracer.modules import (
     followed_modules,
@@ -32,7 +32,7 @@ from megatrain.tracer.side_outputs import SideOutputs
 from megatrain.tracer.source import user_line
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry, StateValues, inventory
-from megatrain.tracer.structure import Arguments, Structure, holds_tensors
+from megatrain.tracer.structure import Arguments, Structure
 from megatrain.tracer.targets import call_text
 from megatrain.tracer.traced import TracedModule
 from megatrain.tracer.watch import StrayWatch
@@ -68,9 +68,9 @@ def trace(
         TraceError: If the forward can't be captured faithfully. The model's own exceptions pass unchanged.
     """
     arguments = Arguments.of(tuple(args), dict(kwargs or {}))
-    _refuse_hidden_inputs(arguments)
+    check_arguments(arguments)
     check_plain_state(model)
-    target = torch.device(device) if device is not None else _device_of(arguments)
+    target = torch.device(device) if device is not None else device_of(arguments)
     attempt = Attempt(opaque={**with_backward_hooks(model), **(opaque or {})})
     while True:
         try:
@@ -78,6 +78,8 @@ def trace(
             break
         except MakeFakeError as error:
             attempt = attempt.after_write(error)
+        except WrittenInputError as error:
+            attempt = attempt.with_written_input(error)
         except Obstacle as obstacle:
             following = attempt.after(obstacle, model)
             if following is None:
@@ -85,35 +87,6 @@ def trace(
             attempt = following
     traced.check()
     return traced
-
-
-# Values of these types never change, and equal ones make equal captures.
-_IMMUTABLE = (
-    type(None), bool, int, float, complex, str, bytes, range, slice, type(...), torch.dtype, torch.device,
-    torch.layout, torch.memory_format, torch.Size, frozenset, type,
-)  # fmt: skip
-
-
-def _refuse_hidden_inputs(arguments: Arguments) -> None:
-    for name, leaf in zip(arguments.leaf_names, arguments.leaves, strict=True):
-        if isinstance(leaf, (torch.Tensor, Enum, *_IMMUTABLE)):
-            continue
-        if holds_tensors(leaf):
-            raise TraceError(
-                f"the argument `{name}` is a {type(leaf).__qualname__} with tensors in it.\n"
-                "  Inputs are found in tuples, lists, dicts and classes known to torch.utils._pytree.\n"
-                "  Pass the tensors themselves, or register the class."
-            )
-        raise TraceError(
-            f"the argument `{name}` is a {type(leaf).__qualname__}, which may change between calls.\n"
-            "  A capture stands for calls with equal arguments: plain values, dtypes, devices and enums compare.\n"
-            "  Pass what the forward needs of it as plain values or tensors."
-        )
-
-
-def _device_of(arguments: Arguments) -> torch.device:
-    real = [t.device for t in arguments.tensors if t.device.type != "meta"]
-    return real[0] if real else torch.device("cpu")
 
 
 class _Capture:
@@ -125,6 +98,7 @@ class _Capture:
         self._device = device
         self._attempt = attempt
         self._stray: Obstacle | None = None
+        self._written = WrittenInputs()
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._entries, self._tensors = inventory(model)
         self._fakes = fake_state(self._tensors, self._fake_mode, device)
@@ -139,7 +113,7 @@ class _Capture:
         assuming = Assuming(self._model, self._is_opaque)
         with kept_rng() as moved, swapped_state(self._model, self._by_id) as start, self._host_drawer() as drawer:
             with assuming.reading():
-                result = self._run_forward(self._recorder)
+                result, given = self._run_forward(self._recorder)
             rebound = self._rebound_buffers()
             left = self._left(start)
             self._refuse_kept_state(start)
@@ -152,10 +126,21 @@ class _Capture:
                 calls=drawer(),
             )
         outputs = Structure.of(result)
-        placeholders = (*outputs.placeholders, *left.structure.placeholders)
-        self._recorder.tape.graph.output(tuple(self._recorder.tape.node_of(t) for t in placeholders))
+        written = [given[index] for index in self._written.indices]
+        self._check_written(written)
+        everything = (*outputs.placeholders, *left.structure.placeholders, *written)
+        self._recorder.tape.graph.output(tuple(self._recorder.tape.node_of(t) for t in everything))
         assumptions = assuming.assumptions(self._recorder.tape.constants.values())
         return self._finish(outputs, left, assumptions, rebound)
+
+    def _check_written(self, tensors: list[torch.Tensor]) -> None:
+        for name, tensor in zip(self._written.names, tensors, strict=True):
+            if tensor.requires_grad:
+                raise TraceError(
+                    f"the model writes a value that requires a gradient into its input `{name}`.\n"
+                    "  In eager the caller's tensor would get a history; a schedule ends with its call.\n"
+                    "  Clone the input first, or return what was made of it."
+                )
 
     def _left(self, start: Attributes) -> SideOutputs:
         changes = [c for c in start.changes() if not self._is_opaque(c.name)]
@@ -164,24 +149,10 @@ class _Capture:
     def _host_drawer(self) -> AbstractContextManager[Callable[[], tuple[str, ...]]]:
         return host_drawer(self._model) if self._attempt.follows_host else nullcontext(tuple)
 
-    def _bind_inputs(self, recorder: Recorder) -> list[torch.Tensor]:
-        copies: list[torch.Tensor] = []
-        for name, tensor in zip(self._arguments.names, self._arguments.tensors, strict=True):
-            node = recorder.tape.graph.placeholder(name)
-            copies.append(self._copy_input(tensor))
-            recorder.tape.bind_input(copies[-1], node)
-        return copies
-
-    def _copy_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "meta" and (self._attempt.uses_values or not tensor.requires_grad):
-            copied = tensor.detach().clone(memory_format=torch.preserve_format)
-            return copied.requires_grad_(tensor.requires_grad)
-        with self._fake_mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
-        return fake.requires_grad_(tensor.requires_grad)
-
-    def _run_forward(self, recorder: Recorder) -> Any:
-        args, kwargs = self._arguments.rebuild(self._bind_inputs(recorder))
+    def _run_forward(self, recorder: Recorder) -> tuple[Any, list[torch.Tensor]]:
+        """Runs the model; returns its result, and what its inputs were bound to."""
+        given, self._written = bind_inputs(recorder, self._arguments, self._fake_mode, self._device, self._attempt)
+        args, kwargs = self._arguments.rebuild(given)
         for key, fake in self._fakes.items():
             recorder.tape.bind_state(fake, key)
         with ExitStack() as stack:
@@ -200,7 +171,7 @@ class _Capture:
                 raise
         if self._stray is not None:
             raise self._stray
-        return result
+        return result, given
 
     def _refuse_stray(self, func: Any, args: Any) -> None:
         if func is torch.ops.aten.lift_fresh.default:
@@ -288,6 +259,7 @@ class _Capture:
             arguments=self._arguments,
             outputs=outputs,
             side_outputs=left,
+            written_inputs=self._written,
             state={k: e for k, e in entries.items() if k in read},
             constants=dict(recorder.tape.constants),
             writes_back=self._written_state(read, rebound),

@@ -12,6 +12,7 @@ from torch import fx
 from megatrain.errors import TraceError
 from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.guards import Guard
+from megatrain.tracer.inputs import WrittenInputs
 from megatrain.tracer.side_outputs import SideOutputs
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
@@ -34,8 +35,9 @@ class TracedModule:
         graph: The captured forward.
         arguments: Tensors and structure of the example arguments.
         outputs: Structure of what the model returned; the graph's output lists its tensors in order, and then those
-            of `side_outputs`.
+            of `side_outputs` and `written_inputs`.
         side_outputs: What the forward left in attributes.
+        written_inputs: Inputs that the forward wrote into.
         state: Everything the forward read, by key.
         constants: The tensors behind entries of kind `"constant"`.
         writes_back: `(buffer key, node)`: buffers that hold another value after the forward.
@@ -50,6 +52,7 @@ class TracedModule:
     arguments: Arguments
     outputs: Structure
     side_outputs: SideOutputs
+    written_inputs: WrittenInputs
     state: Mapping[str, StateEntry]
     constants: Mapping[str, torch.Tensor]
     writes_back: tuple[tuple[str, fx.Node], ...]
@@ -68,13 +71,22 @@ class TracedModule:
         """The placeholders, in the order of the flattened arguments."""
         return tuple(n for n in self.graph.nodes if n.op == "placeholder")
 
-    def result(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Returns what the model would return, around the first of the graph's output `tensors`."""
-        return self.outputs.fill(tensors[: len(self.outputs.placeholders)])
+    def result(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Any:
+        """Returns what the model would return, around the first of the graph's output `tensors`.
 
-    def leave(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Leaves in attributes what the model would leave there, around the other output `tensors`."""
-        self.side_outputs.put(tensors[len(self.outputs.placeholders) :])
+        An output that is an input which the model wrote into is the caller's own tensor, if `inputs` are given.
+        """
+        nodes: Any = self.graph.output_node().args[0]
+        end = len(nodes) - len(self.written_inputs.indices)
+        own = {n: inputs[i] for n, i in zip(nodes[end:], self.written_inputs.indices, strict=True) if inputs}
+        count = len(self.outputs.placeholders)
+        return self.outputs.fill([own.get(n, t) for n, t in zip(nodes[:count], tensors[:count], strict=True)])
+
+    def leave(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Leaves what the model would leave in attributes and in the caller's `inputs`, from its output `tensors`."""
+        end = len(tensors) - len(self.written_inputs.indices)
+        self.side_outputs.put(tensors[len(self.outputs.placeholders) : end])
+        self.written_inputs.put(inputs, tensors[end:])
 
     def __str__(self) -> str:
         inputs = ", ".join(f"{n.name}: {n.meta['spec']}" for n in self.inputs)
@@ -92,9 +104,10 @@ class TracedModule:
             lines.append(f"  assumes {self.assumptions.count} values of attributes and globals")
         count = len(self.outputs.placeholders)
         lines.append(f"  return {', '.join(n.name for n in outputs[:count])}")
-        if self.side_outputs.names:
+        names = (*self.side_outputs.names, *(f"input {name}" for name in self.written_inputs.names))
+        if names:
             left = ", ".join(n.name for n in outputs[count:])
-            lines.append(f"  leaves {', '.join(self.side_outputs.names)}" + (f" = {left}" if left else ""))
+            lines.append(f"  leaves {', '.join(names)}" + (f" = {left}" if left else ""))
         return "\n".join(lines)
 
     def _state_lines(self) -> list[str]:
@@ -120,7 +133,11 @@ class TracedModule:
             if node.op in ("placeholder", "get_attr") and "spec" not in node.meta:
                 raise TraceError(f"node `{node.name}` has no spec")
         for key, node in self.writes_back:
-            if self.state[key].kind != "buffer":
-                raise TraceError(f"the model writes into its {self.state[key].kind} `{key}` during forward")
+            if not self.state[key].is_writable:
+                raise TraceError(
+                    f"the model writes into its {self.state[key].kind} `{key}` during forward.\n"
+                    "  What is written in a forward is written back after it: buffers and untrained parameters.\n"
+                    "  Update trained parameters outside the forward."
+                )
             if node.graph is not self.graph:
                 raise TraceError(f"the value written back to `{key}` belongs to another graph")
