@@ -29,7 +29,7 @@ from megatrain.tracer.rng import GeneratorWatch
 from megatrain.tracer.source import user_line
 from megatrain.tracer.state import StateValues
 from megatrain.tracer.tape import Tape
-from megatrain.tracer.targets import as_call, call_name, is_property_get
+from megatrain.tracer.targets import as_call, call_name, is_property_get, is_property_set
 from megatrain.tracer.watch import EffectWatch, storage_key
 
 _RECORDED_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -122,6 +122,8 @@ class Recorder(TorchFunctionMode):
     def _record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.tape.site = (user_line(), call_name(func))
         check_call(func, args, kwargs)
+        if is_property_set(func):
+            return None  # nothing that would change anything passes the check
         is_question = is_metadata_read(self.tape.site[1])
         if not is_question:
             args, kwargs = self._as_recorded(args, kwargs)

@@ -102,7 +102,7 @@ def check_call(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
             "Hook the tensor, or the module.",
             remedy=RUN_AGAIN,
         )
-    if is_property_set(func) and not (name == "data" and args[0] is args[1]):
+    if is_property_set(func) and not _changes_nothing(name, *args):
         refuse(
             f"assigns to `.{name}` of a tensor",
             "A capture sees calls, not assignments behind autograd's back.",
@@ -117,6 +117,11 @@ def check_call(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
             remedy=RUN_AGAIN,
         )
     check_transforms()
+
+
+def _changes_nothing(name: str, tensor: torch.Tensor, value: Any) -> bool:
+    """Tells whether an assignment to a property leaves everything as it is."""
+    return (name == "data" and value is tensor) or (name == "requires_grad" and value == tensor.requires_grad)
 
 
 def check_transforms() -> None:
