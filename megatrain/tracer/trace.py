@@ -16,6 +16,7 @@ from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.attempt import Attempt, MakeFakeError, WrittenInputError
 from megatrain.tracer.inputs import WrittenInputs, bind_inputs, check_arguments, device_of
 from megatrain.tracer.layouts import check_plain_state
+from megatrain.tracer.maps import recorded_maps
 from megatrain.tracer.modules import (
     followed_modules,
     host_drawer,
@@ -159,6 +160,7 @@ class _Capture:
             stack.enter_context(StrayWatch(lambda: recorder.is_recording, self._refuse_stray))
             stack.enter_context(followed_modules(recorder, self._model))
             stack.enter_context(recorded_functions(recorder))
+            stack.enter_context(recorded_maps(recorder))
             stack.enter_context(kept_dtypes(recorder))
             stack.enter_context(opaque_modules(recorder, self._model, self._attempt.opaque))
             stack.enter_context(recorder)
