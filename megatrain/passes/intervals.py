@@ -102,7 +102,21 @@ def _cut_at_children(interval: Interval, limit: int) -> list[Interval]:
         if len(runs) > 1:
             parts = [Interval(_part_name(run, depth), run, depth + 1) for run in runs]
             return [piece for part in parts for piece in _cut_at_children(part, limit)]
-    return [interval]
+    return _cut_at_calls(interval, limit)
+
+
+def _cut_at_calls(interval: Interval, limit: int) -> list[Interval]:
+    """Cuts an interval without module calls inside in front of the calls whose state would exceed `limit`."""
+    runs: list[list[fx.Node]] = [[]]
+    held: set[fx.Node] = set()
+    for node in interval.nodes:
+        state = {a for a in node.all_input_nodes if a.op == "get_attr"}
+        if state and held and sum(a.meta["spec"].nbytes for a in held | state) > limit:
+            runs.append([])
+            held = set()
+        held |= state
+        runs[-1].append(node)
+    return [Interval(interval.name, tuple(run), interval.depth) for run in runs]
 
 
 def _runs(nodes: Sequence[fx.Node], key: Callable[[fx.Node], Any]) -> list[tuple[fx.Node, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from torch import fx
 
@@ -60,4 +61,4 @@ def _port_name(key: str, block_name: str) -> str:
     inner = key.removeprefix(f"{block_name}.")
     if inner == key:
         inner = ".".join(key.split(".")[-2:])
-    return inner.replace(".", "_")
+    return re.sub(r"\W+", "_", inner).strip("_")

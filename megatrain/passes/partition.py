@@ -74,6 +74,7 @@ class _Cut:
             templates[template.name] = template
             blocks.append(block)
         outputs: Any = traced.graph.output_node().args[0]
+        splits = ("split_state",) if any(entry.base for entry in traced.state.values()) else ()
         return Program(
             name=traced.name,
             templates=templates,
@@ -86,7 +87,7 @@ class _Cut:
             outputs=tuple(self._output(node) for node in outputs),
             state=dict(traced.state),
             device=traced.device,
-            provenance=("canonicalize", "partition"),
+            provenance=("canonicalize", *splits, "partition"),
         )
 
     def _refuse_history(self, buffers: list[tuple[str, str]]) -> None:

@@ -12,6 +12,7 @@ from megatrain.passes.lift_state import lift_state
 from megatrain.passes.measure import measure
 from megatrain.passes.partition import partition
 from megatrain.passes.program import Program
+from megatrain.passes.split_state import split_state
 from megatrain.passes.verify import verify_program
 from megatrain.tracer.traced import TracedModule
 
@@ -33,7 +34,8 @@ def lower(
     Args:
         traced: The capture.
         block_bytes: Target bytes of a block's state; None keeps the model's own repeated modules.
-        passes: Replaces the default order canonicalize, partition, lift_state, dedup, measure.
+        passes: Replaces the default order canonicalize, split_state (with `block_bytes` only), partition,
+            lift_state, dedup, measure.
         after_pass: Called with the pass's name and its result, after the checker; for dumps and timing.
 
     Returns:
@@ -43,7 +45,8 @@ def lower(
         LowerError: If a pass breaks a rule.
     """
     if passes is None:
-        passes = (canonicalize, partial(partition, block_bytes=block_bytes), *PROGRAM_PASSES)
+        splits = () if block_bytes is None else (partial(split_state, limit=block_bytes),)
+        passes = (canonicalize, *splits, partial(partition, block_bytes=block_bytes), *PROGRAM_PASSES)
     value: Any = traced
     for step in passes:
         value = step(value)

@@ -56,6 +56,7 @@ def program_text(program: Program) -> str:
     lines += [f"  buffer {value} = {key}" for value, key in program.buffers]
     lines += [f"  constant {value}: {program.values[value].spec}" for value in program.constants]
     lines += [f"  commit {key} = {value}" for key, value in program.commits]
+    lines += _part_lines(program)
     for block in program.blocks:
         frozen = "" if any(program.state[k].requires_grad for k in block.binding) or not block.binding else ", frozen"
         lines.append(
@@ -67,6 +68,15 @@ def program_text(program: Program) -> str:
         blocks = ", ".join(map(str, users[template.name]))
         lines += ["", template_text(template, f"# template {template.name}: blocks {blocks}")]
     return "\n".join(lines)
+
+
+def _part_lines(program: Program) -> list[str]:
+    """Prints each tensor that is cut into parts, with the rows of each part."""
+    parts: dict[str, list[str]] = defaultdict(list)
+    for entry in program.state.values():
+        if entry.base is not None:
+            parts[entry.base].append(f"[{entry.rows[0]}:{entry.rows[1]}]")
+    return [f"  parts {base} = {' '.join(rows)}" for base, rows in parts.items()]
 
 
 def _list(names: tuple[str, ...]) -> str:

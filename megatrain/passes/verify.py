@@ -25,6 +25,7 @@ def verify_program(program: Program) -> None:
         _check_block(program, block, defined)
         defined.update(block.outputs)
     _check_ends(program, defined)
+    _check_parts(program)
 
 
 def _fail(where: str, what: str, rule: str) -> NoReturn:
@@ -97,3 +98,16 @@ def _check_ends(program: Program, defined: set[str]) -> None:
                 f"passes buffer {key} as {name} without a commit",
                 "A buffer that is written is committed.",
             )
+
+
+def _check_parts(program: Program) -> None:
+    ends: dict[str, int] = {}
+    for key, entry in sorted(program.state.items(), key=lambda item: item[1].rows):
+        if entry.base is None:
+            continue
+        start, end = entry.rows
+        if entry.base in program.state:
+            _fail(f"state {key}", f"is part of {entry.base}, which is read whole", "A tensor is whole or in parts.")
+        if entry.spec.shape[0] != end - start or start < ends.get(entry.base, 0):
+            _fail(f"state {key}", "has rows of another part, or too few", "Parts are disjoint stretches of rows.")
+        ends[entry.base] = end

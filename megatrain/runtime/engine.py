@@ -16,7 +16,8 @@ from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
 from megatrain.runtime.arena import DeviceArena, Meter
 from megatrain.runtime.block import BlockRunner
-from megatrain.runtime.host import BlockImage, HostStore, image
+from megatrain.runtime.host import BlockImage, HostStore
+from megatrain.runtime.image import image, state_image
 from megatrain.runtime.parks import ParkPool
 from megatrain.runtime.streams import Chaos, Recording, StreamSet
 from megatrain.runtime.weights import Weights
@@ -132,7 +133,7 @@ class Engine:
         self.tensors = inventory(self._model)[1]
         self._holders = _holders(self._model, self.tensors)
         self._check_state(program)
-        layouts = (image([(key, program.state[key].spec) for key in block.binding]) for block in program.blocks)
+        layouts = (state_image([program.state[key] for key in block.binding]) for block in program.blocks)
         images = [self._images.setdefault(layout, layout) for layout in layouts]
         if self._weights is not None:
             self._load(images, self._weights)
@@ -146,7 +147,7 @@ class Engine:
     def _load(self, images: list[BlockImage], weights: Weights) -> None:
         """Reads the files into the store, also what no block uses: the model shall hold all of its state."""
         weights.check_unchanged(self._model)
-        used = {entry.key for layout in images for entry in layout.entries}
+        used = {entry.owner for layout in images for entry in layout.entries}
         unused = image([(key, TensorSpec.of(self.tensors[key])) for key in weights.keys if key not in used])
         try:
             self.store = HostStore([*images, unused], self.tensors, self.device, weights)
@@ -155,9 +156,10 @@ class Engine:
         self._weights = None
 
     def _check_state(self, program: Program) -> None:
-        for key, entry in program.state.items():
+        for entry in program.state.values():
             if entry.kind == "constant":
                 continue
+            key = entry.owner
             tensor = self.tensors[key]
             if tensor.is_meta and self._weights is not None and key in self._weights:
                 continue

@@ -52,7 +52,8 @@ class Executor:
         self._has_empty_gradients = [w.has_backward and not w.gradient_bytes for w in works]
         slab_bytes = max((image.nbytes for image in images), default=0)
         is_bound = schedule.transfer == "bind"
-        self._sink = GradientSink(lambda key: engine.tensors[key], engine.device, slab_bytes, in_place=is_bound)
+        parts = self.facts.parts
+        self._sink = GradientSink(lambda key: engine.tensors[key], engine.device, slab_bytes, parts, in_place=is_bound)
 
     # -- calls ---------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatrain.passes.interpret import has_inner_grad
 from megatrain.passes.program import Block, Program
 from megatrain.scheduler.from_program import has_backward
+from megatrain.tracer.state import StateEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,9 @@ class Facts:
             the buffer's key.
         needs_grad: Per block: one flag per input, then one per state tensor.
         is_carried: Per block and input: a later block, or the caller, can give it a gradient first.
-        completes: Per block: the parameters of which it is the last, in backward order, to give a gradient.
+        completes: Per block: the state of which it is the last, in backward order, to give a gradient; first the
+            parts of parameters, then the parameters.
+        parts: The parts of parameters.
         differentiable_outputs: Places of the model's outputs through which a gradient flows.
         differentiable_inputs: Places of the model's inputs that get one.
     """
@@ -36,6 +39,7 @@ class Facts:
     needs_grad: tuple[tuple[bool, ...], ...]
     is_carried: tuple[tuple[bool, ...], ...]
     completes: tuple[tuple[str, ...], ...]
+    parts: tuple[StateEntry, ...]
     differentiable_outputs: tuple[int, ...]
     differentiable_inputs: tuple[int, ...]
 
@@ -46,16 +50,18 @@ class Facts:
         returned = [ref.name if ref.kind == "value" else None for ref in program.outputs]
         outputs = [i for i, name in enumerate(returned) if name is not None and values[name].requires_grad]
         inputs = [i for i, name in enumerate(program.inputs) if values[name].requires_grad]
+        parts = {key: entry for key, entry in program.state.items() if entry.base is not None}
         completes = _completed_keys(program)
         differentiated = [block for block in program.blocks if has_backward(program, block)]
         return Facts(
-            trained=tuple(key for keys in completes for key in keys) if is_training else (),
-            read_backward=tuple(dict.fromkeys(key for block in differentiated for key in block.binding)),
+            trained=tuple(key for keys in completes for key in keys if key not in parts) if is_training else (),
+            read_backward=tuple(dict.fromkeys(program.state[k].owner for b in differentiated for k in b.binding)),
             watched=_watched_values(program, differentiated),
             returned_buffers=_returned_buffers(program),
             needs_grad=tuple(_needs_grad(program, block, is_training) for block in program.blocks),
             is_carried=_carried_inputs(program),
             completes=completes,
+            parts=tuple(parts.values()),
             differentiable_outputs=tuple(outputs) if is_training else (),
             differentiable_inputs=tuple(inputs) if is_training else (),
         )
@@ -91,11 +97,14 @@ def _watched_values(program: Program, differentiated: Sequence[Block]) -> frozen
 
 def _completed_keys(program: Program) -> tuple[tuple[str, ...], ...]:
     first_user: dict[str, int] = {}
+    first_of_parts: dict[str, int] = {}
     for block in reversed(program.blocks):
         if has_backward(program, block):
-            first_user.update((key, block.index) for key in block.binding if program.state[key].requires_grad)
+            trained = [program.state[key] for key in block.binding if program.state[key].requires_grad]
+            first_user.update((entry.key, block.index) for entry in trained)
+            first_of_parts.update((entry.owner, block.index) for entry in trained if entry.base is not None)
     completes: list[list[str]] = [[] for _ in program.blocks]
-    for key, index in first_user.items():
+    for key, index in (*first_user.items(), *first_of_parts.items()):
         completes[index].append(key)
     return tuple(map(tuple, completes))
 

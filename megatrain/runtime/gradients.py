@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from megatrain.runtime.host import HostArena
+from megatrain.tracer.state import StateEntry
 
 Take = Callable[[str, torch.Tensor], None]
 """Takes a parameter's key and its whole gradient."""
@@ -23,6 +24,7 @@ class GradientSink:
         device: Compute device.
         slab_bytes: Size of the page-locked landing area; the largest block's gradients. Unused where the compute
             device is the host.
+        parts: Parts of parameters; the gradient of each becomes rows of the parameter's, whose other rows are zero.
         in_place: Adopt the device's gradients instead of copying them (the compute device is the host).
     """
 
@@ -31,12 +33,14 @@ class GradientSink:
         parameter_of: Callable[[str], torch.Tensor],
         device: torch.device,
         slab_bytes: int,
+        parts: Sequence[StateEntry] = (),
         *,
         in_place: bool,
     ):
         self._parameter_of = parameter_of
         self._device = device
         self._in_place = in_place
+        self._parts = {part.key: part for part in parts}
         self._slab = None if device.type == "cpu" else HostArena(max(1, slab_bytes), pin=device)
         self._sums: dict[str, torch.Tensor] = {}
         self._take: Take = self._accumulate
@@ -73,8 +77,21 @@ class GradientSink:
                 self._sums[key] = gradient
         for key in completes:
             total = self._sums.pop(key, None)
-            if total is not None:
+            if total is None:
+                continue
+            if key in self._parts:
+                self._fill_rows(self._parts[key], total)
+            else:
                 self._take(key, total)
+
+    def _fill_rows(self, part: StateEntry, gradient: torch.Tensor) -> None:
+        """Puts a part's gradient into the whole, which counts as one once all its parts are complete."""
+        whole = self._sums.get(part.owner)
+        if whole is None:
+            parameter = self._parameter_of(part.owner)
+            whole = self._sums[part.owner] = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        start, end = part.rows
+        whole[start:end] = gradient.to_dense() if gradient.layout != torch.strided else gradient
 
     def _land(self, gradients: Sequence[tuple[torch.Tensor | None, bool]]) -> list[torch.Tensor | None]:
         if self._slab is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import psutil
@@ -105,9 +105,10 @@ class HostStore:
         self._tensors.update(tensors or {})
         fresh: dict[str, TensorSpec] = {}
         for entry in (entry for layout in images for entry in layout.entries):
-            home = self._homes.get(entry.key)
-            known = fresh.setdefault(entry.key, entry.spec) if home is None else home.spec
-            assert _is_alike(known, entry.spec), f"{entry.key} is {known} in one block and {entry.spec} in another"
+            home = self._homes.get(entry.owner)
+            spec = entry.spec if entry.base is None else TensorSpec.of(self._tensors[entry.base])
+            known = fresh.setdefault(entry.owner, spec) if home is None else home.spec
+            assert _is_alike(known, spec), f"{entry.owner} is {known} in one block and {spec} in another"
         if fresh:
             _check_movable({key: self._tensors[key] for key in fresh}, fresh, weights)
             _check_memory([(self._tensors[key], spec) for key, spec in fresh.items()])
@@ -139,7 +140,7 @@ class HostStore:
     def _place(self, layout: BlockImage) -> None:
         placed = self._by_value.get(layout)
         if placed is None:
-            homes = [self._homes[entry.key] for entry in layout.entries]
+            homes = [self._home(entry) for entry in layout.entries]
             runs = tuple(_runs(layout.entries, homes))
             placed = _Placed(layout, runs, tuple(home.view for home in homes))
             self._by_value[layout] = placed
@@ -147,6 +148,16 @@ class HostStore:
         if placed.layout is not layout:
             placed = _Placed(layout, placed.runs, placed.bound)
         self._by_id[id(layout)] = placed
+
+    def _home(self, entry: Entry) -> _Home:
+        """Tells where an entry lies; a part lies inside its whole, which is placed, moved and refreshed as one."""
+        home = self._homes[entry.owner]
+        if entry.base is None:
+            return home
+        rows = entry.spec.shape[0]
+        view = home.view.narrow(0, entry.first_row, rows)
+        offset = home.offset + entry.first_row * (entry.spec.nbytes // rows)
+        return replace(home, key=entry.key, spec=entry.spec, offset=offset, view=view)
 
     def _placed(self, layout: BlockImage) -> _Placed:
         placed = self._by_id.get(id(layout))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.state import StateEntry
 
 ALIGNMENT = 64
 """Entries start at multiples of this many bytes: a cache line, and enough for vector loads of any dtype."""
@@ -22,11 +23,20 @@ class Entry:
         key: The state it holds; tied state has one key.
         spec: What it is.
         offset: First byte, from the start of the image.
+        base: For a part of a tensor: the key of the whole.
+        first_row: For a part: its first row in the whole.
     """
 
     key: str
     spec: TensorSpec
     offset: int
+    base: str | None = None
+    first_row: int = 0
+
+    @property
+    def owner(self) -> str:
+        """The key of the tensor on the host that it lies in."""
+        return self.base or self.key
 
     def __str__(self) -> str:
         return f"{self.offset}: {self.key} {self.spec}"
@@ -66,6 +76,13 @@ def image(specs: Sequence[tuple[str, TensorSpec]]) -> BlockImage:
         entries.append(Entry(key, spec, offset))
         offset += aligned(spec.nbytes)
     return BlockImage(tuple(entries), offset)
+
+
+def state_image(state: Sequence[StateEntry]) -> BlockImage:
+    """Lays a block's state out; parts of tensors stand by themselves, and know the whole they lie in on the host."""
+    layout = image([(entry.key, entry.spec) for entry in state])
+    entries = (replace(e, base=s.base, first_row=s.rows[0]) for e, s in zip(layout.entries, state, strict=True))
+    return BlockImage(tuple(entries), layout.nbytes)
 
 
 def views(layout: BlockImage, buffer: torch.Tensor) -> list[torch.Tensor]:

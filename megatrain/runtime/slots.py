@@ -20,7 +20,7 @@ class Slots:
         engine: Holds the store and the arena that slots are cut from.
 
     Attributes:
-        places: Where each tensor of the blocks' state lies in the store, by key.
+        places: Where each tensor of the blocks' state lies in the store, by key; of one in parts, the place of a part.
     """
 
     def __init__(self, schedule: Schedule, images: Sequence[BlockImage], engine: Engine):
@@ -30,7 +30,7 @@ class Slots:
         self._is_bound = schedule.transfer == "bind"
         self._views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
         self.places = {
-            entry.key: place
+            entry.owner: place
             for image in images
             for entry, place in zip(image.entries, self._store.bound(image), strict=True)
         }

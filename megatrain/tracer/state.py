@@ -22,6 +22,8 @@ class StateEntry:
         requires_grad: Whether it is trained.
         ties: The other names of the same tensor.
         persistent: Whether it is part of `state_dict()`.
+        base: For a part of a tensor: the key of the whole, which is what the model registers.
+        rows: For a part: its first row along the first dimension, and the row after its last.
     """
 
     key: str
@@ -30,6 +32,28 @@ class StateEntry:
     requires_grad: bool
     ties: tuple[str, ...] = ()
     persistent: bool = True
+    base: str | None = None
+    rows: tuple[int, int] = (0, 0)
+
+    @property
+    def owner(self) -> str:
+        """The key of the registered tensor that holds it."""
+        return self.base or self.key
+
+    def part(self, start: int, end: int) -> StateEntry:
+        """Describes rows `start` to `end` (exclusive) as state of their own, `weight[0:64]`."""
+        assert self.spec.stride is None
+        spec = TensorSpec((end - start, *self.spec.shape[1:]), self.spec.dtype)
+        return StateEntry(
+            f"{self.key}[{start}:{end}]",
+            self.kind,
+            spec,
+            self.requires_grad,
+            (),
+            self.persistent,
+            self.key,
+            (start, end),
+        )
 
     @property
     def is_writable(self) -> bool:

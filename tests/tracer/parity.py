@@ -109,7 +109,9 @@ def run_program(program: Program, inputs: Sequence[torch.Tensor], state: Mapping
     values |= {name: state[key].clone() for name, key in program.buffers}
     values |= program.constants
     for block in program.blocks:
-        arguments = [values[n] for n in block.inputs] + [state[k] for k in block.binding]
+        entries = [program.state[key] for key in block.binding]
+        arguments = [values[n] for n in block.inputs]
+        arguments += [state[e.key] if e.base is None else state[e.base][slice(*e.rows)] for e in entries]
         values.update(zip(block.outputs, codes[block.template](arguments), strict=True))
     outputs = [values[r.name] if r.kind == "value" else state[r.name] for r in program.outputs]
     return outputs, {key: values[name] for key, name in program.commits}

@@ -1,0 +1,256 @@
+"""Writes the calls of each part of a state tensor, and the calls that join their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import singledispatchmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from megatrain.passes.rows import known_name, memory_order, on_meta, operands, resized
+from megatrain.passes.uses import Batch, Grouped, Row, Selection, Step, Use
+from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.state import StateEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a tensor, and the node that reads it."""
+
+    entry: StateEntry
+    node: fx.Node
+
+
+class PartWriter:
+    """Adds calls to a graph, in front of the call that they replace, and describes them.
+
+    Args:
+        graph: Is changed.
+        device: Of the tensors that it makes.
+    """
+
+    def __init__(self, graph: fx.Graph, device: torch.device):
+        self._graph = graph
+        self._device = device
+        self._next_storage = 1 + max((n.meta.get("storage", 0) for n in graph.nodes), default=0)
+        self._num_uses = 0
+        # The call being replaced, and the module call of the part at work.
+        self._like: fx.Node
+        self._marker: tuple[tuple[str, int], ...] = ()
+
+    def part(self, weight: fx.Node, entry: StateEntry) -> Part:
+        """Reads a part of `weight`; the parts share its memory."""
+        with self._graph.inserting_before(weight):
+            node = self._graph.create_node("get_attr", entry.key, name=entry.key.replace(".", "_"))
+        node.meta.update(weight.meta, spec=entry.spec, key=entry.key)
+        return Part(entry, node)
+
+    def write(self, use: Use, parts: list[Part]) -> None:
+        """Replaces a use of the whole by uses of its parts."""
+        self._like = use.end
+        self._num_uses += 1
+        with self._graph.inserting_before(use.end):
+            joined = self._joined(use, parts)
+            self._marker = ()
+        end = use.end
+        assert joined.meta["spec"].shape == end.meta["spec"].shape, f"{joined.meta['spec']} replaces {end.meta['spec']}"
+        for key in ("storage", "storage_bytes", "requires_grad"):
+            joined.meta[key] = end.meta[key]
+        end.replace_all_uses_with(joined)
+        for node in self._graph.nodes:
+            if end in node.meta.get("writes", ()):
+                node.meta["writes"] = tuple(joined if w is end else w for w in node.meta["writes"])
+        for node in (*reversed(use.nodes()), *(step.node for step in reversed(use.before))):
+            self.erase(node)
+
+    def erase(self, node: fx.Node) -> None:
+        """Removes a node that nothing reads any more."""
+        if node.users:
+            return
+        for other in self._graph.nodes:
+            if node in other.meta.get("writes", ()):
+                other.meta["writes"] = tuple(w for w in other.meta["writes"] if w is not node)
+        self._graph.erase_node(node)
+
+    # -- one use ------------------------------------------------------------------------------------------
+
+    @singledispatchmethod
+    def _joined(self, use: Use, parts: list[Part]) -> fx.Node:
+        raise AssertionError(f"{type(use).__name__} has no rule")
+
+    @_joined.register
+    def _(self, use: Batch, parts: list[Part]) -> fx.Node:
+        results: list[fx.Node] = []
+        for part in parts:
+            self._begin(part)
+            rows = part.entry.rows
+            results.append(self._on_rows(use.call, self._weights(use, part), rows))
+        self._marker = ()
+        # An einsum's result may lie in memory in another order than its dimensions; so must what replaces it.
+        order = memory_order(use.end.meta["spec"])
+        results = [self._in_order(r, order) for r in results]
+        joined = self._new(torch.cat, results, order.index(use.call.act.dim))
+        return self._in_order(joined, [order.index(d) for d in range(len(order))])
+
+    @_joined.register
+    def _(self, use: Row, parts: list[Part]) -> fx.Node:
+        (part,) = (p for p in parts if p.entry.rows[0] <= use.row < p.entry.rows[1])
+        weights = self._weights(use, part)
+        call = use.call.node
+        row = use.row - part.entry.rows[0]
+        target, args = (
+            ("__getitem__", (weights, row)) if known_name(call) == "__getitem__" else ("select", (weights, 0, row))
+        )
+        return self._add("call_method", target, args, {}, call, call.meta["spec"], weights.meta["storage"])
+
+    @_joined.register
+    def _(self, use: Selection, parts: list[Part]) -> fx.Node:
+        total = parts[-1].entry.rows[1]
+        index = use.gather.index
+        if use.gather.counts_from_end:
+            index = self._new(torch.where, self._new("lt", index, 0), self._new("add", index, total), index)
+        is_known = self._new("logical_and", self._new("ge", index, 0), self._new("lt", index, total))
+        # What other parts hold is computed with any row of this one, and thrown away; spread, so that no single row
+        # collects all their (zero) gradients. A number out of range stays out of range, and is refused as ever.
+        fewest = min(p.entry.spec.shape[0] for p in parts)
+        spare = self._new(torch.where, is_known, self._new("remainder", index, fewest), total)
+        joined: fx.Node | None = None
+        for part in parts:
+            self._begin(part)
+            start, end = part.entry.rows
+            is_here = self._new("logical_and", self._new("ge", index, start), self._new("lt", index, end))
+            local = self._new(torch.where, is_here, self._new("sub", index, start), spare)
+            picked = self._picked(use, self._weights(use, part), local, part)
+            for step in use.after:
+                picked = self._on_chosen(step, picked, is_here)
+            joined = picked if joined is None else self._new(torch.where, self._mask(is_here, picked), picked, joined)
+        assert joined is not None
+        return joined
+
+    @_joined.register
+    def _(self, use: Grouped, parts: list[Part]) -> fx.Node:
+        count = use.tokens.meta["spec"].shape[0]
+        spec = TensorSpec((count,), torch.int64)
+        places = self._add("call_function", torch.arange, (count,), {"device": self._device}, None, spec, None)
+        joined: fx.Node | None = None
+        for part in parts:
+            self._begin(part)
+            first, last = part.entry.rows
+            end = self._new("select", use.ends, 0, last - 1)
+            ends = self._new("narrow", use.ends, 0, first, last - first)
+            tokens, length = use.tokens, end
+            start: fx.Node | None = None
+            if first:
+                # The part's run comes first: a rotation keeps shapes, whatever the lengths of the runs.
+                start = self._new("select", use.ends, 0, first - 1)
+                ends, length = self._new("sub", ends, start), self._new("sub", end, start)
+                turned = self._new("remainder", self._new("add", places, start), count)
+                tokens = self._new("index_select", tokens, 0, turned)
+            # Behind its last run the kernel leaves results and gradients undefined.
+            is_run = self._new("lt", places, length)
+            tokens = self._new(torch.where, self._mask(is_run, tokens), tokens, 0)
+            replaced = {use.call.operand: self._weights(use, part), use.tokens: tokens, use.ends: ends}
+            result = self._copy(use.call.node, replaced)
+            if joined is None or start is None:
+                joined = result
+                continue
+            back = self._new("index_select", result, 0, self._new("remainder", self._new("sub", places, start), count))
+            is_here = self._new("logical_and", self._new("ge", places, start), self._new("lt", places, end))
+            joined = self._new(torch.where, self._mask(is_here, back), back, joined)
+        assert joined is not None
+        return joined
+
+    def _weights(self, use: Use, part: Part) -> fx.Node:
+        """Repeats the views and casts of the whole on a part."""
+        weights = part.node
+        for step in use.before:
+            weights = self._on_rows(step, weights, part.entry.rows)
+        return weights
+
+    def _picked(self, use: Selection, weights: fx.Node, local: fx.Node, part: Part) -> fx.Node:
+        call = use.call.node
+        if known_name(call) != "embedding":
+            return self._copy(call, {use.call.operand: weights, use.gather.index: local})
+        start, end = part.entry.rows
+        padding = use.gather.padding
+        padding = padding - start if padding is not None and start <= padding < end else None
+        return self._add("call_function", F.embedding, (local, weights, padding), {}, call, call.meta["spec"], None)
+
+    def _on_rows(self, step: Step, tensor: fx.Node, rows: tuple[int, int]) -> fx.Node:
+        """Repeats a call on a stretch of rows."""
+        start, end = rows
+        replaced = {n: self._new("narrow", n, dim, start, end - start) for n, dim in step.act.aligned}
+        return self._copy(step.node, {**replaced, step.operand: tensor}, step.act.dim, end - start)
+
+    def _on_chosen(self, step: Step, tensor: fx.Node, is_here: fx.Node) -> fx.Node:
+        """Repeats a call on all rows, of which only those of this part count.
+
+        The others get zeros, so that what they hold can't spoil the gradient of the row that stands in for theirs.
+        """
+        replaced = {n: self._new(torch.where, self._mask(is_here, n), n, 0) for n, _ in step.act.aligned}
+        return self._copy(step.node, {**replaced, step.operand: tensor})
+
+    # -- single calls -------------------------------------------------------------------------------------
+
+    def _begin(self, part: Part) -> None:
+        self._marker = ((part.entry.key, self._num_uses),)
+
+    def _mask(self, flags: fx.Node, tensor: fx.Node) -> fx.Node:
+        """Shapes one flag per row to fit the rows of `tensor`."""
+        shape = flags.meta["spec"].shape
+        missing = len(tensor.meta["spec"].shape) - len(shape)
+        return self._new("reshape", flags, (*shape, *([1] * missing))) if missing else flags
+
+    def _in_order(self, tensor: fx.Node, dims: list[int]) -> fx.Node:
+        return tensor if dims == sorted(dims) else self._new("permute", tensor, dims)
+
+    def _new(self, target: str | Callable[..., Any], *args: Any) -> fx.Node:
+        """Adds a call of our own; its spec is what it gives on meta tensors."""
+        made: Any = map_aggregate(args, lambda a: on_meta(a) if isinstance(a, fx.Node) else a)
+        with torch.no_grad():
+            result: torch.Tensor = getattr(made[0], target)(*made[1:]) if isinstance(target, str) else target(*made)
+        is_view = target in ("narrow", "select", "permute")
+        storage = args[0].meta["storage"] if is_view else None
+        op = "call_method" if isinstance(target, str) else "call_function"
+        node = self._add(op, target, args, {}, None, TensorSpec.of(result), storage)
+        if is_view:
+            node.meta["storage_bytes"] = args[0].meta["storage_bytes"]
+        return node
+
+    def _copy(
+        self, node: fx.Node, replaced: Mapping[fx.Node, fx.Node], dim: int = 0, size: int | None = None
+    ) -> fx.Node:
+        """Repeats a call with other operands; its result has `size` rows along `dim`."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: replaced.get(n, n))
+        spec = node.meta["spec"] if size is None else resized(node.meta["spec"], dim, size)
+        aliased = [n for n in operands(node) if n.meta.get("storage") == node.meta["storage"]]
+        storage = replaced.get(aliased[0], aliased[0]).meta["storage"] if aliased else None
+        return self._add(node.op, node.target, args, kwargs, node, spec, storage)
+
+    def _add(
+        self, op: str, target: Any, args: Any, kwargs: Any, like: fx.Node | None, spec: TensorSpec, storage: int | None
+    ) -> fx.Node:
+        """Adds a node with its meta; `like` is the call that it repeats, None for a call of our own."""
+        node = self._graph.create_node(op, target, tuple(args), dict(kwargs))
+        end = self._like.meta
+        if storage is None:
+            storage, self._next_storage = self._next_storage, self._next_storage + 1
+        has_grad = end["grad"] if like is None else like.meta["grad"]
+        is_differentiable = any(n.meta.get("requires_grad") for n in operands(node)) and has_grad
+        node.meta.update(
+            spec=spec,
+            requires_grad=is_differentiable and (spec.dtype.is_floating_point or spec.dtype.is_complex),
+            storage=storage,
+            storage_bytes=spec.nbytes,
+            modules=(*end["modules"], *self._marker),
+            source=end["source"],
+            grad=has_grad,
+            autocast=() if like is None else like.meta["autocast"],
+            is_random=False,
+        )
+        return node

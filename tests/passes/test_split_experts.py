@@ -1,0 +1,156 @@
+"""split_state: which tensors are cut, into what, and that the parts compute what the whole did."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from megatrain import LowerError, lower, trace
+from megatrain.passes.verify import verify_program
+from tests.experts import IDLE, Grouped, Layers, Listed
+from tests.passes.splitting import assert_exact, largest, parts_of, seeded, tokens
+from tests.tracer.parity import eager_step, program_step
+
+# -- a layer of 256 experts, in every style ------------------------------------------------------------------
+
+NUM, WIDTH, INNER = 256, 8, 16
+STACK = NUM * WIDTH * INNER * 4
+LIMIT = STACK // 4
+
+
+@pytest.mark.parametrize("kind", sorted(Layers.KINDS.keys() - {"looped"}))
+def test_a_layer_of_256_stacked_experts_is_cut_into_groups_and_stays_exact(kind: str):
+    model = seeded(Layers, Layers.KINDS[kind], 1, NUM, WIDTH, INNER)
+    program = assert_exact(model, (tokens(6, WIDTH),), LIMIT)
+    quarters = [(0, 64), (64, 128), (128, 192), (192, 256)]
+    assert parts_of(program) == {"layers.0.up": quarters, "layers.0.down": quarters}
+    assert largest(program) <= LIMIT
+    assert largest(lower(trace(model, (tokens(6, WIDTH),)))) > 2 * STACK
+
+
+def test_rows_read_one_by_one_come_from_their_parts():
+    model = seeded(Layers, Layers.KINDS["looped"], 1, 32, WIDTH, INNER)
+    program = assert_exact(model, (tokens(6, WIDTH),), STACK // 32)
+    assert {len(rows) for rows in parts_of(program).values()} == {4}
+
+
+def test_grouped_products_are_cut_into_groups_and_stay_exact():
+    model = seeded(Layers, Grouped, 2, NUM, WIDTH, INNER).bfloat16()
+    program = assert_exact(model, (tokens(6, WIDTH, torch.bfloat16),), LIMIT // 2)
+    assert {len(rows) for rows in parts_of(program).values()} == {4}
+    assert largest(program) <= LIMIT // 2
+
+
+@pytest.mark.parametrize("kind", Layers.SHARED)
+def test_tokens_that_all_experts_share_get_the_sum_over_groups(kind: str):
+    """Their gradient sums over experts in one product; cut, it sums group by group, so only rounding differs."""
+    model = seeded(Layers, Layers.SHARED[kind], 1, NUM, WIDTH, INNER)
+    args = (tokens(6, WIDTH),)
+    eager, traced = eager_step(model, args, {}), trace(model, args)
+    program = lower(traced, block_bytes=LIMIT)
+    found = program_step(traced, program, model, args, {})
+    assert largest(program) <= LIMIT
+    for a, b in zip(eager.outputs, found.outputs, strict=True):
+        assert torch.equal(a, b)
+    for key in ("layers.0.up", "layers.0.down"):
+        assert torch.equal(eager.gradients[key], found.gradients[key])
+    for key, gradient in eager.gradients.items():
+        torch.testing.assert_close(found.gradients[key], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_experts_that_are_modules_are_cut_between_them():
+    model = seeded(Layers, Listed, 1, NUM, WIDTH, INNER)
+    expert = sum(p.numel() for p in model.layers[0].list[0].parameters()) * 4
+    program = assert_exact(model, (tokens(6, WIDTH),), 40 * expert)
+    assert largest(program) <= 40 * expert
+    assert not parts_of(program)
+    assert len(program.blocks) < 12
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zeros():
+    model = seeded(Layers, Layers.KINDS["gathered"], 1, 16, 8, 8)
+    args = (tokens(5, 8),)
+    traced = trace(model, args)
+    found = program_step(traced, lower(traced, block_bytes=2048), model, args, {})
+    assert found.gradients["layers.0.up"].abs().sum() > 0
+    assert torch.equal(found.gradients["layers.0.up"][IDLE], torch.zeros(8, 8))
+
+
+@given(
+    kind=st.sampled_from([*Layers.KINDS, "grouped"]),
+    num_experts=st.integers(4, 13),
+    width=st.integers(1, 3),
+    inner=st.integers(1, 3),
+    count=st.integers(1, 7),
+    top_k=st.integers(1, 3),
+    rows=st.integers(1, 6),
+    is_shared=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_number_of_experts_and_parts_is_exact(
+    kind: str, num_experts: int, width: int, inner: int, count: int, top_k: int, rows: int, is_shared: bool
+):
+    # Products of odd widths round by how many there are in a batch (a choice of MKL's); widths of 8 don't.
+    dtype = torch.bfloat16 if kind == "grouped" else torch.float32
+    builder = Grouped if kind == "grouped" else Layers.KINDS[kind]
+    model = seeded(Layers, builder, 2, num_experts, 8 * width, 8 * inner, top_k, is_shared=is_shared).to(dtype)
+    limit = rows * 64 * width * inner * dtype.itemsize
+    program = assert_exact(model, (tokens(count, 8 * width, dtype),), limit)
+    if rows < num_experts:
+        assert {key.rsplit(".", 1)[1] for key in parts_of(program)} == {"up", "down"}
+        state = {e.key: e.spec.nbytes for e in program.state.values() if e.base is not None}
+        assert max(state.values()) <= limit
+    for bounds in parts_of(program).values():
+        assert [start for start, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+        assert bounds[-1][1] == num_experts
+
+
+IDS = torch.tensor([[0, 39, 7, 7], [10, 9, 20, 7]])
+
+# -- the printed form and the checker ------------------------------------------------------------------------
+
+
+def test_the_program_names_the_parts_of_each_tensor():
+    model = seeded(Layers, Layers.KINDS["bmm"], 1, 8, 8, 8)
+    program = lower(trace(model, (tokens(4, 8),)), block_bytes=1024)
+    text = str(program)
+    assert "  parts layers.0.up = [0:4] [4:8]\n  parts layers.0.down = [0:4] [4:8]\n" in text
+    assert [b.name for b in program.blocks if "[" in b.name] == [
+        "layers.0.up[0:4]",
+        "layers.0.up[4:8]",
+        "layers.0.down[0:4]",
+        "layers.0.down[4:8]",
+    ]
+    assert program.provenance[:3] == ("canonicalize", "split_state", "partition")
+    assert 'up_0_4: "f32[4, 8, 8]",' in text
+
+
+def test_equal_layers_still_share_the_templates_of_their_parts():
+    model = seeded(Layers, Layers.KINDS["gathered"], 6, 8, 8, 8)
+    program = lower(trace(model, (tokens(4, 8),)), block_bytes=1024)
+    assert len(program.blocks) > 20
+    assert len(program.templates) <= 8
+
+
+def test_the_checker_refuses_parts_that_overlap_or_stand_beside_their_whole():
+    program = lower(trace(seeded(nn.Embedding, 40, 8), (IDS,)), block_bytes=640)
+    verify_program(program)
+    first, second = program.state.values()
+    overlapping = dataclasses.replace(second, rows=(first.rows[1] - 1, second.rows[1] - 1))
+    whole = dataclasses.replace(first, key="weight", base=None)
+    for state in ({first.key: first, second.key: overlapping}, {**program.state, "weight": whole}):
+        with pytest.raises(LowerError, match="part"):
+            verify_program(dataclasses.replace(program, state=state))
+
+
+def test_the_pass_leaves_its_argument_as_it_was():
+    traced = trace(seeded(nn.Embedding, 40, 8), (IDS,))
+    before = str(traced)
+    lower(traced, block_bytes=640)
+    assert str(traced) == before
+    assert traced.state.keys() == {"weight"}
