@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import singledispatchmethod
@@ -16,6 +17,7 @@ from megatrain.passes.rows import known_name, memory_order, on_meta, operands, r
 from megatrain.passes.uses import Batch, Grouped, Row, Selection, Step, Use
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
+from megatrain.tracer.targets import call_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,10 @@ class PartWriter:
         self._device = device
         self._next_storage = 1 + max((n.meta.get("storage", 0) for n in graph.nodes), default=0)
         self._num_uses = 0
+        self._writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            for written in node.meta.get("writes", ()):
+                self._writers[written].append(node)
         # The call being replaced, and the module call of the part at work.
         self._like: fx.Node
         self._marker: tuple[tuple[str, int], ...] = ()
@@ -62,19 +68,19 @@ class PartWriter:
         for key in ("storage", "storage_bytes", "requires_grad"):
             joined.meta[key] = end.meta[key]
         end.replace_all_uses_with(joined)
-        for node in self._graph.nodes:
-            if end in node.meta.get("writes", ()):
-                node.meta["writes"] = tuple(joined if w is end else w for w in node.meta["writes"])
+        for node in self._writers.get(end, ()):
+            node.meta["writes"] = tuple(joined if w is end else w for w in node.meta["writes"])
+            self._writers[joined].append(node)
         for node in (*reversed(use.nodes()), *(step.node for step in reversed(use.before))):
             self.erase(node)
+        joined.name = end.name  # the same tensor as ever; all other names are new ones
 
     def erase(self, node: fx.Node) -> None:
         """Removes a node that nothing reads any more."""
         if node.users:
             return
-        for other in self._graph.nodes:
-            if node in other.meta.get("writes", ()):
-                other.meta["writes"] = tuple(w for w in other.meta["writes"] if w is not node)
+        for other in self._writers.pop(node, ()):
+            other.meta["writes"] = tuple(w for w in other.meta["writes"] if w is not node)
         self._graph.erase_node(node)
 
     # -- one use ------------------------------------------------------------------------------------------
@@ -236,7 +242,8 @@ class PartWriter:
         self, op: str, target: Any, args: Any, kwargs: Any, like: fx.Node | None, spec: TensorSpec, storage: int | None
     ) -> fx.Node:
         """Adds a node with its meta; `like` is the call that it repeats, None for a call of our own."""
-        node = self._graph.create_node(op, target, tuple(args), dict(kwargs))
+        name = f"part_{target if isinstance(target, str) else call_name(target)}"
+        node = self._graph.create_node(op, target, tuple(args), dict(kwargs), name)
         end = self._like.meta
         if storage is None:
             storage, self._next_storage = self._next_storage, self._next_storage + 1

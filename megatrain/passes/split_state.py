@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
@@ -26,9 +27,9 @@ def split_state(traced: TracedModule, *, limit: int) -> TracedModule:
     All experts of a layer are often one stacked parameter, so no module boundary separates them:
 
         bmm = torch.bmm(x, experts.up)
-        ->  bmm_1 = torch.bmm(x.narrow(0, 0, 64), experts.up[0:64])
-            bmm_2 = torch.bmm(x.narrow(0, 64, 64), experts.up[64:128])
-            cat = torch.cat([bmm_1, bmm_2], 0)
+        ->  part_bmm = torch.bmm(x.narrow(0, 0, 64), experts.up[0:64])
+            part_bmm_1 = torch.bmm(x.narrow(0, 64, 64), experts.up[64:128])
+            bmm = torch.cat([part_bmm, part_bmm_1], 0)
 
     A use can be cut if every row of its result comes from one part: products batched over the first dimension,
     rows picked by number (a large embedding, too), grouped products, single rows. A tensor with any other use stays
@@ -38,20 +39,17 @@ def split_state(traced: TracedModule, *, limit: int) -> TracedModule:
         traced: The capture.
         limit: Target bytes of a block's state; a single row may be larger.
     """
-    written = {key for key, _ in traced.writes_back}
-    large = [
-        entry
-        for key, entry in traced.state.items()
-        if entry.spec.nbytes > limit and entry.kind != "constant" and key not in written and _has_rows(entry)
-    ]
+    large = [entry for entry in traced.state.values() if entry.spec.nbytes > limit and _has_rows(entry)]
+    large = _separable(traced, large) if large else []
     if not large:
         return traced
     graph, copies = copied_graph(traced.graph)
     writer = PartWriter(graph, traced.device)
     kept = {copies[node] for _, node in traced.writes_back}
+    weights = _weights(graph)
     state = dict(traced.state)
     for entry in large:
-        (weight,) = (n for n in graph.nodes if n.op == "get_attr" and n.target == entry.key)
+        weight = weights[entry.key]
         uses = _uses(weight, kept)
         if uses is not None:
             parts = _write(writer, weight, uses, [entry.part(*rows) for rows in _bounds(entry, limit)])
@@ -65,7 +63,21 @@ def split_state(traced: TracedModule, *, limit: int) -> TracedModule:
 
 
 def _has_rows(entry: StateEntry) -> bool:
-    return entry.spec.stride is None and bool(entry.spec.shape) and entry.spec.shape[0] > 1
+    is_state = entry.kind != "constant"
+    return is_state and entry.spec.stride is None and bool(entry.spec.shape) and entry.spec.shape[0] > 1
+
+
+def _separable(traced: TracedModule, large: list[StateEntry]) -> list[StateEntry]:
+    """Picks what no call needs whole; most models have none, and keep their graph."""
+    kept = {node for _, node in traced.writes_back}
+    written: set[Any] = {key for key, _ in traced.writes_back}
+    written.update(w for node in traced.graph.nodes for w in node.meta.get("writes", ()))
+    weights = {key: node for key, node in _weights(traced.graph).items() if not written & {key, node}}
+    return [entry for entry in large if entry.key in weights and _uses(weights[entry.key], kept)]
+
+
+def _weights(graph: fx.Graph) -> dict[str, fx.Node]:
+    return {str(node.target): node for node in graph.nodes if node.op == "get_attr"}
 
 
 def _bounds(entry: StateEntry, limit: int) -> Iterator[tuple[int, int]]:
@@ -102,8 +114,6 @@ def _write(writer: PartWriter, weight: fx.Node, uses: list[Use], entries: list[S
 
 def _uses(weight: fx.Node, kept: set[fx.Node]) -> list[Use] | None:
     """Follows a tensor to the calls where it meets other data; None if one of them needs it whole."""
-    if any(weight in node.meta.get("writes", ()) for node in weight.graph.nodes):
-        return None
     uses: list[Use] = []
     open_ends: list[tuple[fx.Node, int, tuple[Step, ...]]] = [(weight, 0, ())]
     while open_ends:

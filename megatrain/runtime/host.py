@@ -154,9 +154,8 @@ class HostStore:
         home = self._homes[entry.owner]
         if entry.base is None:
             return home
-        rows = entry.spec.shape[0]
-        view = home.view.narrow(0, entry.first_row, rows)
-        offset = home.offset + entry.first_row * (entry.spec.nbytes // rows)
+        view = home.view.narrow(0, entry.first_row, entry.spec.shape[0])
+        offset = home.offset + view.data_ptr() - home.view.data_ptr()
         return replace(home, key=entry.key, spec=entry.spec, offset=offset, view=view)
 
     def _placed(self, layout: BlockImage) -> _Placed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ class StateEntry:
         kind: `"parameter"`, `"buffer"` or `"constant"` (a tensor that is read and that no module registers).
         spec: Shape, dtype, layout.
         requires_grad: Whether it is trained.
-        ties: The other names of the same tensor.
+        ties: The other names of the same tensor; for a part, of the whole.
         persistent: Whether it is part of `state_dict()`.
         base: For a part of a tensor: the key of the whole, which is what the model registers.
         rows: For a part: its first row along the first dimension, and the row after its last.
@@ -40,20 +40,16 @@ class StateEntry:
         """The key of the registered tensor that holds it."""
         return self.base or self.key
 
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Returns its tensor, given the registered ones by key."""
+        whole = tensors[self.owner]
+        return whole if self.base is None else whole[slice(*self.rows)]
+
     def part(self, start: int, end: int) -> StateEntry:
         """Describes rows `start` to `end` (exclusive) as state of their own, `weight[0:64]`."""
         assert self.spec.stride is None
         spec = TensorSpec((end - start, *self.spec.shape[1:]), self.spec.dtype)
-        return StateEntry(
-            f"{self.key}[{start}:{end}]",
-            self.kind,
-            spec,
-            self.requires_grad,
-            (),
-            self.persistent,
-            self.key,
-            (start, end),
-        )
+        return replace(self, key=f"{self.key}[{start}:{end}]", spec=spec, base=self.key, rows=(start, end))
 
     @property
     def is_writable(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from megatrain.compiled import CompiledModule, Variant
 from megatrain.passes.program import Block
+from megatrain.tracer.state import StateEntry
 from megatrain.verify.boundaries import Watch, watch
 from megatrain.verify.compare import Tolerance, compare, distance, scale_of
 from megatrain.verify.fingerprint import ModuleCall, followed_calls
@@ -124,7 +125,11 @@ class _Search:
         users = Counter(key for block in blocks for key in block.binding)
         for block in reversed(blocks):
             for key in (k for k in block.binding if users[k] == 1):
-                gradient, true = truth.at("backward", block.index, "gradient of state", key), expected.gradient(key)
+                gradient = truth.at("backward", block.index, "gradient of state", key)
+                entry = variant.program.state[key]
+                true = _gradient_of(entry, expected)
+                if gradient is None and true is not None and entry.base is not None:
+                    gradient = torch.zeros_like(true)  # of a part without one, where others have some
                 found = self._beyond(gradient, [true])
                 if found:
                     return self._in_block("passes", block, "backward", f"gradient of state `{key}`", found)
@@ -180,6 +185,11 @@ class _Search:
         if block is None:
             return FirstDifference(culprit, self.step, None, "", "after", what, *size)
         return self._in_block(culprit, block, "after", what, size)
+
+
+def _gradient_of(entry: StateEntry, expected: Observation) -> torch.Tensor | None:
+    whole = expected.gradient(entry.owner)
+    return None if whole is None else entry.of({entry.owner: whole})
 
 
 def _block_of_module(variant: Variant, call: ModuleCall | None) -> int | None:

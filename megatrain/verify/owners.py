@@ -61,12 +61,12 @@ def _blocks_of_state(program: Program) -> dict[str, tuple[int, ...]]:
     readers = program.readers()
     for block in program.blocks:
         for key in block.binding:
-            found[key].add(block.index)
+            found[program.state[key].owner].add(block.index)
     for value, key in program.buffers:
         found[key].update(readers[value])
     for key, value in program.commits:
         producer = program.values[value].producer
         if producer is not None:
             found[key].add(producer)
-    names = {name: e.key for e in program.state.values() for name in (e.key, *e.ties)}
+    names = {name: e.owner for e in program.state.values() for name in (e.owner, *e.ties)}
     return {name: tuple(sorted(found[key])) for name, key in names.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,8 @@ class BlocksInOrder:
         program = self._program
         has_grad = torch.is_grad_enabled()
         inputs = [self._leaf(self._values[n], has_grad and program.values[n].requires_grad) for n in block.inputs]
-        state = [self._leaf(self._tensors[k], has_grad and program.state[k].requires_grad) for k in block.binding]
+        entries = [program.state[key] for key in block.binding]
+        state = [self._leaf(e.of(self._tensors), has_grad and e.requires_grad) for e in entries]
         for name, generator in generators(program.device).items():
             self._seen["forward", block.index, "random state", name] = generator
         outputs = self._codes[block.template]([*inputs, *state])
@@ -110,12 +111,25 @@ class BlocksInOrder:
         sums: dict[str, torch.Tensor] = {}
         while self._ran:
             self._backward(self._ran.pop(), sums)
-        for key, total in sums.items():
+        for key, total in self._whole(sums).items():
             # By way of autograd, which runs the hooks on parameters.
             torch.autograd.backward([self._tensors[key]], [total])
         for name, tensor in zip(self._program.inputs, self._given, strict=True):
             if tensor.requires_grad:
                 tensor.grad = self._gradients.get(name)
+
+    def _whole(self, sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Joins the gradients of parts; rows of parts without one are zero."""
+        found: dict[str, torch.Tensor] = {}
+        for key, total in sums.items():
+            entry = self._program.state[key]
+            if entry.base is None:
+                found[key] = total
+                continue
+            if entry.base not in found:
+                found[entry.base] = torch.zeros_like(self._tensors[entry.base], requires_grad=False)
+            found[entry.base][slice(*entry.rows)] = total
+        return found
 
     def _backward(self, ran: _Ran, sums: dict[str, torch.Tensor]) -> None:
         block = ran.block
@@ -150,7 +164,8 @@ class BlocksInOrder:
         """Returns what was seen, on the host; call it when the step is over."""
         values = {name: _on_host(t) for name, t in self._values.items()}
         totals = {name: _on_host(t) for name, t in self._totals.items()}
-        state = {k: t.detach() for k, t in self._tensors.items()}
+        parts = {key: entry.of(self._tensors) for key, entry in self._program.state.items() if entry.base}
+        state = {k: t.detach() for k, t in {**self._tensors, **parts}.items()}
         return Truth(values, totals, state, dict(self._seen))
 
 
@@ -161,7 +176,7 @@ class Truth:
     Args:
         values: By name, as the forward makes them.
         totals: Gradients of the blocks' outputs, with what they are used for inside their own block.
-        state: Parameters and buffers, by key.
+        state: Parameters and buffers, and parts of them, by key.
         seen: Everything else.
     """
 
