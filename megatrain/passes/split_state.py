@@ -20,6 +20,9 @@ from megatrain.tracer.traced import TracedModule
 _ALIGNMENT = 64
 """Parts start at multiples of this many bytes where rows allow, as kernels see of whole tensors."""
 
+_MOST_PARTS = 512
+"""Each part costs calls in every step; of a table with more rows than that, a part has several whatever the target."""
+
 
 def split_state(traced: TracedModule, *, limit: int) -> TracedModule:
     """Returns `traced` with each state tensor above `limit` bytes cut along its first dimension, where its uses allow.
@@ -84,7 +87,7 @@ def _bounds(entry: StateEntry, limit: int) -> Iterator[tuple[int, int]]:
     """Yields the rows of each part: as many as `limit` allows, evenly spread."""
     total = entry.spec.shape[0]
     row_bytes = entry.spec.nbytes // total
-    most = max(1, limit // row_bytes)
+    most = max(limit // row_bytes, math.ceil(total / _MOST_PARTS))
     size = math.ceil(total / math.ceil(total / most))
     step = _ALIGNMENT // math.gcd(_ALIGNMENT, row_bytes)
     if size > step:

@@ -72,6 +72,15 @@ def test_a_token_that_is_infinite_spoils_no_other_experts_gradient():
     assert parts_of(program)
 
 
+def test_a_target_below_a_row_makes_no_part_of_each_word():
+    model = seeded(Table, PICKS["embedding"])
+    model.table = nn.Parameter(torch.randn(5000, 8))
+    split = split_state(canonicalize(trace(model, (IDS,))), limit=1)
+    rows = parts_of(split)["table"]
+    assert 256 < len(rows) <= 512
+    assert (rows[0][0], rows[-1][1]) == (0, 5000)
+
+
 # -- what stays whole ----------------------------------------------------------------------------------------
 
 WHOLE = {
