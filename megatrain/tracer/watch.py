@@ -55,7 +55,8 @@ class EffectWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.is_random = True
-        self.is_value_dependent |= not _VALUE_DEPENDENT.isdisjoint((*func.tags, func._schema.name))
+        is_value_dependent = not _VALUE_DEPENDENT.isdisjoint((*func.tags, func._schema.name))
+        self.is_value_dependent |= is_value_dependent and not _picks_by_number(func, args)
         for item in (*args, *kwargs.values()):
             for tensor in item if isinstance(item, list | tuple) else (item,):
                 if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
@@ -120,3 +121,10 @@ class ByteCount(TorchDispatchMode):
             if isinstance(item, torch.Tensor):
                 self.nbytes += item.nbytes
         return result
+
+
+def _picks_by_number(func: Any, args: Any) -> bool:
+    """Tells whether a call indexes with numbers only: its result has the shape of its indices, whatever they hold."""
+    if func._schema.name != "aten::index":
+        return False
+    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])

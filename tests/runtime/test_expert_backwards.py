@@ -419,3 +419,35 @@ def test_verify_finds_a_pass_that_cuts_wrongly(monkeypatch: pytest.MonkeyPatch):
     assert not report.ok
     assert report.first_difference is not None
     assert report.first_difference.culprit == "passes", report
+
+
+# -- what a gather is taken for ------------------------------------------------------------------------------
+
+
+class Picks(nn.Module):
+    """Rows by number, whose count is that of the numbers, or by a mask, whose count hangs on the weights."""
+
+    def __init__(self, is_masked: bool):
+        super().__init__()
+        self.is_masked = is_masked
+        self.table = nn.Parameter(torch.randn(64, 8))
+
+    def forward(self, x):
+        picked = self.table[self.table[:, 0] > 0] if self.is_masked else self.table[(x @ self.table.t()).argmax(-1)]
+        return picked.sum() * x
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_only_rows_picked_by_a_mask_have_their_number_checked(is_masked: bool):
+    def drive(call, model):
+        found = []
+        for bias in (0.0, 5.0):
+            with torch.no_grad():
+                model.table.add_(bias)
+            out = call(tokens())
+            out.sum().backward()
+            found.append(out.detach())
+        return found
+
+    compiled = twins(seeded(lambda: Picks(is_masked)), drive, block_bytes=512)
+    assert ("check size" in str(compiled.program)) == is_masked
