@@ -451,3 +451,28 @@ def test_only_rows_picked_by_a_mask_have_their_number_checked(is_masked: bool):
 
     compiled = twins(seeded(lambda: Picks(is_masked)), drive, block_bytes=512)
     assert ("check size" in str(compiled.program)) == is_masked
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_frozen_stack_that_the_forward_writes_stays_whole(is_view: bool):
+    class Decaying(Bmm):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.up.requires_grad_(False)
+
+        def experts(self, tokens, scores, weights, ids):
+            with torch.no_grad():
+                (self.up[1] if is_view else self.up).mul_(0.5)
+            return super().experts(tokens, scores, weights, ids)
+
+    def drive(call, model):
+        found = []
+        for _ in range(2):
+            out, _ = call(tokens())
+            out.sum().backward()
+            found.append(out.detach())
+        return found
+
+    compiled = twins(layers(Decaying), drive, transfer="copy")
+    assert not parts_of(compiled)
+    assert len(parts_of(compiled, "layers.0.down")) == 4
