@@ -21,7 +21,7 @@ the two counts. Models have a few thousand random weights, so this says nothing 
 | exact | equal, bit for bit |
 | close | outputs equal, bit for bit; gradients within 1e-4 of the largest, where the order of a sum differs |
 | refused | megatrain refuses the model, with the reason that is shown |
-| skipped | a package that the case needs isn't installed |
+| skipped | nothing to compare with: a package isn't installed, or the model fails in eager with its version |
 | error | an exception that isn't megatrain's own |
 | WRONG | anything else; no result of this kind is acceptable |
 
