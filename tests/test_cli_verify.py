@@ -53,7 +53,7 @@ def different(): return Counts(), (X,)
 def in_forward(): return Fails(), (X,)
 def raises(): raise ValueError("while building")
 def leaves(): raise SystemExit(0)
-def tensor(): return Adds(), X
+def one_tensor(): return Adds(), X
 def a_list(): return Adds(), [X]
 def no_pair(): return Adds()
 def no_model(): return "Adds", (X,)
@@ -128,7 +128,6 @@ def test_a_module_of_the_current_folder(target, capsys):
         ("no/such/file.py:build", "there is no file `no/such/file.py`"),
         ("json.py:nope", "`json.py` has no `nope`"),
         ("json.py:X", "is a Tensor, not a function"),
-        ("json.py:tensor", "inputs of type Tensor"),
         ("json.py:a_list", "inputs of type list"),
         ("json.py:odd_keys", "inputs of type dict"),
         ("json.py:no_pair", "returned a Adds"),

@@ -62,7 +62,7 @@ def test_everything_that_a_step_produces_is_compared():
     assert names(report, "gradient") == names(report, "parameter") == {n for n, _ in model.named_parameters()}
     assert names(report, "buffer") == {n for n, _ in model.named_buffers()}
     assert names(report, "input gradient") == {"arg0"}
-    assert names(report, "rng") == {"cpu"}
+    assert names(report, "rng") == {"cpu", "numpy", "python"}
     assert {d.step for d in report.differences} == {0, 1}
 
 

@@ -134,8 +134,9 @@ class Tape:
 
     def append_opaque(self, opaque: Opaque, operands: list[fx.Node], results: Sequence[torch.Tensor]) -> None:
         """Appends the node of an opaque module; another step may draw random numbers where this one did not."""
+        earlier = sum(isinstance(n.target, Opaque) and n.target.name == opaque.name for n in self.graph.nodes)
         node = self.graph.call_function(opaque, tuple(operands))
-        node.meta.update(self._context(), is_random=True)
+        node.meta.update(self._context(), is_random=True, modules=(*self.module_stack, (opaque.name, earlier)))
         self._bind_results(node, tuple(results))
         self._note_writes(node)
 

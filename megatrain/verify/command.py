@@ -106,7 +106,7 @@ def load(target: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 
 def _read(target: str, made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Takes `(model, inputs)` apart: a tuple of arguments, a dict of keyword arguments, or a pair of the two."""
+    """Takes `(model, inputs)` apart: a tensor, a tuple of arguments, a dict of keyword arguments, or the last two."""
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         kinds = ", ".join(type(x).__qualname__ for x in (made if isinstance(made, tuple) else (made,)))
         what = f"({kinds})" if isinstance(made, tuple) else f"a {kinds}"
@@ -121,9 +121,11 @@ def _read(target: str, made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str,
         return model, inputs, {}
     if _is_keywords(inputs):
         return model, (), dict(inputs)
+    if isinstance(inputs, torch.Tensor):
+        return model, (inputs,), {}
     raise OptionError(
         f"`{target}` returned inputs of type {type(inputs).__qualname__}.\n"
-        "  Inputs are a tuple of arguments, a dict of keyword arguments by name, or a pair (tuple, dict) of both.\n"
+        "  Inputs are a tensor, a tuple of arguments, a dict of keyword arguments by name, or a pair (tuple, dict).\n"
         "  Write `return model, (x,)` or `return model, {'input_ids': ids}`."
     )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -132,8 +134,10 @@ class Trial:
         return Observation(values, result)
 
     def set_seed(self, step: int) -> None:
-        """Seeds torch's generators for a step."""
+        """Seeds all generators for a step."""
         torch.manual_seed(self.seed + step)
+        random.seed(self.seed + step)
+        np.random.seed((self.seed + step) % 2**32)  # the generator that models share
 
 
 def update(model: nn.Module, learning_rate: float) -> None:
@@ -188,8 +192,11 @@ def _checked(total: Any) -> torch.Tensor:
 
 
 def generators(device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns the state of the CPU's generator, and of the compute device's if that is another."""
+    """Returns the states of the generators: torch's, on the CPU and the compute device, Python's and NumPy's."""
     states = {"cpu": torch.get_rng_state()}
+    states["python"] = torch.tensor(random.getstate()[1])
+    _, words, position, *_ = np.random.get_state()
+    states["numpy"] = torch.tensor([*np.asarray(words).tolist(), position])
     if device.type != "cpu":
         states[str(device)] = torch.get_device_module(device).get_rng_state(device)
     return states
