@@ -36,6 +36,7 @@ def repeated_modules(root: nn.Module) -> frozenset[str]:
 def followed_modules(recorder: Recorder, root: nn.Module) -> Generator[None]:
     """Keeps `recorder.module_stack` equal to the calls that the running code is in."""
     names = {id(module): name for name, module in reversed(list(root.named_modules()))}
+    repeated = repeated_modules(root)
     calls: Counter[int] = Counter()
     stack = recorder.tape.module_stack
 
@@ -46,8 +47,8 @@ def followed_modules(recorder: Recorder, root: nn.Module) -> Generator[None]:
             calls[id(module)] += 1
 
     def leave(module: nn.Module, *_: Any) -> None:
-        if id(module) in names and stack:
-            stack.pop()
+        if id(module) in names and stack and stack.pop()[0] in repeated:
+            recorder.let_go()
 
     handles = (
         register_module_forward_pre_hook(enter),

@@ -109,6 +109,10 @@ class Recorder(TorchFunctionMode):
         """Tells whether a tensor is the fake that stands for a parameter or buffer."""
         return self._state.has(tensor)
 
+    def let_go(self) -> None:
+        """Frees the weights that a capture on values has brought to the device: a block's run is over."""
+        self._state.let_go()
+
     def refuse(self, what: str, rule: str, way_out: str) -> NoReturn:
         """Raises the obstacle for something that the running module does, which may run its own code instead."""
         with self._located():

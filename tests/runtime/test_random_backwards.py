@@ -78,7 +78,7 @@ class Caller:
         return found | {f"input {i}": x.grad for i, (x, _) in enumerate(self.calls)}
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(tree=module_trees(), plan=actions, mode=st.sampled_from(list(MODES)), limit=block_limits())
 def test_random_callers(tree: nn.Module, plan, mode: str, limit: int | None) -> None:
     model = Both(tree)
