@@ -80,4 +80,4 @@ def test_a_model_that_fails_in_eager_says_so() -> None:
     case = Case("broken", "none", torch.nn.Identity, lambda _: ((torch.ones(2),), {}))
     row = run(case)
     assert row.result == "skipped"
-    assert row.detail.startswith("eager fails: RuntimeError")
+    assert row.detail.startswith("eager fails: ValueError")
