@@ -9,6 +9,7 @@ For compiler people the steps are public too: `trace`, `lower`, `workload`, `sch
 
 from megatrain.compiled import CompiledModule, compile  # the name torch users expect
 from megatrain.errors import (
+    CheckpointError,
     ExecuteError,
     LowerError,
     MegatrainError,
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Block",
     "Chaos",
+    "CheckpointError",
     "CompiledModule",
     "Engine",
     "ExecuteError",

@@ -27,6 +27,10 @@ class WeightsError(MegatrainError):
     """Files of weights can't be read, or don't hold what the model needs."""
 
 
+class CheckpointError(MegatrainError):
+    """A checkpoint of training can't be written, is damaged, or doesn't hold what it is read into."""
+
+
 class ScheduleError(MegatrainError):
     """A schedule can't be built in the memory given, can't be read, or isn't safe."""
 

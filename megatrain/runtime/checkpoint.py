@@ -20,7 +20,7 @@ WeightFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 PIECE_BYTES = 4 * 2**20
 """What is converted at a time; values that need no conversion go straight to where they shall lie."""
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -38,6 +38,7 @@ _DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+"""Element types by the names that files have for them."""
 _INDEX = ".safetensors.index.json"
 
 
@@ -107,7 +108,7 @@ class Stored:
         assert tuple(tensor.shape) == self.shape
         start = self.start
         buffer = torch.empty(0, dtype=self.dtype, device="cpu")
-        for part in _parts(tensor, PIECE_BYTES // self.dtype.itemsize):
+        for part in parts(tensor, PIECE_BYTES // self.dtype.itemsize):
             if buffer.numel() < part.numel():
                 buffer = torch.empty(part.numel(), dtype=self.dtype, device="cpu")
             values = buffer[: part.numel()].view(part.shape)
@@ -258,7 +259,7 @@ def _header(path: Path) -> dict[str, Stored]:
             name,
             path,
             tuple(entry["shape"]),
-            _DTYPES.get(entry["dtype"]),
+            DTYPES.get(entry["dtype"]),
             entry["dtype"],
             8 + length + entry["data_offsets"][0],
             stamp,
@@ -281,11 +282,11 @@ def _unreadable(path: Path, error: Exception) -> WeightsError:
     )
 
 
-def _parts(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    """Cuts along the leading dimensions into parts of at most `limit` elements."""
+def parts(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+    """Cuts a tensor along the leading dimensions into parts of at most `limit` elements."""
     if tensor.numel() <= limit:
         yield tensor
         return
     rows = max(1, limit // (tensor.numel() // tensor.shape[0]))
     for part in tensor.split(rows):
-        yield from [part] if part.numel() <= limit else _parts(part[0], limit)
+        yield from [part] if part.numel() <= limit else parts(part[0], limit)

@@ -1,0 +1,235 @@
+"""Load: a checkpoint is opened by its manifest and headers; values are read to where the caller says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from megatrain.errors import CheckpointError
+from megatrain.saving.digest import digest_of
+from megatrain.saving.manifest import FileRecord, Manifest
+from megatrain.saving.optimizers import destinations, differences, put_back
+from megatrain.saving.replace import present
+from megatrain.saving.save import TRAINING
+from megatrain.saving.saved import Saved
+from megatrain.saving.source import Source
+from megatrain.saving.values import decode
+from megatrain.tracer.spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on the disk, of which only manifest and headers are read yet.
+
+    Args:
+        folder: Where it lies.
+        manifest: What it holds.
+    """
+
+    folder: Path
+    manifest: Manifest
+
+    @cached_property
+    def weights(self) -> Mapping[str, Saved]:
+        """The weights by name; tied names give the same one."""
+        stored = self._tensors(self.manifest.weights)
+        return {**stored, **{name: stored[first] for name, first in self.manifest.ties.items()}}
+
+    @cached_property
+    def extra(self) -> dict[str, Any]:
+        """The values that `save` was given, tensors included.
+
+        Raises:
+            CheckpointError: If their tensors can't be read.
+        """
+        stored = self._tensors(self._stem("extra"))
+        return decode(self.manifest.extra, lambda name: _fresh(stored[name]))
+
+    def check(self) -> None:
+        """Reads every byte and compares it with its checksum.
+
+        Raises:
+            CheckpointError: Naming all files and tensors that are damaged.
+        """
+        stored = [saved for file in self.manifest.files for saved in self._tensors([file]).values()]
+        problems = [problem for saved in stored for problem in _problems_of(saved)]
+        _refuse(self.folder, problems)
+
+    def read_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Reads the weights to where they shall lie, one by one.
+
+        Args:
+            tensors: By name, on any device. All names of the checkpoint, and no others; of tied ones, any.
+
+        Raises:
+            CheckpointError: Before anything is read, if names, shapes or dtypes are others; or if a tensor is
+                damaged: those before it are read then.
+        """
+        problems = list(self._mismatches(tensors))
+        if problems:
+            lines = [
+                f"the checkpoint doesn't fit these weights: {len(problems)} differences.",
+                f"checkpoint: `{self.folder}`",
+                *problems,
+                "Names, shapes and dtypes are those that were saved.",
+                "Build the model as it was, or read single tensors with load(...).weights[name].read(tensor).",
+            ]
+            raise CheckpointError("\n  ".join(lines))
+        done: set[object] = set()
+        for name, tensor in tensors.items():
+            place = Source.of(tensor).place
+            if place is None or place not in done:
+                self.weights[name].read(tensor)
+                done.add(place)
+
+    def read_optimizer(self, optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> None:
+        """Continues with the saved state, options of groups included.
+
+        State that the optimizer has already and that has the saved shape and dtype is overwritten where it lies.
+
+        Args:
+            optimizer: Of the class that was saved, with the same parameters in the same groups, in any order.
+            names: Its parameters by name.
+
+        Raises:
+            CheckpointError: Before anything is read, if there is none, or the two are not alike; or if a tensor
+                is damaged.
+        """
+        saved = self.manifest.optimizer
+        if saved is None:
+            raise CheckpointError(
+                f"`{self.folder}` has no state of an optimizer.\n  Nothing can continue from it as if never stopped.\n"
+                "  Read its weights only, or load a checkpoint that was saved with optimizer=."
+            )
+        stored = self._tensors(self._stem("optimizer"))
+        problems = differences(
+            saved["class"], saved["parameters"], [g["params"] for g in saved["param_groups"]], optimizer, names
+        )
+        if problems:
+            lines = [
+                f"the checkpoint doesn't fit this optimizer: {len(problems)} differences.",
+                f"checkpoint: `{self.folder}`",
+                *problems,
+                "State continues only where it belongs to the same parameter under the same rule.",
+                "Build the optimizer as it was, or go on with a fresh one.",
+            ]
+            raise CheckpointError("\n  ".join(lines))
+        existing = destinations(optimizer, names)
+        state = {
+            name: {key: _state(value, stored, existing.get((name, key))) for key, value in values.items()}
+            for name, values in saved["state"].items()
+        }
+        groups = decode(saved["param_groups"], lambda name: _fresh(stored[name]))
+        rest = decode(saved["rest"], lambda name: _fresh(stored[name]))
+        put_back(optimizer, names, groups, state, rest)
+
+    def _stem(self, kind: str) -> list[str]:
+        return [file for file in self.manifest.files if file.startswith(f"{TRAINING}/{kind}-")]
+
+    def _tensors(self, files: Iterable[str]) -> dict[str, Saved]:
+        return {
+            name: Saved(name, self.folder / file, record.spec, record.start, record.digest)
+            for file in files
+            for name, record in self.manifest.files[file].tensors.items()
+        }
+
+    def _mismatches(self, tensors: Mapping[str, torch.Tensor]) -> Iterable[str]:
+        first = {**{name: name for name in self.weights}, **self.manifest.ties}
+        wanted = {first[name] for name in tensors if name in first}
+        for name in (name for name in self.weights if first[name] not in wanted and name == first[name]):
+            yield f"unexpected: `{name}` {self.weights[name]} is not among these"
+        memory: dict[object, str] = {}
+        for name, tensor in tensors.items():
+            spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
+            if name not in self.weights:
+                yield f"missing: `{name}` {spec} is not in the checkpoint"
+                continue
+            saved = self.weights[name]
+            if tensor.is_meta:
+                yield f"without memory: `{name}` {spec} is on the meta device"
+            elif spec != saved.spec:
+                what = "shape" if spec.shape != saved.spec.shape else "dtype"
+                yield f"{what}: `{name}` {saved}, but {spec} here"
+            else:
+                place = Source.of(tensor).place
+                other = name if place is None else memory.setdefault(place, name)
+                if self.weights[other].digest != saved.digest:
+                    yield f"tied: `{name}` and `{other}` are one tensor here, but differ in the checkpoint"
+
+
+def load(folder: str | os.PathLike[str]) -> Checkpoint:
+    """Opens a checkpoint: reads what it holds and the headers of its files, and no values.
+
+    Where a save was ended between its two renames, the new checkpoint, which is whole, is taken from beside `folder`.
+
+    Args:
+        folder: The folder given to `save`.
+
+    Raises:
+        CheckpointError: If it isn't there or of another schema, or files are missing, cut off, or have other headers:
+            all in one error.
+    """
+    place = present(Path(folder).resolve())
+    manifest = Manifest.read(place)
+    _refuse(place, [p for file, record in manifest.files.items() for p in _problems_of_file(place / file, record)])
+    return Checkpoint(place, manifest)
+
+
+def _problems_of_file(path: Path, record: FileRecord) -> Iterable[str]:
+    try:
+        with path.open("rb") as file:
+            header = file.read(record.header_bytes)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        yield f"`{path}` can't be read: {error.strerror}"
+        return
+    if size != record.nbytes:
+        behind = [name for name, tensor in record.tensors.items() if tensor.start + tensor.spec.nbytes > size]
+        lost = f": {_listed(behind)}" if behind else ""
+        yield f"`{path}` has {size} B, not {record.nbytes} B{lost}"
+    elif digest_of(header) != record.digest:
+        yield f"`{path}` has another {'header' if record.tensors else 'content'} than the one saved"
+
+
+def _listed(names: Sequence[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(f"`{name}`" for name in names[:limit]) + more
+
+
+def _problems_of(saved: Saved) -> Iterable[str]:
+    try:
+        saved.check()
+    except CheckpointError as error:
+        yield str(error).split("\n", 1)[0]
+
+
+def _refuse(folder: Path, problems: Sequence[str]) -> None:
+    if problems:
+        lines = [
+            f"the checkpoint `{folder}` is damaged in {len(problems)} places.",
+            *problems,
+            "Every byte has a checksum in its checkpoint.json.",
+            "Copy it again, or load an older checkpoint.",
+        ]
+        raise CheckpointError("\n  ".join(lines))
+
+
+def _fresh(saved: Saved, existing: torch.Tensor | None = None) -> torch.Tensor:
+    """Reads into `existing` if that is alike, else into new memory on the CPU."""
+    fits = existing is not None and (tuple(existing.shape), existing.dtype) == (saved.spec.shape, saved.spec.dtype)
+    out = existing if existing is not None and fits else torch.empty(saved.spec.shape, dtype=saved.spec.dtype)
+    saved.read(out)
+    return out
+
+
+def _state(encoded: Any, stored: Mapping[str, Saved], existing: torch.Tensor | None) -> Any:
+    """Reads one state of one parameter; only one that is a tensor itself may lie where it lies already."""
+    is_tensor = isinstance(encoded, dict) and "!tensor" in encoded
+    return decode(encoded, lambda name: _fresh(stored[name], existing if is_tensor else None))

@@ -1,0 +1,198 @@
+"""Optimizers: their state by the names of parameters instead of positions and objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from megatrain.errors import CheckpointError
+from megatrain.saving.values import Encoder
+from megatrain.tracer.spec import dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What `optimizer.state_dict()` holds, with names in the place of positions.
+
+    Args:
+        kind: The optimizer's class.
+        parameters: Its parameters by name, each as `f32[2, 3]`, in the order of the groups.
+        groups: Each group's options; `params` lists names.
+        state: Each parameter's state by name. Values are what `Encoder.encode` takes; a `Source` may stand for a
+            tensor.
+        rest: What else the state dict holds.
+    """
+
+    kind: str
+    parameters: Mapping[str, str]
+    groups: Sequence[Mapping[str, Any]]
+    state: Mapping[str, Mapping[str, Any]]
+    rest: Mapping[str, Any]
+
+    @staticmethod
+    def of(optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> OptimizerState:
+        """Reads an optimizer; tensors are not copied.
+
+        Args:
+            optimizer: Any optimizer of torch, or one with the same `state_dict`.
+            names: The parameters by name; those that the optimizer doesn't have don't matter.
+
+        Raises:
+            CheckpointError: If parameters of the optimizer have no name, or its state belongs to no parameter.
+        """
+        named = _named(optimizer, names)
+        content = optimizer.state_dict()
+        by_id: dict[Any, str] = {}
+        groups: list[dict[str, Any]] = []
+        for group, members in zip(content["param_groups"], named, strict=True):
+            by_id.update(zip(group["params"], members, strict=True))
+            groups.append({**group, "params": list(members)})
+        loose = [key for key in content["state"] if key not in by_id]
+        if loose:
+            raise CheckpointError(
+                f"the state of {_kind(optimizer)} has entries that belong to no parameter: {loose}.\n"
+                "  State is stored by the parameter that it belongs to.\n"
+                "  Keep such values in the optimizer's param_groups."
+            )
+        return OptimizerState(
+            _kind(optimizer),
+            {name: _spec(tensor) for members in named for name, tensor in members.items()},
+            groups,
+            {by_id[key]: state for key, state in content["state"].items()},
+            {key: value for key, value in content.items() if key not in ("state", "param_groups")},
+        )
+
+    def encode(self, encoder: Encoder) -> dict[str, Any]:
+        """Returns JSON; tensors are stored as `<parameter>.<state>`."""
+        state = {
+            name: {key: encoder.encode(value, f"{name}.{key}") for key, value in values.items()}
+            for name, values in self.state.items()
+        }
+        return {
+            "class": self.kind,
+            "parameters": dict(self.parameters),
+            "param_groups": encoder.encode([dict(group) for group in self.groups], "param_groups"),
+            "state": state,
+            "rest": encoder.encode(dict(self.rest), "rest"),
+        }
+
+
+def differences(
+    kind: str,
+    parameters: Mapping[str, str],
+    groups: Sequence[Sequence[str]],
+    optimizer: Optimizer,
+    names: Mapping[str, torch.Tensor],
+) -> list[str]:
+    """Says in what a stored optimizer and this one are not alike: class, groups, parameters.
+
+    Args:
+        kind: Stored class.
+        parameters: Stored parameters by name, as `OptimizerState.parameters`.
+        groups: The names in each stored group.
+        optimizer: The optimizer that is to continue.
+        names: Its parameters by name.
+    """
+    named = _named(optimizer, names)
+    found = [] if kind == _kind(optimizer) else [f"class: {kind} in the checkpoint, but {_kind(optimizer)} here"]
+    own = {name: i for i, members in enumerate(named) for name in members}
+    specs = {name: _spec(tensor) for members in named for name, tensor in members.items()}
+    stored = {name: i for i, members in enumerate(groups) for name in members}
+    found += [f"missing: `{name}` {specs[name]} is not in the checkpoint's optimizer" for name in own.keys() - stored]
+    found += [f"unexpected: `{name}` {parameters[name]} is not in this optimizer" for name in stored.keys() - own]
+    for name in (name for name in own if name in stored):
+        if specs[name] != parameters[name]:
+            found.append(f"parameter: `{name}` {parameters[name]} in the checkpoint, but {specs[name]} here")
+        if own[name] != stored[name]:
+            found.append(f"group: `{name}` in group {stored[name]} of the checkpoint, but in group {own[name]} here")
+    if len(groups) != len(named):
+        found.append(f"groups: {len(groups)} in the checkpoint, but {len(named)} here")
+    return sorted(found)
+
+
+def destinations(optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
+    """Lists the tensors that the optimizer's state consists of now, by names of parameter and state."""
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    for members in _named(optimizer, names):
+        for name, tensor in members.items():
+            for key, value in optimizer.state.get(tensor, {}).items():
+                if isinstance(value, torch.Tensor):
+                    found[name, str(key)] = value
+    return found
+
+
+def put_back(
+    optimizer: Optimizer,
+    names: Mapping[str, torch.Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[str, Mapping[str, Any]],
+    rest: Mapping[str, Any],
+) -> None:
+    """Gives an optimizer the state of one that `differences` found alike, through its own `load_state_dict`."""
+    named = _named(optimizer, names)
+    ids = {name: i for i, name in enumerate(name for members in named for name in members)}
+    ordered: list[dict[str, Any]] = []
+    for stored, members, own in zip(groups, named, optimizer.param_groups, strict=True):
+        group = {**stored, "params": [ids[name] for name in members]}
+        # Names that the user gave to the optimizer go with its own order of parameters.
+        if "param_names" in own:
+            group["param_names"] = own["param_names"]
+        else:
+            group.pop("param_names", None)
+        ordered.append(group)
+    optimizer.load_state_dict({**rest, "param_groups": ordered, "state": {ids[n]: dict(s) for n, s in state.items()}})
+    for members in named:
+        for name, tensor in members.items():
+            _keep_dtypes(optimizer.state.get(tensor, {}), state.get(name, {}))
+
+
+def _keep_dtypes(loaded: dict[Any, Any], state: Mapping[str, Any]) -> None:
+    """Undoes that `load_state_dict` converts state to the dtype of its parameter: moments in fp32 of one in bf16."""
+    for key, value in state.items():
+        now = loaded.get(key)
+        if type(value) is torch.Tensor and type(now) is torch.Tensor and now.dtype != value.dtype:
+            loaded[key] = value.to(now.device)
+
+
+def _named(optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The parameters of each group by the first name that they have."""
+    by_id: dict[int, str] = {}
+    for name, tensor in names.items():
+        by_id.setdefault(id(tensor), name)
+    groups: list[list[torch.Tensor]] = [group["params"] for group in optimizer.param_groups]
+    nameless = [
+        f"parameter {j} of group {i}, {_spec(tensor)}"
+        for i, group in enumerate(groups)
+        for j, tensor in enumerate(group)
+        if id(tensor) not in by_id
+    ]
+    if nameless:
+        raise CheckpointError(
+            "\n  ".join(
+                [
+                    f"{len(nameless)} parameters of {_kind(optimizer)} have no name.",
+                    *_shortened(nameless),
+                    "State is stored by the names of parameters, which outlive the process.",
+                    "Give names= the dict of all that the optimizer holds, such as dict(model.named_parameters()).",
+                ]
+            )
+        )
+    return [{by_id[id(tensor)]: tensor for tensor in group} for group in groups]
+
+
+def _shortened(lines: Sequence[str], limit: int = 20) -> Iterable[str]:
+    yield from lines[:limit]
+    if len(lines) > limit:
+        yield f"... and {len(lines) - limit} more"
+
+
+def _spec(tensor: torch.Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)}[{', '.join(map(str, tensor.shape))}]"
+
+
+def _kind(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

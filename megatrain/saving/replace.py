@@ -1,0 +1,135 @@
+"""Replace: a folder that is written beside its place and takes it by renaming, so that a whole one is always there.
+
+For a folder `run` there may be, next to it:
+
+    run.partial-<id>    being written, or left over
+    run.old-<id>        the previous `run`, while `run.partial-<id>` takes its place
+
+`run.old-<id>` exists only once `run.partial-<id>` is whole. So where `run` is missing and both of these are there,
+a save ended between its two renames, and `run.partial-<id>` is what `run` was about to become.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import uuid
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatrain.errors import CheckpointError
+from megatrain.saving import disk
+
+_PARTIAL = ".partial-"
+_OLD = ".old-"
+
+
+def present(folder: Path) -> Path:
+    """Returns where the newest whole content of `folder` lies: there, or where a save that was ended left it."""
+    if not folder.exists():
+        for old in _beside(folder, _OLD):
+            partial = _twin(folder, old)
+            if partial.exists():
+                return partial
+    return folder
+
+
+@contextmanager
+def replaced(folder: Path) -> Generator[Path]:
+    """Gives a new folder to write to; when the body ends, it takes the place of `folder`.
+
+    The body syncs its files. If it raises, `folder` stays as it was and what was written is removed.
+
+    Raises:
+        CheckpointError: If another process is saving there.
+        OSError: If the disk refuses; `folder` is the previous one then, or the new one.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _tidy(folder)
+    partial = folder.with_name(f"{folder.name}{_PARTIAL}{uuid.uuid4().hex[:12]}")
+    disk.make(partial)
+    lock = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield partial
+        _exchange(folder, partial)
+    except BaseException:
+        _undo(folder, partial)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _exchange(folder: Path, partial: Path) -> None:
+    for inner, _, _ in os.walk(partial):
+        disk.sync_folder(Path(inner))
+    old = _twin(folder, partial)
+    if folder.exists():
+        disk.rename(folder, old)
+        # Both renames lie in one folder, but nothing says that they reach the disk in this order.
+        disk.sync_folder(folder.parent)
+    disk.rename(partial, folder)
+    disk.sync_folder(folder.parent)
+    try:
+        disk.remove(old)
+    except OSError as error:
+        raise CheckpointError(
+            f"`{folder}` is saved, but the previous one could not be removed: {error}.\n"
+            f"  It is whole or in part in `{old}`.\n  Remove that; the next save tries it too."
+        ) from error
+
+
+def _undo(folder: Path, partial: Path) -> None:
+    old = _twin(folder, partial)
+    if old.exists() and not folder.exists():
+        disk.rename(old, folder)
+    disk.remove(partial)
+
+
+def _tidy(folder: Path) -> None:
+    """Finishes what a save that was ended had begun, and removes what is left over."""
+    leftovers = [*_beside(folder, _PARTIAL), *_beside(folder, _OLD)]
+    for leftover in leftovers:
+        if _is_locked(leftover):
+            raise CheckpointError(
+                f"another save to `{folder}` is going on, in `{leftover.name}`.\n"
+                "  Two at a time would remove each other's files.\n"
+                "  Wait for it, or save to another folder."
+            )
+    whole = present(folder)
+    if whole != folder:
+        disk.rename(whole, folder)
+        disk.sync_folder(folder.parent)
+    for leftover in leftovers:
+        if folder.exists() or _PARTIAL in leftover.name.removeprefix(folder.name):
+            disk.remove(leftover)
+
+
+def _is_locked(leftover: Path) -> bool:
+    """Tells whether a process that lives writes there: the lock goes with the process, however it ends."""
+    try:
+        descriptor = os.open(leftover, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _beside(folder: Path, infix: str) -> Iterator[Path]:
+    pattern = re.compile(re.escape(folder.name + infix) + "[0-9a-f]{12}")
+    if folder.parent.is_dir():
+        yield from sorted(path for path in folder.parent.iterdir() if pattern.fullmatch(path.name))
+
+
+def _twin(folder: Path, path: Path) -> Path:
+    """The folder with the same id and the other infix."""
+    unique = path.name.rpartition("-")[2]
+    infix = _OLD if _PARTIAL in path.name.removeprefix(folder.name) else _PARTIAL
+    return folder.with_name(f"{folder.name}{infix}{unique}")

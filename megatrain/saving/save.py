@@ -1,0 +1,200 @@
+"""Save: what training consists of, to a folder that is replaced as a whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from megatrain.errors import CheckpointError
+from megatrain.saving import disk
+from megatrain.saving.digest import digest_of
+from megatrain.saving.manifest import FILE, FileRecord, Manifest
+from megatrain.saving.optimizers import OptimizerState
+from megatrain.saving.replace import replaced
+from megatrain.saving.shards import Shard, shards
+from megatrain.saving.source import Source, obstacle, without_ties
+from megatrain.saving.values import Encoder
+from megatrain.sizes import format_bytes, parse_bytes
+
+INDEX = "model.safetensors.index.json"
+TRAINING = "training"
+"""Folder of what is no weight, so that readers of weights don't meet it."""
+
+_FILE_OVERHEAD = 8192
+"""What a file takes on the disk beyond its bytes, at most: a block that isn't full, and its entry."""
+
+
+def save(
+    folder: str | os.PathLike[str],
+    weights: Mapping[str, torch.Tensor | Source],
+    *,
+    optimizer: Optimizer | OptimizerState | None = None,
+    names: Mapping[str, torch.Tensor] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    shard_bytes: int | str = "5GB",
+    more: Callable[[Path], object] | None = None,
+) -> None:
+    """Writes a checkpoint; at each moment a whole one is at `folder`, or next to it where `load` finds it.
+
+    Args:
+        folder: Where it shall be. A checkpoint that is there is replaced when the new one is complete.
+        weights: Tensors by name, on any device. Names for the same memory are stored once, under the first.
+        optimizer: Its state is stored by the names of its parameters.
+        names: The optimizer's parameters by name; None takes `weights`, if those are the parameters themselves.
+        extra: Values to come back from `load`: None, numbers, texts, tensors, arrays, and dicts, lists, tuples and
+            Counters of these.
+        shard_bytes: Limit of a file, in bytes or as `"5GB"`; a larger tensor gets a file of its own.
+        more: Called with the folder being written, to add files of its own, such as
+            `model.config.save_pretrained`.
+
+    Raises:
+        CheckpointError: If something can't be stored (all of it in one error, before anything is written), the
+            disk lacks room or fails, or `folder` is something else. The previous checkpoint is whole then.
+        OptionError: If `shard_bytes` is no size.
+    """
+    place = Path(folder).resolve()
+    draft = _Draft.of(weights, optimizer, names, extra, parse_bytes(shard_bytes, "shard_bytes"))
+    if place.exists() and not (place.is_dir() and (Path(place, FILE).exists() or not any(place.iterdir()))):
+        raise CheckpointError(
+            f"`{place}` exists and is no checkpoint.\n  Saving replaces the folder as a whole.\n"
+            "  Give a folder that doesn't exist, or remove this one."
+        )
+    try:
+        with replaced(place) as partial:
+            if more is not None:
+                more(partial)
+            _write(draft, partial, place)
+    except OSError as error:
+        raise CheckpointError(
+            f"saving to `{place}` failed: {error}.\n"
+            f"  It needs {format_bytes(draft.nbytes)} ({draft.nbytes} B) beside what is there.\n"
+            "  A checkpoint that was there is whole. Make room, or save to another disk."
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """All that will be written, with tensors not read yet."""
+
+    weights: Sequence[Shard]
+    ties: Mapping[str, str]
+    training: Sequence[Shard]
+    optimizer: Mapping[str, Any] | None
+    extra: Any
+
+    @staticmethod
+    def of(
+        weights: Mapping[str, torch.Tensor | Source],
+        optimizer: Optimizer | OptimizerState | None,
+        names: Mapping[str, torch.Tensor] | None,
+        extra: Mapping[str, Any] | None,
+        shard_bytes: int,
+    ) -> _Draft:
+        sources, problems = _sources(weights)
+        stored, ties = without_ties(sources)
+        if isinstance(optimizer, Optimizer):
+            known = {name: t for name, t in weights.items() if isinstance(t, torch.Tensor)}
+            optimizer = OptimizerState.of(optimizer, known if names is None else names)
+        moments, values = Encoder(), Encoder()
+        state = None if optimizer is None else optimizer.encode(moments)
+        encoded = {str(key): values.encode(value, str(key)) for key, value in (extra or {}).items()}
+        problems += [*moments.problems, *values.problems]
+        if problems:
+            lines = [
+                f"{len(problems)} values can't be stored in a checkpoint.",
+                *problems,
+                "It holds None, numbers, texts, strided tensors, arrays, and dicts, lists, tuples, Counters of these.",
+                "Store what the object is made from instead, such as its state_dict() or float(value).",
+            ]
+            raise CheckpointError("\n  ".join(lines))
+        training = [
+            *shards(f"{TRAINING}/optimizer", moments.tensors, shard_bytes),
+            *shards(f"{TRAINING}/extra", values.tensors, shard_bytes),
+        ]
+        return _Draft(shards("model", stored, shard_bytes), ties, training, state, encoded)
+
+    @property
+    def index(self) -> bytes:
+        """The index that readers of sharded weights expect."""
+        total = sum(source.spec.nbytes for shard in self.weights for source in shard.sources.values())
+        listed = {name: shard.file for shard in self.weights for name in shard.sources}
+        return json.dumps({"metadata": {"total_size": total}, "weight_map": listed}, indent=2).encode()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, the manifest included; more for what a disk adds."""
+        everything = [*self.weights, *self.training]
+        manifest = self.manifest({shard.file: shard.record({}) for shard in everything})
+        files = [*(shard.nbytes for shard in everything), len(self.index), len(manifest.text())]
+        return sum(files) + _FILE_OVERHEAD * len(files)
+
+    def manifest(self, files: Mapping[str, FileRecord]) -> Manifest:
+        return Manifest(files, tuple(shard.file for shard in self.weights), self.ties, self.optimizer, self.extra)
+
+
+def _sources(weights: Mapping[str, torch.Tensor | Source]) -> tuple[dict[str, Source], list[str]]:
+    sources: dict[str, Source] = {}
+    problems: list[str] = []
+    for name, value in weights.items():
+        problem = obstacle(value) if isinstance(value, torch.Tensor) else None
+        if name == "__metadata__":
+            problem = "has a name that safetensors keeps for itself"
+        if problem is not None:
+            problems.append(f"`{name}` {problem}")
+        else:
+            sources[name] = Source.of(value) if isinstance(value, torch.Tensor) else value
+    return sources, problems
+
+
+def _write(draft: _Draft, partial: Path, place: Path) -> None:
+    files = {path: _record(partial / path) for path in _added(draft, partial)}
+    free = shutil.disk_usage(partial).free
+    if draft.nbytes > free:
+        raise CheckpointError(
+            f"saving to `{place}` needs {format_bytes(draft.nbytes)} ({draft.nbytes} B), "
+            f"the disk has {format_bytes(free)} ({free} B).\n"
+            "  The new checkpoint is complete before the previous one goes.\n"
+            "  The previous one is whole. Make room, or save to another disk."
+        )
+    if draft.training:
+        disk.make(partial / TRAINING)
+    for shard in [*draft.weights, *draft.training]:
+        files[shard.file] = shard.write(partial)
+    files[INDEX] = _write_text(partial / INDEX, draft.index)
+    # The last file: a folder without it is no checkpoint.
+    _write_text(partial / FILE, draft.manifest(files).text())
+
+
+def _write_text(path: Path, text: bytes) -> FileRecord:
+    with path.open("xb", buffering=0) as file:
+        disk.write(file, memoryview(text))
+        disk.sync(file)
+    return FileRecord(len(text), len(text), digest_of(text), {})
+
+
+def _record(path: Path) -> FileRecord:
+    """Describes a file that `more` wrote, and syncs it."""
+    with path.open("rb", buffering=0) as file:
+        content = file.readall()
+        disk.sync(file)
+    return FileRecord(len(content), len(content), digest_of(content), {})
+
+
+def _added(draft: _Draft, partial: Path) -> list[str]:
+    found = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
+    ours = {FILE, INDEX, *(shard.file for shard in [*draft.weights, *draft.training])}
+    taken = [path for path in found if path in ours or path.endswith(".safetensors") or path.split("/")[0] == TRAINING]
+    if taken:
+        raise CheckpointError(
+            f"more= wrote {', '.join(f'`{path}`' for path in taken)}, which belongs to the checkpoint itself.\n"
+            "  Readers would take it for part of the weights.\n  Write such files to another folder."
+        )
+    return found

@@ -1,0 +1,85 @@
+"""Source: the values of a tensor as a save takes them, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from megatrain.runtime.checkpoint import DTYPES, PIECE_BYTES, parts
+from megatrain.tracer.spec import TensorSpec
+
+KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
+"""Names that safetensors has for element types."""
+
+Place = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor that is written, or what makes its values when they are written.
+
+    Args:
+        spec: Shape and dtype of what is stored, contiguous.
+        pieces: Gives the values in the order of the elements, as contiguous tensors on the CPU of `spec.dtype`. Each
+            is read before the next is asked for, so one buffer may serve for all. Called once for each save.
+        place: Where in memory the values lie; two sources with the same place are stored once. None: nowhere.
+    """
+
+    spec: TensorSpec
+    pieces: Callable[[], Iterator[torch.Tensor]] = field(repr=False)
+    place: Place | None = None
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Source:
+        """Describes a tensor that `obstacle` has nothing against; it takes no memory beyond a piece.
+
+        Args:
+            tensor: On any device but meta, with any strides.
+        """
+        tensor = tensor.detach()
+        spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
+        place = None
+        if tensor.numel():
+            place = (str(tensor.device), tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        return Source(spec, lambda: _pieces(tensor), place)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    for part in parts(tensor, max(1, PIECE_BYTES // tensor.dtype.itemsize)):
+        # Also resolves what torch keeps lazily: conjugates, negatives.
+        yield part.resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def obstacle(tensor: torch.Tensor) -> str | None:
+    """Says why a tensor can't be stored, if it can't."""
+    if tensor.is_meta:
+        return "is on the meta device and has no values"
+    if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+        return f"is a {type(tensor).__name__} of layout {tensor.layout}, whose values are not plain numbers"
+    if tensor.dtype not in KINDS:
+        return f"is {tensor.dtype}, which safetensors has no name for"
+    return None
+
+
+def without_ties(sources: Mapping[str, Source]) -> tuple[dict[str, Source], dict[str, str]]:
+    """Separates names for the same memory.
+
+    Returns:
+        The sources, each memory under the first of its names; and for every other name the one that is stored.
+    """
+    first: dict[Place, str] = {}
+    ties: dict[str, str] = {}
+    for name, source in sources.items():
+        if source.place is not None and first.setdefault(source.place, name) != name:
+            ties[name] = first[source.place]
+    return {name: source for name, source in sources.items() if name not in ties}, ties
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU; writing to it changes the tensor."""
+    # Strides of dimensions of size 1 mean nothing, and `reshape` may keep one of them.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return memoryview(flat.numpy())  # pyright: ignore[reportArgumentType]
