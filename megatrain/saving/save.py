@@ -132,7 +132,8 @@ class _Draft:
     def nbytes(self) -> int:
         """Bytes of all files, the manifest included; more for what a disk adds."""
         everything = [*self.weights, *self.training]
-        manifest = self.manifest({shard.file: shard.record({}) for shard in everything})
+        records = {shard.file: shard.record({}) for shard in everything}
+        manifest = self.manifest({**records, INDEX: _text_record(self.index)})
         files = [*(shard.nbytes for shard in everything), len(self.index), len(manifest.text())]
         return sum(files) + _FILE_OVERHEAD * len(files)
 
@@ -177,6 +178,11 @@ def _write_text(path: Path, text: bytes) -> FileRecord:
     with path.open("xb", buffering=0) as file:
         disk.write(file, memoryview(text))
         disk.sync(file)
+    return _text_record(text)
+
+
+def _text_record(text: bytes) -> FileRecord:
+    """What the manifest says of a file without tensors."""
     return FileRecord(len(text), len(text), digest_of(text), {})
 
 
@@ -185,7 +191,7 @@ def _record(path: Path) -> FileRecord:
     with path.open("rb", buffering=0) as file:
         content = file.readall()
         disk.sync(file)
-    return FileRecord(len(content), len(content), digest_of(content), {})
+    return _text_record(content)
 
 
 def _added(draft: _Draft, partial: Path) -> list[str]:

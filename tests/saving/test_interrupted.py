@@ -1,0 +1,332 @@
+"""A save that ends anywhere leaves a whole checkpoint: the previous one or the new one, found by `load`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain.errors import CheckpointError
+from megatrain.saving import disk, load, replace, save
+from tests.saving.training import assert_whole, refusal, save_trained, state_of, trained
+
+OPERATIONS = ("make", "write", "sync", "sync_folder", "rename", "unlink", "rmdir")
+TWO_FILES = {"shard_bytes": 900}
+
+
+class Died(BaseException):
+    """The process is gone: nothing that it would do after this reaches the disk."""
+
+
+class Faults:
+    """Counts the operations on the disk; the `at`-th fails, and if the process dies there, all after it too.
+
+    A write that fails has written half of its bytes.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int | None, *, dies: bool):
+        self.seen: list[str] = []
+        self._at = at
+        self._dies = dies
+        for name in OPERATIONS:
+            monkeypatch.setattr(disk, name, self._wrapped(name, getattr(disk, name)))
+
+    def _wrapped(self, name: str, operation: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: object) -> None:
+            index = len(self.seen)
+            self.seen.append(name)
+            fails = self._at is not None and (index >= self._at if self._dies else index == self._at)
+            if fails and index == self._at and name == "write":
+                file, piece = args
+                file.write(piece[: len(piece) // 2])
+            if fails:
+                raise Died if self._dies else OSError(errno.ENOSPC, "No space left on device")
+            operation(*args)
+
+        return run
+
+
+def operations_of(tmp_path: Path, first: bool) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path / "dry" / "run"
+        if not first:
+            save_trained(folder, seed=1, **TWO_FILES)
+        faults = Faults(patch, None, dies=False)
+        save_trained(folder, seed=2, **TWO_FILES)
+    shutil.rmtree(tmp_path / "dry")
+    return faults.seen
+
+
+def cut_short(folder: Path, seed: int, at: int, *, dies: bool) -> None:
+    """Saves, and ends or fails at one operation."""
+    with pytest.MonkeyPatch.context() as patch:
+        Faults(patch, at, dies=dies)
+        with pytest.raises(Died if dies else CheckpointError):
+            save_trained(folder, seed=seed, **TWO_FILES)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "fails"])
+def test_every_operation_on_the_disk_may_be_the_last(tmp_path: Path, dies: bool):
+    seen = operations_of(tmp_path, first=False)
+    assert set(seen) == set(OPERATIONS)
+    found = []
+    for at in range(len(seen)):
+        folder = tmp_path / str(at) / "run"
+        save_trained(folder, seed=1, **TWO_FILES)
+        cut_short(folder, 2, at, dies=dies)
+        found.append(assert_whole(folder, 1, 2))
+        if not dies:
+            # What failed cleaned up after itself, but for the old one where that is what failed.
+            assert all(name == "run" or ".old-" in name for name in names(folder.parent))
+            assert folder.is_dir()
+        save_trained(folder, seed=3, **TWO_FILES)
+        assert assert_whole(folder, 3) == 3
+        assert names(folder.parent) == ["run"]
+        shutil.rmtree(folder.parent)
+    # First the previous one, from some operation on the new one.
+    assert found == sorted(found)
+    assert set(found) == {1, 2}
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "fails"])
+def test_a_first_save_leaves_all_or_nothing(tmp_path: Path, dies: bool):
+    for at in range(len(operations_of(tmp_path, first=True))):
+        folder = tmp_path / str(at) / "run"
+        cut_short(folder, 2, at, dies=dies)
+        if folder.exists():
+            assert_whole(folder, 2)
+        else:
+            assert "has no checkpoint.json" in refusal(lambda folder=folder: load(folder))
+        save_trained(folder, seed=3, **TWO_FILES)
+        assert_whole(folder, 3)
+        assert names(folder.parent) == ["run"]
+
+
+def test_a_save_may_end_again_while_it_tidies_up_after_another(tmp_path: Path):
+    """Two deaths in a row, at every pair of operations of which the first is near the renames."""
+    seen = operations_of(tmp_path, first=False)
+    renames = [i for i, name in enumerate(seen) if name == "rename"]
+    for first in range(renames[0], len(seen)):
+        for second in range(12):
+            folder = tmp_path / f"{first}-{second}" / "run"
+            save_trained(folder, seed=1, **TWO_FILES)
+            for at, seed in ((first, 2), (second, 3)):
+                cut_short(folder, seed, at, dies=True)
+            checkpoint = load(folder)
+            checkpoint.check()
+            assert checkpoint.extra["seed"] in (1, 2)
+            shutil.rmtree(folder.parent)
+
+
+def test_ctrl_c_in_the_middle_leaves_the_previous_one_and_nothing_else(tmp_path: Path):
+    save_trained(tmp_path / "run", seed=1)
+
+    def interrupted(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_trained(tmp_path / "run", seed=2, more=interrupted)
+    assert assert_whole(tmp_path / "run", 1) == 1
+    assert names(tmp_path) == ["run"]
+
+
+def test_between_the_renames_the_new_one_is_found_without_writing_anything(tmp_path: Path):
+    save_trained(tmp_path / "run", seed=1)
+    cut_short(tmp_path / "run", 2, operations_of(tmp_path, first=False).index("rename") + 1, dies=True)
+    before = names(tmp_path)
+    assert [name[:9] for name in before] == ["run.old-" + before[0][8], "run.parti"]
+    assert assert_whole(tmp_path / "run", 2) == 2
+    assert names(tmp_path) == before
+
+
+def test_a_removed_checkpoint_does_not_come_back(tmp_path: Path):
+    save_trained(tmp_path / "run", seed=1)
+    seen = operations_of(tmp_path, first=False)
+    last_rename = len(seen) - seen[::-1].index("rename")
+    cut_short(tmp_path / "run", 2, last_rename, dies=True)
+    shutil.rmtree(tmp_path / "run")
+    assert [name[:8] for name in names(tmp_path)] == ["run.old-"]
+    assert "has no checkpoint.json" in refusal(lambda: load(tmp_path / "run"))
+
+
+def test_two_saves_to_one_place_at_a_time_are_refused(tmp_path: Path):
+    save_trained(tmp_path / "run", seed=1)
+
+    def meanwhile(_: Path) -> None:
+        text = refusal(lambda: save(tmp_path / "run", {"w": torch.ones(1)}))
+        assert text.startswith(f"another save to `{tmp_path / 'run'}` is going on, in `run.partial-")
+        save(tmp_path / "elsewhere", {"w": torch.ones(1)})
+
+    save_trained(tmp_path / "run", seed=2, more=meanwhile)
+    assert_whole(tmp_path / "run", 2)
+    assert names(tmp_path) == ["elsewhere", "run"]
+
+
+# -- a disk without room -----------------------------------------------------------------------------------------
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_trained(tmp_path / "run", seed=1)
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000))
+    monkeypatch.setattr("megatrain.saving.shards.Shard.write", None)
+    text = refusal(lambda: save_trained(tmp_path / "run", seed=2))
+    assert "the disk has 1000 B (1000 B)." in text.split("\n")[0]
+    monkeypatch.undo()
+    assert_whole(tmp_path / "run", 1)
+    assert names(tmp_path) == ["run"]
+
+
+def test_the_room_that_is_asked_for_is_what_the_files_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, optimizer = trained(1)
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0))
+    text = refusal(lambda: save(tmp_path / "run", state_of(model), optimizer=optimizer))
+    needed = int(text.split("(")[1].split(" B)")[0])
+    monkeypatch.undo()
+    save(tmp_path / "run", state_of(model), optimizer=optimizer)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert needed == sum(path.stat().st_size for path in files) + 8192 * len(files)
+
+
+def test_a_disk_that_fills_up_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_trained(tmp_path / "run", seed=1)
+    Faults(monkeypatch, 4, dies=False)
+    text = refusal(lambda: save_trained(tmp_path / "run", seed=2))
+    assert "No space left on device" in text.split("\n")[0]
+    assert "It needs " in text.split("\n")[1]
+    assert_whole(tmp_path / "run", 1)
+    assert names(tmp_path) == ["run"]
+
+
+# -- processes that are killed -----------------------------------------------------------------------------------
+
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from megatrain.saving import load, save
+
+torch.set_num_threads(1)
+folder = Path(sys.argv[1]) / "run"
+moments = random.Random(int(sys.argv[2]))
+sizes = [(300_000,), (7,), (40, 50), (3_000_000,), ()]
+
+def tensors(version):
+    return {f"t{i}": torch.full(size, float(version + i)) for i, size in enumerate(sizes)}
+
+def write(version):
+    extra = {"version": version, "more": torch.full((5,), float(version))}
+    save(folder, tensors(version), extra=extra, shard_bytes=10**6)
+
+write(0)
+started = time.perf_counter()
+write(1)
+usual = time.perf_counter() - started
+found, states = [1], set()
+for _ in range(30):
+    ready, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        version = found[-1]
+        os.write(go, b"x")
+        while True:
+            version += 1
+            write(version)
+    os.read(ready, 1)
+    time.sleep(moments.uniform(0, 4 * usual))
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    states.add(tuple(sorted(path.name.split("-")[0] for path in folder.parent.iterdir())))
+    checkpoint = load(folder)
+    checkpoint.check()
+    version = checkpoint.extra["version"]
+    assert version >= found[-1]
+    assert checkpoint.extra["more"].eq(version).all()
+    out = {name: torch.empty_like(tensor) for name, tensor in tensors(0).items()}
+    checkpoint.read_weights(out)
+    assert all(torch.equal(out[name], tensor) for name, tensor in tensors(version).items())
+    found.append(version)
+write(10**6)
+assert os.listdir(folder.parent) == ["run"]
+print("versions", found[-1], "states", len(states))
+"""
+
+
+def python(code: str, *args: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(replace.__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_thirty_kills_at_random_moments_leave_a_whole_checkpoint_each_time(tmp_path: Path):
+    out = python(KILLED, tmp_path, torch.seed() % 2**32).split()
+    assert int(out[1]) > 1, "no save was ever completed"
+    assert int(out[3]) > 1, "no save was ever cut short"
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+MEMORY = """
+import sys, threading, time
+import psutil, torch
+from megatrain.saving import load, save
+
+torch.set_num_threads(1)
+this = psutil.Process()
+model = torch.nn.ModuleList(torch.nn.Linear(1024, 4096, bias=False) for _ in range(6))
+for p in list(model.parameters())[:3]:
+    p.data = p.data.t().contiguous().t()          # some not contiguous
+model[0].weight.data = model[0].weight.data.bfloat16()
+optimizer = torch.optim.AdamW(model.parameters())
+for p in model.parameters():
+    optimizer.state[p] = {"step": torch.tensor(1.0), "exp_avg": torch.ones_like(p), "exp_avg_sq": torch.ones_like(p)}
+
+def peak(action):
+    top, done = [0], threading.Event()
+    def watch():
+        while not done.is_set():
+            top[0] = max(top[0], this.memory_info().rss)
+            time.sleep(0.001)
+    save(sys.argv[1] + "/warm", {"w": torch.ones(3000, 3000).t()})
+    load(sys.argv[1] + "/warm").check()
+    before = this.memory_info().rss
+    thread = threading.Thread(target=watch)
+    thread.start()
+    action()
+    done.set()
+    thread.join()
+    return (top[0] - before) / 2**20
+
+total = sum(3 * p.nbytes for p in model.parameters()) / 2**20
+written = peak(lambda: save(sys.argv[1] + "/run", model.state_dict(keep_vars=True), optimizer=optimizer))
+checkpoint = load(sys.argv[1] + "/run")
+names = dict(model.named_parameters())
+read = peak(lambda: (checkpoint.check(), checkpoint.read_weights(names), checkpoint.read_optimizer(optimizer, names)))
+print(total, written, read)
+"""
+
+
+def test_neither_way_takes_a_second_copy(tmp_path: Path):
+    total, written, read = map(float, python(MEMORY, tmp_path).split())
+    assert total > 250
+    assert written < 24, f"{written} MiB more while {total} MiB were written"
+    assert read < 24, f"{read} MiB more while {total} MiB were read"
