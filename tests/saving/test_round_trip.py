@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
+import megatrain
 from megatrain.saving import OptimizerState, Source, generators_now, load, restore_generators, save
 from megatrain.tracer.spec import TensorSpec
+from tests.models import MODELS
 from tests.saving.training import Tied, adamw, refusal, same, save_trained, state_of, train, trained
 
 OPTIMIZERS = {
@@ -66,6 +68,43 @@ def test_training_goes_on_as_if_never_stopped(tmp_path: Path, name: str):
     assert same(again.state_dict(), optimizer.state_dict())
     assert schedule.get_last_lr() == scheduler.get_last_lr()
     assert torch.equal(torch.get_rng_state(), expected_rng)
+
+
+def test_a_compiled_model_goes_on_under_another_budget(tmp_path: Path):
+    """Dropout and clipping on; the other half of the run recomputes and prefetches where the first kept all."""
+
+    def made(**options: Any) -> tuple[Any, nn.Module, torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]]:
+        model, args, kwargs = MODELS["gpt_loss"]()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return megatrain.compile(model, device="cpu", **options), model, optimizer, args, kwargs
+
+    def steps(call: Any, model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> list[float]:
+        losses = []
+        for _ in range(3):
+            model.zero_grad()
+            _, loss = call(*args, **kwargs)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    torch.manual_seed(3)
+    first = made(activations="keep", transfer="bind")
+    steps(*first)
+    save(tmp_path / "run", state_of(first[1]), optimizer=first[2], extra=shared_state())
+    expected = steps(*first)
+
+    torch.manual_seed(4)
+    second = made(activations="recompute", transfer="copy", block_bytes="4KiB")
+    steps(*second)
+    checkpoint = load(tmp_path / "run")
+    checkpoint.read_weights(state_of(second[1]))
+    checkpoint.read_optimizer(second[2], dict(second[1].named_parameters()))
+    restore_generators(checkpoint.extra["generators"])
+    assert steps(*second) == expected
+    assert same(dict(second[1].state_dict()), dict(first[1].state_dict()))
+    assert same(second[2].state_dict(), first[2].state_dict())
 
 
 def test_state_of_an_optimizer_with_lists_of_tensors(tmp_path: Path):
