@@ -1,0 +1,199 @@
+"""AdamW over bf16 masters, reading and writing each state once, with the bits of `torch.optim.AdamW` on fp32."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from megatrain.errors import OptionError
+from megatrain.optim.native import LANES, NativeKernel, build
+from megatrain.optim.split import Master, Scratch, SplitMaster, pieces
+
+Kernel = Literal["auto", "plain", "fused", "native"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWOptions:
+    """The numbers of one step of one param group; as `torch.optim.AdamW` names them."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    maximize: bool = False
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> AdamWOptions:
+        """Reads a param group.
+
+        Raises:
+            OptionError: For `amsgrad`, which has a third state, and `differentiable`.
+        """
+        for option in ("amsgrad", "differentiable"):
+            if group.get(option):
+                raise OptionError(
+                    f"{option}=True has no fused update over bf16 masters.\n"
+                    "  The masters are updated in pieces, with two moments and outside of autograd.\n"
+                    f"  Set {option}=False, or train with precision='fp32'."
+                )
+        beta1, beta2 = group["betas"]
+        numbers = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
+        lr, eps, weight_decay = numbers
+        return cls(lr, (float(beta1), float(beta2)), eps, weight_decay, bool(group.get("maximize")))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moments:
+    """The fp32 averages of one parameter, contiguous and of its shape."""
+
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+    @classmethod
+    def zeros(cls, master: Master) -> Moments:
+        """Returns the moments before the first step."""
+        return cls(torch.zeros(master.high.shape), torch.zeros(master.high.shape))
+
+    def part(self, start: int, end: int) -> Moments:
+        """Returns elements `start` to `end` of the flattened tensors, as views."""
+        return Moments(self.exp_avg.view(-1)[start:end], self.exp_avg_sq.view(-1)[start:end])
+
+
+@torch.no_grad()
+def adamw_(
+    master: Master,
+    moments: Moments,
+    gradient: torch.Tensor,
+    *,
+    step: int,
+    options: AdamWOptions,
+    scale: float = 1.0,
+    kernel: Kernel = "auto",
+    threads: int | None = None,
+) -> None:
+    """Updates a master and its moments in place.
+
+    `kernel="plain"` has the bits of `torch.optim.AdamW(foreach=False)` on fp32 masters, the others those of
+    `fused=True`. `"native"` is one pass over memory where a C compiler is at hand; `"auto"` is that, or else `"fused"`.
+
+    Args:
+        master: Split, or rounded (which `"native"` doesn't know: `"auto"` is then `"fused"`).
+        moments: Of the master's shape.
+        gradient: Of the master's shape, fp32 or bf16; converted to fp32 before anything else. Not written to.
+        step: Which step this is, from 1.
+        options: Of the parameter's group.
+        scale: Factor of the gradient, such as the coefficient of clipping; rounded to fp32.
+        kernel: Which of the implementations.
+        threads: How many threads `"native"` uses; None is as many as torch. The others use torch's.
+
+    Raises:
+        OptionError: If `"native"` was asked for and can't be had.
+    """
+    assert gradient.shape == master.high.shape
+    numel, flat = gradient.numel(), gradient.reshape(-1)
+    done = 0
+    if kernel in ("auto", "native") and isinstance(master, SplitMaster) and gradient.dtype in _GRADIENTS:
+        found = _native()
+        if isinstance(found, NativeKernel):
+            done = numel // LANES * LANES
+            whole, mean = master.part(0, done), moments.part(0, done)
+            scalars = _scalars(step, options, scale)
+            moved = (mean.exp_avg, mean.exp_avg_sq)
+            found(whole.high, whole.low, flat[:done], moved, scalars, threads=threads or torch.get_num_threads())
+        elif kernel == "native":
+            raise OptionError(f"kernel='native' can't be had: {found}.\n  Use kernel='auto'.")
+    update = _plain if kernel == "plain" else _fused
+    scratch = Scratch(numel - done)
+    for start, end in ((start + done, end + done) for start, end in pieces(numel - done)):
+        part = master.part(start, end)
+        values, wide, spare = scratch.take(end - start)
+        part.load(values, spare)
+        wide.copy_(flat[start:end])
+        if scale != 1.0:
+            wide.mul_(scale)
+        update(values, wide, moments.part(start, end), step, options)
+        part.store(values, spare)
+
+
+_GRADIENTS = (torch.float32, torch.bfloat16)
+
+
+def native_reason() -> str | None:
+    """Returns why `kernel="native"` can't be had here, or None if it can."""
+    found = _native()
+    return found if isinstance(found, str) else None
+
+
+@functools.cache
+def _native() -> NativeKernel | str:
+    """Builds the kernel and compares its bits with torch's: processors differ in what torch fuses."""
+    kernel = build()
+    if isinstance(kernel, str):
+        return kernel
+    generator = torch.Generator().manual_seed(0)
+    for narrow, beta1 in ((False, 0.9), (True, 0.9), (False, 0.3)):
+        options = AdamWOptions(1e-3, (beta1, 0.99), weight_decay=0.1)
+        values = torch.randn(64 * LANES, generator=generator)
+        other, master = values.clone(), SplitMaster.of(values)
+        mine, theirs = Moments.zeros(master), Moments.zeros(master)
+        for step in range(1, 4):
+            gradient = torch.randn(values.shape, generator=generator).to(torch.bfloat16 if narrow else torch.float32)
+            moved = (mine.exp_avg, mine.exp_avg_sq)
+            kernel(master.high, master.low, gradient, moved, _scalars(step, options, 1.0), threads=1)
+            _fused(other, gradient.float(), theirs, step, options)
+        ours, spare = torch.empty_like(values), torch.empty(values.shape, dtype=torch.int32)
+        master.load(ours, spare)
+        if not torch.equal(ours, other):
+            return "its bits differ from those of torch's fused AdamW on this processor"
+    return kernel
+
+
+def _plain(values: torch.Tensor, gradient: torch.Tensor, moments: Moments, step: int, options: AdamWOptions) -> None:
+    """The operations of `torch.optim.AdamW(foreach=False)`; writes into `gradient`."""
+    (beta1, beta2), lr = options.betas, options.lr
+    if options.maximize:
+        gradient.neg_()
+    if options.weight_decay != 0:
+        values.mul_(1 - lr * options.weight_decay)
+    moments.exp_avg.lerp_(gradient, 1 - beta1)
+    moments.exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    # The gradient has been read: its memory takes the denominator.
+    torch.sqrt(moments.exp_avg_sq, out=gradient).div_((1 - beta2**step) ** 0.5).add_(options.eps)
+    values.addcdiv_(moments.exp_avg, gradient, value=-(lr / (1 - beta1**step)))
+
+
+def _fused(values: torch.Tensor, gradient: torch.Tensor, moments: Moments, step: int, options: AdamWOptions) -> None:
+    """Torch's own kernel."""
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        [values],
+        [gradient],
+        [moments.exp_avg],
+        [moments.exp_avg_sq],
+        [],
+        [torch.tensor(float(step))],
+        lr=options.lr,
+        beta1=options.betas[0],
+        beta2=options.betas[1],
+        weight_decay=options.weight_decay,
+        eps=options.eps,
+        amsgrad=False,
+        maximize=options.maximize,
+    )
+
+
+def _scalars(step: int, options: AdamWOptions, scale: float) -> tuple[float, ...]:
+    (beta1, beta2), lr = options.betas, options.lr
+    return (
+        -scale if options.maximize else scale,
+        1 - lr * options.weight_decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        (1 - beta2**step) ** 0.5,
+        options.eps,
+        -lr / (1 - beta1**step),
+    )

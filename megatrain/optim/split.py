@@ -1,0 +1,166 @@
+"""Masters of bf16 weights: exact fp32 in two halves, or bf16 alone with stochastic rounding.
+
+The high half is the bf16 value nearest to the master; an exact tie goes away from zero. (With ties to even, 65537
+masters would share some high halves and 65535 others, and 16 bits could not tell them apart.) The low half is the
+signed distance in units of the master's last place. Together they are the master's bits:
+`(high << 16) + low`. A NaN becomes a quiet NaN, so that the high half shows it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+CHUNK = 1 << 15
+"""Elements per thread that are worked on at a time: their scratch stays in a core's own cache."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitMaster:
+    """An fp32 tensor as two contiguous halves of the same shape, on the host.
+
+    Attributes:
+        high: bf16; what a block computes with.
+        low: int16; what `high` lacks.
+    """
+
+    high: torch.Tensor
+    low: torch.Tensor
+
+    def __post_init__(self) -> None:
+        _check(self.high, torch.bfloat16)
+        _check(self.low, torch.int16)
+        assert self.high.shape == self.low.shape
+
+    @classmethod
+    def of(cls, master: torch.Tensor) -> SplitMaster:
+        """Splits an fp32 tensor into new halves."""
+        halves = cls(torch.empty(master.shape, dtype=torch.bfloat16), torch.empty(master.shape, dtype=torch.int16))
+        write_(halves, master)
+        return halves
+
+    def part(self, start: int, end: int) -> SplitMaster:
+        """Returns elements `start` to `end` of the flattened tensor, as views."""
+        return SplitMaster(self.high.view(-1)[start:end], self.low.view(-1)[start:end])
+
+    def load(self, values: torch.Tensor, spare: torch.Tensor) -> None:
+        """Writes the fp32 values; `values` and `spare` (int32) are as long as this part."""
+        # Each conversion into memory of its own: an addition of int32 and int16 would allocate one.
+        values.copy_(self.high)
+        spare.copy_(self.low)
+        values.view(torch.int32).add_(spare)
+
+    def store(self, values: torch.Tensor, spare: torch.Tensor) -> None:
+        """Takes fp32 values over."""
+        bits = values.view(torch.int32)
+        self.low.copy_(bits)
+        torch.add(bits, 0x8000, out=spare)
+        spare.bitwise_and_(-0x10000)
+        self.high.copy_(spare.view(torch.float32))
+        if _may_hold_nan(values):
+            is_nan = values.isnan()
+            self.high.view(torch.int16)[is_nan] = _quiet(bits[is_nan])
+            self.low[is_nan] = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundedMaster:
+    """A bf16 tensor that is its own master: what an update changes is rounded up or down by chance.
+
+    The chance is the distance to the other neighbour, so the mean of many roundings is the value itself, and small
+    updates are not lost on average. One generator draws for all masters: the same seed and the same order of
+    updates give the same bits, whatever the number of threads.
+
+    Attributes:
+        high: bf16, contiguous, on the host.
+        generator: Where the bits come from; a generator of the CPU.
+    """
+
+    high: torch.Tensor
+    generator: torch.Generator
+
+    def __post_init__(self) -> None:
+        _check(self.high, torch.bfloat16)
+
+    def part(self, start: int, end: int) -> RoundedMaster:
+        """Returns elements `start` to `end` of the flattened tensor, as views."""
+        return RoundedMaster(self.high.view(-1)[start:end], self.generator)
+
+    def load(self, values: torch.Tensor, spare: torch.Tensor) -> None:
+        """Writes the values as fp32."""
+        values.copy_(self.high)
+
+    def store(self, values: torch.Tensor, spare: torch.Tensor) -> None:
+        """Takes fp32 values over, each rounded to one of its two neighbours."""
+        bits = values.view(torch.int32)
+        spare.random_(0, 1 << 16, generator=self.generator)
+        spare.add_(bits).bitwise_and_(-0x10000)
+        self.high.copy_(spare.view(torch.float32))
+        if _may_hold_nan(values):
+            is_nan = values.isnan()
+            self.high.view(torch.int16)[is_nan] = _quiet(bits[is_nan])
+
+
+Master = SplitMaster | RoundedMaster
+
+
+def pieces(numel: int) -> Iterator[tuple[int, int]]:
+    """Yields the bounds of pieces whose scratch fits the caches of the threads that torch uses here."""
+    # Bounds are multiples of 16, because torch's fused kernels round the last few elements of a tensor otherwise.
+    size = CHUNK * torch.get_num_threads()
+    for start in range(0, numel, size):
+        yield start, min(numel, start + size)
+
+
+class Scratch:
+    """Memory for the fp32 values of one piece, its gradient, and room to take them apart."""
+
+    def __init__(self, numel: int):
+        size = min(numel, CHUNK * torch.get_num_threads())
+        self._values = torch.empty(size)
+        self._gradient = torch.empty(size)
+        self._spare = torch.empty(size, dtype=torch.int32)
+
+    def take(self, numel: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns room for values, a gradient (both fp32) and bits (int32) of `numel` elements."""
+        return self._values[:numel], self._gradient[:numel], self._spare[:numel]
+
+
+@torch.no_grad()
+def read_(out: torch.Tensor, master: Master) -> torch.Tensor:
+    """Writes the fp32 values of a master into `out`, contiguous and of its shape, and returns it."""
+    assert out.dtype == torch.float32
+    assert out.shape == master.high.shape
+    flat = out.view(-1)
+    spare = torch.empty(min(flat.numel(), CHUNK * torch.get_num_threads()), dtype=torch.int32)
+    for start, end in pieces(flat.numel()):
+        master.part(start, end).load(flat[start:end], spare[: end - start])
+    return out
+
+
+@torch.no_grad()
+def write_(master: Master, values: torch.Tensor) -> None:
+    """Takes fp32 values of the master's shape over; needs a piece of scratch, not a copy."""
+    assert values.dtype == torch.float32
+    assert values.shape == master.high.shape
+    flat = values.reshape(-1)
+    spare = torch.empty(min(flat.numel(), CHUNK * torch.get_num_threads()), dtype=torch.int32)
+    for start, end in pieces(flat.numel()):
+        master.part(start, end).store(flat[start:end], spare[: end - start])
+
+
+def _check(half: torch.Tensor, dtype: torch.dtype) -> None:
+    assert half.dtype == dtype, f"{half.dtype} instead of {dtype}"
+    assert half.is_contiguous()
+
+
+def _may_hold_nan(values: torch.Tensor) -> bool:
+    # One sum is a quarter of the price of a mask, and never finite where a NaN is.
+    return not math.isfinite(values.sum().item())
+
+
+def _quiet(bits: torch.Tensor) -> torch.Tensor:
+    return (bits | 0x400000).bitwise_right_shift_(16).to(torch.int16)
