@@ -37,3 +37,7 @@ class ScheduleError(MegatrainError):
 
 class ExecuteError(MegatrainError):
     """A compiled model was used wrongly, or an operation failed while it ran."""
+
+
+class OptimizerError(MegatrainError, ValueError):
+    """An optimizer can't update the model block by block, or a step was taken out of order."""

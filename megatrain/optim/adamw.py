@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatrain.errors import OptionError
+from megatrain.errors import OptimizerError
 from megatrain.optim.native import LANES, NativeKernel, build
 from megatrain.optim.split import Master, Scratch, SplitMaster, pieces
 
@@ -31,11 +31,11 @@ class AdamWOptions:
         """Reads a param group.
 
         Raises:
-            OptionError: For `amsgrad`, which has a third state, and `differentiable`.
+            OptimizerError: For `amsgrad`, which has a third state, and `differentiable`.
         """
         for option in ("amsgrad", "differentiable"):
             if group.get(option):
-                raise OptionError(
+                raise OptimizerError(
                     f"{option}=True has no fused update over bf16 masters.\n"
                     "  The masters are updated in pieces, with two moments and outside of autograd.\n"
                     f"  Set {option}=False, or train with precision='fp32'."
@@ -91,7 +91,7 @@ def adamw_(
         threads: How many threads `"native"` uses; None is as many as torch. The others use torch's.
 
     Raises:
-        OptionError: If `"native"` was asked for and can't be had.
+        OptimizerError: If `"native"` was asked for and can't be had.
     """
     assert gradient.shape == master.high.shape
     numel, flat = gradient.numel(), gradient.reshape(-1)
@@ -105,7 +105,7 @@ def adamw_(
             moved = (mean.exp_avg, mean.exp_avg_sq)
             found(whole.high, whole.low, flat[:done], moved, scalars, threads=threads or torch.get_num_threads())
         elif kernel == "native":
-            raise OptionError(f"kernel='native' can't be had: {found}.\n  Use kernel='auto'.")
+            raise OptimizerError(f"kernel='native' can't be had: {found}.\n  Use kernel='auto'.")
     update = _plain if kernel == "plain" else _fused
     scratch = Scratch(numel - done)
     for start, end in ((start + done, end + done) for start, end in pieces(numel - done)):

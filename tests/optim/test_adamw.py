@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain.errors import OptionError
+from megatrain.errors import OptimizerError
 from megatrain.optim import native
 from megatrain.optim.adamw import AdamWOptions, Moments, adamw_, native_reason
 from megatrain.optim.split import CHUNK, RoundedMaster, SplitMaster, read_
@@ -108,13 +108,13 @@ def test_without_a_compiler_the_update_falls_back_and_says_why(tmp_path, monkeyp
     monkeypatch.setattr("megatrain.optim.adamw._native", lambda: "no C compiler here")
     master, _, reference, _ = train("auto", 100, lr=1e-3)
     assert torch.equal(read_(torch.empty(100), master), reference)
-    with pytest.raises(OptionError, match="no C compiler here"):
+    with pytest.raises(OptimizerError, match="no C compiler here"):
         train("native", 100, lr=1e-3)
 
 
 def test_what_the_fused_update_lacks_is_refused():
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], amsgrad=True)
-    with pytest.raises(OptionError, match="amsgrad"):
+    with pytest.raises(OptimizerError, match="amsgrad"):
         AdamWOptions.of(optimizer.param_groups[0])
 
 

@@ -1,0 +1,153 @@
+"""BlockOptimizer: any torch optimizer with per-parameter state, one block's parameters at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from megatrain.errors import OptimizerError
+from megatrain.optim.per_parameter import check_per_parameter
+from megatrain.optim.whole_step import Optimizer, StepCode, WholeStep, step_code
+
+
+class BlockOptimizer:
+    """Takes the steps of a torch optimizer block by block, with the bits of `optimizer.step()`.
+
+        blocks.begin()
+        for block in any_order:
+            blocks.update(block)
+        blocks.finish()
+
+    The optimizer stays the user's own: its state is in `optimizer.state`, its options are read from `param_groups` when
+    a step begins. What a scheduler or the user sets while a step is under way takes effect with the next. Hooks on the
+    step run once, those before it in `begin` and those after it in `finish`. `update` may run on another thread than
+    the rest; two updates at once may not.
+
+    A parameter of several blocks is updated with the first of them, where its gradient is complete last.
+    Parameters of the optimizer that are in no block are updated by `finish`.
+
+    Args:
+        optimizer: Its class computes each parameter's update from that parameter, its gradient and its state alone.
+        blocks: The parameters of each block. Those that the optimizer doesn't have stay as they are.
+        code: What updates the parameters in an optimizer's groups; None is the optimizer's own `step`.
+        probe: Try it first on small copies of a few parameters, whole and by blocks.
+
+    Raises:
+        OptimizerError: If it needs all parameters at once, or can't be tried.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        blocks: Sequence[Sequence[torch.Tensor]],
+        *,
+        code: StepCode | None = None,
+        probe: bool = True,
+    ):
+        check_per_parameter(optimizer, probe=probe)
+        self._optimizer = optimizer
+        self._code = code or step_code(optimizer)
+        self._owned: list[set[torch.Tensor]] = []
+        seen: set[torch.Tensor] = set()
+        for block in blocks:
+            self._owned.append(set(block) - seen)
+            seen |= self._owned[-1]
+        self._seen = seen
+        self._step: WholeStep | None = None
+        self._left: set[int] = set()
+
+    def __len__(self) -> int:
+        """Returns the number of blocks."""
+        return len(self._owned)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks run before the step: they may want all gradients to be there when it begins."""
+        return next(iter(_pre_hooks(self._optimizer)), None) is not None
+
+    def begin(self) -> None:
+        """Starts a step: runs the hooks before it and reads the options.
+
+        Raises:
+            OptimizerError: If a step is under way, `optimizer.step` was replaced, or a hook adds arguments to it.
+        """
+        if self._step is not None:
+            raise OptimizerError(
+                "a step is under way.\n  One step ends before the next begins.\n  Call finish() first."
+            )
+        _check_not_replaced(self._optimizer)
+        for hook in _pre_hooks(self._optimizer):
+            result: Any = hook(self._optimizer, (self._optimizer,), {})
+            if result is not None and (len(result[0]) > 1 or result[1]):
+                raise OptimizerError(
+                    "a hook of register_step_pre_hook gives `step` arguments.\n"
+                    "  Block by block it takes none, and no closure.\n"
+                    "  Remove the hook, or call optimizer.step() yourself."
+                )
+        self._step = WholeStep(self._optimizer, self._code)
+        self._left = set(range(len(self._owned)))
+
+    def update(self, block: int) -> None:
+        """Updates the parameters of a block; those without a gradient stay as they are.
+
+        Raises:
+            OptimizerError: If no step has begun, or the block was updated in it.
+        """
+        if self._step is None or block not in self._left:
+            why = "no step has begun" if self._step is None else f"block {block} has no update left in this step"
+            raise OptimizerError(f"{why}.\n  A step is begin(), update() once for each block, finish().")
+        self._left.remove(block)
+        if self._owned[block]:
+            self._step.update(self._owned[block])
+
+    def finish(self) -> None:
+        """Ends a step: updates parameters that are in no block, and runs the hooks after it.
+
+        Raises:
+            OptimizerError: If no step has begun, or blocks were not updated.
+        """
+        if self._step is None or self._left:
+            why = "no step has begun" if self._step is None else f"blocks {sorted(self._left)} were not updated"
+            raise OptimizerError(f"{why}.\n  A step is begin(), update() once for each block, finish().")
+        step, optimizer = self._step, self._optimizer
+        rest = set(step.parameters) - self._seen
+        if rest:
+            step.update(rest)
+        step.commit()
+        self._step = None
+        if "step" in vars(optimizer):
+            optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] # as the scheduler's patch does
+        post = (optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks)
+        for hook in chain.from_iterable(list(hooks.values()) for hooks in post):
+            hook(optimizer, (optimizer,), {})
+
+    def abandon(self) -> None:
+        """Ends a step without what is left of it: no further update, and no hook.
+
+        Blocks already updated stay so; options and attributes are as they were when the step began.
+        """
+        self._step = None
+        self._left.clear()
+
+
+def _pre_hooks(optimizer: Optimizer) -> list[Any]:
+    return [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
+
+
+def _check_not_replaced(optimizer: Optimizer) -> None:
+    """Refuses a `step` that was put in place of the class's, unless all it does is known."""
+    replaced = vars(optimizer).get("step")
+    if replaced is None:
+        return
+    # Schedulers of torch note that `step` was called; `finish` does that for them.
+    is_scheduler = getattr(replaced, "_wrapped_by_lr_sched", False)
+    if not is_scheduler or getattr(replaced, "__wrapped__", None) is not type(optimizer).step:
+        raise OptimizerError(
+            "`optimizer.step` was replaced by another function.\n"
+            "  Blocks are updated by the class's own code, which would pass it by.\n"
+            "  Use register_step_pre_hook and register_step_post_hook, or override `step` in a subclass."
+        )

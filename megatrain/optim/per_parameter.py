@@ -1,0 +1,185 @@
+"""Tells whether an optimizer's step over all parameters is the sum of its steps over some of them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatrain.errors import OptimizerError
+from megatrain.optim.whole_step import (
+    ALIGNED,
+    Optimizer,
+    WholeStep,
+    attributes,
+    impostor,
+    is_same,
+    own_copy,
+    step_code,
+)
+
+_STEPS = 3
+_EDGE = 4
+_DEPTH = 3
+
+
+def check_per_parameter(optimizer: Optimizer, *, probe: bool = True) -> None:
+    """Refuses what needs all parameters at once.
+
+    1. A `step` that can't be called without arguments: it wants a closure, to evaluate the model.
+    2. Parameters, modules or other optimizers in attributes: the code may use them and pass the groups by.
+    3. With `probe`, what a trial shows: the class takes three steps over small corners of up to two parameters
+       of each kind in each group, once whole and once one by one in reverse order. Parameters, state, options
+       and attributes must agree bit for bit. The trial touches neither the optimizer nor any generator.
+
+    Raises:
+        OptimizerError: With the reason.
+    """
+    code = inspect.signature(inspect.unwrap(type(optimizer).step))
+    wanted = [p.name for p in list(code.parameters.values())[1:] if p.default is p.empty and p.kind not in _VARIADIC]
+    if wanted:
+        raise _refusal(optimizer, f"its step needs `{wanted[0]}`, which evaluates the model again and again")
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for name, value in attributes(optimizer).items():
+        held = next((item for item in _inside(value) if _is_held(item, parameters)), None)
+        if held is not None:
+            raise _refusal(optimizer, f"its attribute `{name}` holds a {type(held).__name__} beside its groups")
+    if probe:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            difference = _try(optimizer)
+        if difference is not None:
+            raise _refusal(optimizer, f"steps over some parameters at a time leave another {difference}")
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _refusal(optimizer: Optimizer, reason: str) -> OptimizerError:
+    return OptimizerError(
+        f"{type(optimizer).__name__} can't update one block at a time: {reason}.\n"
+        "  A block is updated while others still compute, so each parameter's update may only hang on itself,\n"
+        "  its gradient and its state.\n"
+        "  Call optimizer.step() yourself after backward(), or choose an optimizer such as AdamW, SGD or Muon."
+    )
+
+
+def _is_held(item: Any, parameters: set[torch.Tensor]) -> bool:
+    if isinstance(item, torch.Tensor):
+        return isinstance(item, torch.nn.Parameter) or item in parameters
+    return isinstance(item, torch.nn.Module | Optimizer)
+
+
+def _inside(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    yield value
+    if depth:
+        items = value.values() if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping | list | tuple | set):
+            for item in items:
+                yield from _inside(item, depth - 1)
+
+
+def _try(optimizer: Optimizer) -> str | None:
+    """Returns what differs after a few steps, or None."""
+    is_sparse = any(p.grad is not None and p.grad.is_sparse for g in optimizer.param_groups for p in g["params"])
+    cause: Exception | None = None
+    for sparse in (is_sparse, not is_sparse):  # some take sparse gradients only
+        try:
+            return _difference(optimizer, sparse=sparse)
+        except OptimizerError:
+            raise
+        except Exception as error:  # whatever the optimizer's code raises on its stand-ins
+            cause = cause or error
+    raise _refusal(optimizer, f"it can't be tried on small stand-ins ({cause}); probe=False skips the trial") from cause
+
+
+def _difference(optimizer: Optimizer, *, sparse: bool) -> str | None:
+    whole, parts = _clone(optimizer), _clone(optimizer)
+    code = step_code(optimizer)
+    pairs = [
+        (one, other)
+        for mine, theirs in zip(whole.param_groups, parts.param_groups, strict=True)
+        for one, other in zip(mine["params"], theirs["params"], strict=True)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_STEPS):
+        for one, other in pairs:
+            gradient = torch.randn(one.shape, generator=generator).to(one.dtype)
+            one.grad = gradient.to_sparse(1) if sparse and gradient.dim() else gradient
+            other.grad = one.grad.clone()
+        code(whole)
+        step = WholeStep(parts, code)
+        for parameter in reversed(step.parameters):
+            step.update({parameter})
+        step.commit()
+    return _compare(whole, parts, pairs)
+
+
+def _compare(whole: Optimizer, parts: Optimizer, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> str | None:
+    for one, other in pairs:
+        if not is_same(one.detach(), other.detach()):
+            return f"value of a {tuple(one.shape)} parameter"
+        mine, theirs = whole.state.get(one, {}), parts.state.get(other, {})
+        for key in mine.keys() | theirs.keys():
+            if not (key in mine and key in theirs and is_same(mine[key], theirs[key])):
+                return f"`{key}` in the state of a parameter"
+    for mine, theirs in zip(_beside(whole), _beside(parts), strict=True):
+        for key in mine.keys() | theirs.keys():
+            if not (key in mine and key in theirs and is_same(mine[key], theirs[key])):
+                return f"`{key}`"
+    return None
+
+
+def _beside(optimizer: Optimizer) -> list[dict[Any, Any]]:
+    """Returns what an optimizer holds that belongs to no single parameter."""
+    groups = [{k: v for k, v in group.items() if k not in ALIGNED} for group in optimizer.param_groups]
+    return [*groups, _shared_state(optimizer), attributes(optimizer)]
+
+
+def _shared_state(optimizer: Optimizer) -> dict[Any, Any]:
+    state: Mapping[Any, Any] = optimizer.state  # some keep entries that belong to no parameter
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+
+
+def _clone(optimizer: Optimizer) -> Optimizer:
+    """Makes an optimizer over corners of a few parameters, with the corners of their state."""
+    state: Any = defaultdict(dict)
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        kept = _few(group["params"])
+        made = {key: own_copy(value) for key, value in group.items() if key not in ALIGNED}
+        made.update({key: [group[key][i] for i in kept] for key in ALIGNED if key in group})
+        made["params"] = [torch.nn.Parameter(_corner(p), p.requires_grad) for p in made["params"]]
+        for index, stand_in in zip(kept, made["params"], strict=True):
+            if group["params"][index] in optimizer.state:
+                state[stand_in] = _corners(optimizer.state[group["params"][index]])
+        groups.append(made)
+    state.update(copy.deepcopy(_shared_state(optimizer)))
+    return impostor(optimizer, copy.deepcopy(attributes(optimizer)), groups, state)
+
+
+def _few(parameters: list[torch.Tensor]) -> list[int]:
+    """Returns the places of up to two parameters of each kind."""
+    kinds: dict[object, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        kinds.setdefault((parameter.dim(), parameter.dtype), []).append(index)
+    return sorted(index for places in kinds.values() for index in places[:2])
+
+
+def _corner(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return torch.zeros([min(size, _EDGE) for size in tensor.shape], dtype=tensor.dtype)
+    return tensor.detach()[tuple(slice(0, _EDGE) for _ in tensor.shape)].clone()
+
+
+def _corners(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _corner(value)
+    if isinstance(value, Mapping):
+        return {key: _corners(item) for key, item in value.items()}
+    return [_corners(item) for item in value] if isinstance(value, list) else copy.deepcopy(value)

@@ -1,0 +1,139 @@
+"""One step of a torch optimizer, taken for some of its parameters at a time by its own code."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import torch
+
+from megatrain.errors import OptimizerError
+
+Optimizer = torch.optim.Optimizer
+StepCode = Callable[[Optimizer], object]
+"""Updates all parameters in an optimizer's groups, once."""
+
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+ALIGNED = ("params", "param_names")
+"""What a group holds per parameter; all else are options."""
+
+_OWN = ("state", "param_groups", "step", *HOOKS)
+
+
+def step_code(optimizer: Optimizer) -> StepCode:
+    """Returns the class's own `step`, without the wrapper by which torch calls hooks around it."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step
+
+
+def attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns what an optimizer holds beside its groups, its state and its hooks."""
+    return {name: value for name, value in vars(optimizer).items() if name not in _OWN}
+
+
+def impostor(optimizer: Optimizer, held: Mapping[str, Any], groups: list[dict[str, Any]], state: Any) -> Optimizer:
+    """Makes an optimizer of the same class with other attributes, groups and state, and no hooks."""
+    made: Optimizer = object.__new__(type(optimizer))
+    vars(made).update(held)
+    vars(made).update({name: OrderedDict() for name in HOOKS}, state=state, param_groups=groups)
+    return made
+
+
+def own_copy(value: Any) -> Any:
+    """Copies an option that a step could write into, and returns all else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Compares values by their bits where they are tensors, and through lists, tuples and dicts."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return _has_same_bits(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other)
+
+
+def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+        return False
+    if one.layout != torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    flat = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*flat)
+
+
+class WholeStep:
+    """A step that has begun: options are those of its beginning, whatever the user sets meanwhile.
+
+    Each call of `update` runs the optimizer's own code on an impostor that shares the state, but has only some
+    parameters in its groups. What the code writes into options or attributes (a count of steps) each call computes
+    from the same beginning; `commit` writes it to the optimizer, once.
+    """
+
+    def __init__(self, optimizer: Optimizer, code: StepCode):
+        self._optimizer = optimizer
+        self._code = code
+        self._held = attributes(optimizer)
+        self._groups = [
+            {key: list(value) if key in ALIGNED else own_copy(value) for key, value in group.items()}
+            for group in optimizer.param_groups
+        ]
+        self._of_groups: list[dict[str, Any]] = [{} for _ in self._groups]
+        self._of_attributes: dict[str, Any] = {}
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters of the step, in the order of the groups."""
+        return [parameter for group in self._groups for parameter in group["params"]]
+
+    def update(self, chosen: Set[torch.Tensor]) -> None:
+        """Updates some parameters.
+
+        Raises:
+            OptimizerError: If the code leaves other options or attributes than it did for other parameters.
+        """
+        groups = [_narrowed(group, chosen) for group in self._groups]
+        runner = impostor(self._optimizer, self._held, groups, self._optimizer.state)
+        self._code(runner)
+        for before, after, noted in zip(self._groups, groups, self._of_groups, strict=True):
+            _note(before, after, noted)
+        _note(self._held, attributes(runner), self._of_attributes)
+
+    def commit(self) -> None:
+        """Writes what the step left in options and attributes."""
+        for group, noted in zip(self._optimizer.param_groups, self._of_groups, strict=False):
+            for key, value in noted.items():
+                if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+        vars(self._optimizer).update(self._of_attributes)
+
+
+def _narrowed(group: Mapping[str, Any], chosen: Set[torch.Tensor]) -> dict[str, Any]:
+    """Returns a group with only the chosen parameters, and options that may be written into."""
+    kept = [index for index, parameter in enumerate(group["params"]) if parameter in chosen]
+    return {key: [v[i] for i in kept] if key in ALIGNED else own_copy(v) for key, v in group.items()}
+
+
+def _note(before: Mapping[str, Any], after: Mapping[str, Any], noted: dict[str, Any]) -> None:
+    for key, value in after.items():
+        if key in ALIGNED or (key in before and is_same(before[key], value)):
+            continue
+        if key in noted and not is_same(noted[key], value):
+            raise OptimizerError(
+                f"the optimizer's step left two values of `{key}`: {noted[key]!r} and {value!r}.\n"
+                "  What a step keeps beside the state of parameters must not hang on the parameters it is given.\n"
+                "  Update all parameters at once with optimizer.step()."
+            )
+        noted[key] = value
