@@ -142,7 +142,7 @@ def _beside(optimizer: Optimizer) -> list[dict[Any, Any]]:
 
 
 def _shared_state(optimizer: Optimizer) -> dict[Any, Any]:
-    state: Mapping[Any, Any] = optimizer.state  # some keep entries that belong to no parameter
+    state: Any = optimizer.state  # some keep entries that belong to no parameter
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 

@@ -1,0 +1,112 @@
+"""The norm of all gradients, gathered block by block, with the bits of `torch.nn.utils.clip_grad_norm_`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from megatrain.errors import OptimizerError
+
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """Where the first gradient with an infinite or undefined element arrived.
+
+    Attributes:
+        block: The block it came with.
+        parameter: Its place in the parameters of `GradientNorm`.
+    """
+
+    block: int
+    parameter: int
+
+
+class GradientNorm:
+    """The L2 norm of the gradients of one step, read once, in whatever order blocks arrive.
+
+    Each gradient's own norm is kept, and they are combined in the order of the parameters: so the total has the bits
+    that `clip_grad_norm_` computes from all gradients at once. A gradient is searched for elements that are not finite
+    only if its norm isn't.
+
+    Args:
+        parameters: In the order in which `clip_grad_norm_` would get them.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]):
+        self._place = {parameter: place for place, parameter in enumerate(parameters)}
+        self._norms: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
+        self._first: NonFinite | None = None
+
+    def begin(self) -> None:
+        """Forgets the last step."""
+        self._norms.clear()
+        self._first = None
+
+    @property
+    def first_nonfinite(self) -> NonFinite | None:
+        """The first gradient, in order of arrival, with an element that is not finite; None if there is none.
+
+        A backward visits the last block first: what arrives first is where the trouble began.
+        """
+        return self._first
+
+    @torch.no_grad()
+    def add(self, block: int, gradients: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
+        """Takes in the whole gradients of some parameters; those of other parameters are left out.
+
+        Args:
+            block: Where they come from, for `first_nonfinite`.
+            gradients: By parameter; None where there is none. They may be overwritten after the call.
+
+        Raises:
+            OptimizerError: For a sparse gradient, which `clip_grad_norm_` has no norm for either.
+        """
+        for parameter, gradient in gradients.items():
+            place = self._place.get(parameter)
+            if gradient is None or place is None:
+                continue
+            if gradient.layout != torch.strided:
+                raise OptimizerError(
+                    f"a sparse gradient, of a {tuple(parameter.shape)} parameter, has no norm to clip by.\n"
+                    "  torch.nn.utils.clip_grad_norm_ takes dense gradients only.\n"
+                    "  Leave max_grad_norm out, or build the embedding with sparse=False."
+                )
+            assert place not in self._norms, f"parameter {place} has a whole gradient once a step"
+            norm = torch.linalg.vector_norm(gradient)
+            self._norms[place] = norm, gradient.dtype
+            if self._first is None and not math.isfinite(norm.item()) and not _is_finite(gradient):
+                self._first = NonFinite(block, place)
+
+    @torch.no_grad()
+    def total(self) -> torch.Tensor:
+        """Returns the norm of all gradients, a tensor without dimensions; 0 if there are none."""
+        if not self._norms:
+            return torch.tensor(0.0)
+        kept = [self._norms[place] for place in sorted(self._norms)]
+        norms = [kept[index][0] for index in _order([dtype for _, dtype in kept])]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    @torch.no_grad()
+    def coefficient(self, max_norm: float) -> torch.Tensor:
+        """Returns what `clip_grad_norm_` multiplies every gradient by: at most 1, a tensor without dimensions."""
+        return torch.clamp(float(max_norm) / (self.total() + 1e-6), max=1.0)
+
+
+def _order(dtypes: Sequence[torch.dtype]) -> list[int]:
+    """Returns the order in which torch combines norms: by dtype, in an order of its own, then by place."""
+    if len(set(dtypes)) == 1:
+        return list(range(len(dtypes)))
+    # Torch's own function, on tensors without elements.
+    groups = _group_tensors_by_device_and_dtype([[torch.empty(0, dtype=dtype) for dtype in dtypes]], with_indices=True)
+    return [index for _, indices in groups.values() for index in indices]
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    # A piece at a time: the mask of a large gradient would be a large tensor.
+    return all(bool(piece.isfinite().all()) for piece in gradient.reshape(-1).split(_PIECE))

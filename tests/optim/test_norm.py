@@ -1,0 +1,109 @@
+"""The norm gathered block by block has the bits of clip_grad_norm_, and finds where gradients stop being finite."""
+
+import random
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from megatrain.errors import OptimizerError
+from megatrain.optim.norm import GradientNorm, NonFinite
+
+SHAPES = ((300, 70), (5,), (), (0, 3), (4, 4), (70_001,), (3,))
+
+
+def with_gradients(dtypes, scale: float, seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    parameters = []
+    for index, shape in enumerate(SHAPES):
+        dtype = dtypes[index % len(dtypes)]
+        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+        parameter.grad = (torch.randn(shape, generator=generator) * scale).to(dtype)
+        parameters.append(parameter)
+    parameters[4].grad = parameters[4].grad.t()
+    parameters[1].grad = None
+    return parameters
+
+
+def gathered(parameters, order) -> GradientNorm:
+    norm = GradientNorm(parameters)
+    for place in order:
+        norm.add(place // 2, {parameters[place]: parameters[place].grad})
+    return norm
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-3, 1.0, 1e5])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float32,),
+        (torch.bfloat16,),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.bfloat16, torch.float32),
+    ],
+)
+def test_norm_and_clipped_gradients_have_torchs_bits_in_any_order(dtypes, scale: float):
+    parameters = with_gradients(dtypes, scale)
+    order = list(range(len(SHAPES)))
+    random.Random(0).shuffle(order)
+    norm = gathered(parameters, order)
+    clipped = [p.grad if p.grad is None else p.grad.clone().mul_(norm.coefficient(0.5)) for p in parameters]
+    total = norm.total()
+    expected = clip_grad_norm_(parameters, 0.5)
+    assert total.dtype == expected.dtype
+    assert torch.equal(total, expected)
+    assert norm.first_nonfinite is None
+    for parameter, gradient in zip(parameters, clipped, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        assert gradient is None or torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_the_first_gradient_to_arrive_that_is_not_finite_is_named(value: float):
+    parameters = with_gradients((torch.float32,), 1.0)
+    for place in (0, 3 + 1, 5):
+        parameters[place].grad[(-1,) * parameters[place].dim()] = value
+    norm = gathered(parameters, reversed(range(len(SHAPES))))
+    assert norm.first_nonfinite == NonFinite(block=2, parameter=5)
+    expected = clip_grad_norm_(parameters, 1.0)
+    assert torch.equal(norm.total().isnan(), expected.isnan())
+    norm.begin()
+    assert norm.first_nonfinite is None
+    assert norm.total() == 0.0
+
+
+def test_a_norm_that_overflows_is_no_element_that_is_not_finite():
+    parameters = with_gradients((torch.float32,), 1e30)
+    norm = gathered(parameters, range(len(SHAPES)))
+    assert norm.total().isinf()
+    assert norm.first_nonfinite is None
+
+
+def test_gradients_may_be_overwritten_once_they_are_added():
+    parameters = with_gradients((torch.float32,), 1.0)
+    norm = gathered(parameters, range(len(SHAPES)))
+    expected = clip_grad_norm_(parameters, 1e9)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+    assert torch.equal(norm.total(), expected)
+
+
+def test_without_gradients_the_norm_is_zero():
+    norm = GradientNorm([])
+    assert torch.equal(norm.total(), clip_grad_norm_([torch.nn.Parameter(torch.ones(2))], 1.0))
+    assert norm.coefficient(1.0) == 1.0
+
+
+def test_parameters_that_are_not_clipped_are_left_out():
+    inside, outside = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    norm = GradientNorm([inside])
+    norm.add(0, {inside: torch.ones(2), outside: torch.full((2,), torch.nan)})
+    assert norm.first_nonfinite is None
+    assert torch.equal(norm.total(), torch.ones(2).norm())
+
+
+def test_a_sparse_gradient_is_refused():
+    parameter = torch.nn.Parameter(torch.zeros(4, 3))
+    with pytest.raises(OptimizerError, match="sparse gradient"):
+        GradientNorm([parameter]).add(0, {parameter: torch.ones(4, 3).to_sparse(1)})
