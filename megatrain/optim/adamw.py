@@ -1,4 +1,4 @@
-"""AdamW over bf16 masters, reading and writing each state once, with the bits of `torch.optim.AdamW` on fp32."""
+"""AdamW over masters, reading and writing each state once, with the bits of `torch.optim.AdamW` on fp32."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 
 from megatrain.errors import OptimizerError
+from megatrain.optim.master import Master, RoundedMaster, Scratch, SplitMaster, WholeMaster, pieces, read_
 from megatrain.optim.native import LANES, NativeKernel, build
-from megatrain.optim.split import Master, Scratch, SplitMaster, pieces
 
 Kernel = Literal["auto", "plain", "fused", "native"]
 
@@ -53,10 +53,15 @@ class Moments:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
 
+    @property
+    def both(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """First and second."""
+        return self.exp_avg, self.exp_avg_sq
+
     @classmethod
     def zeros(cls, master: Master) -> Moments:
         """Returns the moments before the first step."""
-        return cls(torch.zeros(master.high.shape), torch.zeros(master.high.shape))
+        return cls(torch.zeros(master.shape), torch.zeros(master.shape))
 
     def part(self, start: int, end: int) -> Moments:
         """Returns elements `start` to `end` of the flattened tensors, as views."""
@@ -81,7 +86,7 @@ def adamw_(
     `fused=True`. `"native"` is one pass over memory where a C compiler is at hand; `"auto"` is that, or else `"fused"`.
 
     Args:
-        master: Split, or rounded (which `"native"` doesn't know: `"auto"` is then `"fused"`).
+        master: Whole, split, or rounded (which `"native"` doesn't know: `"auto"` is then `"fused"`).
         moments: Of the master's shape.
         gradient: Of the master's shape, fp32 or bf16; converted to fp32 before anything else. Not written to.
         step: Which step this is, from 1.
@@ -93,17 +98,16 @@ def adamw_(
     Raises:
         OptimizerError: If `"native"` was asked for and can't be had.
     """
-    assert gradient.shape == master.high.shape
+    assert gradient.shape == master.shape
     numel, flat = gradient.numel(), gradient.reshape(-1)
     done = 0
-    if kernel in ("auto", "native") and isinstance(master, SplitMaster) and gradient.dtype in _GRADIENTS:
+    if kernel in ("auto", "native") and not isinstance(master, RoundedMaster) and gradient.dtype in _GRADIENTS:
         found = _native()
         if isinstance(found, NativeKernel):
             done = numel // LANES * LANES
-            whole, mean = master.part(0, done), moments.part(0, done)
             scalars = _scalars(step, options, scale)
-            moved = (mean.exp_avg, mean.exp_avg_sq)
-            found(whole.high, whole.low, flat[:done], moved, scalars, threads=threads or torch.get_num_threads())
+            count = threads or torch.get_num_threads()
+            found(master.part(0, done), flat[:done], moments.part(0, done).both, scalars, threads=count)
         elif kernel == "native":
             raise OptimizerError(f"kernel='native' can't be had: {found}.\n  Use kernel='auto'.")
     update = _plain if kernel == "plain" else _fused
@@ -138,16 +142,15 @@ def _native() -> NativeKernel | str:
     for narrow, beta1 in ((False, 0.9), (True, 0.9), (False, 0.3)):
         options = AdamWOptions(1e-3, (beta1, 0.99), weight_decay=0.1)
         values = torch.randn(64 * LANES, generator=generator)
-        other, master = values.clone(), SplitMaster.of(values)
-        mine, theirs = Moments.zeros(master), Moments.zeros(master)
+        masters = (SplitMaster.of(values), WholeMaster(values.clone()))
+        states = [(master, Moments.zeros(master)) for master in masters]
+        theirs = Moments.zeros(masters[0])
         for step in range(1, 4):
             gradient = torch.randn(values.shape, generator=generator).to(torch.bfloat16 if narrow else torch.float32)
-            moved = (mine.exp_avg, mine.exp_avg_sq)
-            kernel(master.high, master.low, gradient, moved, _scalars(step, options, 1.0), threads=1)
-            _fused(other, gradient.float(), theirs, step, options)
-        ours, spare = torch.empty_like(values), torch.empty(values.shape, dtype=torch.int32)
-        master.load(ours, spare)
-        if not torch.equal(ours, other):
+            _fused(values, gradient.float(), theirs, step, options)
+            for master, mine in states:
+                kernel(master, gradient, mine.both, _scalars(step, options, 1.0), threads=1)
+        if not all(torch.equal(read_(torch.empty_like(values), master), values) for master in masters):
             return "its bits differ from those of torch's fused AdamW on this processor"
     return kernel
 

@@ -1,4 +1,4 @@
-"""The update of split masters in one pass, built from C by the machine's own compiler when it is first wanted."""
+"""AdamW in one pass over memory, built from C by the machine's own compiler when it is first wanted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("split_adamw.c")
+from megatrain.optim.master import SplitMaster, WholeMaster
+
+SOURCE = Path(__file__).with_name("adamw.c")
 LANES = 16
 """The kernel takes multiples of this many elements."""
 
@@ -24,14 +26,14 @@ _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fope
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeKernel:
-    """The compiled function."""
+    """The compiled functions."""
 
-    function: Callable[..., None]
+    split: Callable[..., None]
+    whole: Callable[..., None]
 
     def __call__(
         self,
-        high: torch.Tensor,
-        low: torch.Tensor,
+        master: WholeMaster | SplitMaster,
         gradient: torch.Tensor,
         moments: tuple[torch.Tensor, torch.Tensor],
         scalars: tuple[float, ...],
@@ -41,23 +43,23 @@ class NativeKernel:
         """Updates contiguous tensors of equal length in place, with the interpreter's lock released.
 
         Args:
-            high: bf16.
-            low: int16.
+            master: Flat.
             gradient: fp32 or bf16.
             moments: First and second, fp32.
-            scalars: As `split_adamw.c` lists them.
+            scalars: As `adamw.c` lists them.
             threads: How many threads work on it.
         """
-        assert high.numel() % LANES == 0
-        self.function(
-            high.data_ptr(),
-            low.data_ptr(),
+        assert gradient.numel() % LANES == 0
+        is_split = isinstance(master, SplitMaster)
+        function = self.split if is_split else self.whole
+        held = (master.high, master.low) if is_split else (master.values,)
+        function(
+            *(tensor.data_ptr() for tensor in held),
             gradient.data_ptr(),
             int(gradient.dtype == torch.bfloat16),
-            moments[0].data_ptr(),
-            moments[1].data_ptr(),
+            *(tensor.data_ptr() for tensor in moments),
             (ctypes.c_float * len(scalars))(*scalars),
-            high.numel(),
+            gradient.numel(),
             threads,
         )
 
@@ -73,7 +75,7 @@ def build(source: Path = SOURCE, compilers: tuple[str, ...] = _COMPILERS) -> Nat
     if compiler is None:
         return f"no C compiler: none of {', '.join(compilers)} is on the path"
     with tempfile.TemporaryDirectory(prefix="megatrain-") as folder:
-        library = f"{folder}/split_adamw.so"
+        library = f"{folder}/adamw.so"
         command = [compiler, *_FLAGS, str(source), "-o", library, "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
@@ -82,8 +84,9 @@ def build(source: Path = SOURCE, compilers: tuple[str, ...] = _COMPILERS) -> Nat
             return f"{compiler} failed: {error.stderr.strip()[:500]}"
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{compiler} failed: {error}"
-    function = loaded.split_adamw
     pointer, number = ctypes.c_void_p, ctypes.c_int
-    function.argtypes = [pointer, pointer, pointer, number, pointer, pointer, pointer, ctypes.c_int64, number]
-    function.restype = None
-    return NativeKernel(function)
+    others = [pointer, number, pointer, pointer, pointer, ctypes.c_int64, number]
+    loaded.adamw_split.argtypes = [pointer, pointer, *others]
+    loaded.adamw_whole.argtypes = [pointer, *others]
+    loaded.adamw_split.restype = loaded.adamw_whole.restype = None
+    return NativeKernel(loaded.adamw_split, loaded.adamw_whole)

@@ -6,7 +6,7 @@ import torch
 from megatrain.errors import OptimizerError
 from megatrain.optim import native
 from megatrain.optim.adamw import AdamWOptions, Moments, adamw_, native_reason
-from megatrain.optim.split import CHUNK, RoundedMaster, SplitMaster, read_
+from megatrain.optim.master import CHUNK, RoundedMaster, SplitMaster, WholeMaster, read_
 
 NUMELS = (0, 1, 7, 16, 1000, 2 * CHUNK + 37)
 KERNELS = ("plain", "fused", "native", "auto")
@@ -17,13 +17,13 @@ def needs(kernel: str) -> None:
         pytest.skip(native_reason())
 
 
-def train(kernel: str, numel: int, steps: int = 6, *, coefficient: float = 1.0, **options):
-    """Trains split masters, and fp32 ones with torch's optimizer; returns both with their states."""
+def train(kernel: str, numel: int, steps: int = 6, *, kind=SplitMaster.of, coefficient: float = 1.0, **options):
+    """Trains masters, and fp32 ones with torch's optimizer; returns both with their states."""
     generator = torch.Generator().manual_seed(numel)
     reference = torch.nn.Parameter(torch.randn(numel, generator=generator) * 0.02)
     fused = kernel != "plain"
     optimizer = torch.optim.AdamW([reference], foreach=None if fused else False, fused=fused, **options)
-    master = SplitMaster.of(reference.detach())
+    master = kind(reference.detach().clone())
     moments = Moments.zeros(master)
     for step in range(1, steps + 1):
         gradient = torch.randn(numel, generator=generator) * 10.0 ** (step % 3 - 3)
@@ -38,9 +38,10 @@ def train(kernel: str, numel: int, steps: int = 6, *, coefficient: float = 1.0, 
 
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_kernel_has_torchs_bits(kernel: str, numel: int):
+@pytest.mark.parametrize("kind", [SplitMaster.of, WholeMaster], ids=["split", "whole"])
+def test_every_kernel_has_torchs_bits(kind, kernel: str, numel: int):
     needs(kernel)
-    master, moments, reference, state = train(kernel, numel, lr=1e-3, weight_decay=0.1)
+    master, moments, reference, state = train(kernel, numel, kind=kind, lr=1e-3, weight_decay=0.1)
     assert torch.equal(read_(torch.empty(numel), master), reference)
     assert torch.equal(moments.exp_avg, state["exp_avg"])
     assert torch.equal(moments.exp_avg_sq, state["exp_avg_sq"])
@@ -58,9 +59,10 @@ def test_every_kernel_has_torchs_bits(kernel: str, numel: int):
     ids=str,
 )
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_options_and_clipping_have_torchs_bits(kernel: str, options: dict):
+@pytest.mark.parametrize("kind", [SplitMaster.of, WholeMaster], ids=["split", "whole"])
+def test_options_and_clipping_have_torchs_bits(kind, kernel: str, options: dict):
     needs(kernel)
-    master, _, reference, _ = train(kernel, 1003, **options)
+    master, _, reference, _ = train(kernel, 1003, kind=kind, **options)
     assert torch.equal(read_(torch.empty(1003), master), reference)
 
 

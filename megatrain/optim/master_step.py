@@ -1,15 +1,15 @@
-"""The step of a torch optimizer over parameters that are bf16, whose masters hold more."""
+"""The step of a torch optimizer over masters: in one pass where it is AdamW, or by its own code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from megatrain.errors import OptimizerError
 from megatrain.optim.adamw import AdamWOptions, Kernel, Moments, adamw_
-from megatrain.optim.split import Master, read_, write_
+from megatrain.optim.master import Master, WholeMaster, read_, write_
 from megatrain.optim.whole_step import Optimizer, StepCode, step_code
 
 GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
@@ -19,8 +19,8 @@ class MasterStep:
     """Updates the masters of the parameters in an optimizer's groups: `code` of a `BlockOptimizer`.
 
     AdamW runs as one fused pass over each master, and has the bits of `fused=True` over fp32 parameters. For any other
-    optimizer the masters of one call are joined to fp32, its own code updates them, and they are split again: that
-    takes four bytes per element of a block, and has the bits of that code over fp32 parameters. State is fp32 either
+    optimizer the halves of one call are joined to fp32, its own code updates them, and they are split again: that
+    takes eight bytes per element of a block, and has the bits of that code over fp32 parameters. State is fp32 either
     way, and lies in `optimizer.state`.
 
     Note that torch's `load_state_dict` turns state into the dtype of its parameter: load fp32 moments otherwise.
@@ -29,10 +29,10 @@ class MasterStep:
         scale: Factor of every gradient, such as the coefficient of clipping; set it before the updates of a step.
 
     Args:
-        masters: By parameter; a parameter's data is the bf16 tensor `high` of its master. Parameters that have none
-            (norms kept in fp32) are updated by the optimizer's own code, on their own memory.
-        gradient_of: Returns a parameter's gradient, of its shape; None is `.grad`. Gradients of parameters without a
-            master are scaled in place, as `clip_grad_norm_` does.
+        masters: By parameter, whose memory is that of the master (of the high half, if it has halves). Parameters
+            without one are updated by the optimizer's own code, and so are whole ones unless it says `fused=True`.
+        gradient_of: Returns a parameter's gradient, of its shape; None is `.grad`. Those of fp32
+            parameters may be scaled in place, as by `clip_grad_norm_`.
         kernel: Of AdamW; see `adamw_`.
         threads: Of AdamW's native kernel.
     """
@@ -55,32 +55,27 @@ class MasterStep:
         """Updates all parameters in the optimizer's groups that have a gradient."""
         fused: list[torch.Tensor] = []
         if step_code(optimizer) is _ADAMW:
-            for group in optimizer.param_groups:
-                if _is_fusable(group):
-                    options = AdamWOptions.of(group)
-                    for parameter, master in self._mastered(group):
-                        self._adamw(parameter, master, optimizer.state[parameter], options)
-                        fused.append(parameter)
+            for group in (group for group in optimizer.param_groups if _is_fusable(group)):
+                options = AdamWOptions.of(group)
+                for parameter in group["params"]:
+                    master, gradient = self._masters.get(parameter), self._gradient_of(parameter)
+                    if master is None or gradient is None or (isinstance(master, WholeMaster) and not group["fused"]):
+                        continue
+                    self._adamw(master, gradient, optimizer.state[parameter], options)
+                    fused.append(parameter)
         _without(optimizer, fused, self._by_its_own_code)
 
-    def _mastered(self, group: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Master]]:
-        for parameter in group["params"]:
-            if parameter in self._masters and self._gradient_of(parameter) is not None:
-                yield parameter, self._masters[parameter]
-
-    def _adamw(self, parameter: torch.Tensor, master: Master, state: dict[str, Any], options: AdamWOptions) -> None:
+    def _adamw(self, master: Master, gradient: torch.Tensor, state: dict[str, Any], options: AdamWOptions) -> None:
         if not state:
             zeros = Moments.zeros(master)
             state.update(step=torch.tensor(0.0), exp_avg=zeros.exp_avg, exp_avg_sq=zeros.exp_avg_sq)
         moments = Moments(state["exp_avg"], state["exp_avg_sq"])
         if moments.exp_avg.dtype != torch.float32:
             raise OptimizerError(
-                f"the moments of a {tuple(parameter.shape)} parameter are {moments.exp_avg.dtype}.\n"
+                f"the moments of a {tuple(master.shape)} parameter are {moments.exp_avg.dtype}.\n"
                 "  Over bf16 masters they stay fp32; load_state_dict turns state into the parameter's dtype.\n"
                 "  Put the fp32 tensors into optimizer.state after loading."
             )
-        gradient = self._gradient_of(parameter)
-        assert gradient is not None
         state["step"] += 1
         adamw_(
             master,
@@ -94,32 +89,37 @@ class MasterStep:
         )
 
     def _by_its_own_code(self, optimizer: Optimizer) -> None:
-        taken: list[tuple[torch.Tensor, Master, torch.Tensor | None]] = []
+        taken: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         try:
-            for group in optimizer.param_groups:
-                for parameter, master in self._mastered(group):
-                    taken.append((parameter, master, parameter.grad))
-                    self._widen(parameter, master)
-                for parameter in (p for p in group["params"] if p not in self._masters and p.grad is not None):
-                    if self.scale != 1.0:
-                        parameter.grad.mul_(self.scale)
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                gradient = self._gradient_of(parameter)
+                if gradient is not None:
+                    taken.append((parameter, parameter.data, parameter.grad))
+                    self._prepare(parameter, gradient)
             step_code(optimizer)(optimizer)
-            for parameter, master, _ in taken:
-                write_(master, parameter.detach())
+            for parameter, _, _ in taken:
+                master = self._narrow_master(parameter)
+                if master is not None:
+                    write_(master, parameter.detach())
         finally:
-            for parameter, master, gradient in taken:
+            for parameter, home, gradient in taken:
                 parameter.grad = None
-                parameter.data = master.high
+                parameter.data = home
                 parameter.grad = gradient
 
-    def _widen(self, parameter: torch.Tensor, master: Master) -> None:
-        """Lets a parameter be fp32, with an fp32 gradient, for the time of the optimizer's own code."""
-        gradient = self._gradient_of(parameter)
-        assert gradient is not None
+    def _prepare(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Gives a parameter its gradient, both fp32 if it has halves, for the time of the optimizer's own code."""
         parameter.grad = None
-        parameter.data = read_(torch.empty(master.high.shape), master)
-        wide = gradient.float()
-        parameter.grad = wide if self.scale == 1.0 and wide is not gradient else wide * self.scale
+        master = self._narrow_master(parameter)
+        if master is None:
+            parameter.grad = gradient if self.scale == 1.0 else gradient.mul_(self.scale)
+        else:
+            parameter.data = read_(torch.empty(master.shape), master)
+            parameter.grad = gradient.to(torch.float32, copy=True).mul_(self.scale)
+
+    def _narrow_master(self, parameter: torch.Tensor) -> Master | None:
+        master = self._masters.get(parameter)
+        return None if isinstance(master, WholeMaster) else master
 
 
 def _grad(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -1,9 +1,9 @@
-"""Masters of bf16 weights: exact fp32 in two halves, or bf16 alone with stochastic rounding.
+"""Where the fp32 values of a parameter are kept: as they are, in two halves, or rounded to bf16 by chance.
 
-The high half is the bf16 value nearest to the master; an exact tie goes away from zero. (With ties to even, 65537
-masters would share some high halves and 65535 others, and 16 bits could not tell them apart.) The low half is the
-signed distance in units of the master's last place. Together they are the master's bits:
-`(high << 16) + low`. A NaN becomes a quiet NaN, so that the high half shows it too.
+In halves, the high half is the bf16 value nearest to the master; an exact tie goes away from zero. (With ties to
+even, 65537 masters would share some high halves and 65535 others, and 16 bits could not tell them apart.) The low half
+is the signed distance in units of the master's last place. Together they are the master's bits: `(high << 16) + low`.
+A NaN becomes a quiet NaN, so that the high half shows it too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,37 @@ import torch
 
 CHUNK = 1 << 15
 """Elements per thread that are worked on at a time: their scratch stays in a core's own cache."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeMaster:
+    """An fp32 tensor that is its own master.
+
+    Attributes:
+        values: fp32, contiguous, on the host.
+    """
+
+    values: torch.Tensor
+
+    def __post_init__(self) -> None:
+        _check(self.values, torch.float32)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's."""
+        return self.values.shape
+
+    def part(self, start: int, end: int) -> WholeMaster:
+        """Returns elements `start` to `end` of the flattened tensor, as views."""
+        return WholeMaster(self.values.view(-1)[start:end])
+
+    def load(self, values: torch.Tensor, spare: torch.Tensor) -> None:
+        """Writes the fp32 values; `values` and `spare` (int32) are as long as this part."""
+        values.copy_(self.values)
+
+    def store(self, values: torch.Tensor, spare: torch.Tensor) -> None:
+        """Takes fp32 values over."""
+        self.values.copy_(values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +72,11 @@ class SplitMaster:
         halves = cls(torch.empty(master.shape, dtype=torch.bfloat16), torch.empty(master.shape, dtype=torch.int16))
         write_(halves, master)
         return halves
+
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's."""
+        return self.high.shape
 
     def part(self, start: int, end: int) -> SplitMaster:
         """Returns elements `start` to `end` of the flattened tensor, as views."""
@@ -85,6 +121,11 @@ class RoundedMaster:
     def __post_init__(self) -> None:
         _check(self.high, torch.bfloat16)
 
+    @property
+    def shape(self) -> torch.Size:
+        """The parameter's."""
+        return self.high.shape
+
     def part(self, start: int, end: int) -> RoundedMaster:
         """Returns elements `start` to `end` of the flattened tensor, as views."""
         return RoundedMaster(self.high.view(-1)[start:end], self.generator)
@@ -104,7 +145,7 @@ class RoundedMaster:
             self.high.view(torch.int16)[is_nan] = _quiet(bits[is_nan])
 
 
-Master = SplitMaster | RoundedMaster
+Master = WholeMaster | SplitMaster | RoundedMaster
 
 
 def pieces(numel: int) -> Iterator[tuple[int, int]]:
@@ -133,7 +174,7 @@ class Scratch:
 def read_(out: torch.Tensor, master: Master) -> torch.Tensor:
     """Writes the fp32 values of a master into `out`, contiguous and of its shape, and returns it."""
     assert out.dtype == torch.float32
-    assert out.shape == master.high.shape
+    assert out.shape == master.shape
     flat = out.view(-1)
     spare = torch.empty(min(flat.numel(), CHUNK * torch.get_num_threads()), dtype=torch.int32)
     for start, end in pieces(flat.numel()):
@@ -145,7 +186,7 @@ def read_(out: torch.Tensor, master: Master) -> torch.Tensor:
 def write_(master: Master, values: torch.Tensor) -> None:
     """Takes fp32 values of the master's shape over; needs a piece of scratch, not a copy."""
     assert values.dtype == torch.float32
-    assert values.shape == master.high.shape
+    assert values.shape == master.shape
     flat = values.reshape(-1)
     spare = torch.empty(min(flat.numel(), CHUNK * torch.get_num_threads()), dtype=torch.int32)
     for start, end in pieces(flat.numel()):

@@ -1,0 +1,79 @@
+/* One AdamW step over fp32 parameters, or over fp32 masters stored as a bf16 high half and a 16-bit low half.
+
+   Each state is read once and written once. The arithmetic is that of the vectorised body of torch's fused AdamW on
+   the CPU, operation by operation, so that the bits are the same; it is built without contraction, so that only
+   `fmaf` fuses. `n` is a multiple of 16: torch rounds the rest of a tensor otherwise, and does it itself.
+
+   `gradient` is fp32, or bf16 where `is_narrow`. `scalars`: gradient scale, 1 - lr * weight_decay, lerp weight
+   (1 - beta1), beta2, 1 - beta2, sqrt(1 - beta2^t), eps, -lr / (1 - beta1^t). */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+static inline float as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t as_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+#define SCALARS                                                                                                \
+    const float scale = scalars[0], decay = scalars[1], weight = scalars[2], beta2 = scalars[3];               \
+    const float rest2 = scalars[4], correction = scalars[5], eps = scalars[6], size = scalars[7];              \
+    const int is_near = weight < 0.5f;                                                                         \
+    const float *restrict wide = (const float *)gradient;                                                      \
+    const uint16_t *restrict narrow = (const uint16_t *)gradient;
+
+#define NARROW as_float((uint32_t)narrow[i] << 16)
+#define WIDE wide[i]
+
+/* LOAD is an expression for the parameter, STORE a statement that takes `p`. */
+#define UPDATE(LOAD, GRADIENT, STORE)                                                                          \
+    _Pragma("omp parallel for simd schedule(static) num_threads(threads)") for (int64_t i = 0; i < n; i++) {   \
+        float g = (GRADIENT) * scale;                                                                          \
+        float p = (LOAD) * decay;                                                                              \
+        float m = is_near ? fmaf(weight, g - mean[i], mean[i]) : fmaf(weight - 1.0f, g - mean[i], g);          \
+        float v = fmaf(rest2 * g, g, square[i] * beta2);                                                       \
+        float denominator = sqrtf(v) / correction + eps;                                                       \
+        p = p + size * m / denominator;                                                                        \
+        mean[i] = m;                                                                                           \
+        square[i] = v;                                                                                         \
+        STORE                                                                                                  \
+    }
+
+#define JOIN as_float(((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i])
+#define SPLIT                                                                                                  \
+    uint32_t bits = as_bits(p);                                                                                \
+    int is_nan = (bits & 0x7fffffffu) > 0x7f800000u;                                                           \
+    bits = is_nan ? ((bits | 0x400000u) & 0xffff0000u) : bits;                                                 \
+    high[i] = (uint16_t)((is_nan ? bits : bits + 0x8000u) >> 16);                                              \
+    low[i] = (int16_t)(uint16_t)bits;
+
+void adamw_split(uint16_t *restrict high, int16_t *restrict low, const void *restrict gradient, int is_narrow,
+                 float *restrict mean, float *restrict square, const float *restrict scalars, int64_t n,
+                 int threads) {
+    SCALARS
+    if (is_narrow) {
+        UPDATE(JOIN, NARROW, SPLIT)
+    } else {
+        UPDATE(JOIN, WIDE, SPLIT)
+    }
+}
+
+#define KEEP values[i] = p;
+
+void adamw_whole(float *restrict values, const void *restrict gradient, int is_narrow, float *restrict mean,
+                 float *restrict square, const float *restrict scalars, int64_t n, int threads) {
+    SCALARS
+    if (is_narrow) {
+        UPDATE(values[i], NARROW, KEEP)
+    } else {
+        UPDATE(values[i], WIDE, KEEP)
+    }
+}
