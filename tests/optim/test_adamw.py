@@ -88,6 +88,21 @@ def test_a_gradient_that_is_not_finite_shows_in_the_weights(kernel: str):
     assert read_(torch.empty(64), master).isnan().nonzero().flatten().tolist() == [5, 6]
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_update_by_nothing_leaves_every_kind_of_master(kernel: str):
+    needs(kernel)
+    upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)[:, None] << 16
+    values = (upper | torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x4321], dtype=torch.int32)).flatten()
+    values = values.view(torch.float32)
+    master, before = SplitMaster.of(values), SplitMaster.of(values)
+    options = AdamWOptions(1e-3, weight_decay=0.0)
+    adamw_(master, Moments.zeros(master), torch.zeros(values.shape), step=1, options=options, kernel=kernel)
+    nan = values.isnan()
+    assert torch.equal(master.high.isnan(), nan)
+    for mine, theirs in ((master.high, before.high), (master.low, before.low)):
+        assert torch.equal(mine.view(torch.int16)[~nan], theirs.view(torch.int16)[~nan])
+
+
 def test_the_native_kernel_has_the_same_bits_with_any_number_of_threads():
     needs("native")
     numel = 3 * CHUNK + 5
