@@ -10,6 +10,7 @@ from megatrain.scheduler.lifetimes import lifetimes
 from megatrain.scheduler.memory import find_peak
 from megatrain.scheduler.op import NO_BLOCK
 from megatrain.scheduler.parking import keep_all
+from megatrain.scheduler.place import alternates
 from megatrain.scheduler.workload import Workload
 
 
@@ -53,10 +54,20 @@ def first_fit(builder: Builder, plans: Iterable[Plan], memory: int | None) -> Dr
 def _starting_plan(builder: Builder, num_slots: int, keep: int | None, activations: str) -> Plan:
     """The plan of these options where memory is no concern."""
     blocks = () if builder.mode == "forward" else builder.workload.backward_blocks()
-    saves = blocks if activations == "keep" else blocks[-1:]
+    saves = blocks if activations == "keep" else blocks[len(blocks) - _least_saves(builder) :]
     if keep is None and activations == "offload":
         keep = 0
     return Plan(num_slots, _normal_keep(builder.workload, keep, builder.mode, builder.transfer), saves)
+
+
+def _least_saves(builder: Builder) -> int:
+    """How many graphs are retained in any case: one where the step turns, if its backward comes at once.
+
+    With several micro-batches it doesn't if blocks without a backward follow: then there are as many graphs as
+    micro-batches, and they are retained only where they fit.
+    """
+    at_once = builder.micro_batches == 1 or alternates(builder.workload, builder.mode)
+    return min(len(builder.workload.backward_blocks()), int(at_once))
 
 
 def _normal_keep(workload: Workload, keep: int | None, mode: str, transfer: str) -> int:
@@ -77,7 +88,8 @@ def _families(builder: Builder, start: Plan, *, is_keep_free: bool, activations:
         return [(0, lambda _: start)]
     families: list[_Family] = []
     if activations == "auto":
-        families.append((len(blocks) - 1, lambda n: Plan(start.num_slots, start.keep, blocks[len(blocks) - 1 - n :])))
+        more = len(blocks) - _least_saves(builder)
+        families.append((more, lambda n: Plan(start.num_slots, start.keep, blocks[more - n :])))
     if is_keep_free and builder.transfer == "copy":
         families.append((start.keep, lambda n: Plan(start.num_slots, n, start.saves)))
     return families or [(0, lambda _: start)]

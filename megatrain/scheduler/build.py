@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.budget import choose_draft, first_fit
 from megatrain.scheduler.draft import Builder, Plan
-from megatrain.scheduler.table import MODES, TRANSFERS, Schedule
+from megatrain.scheduler.table import MODES, TRANSFERS, UPDATES, Schedule
 from megatrain.scheduler.workload import Workload
 
 ACTIVATIONS = ("auto", "recompute", "keep", "offload")
@@ -20,6 +20,9 @@ def schedule(
     activations: str = "auto",
     transfer: str = "copy",
     mode: str = "train",
+    micro_batches: int = 1,
+    updates: str = "none",
+    clip: bool = False,
 ) -> Schedule:
     """Places one step of `workload` on the streams.
 
@@ -40,12 +43,19 @@ def schedule(
         transfer: `"copy"` the weights into slots, or `"bind"` them in place, where nothing moves.
         mode: `"train"`, `"forward"` for inference, or `"backward"` for the backward of a forward that ran
             earlier; `backward_schedule` makes the last to match a schedule.
+        micro_batches: How many batches of the workload's size one step takes. All of them run through a block
+            before the next one, so weights cross as often as with one; the gradients of a block are summed on
+            the device and leave once.
+        updates: When the host updates the parameters of a block. `"none"`: the step doesn't; `"overlap"`: when
+            its gradients have left; `"serial"`: when all gradients have left; `"deferred"`: at the head of the
+            next step, so this table begins with the updates of the step before, each ahead of the weights.
+        clip: The host takes the norm of all gradients once they have left. Updates of this step wait for it.
 
     Returns:
         A schedule that passes `check_schedule`. Ticks count from 0; lifetimes include both ends.
 
     Raises:
-        OptionError: If an option is unknown or a count isn't one.
+        OptionError: If an option is unknown, a count isn't one, or options exclude each other.
         ScheduleError: If the workload is inconsistent, or `memory` too small; the message says how much is
             needed at least, and by which block.
 
@@ -54,12 +64,13 @@ def schedule(
     >>> print(*schedule(Workload((layer, layer, layer), (), ()), num_slots=1).ops)
     W0@0 F0 W1@0 F1 W2@0 F2 B2 W1@0 G2 B1 W0@0 G1 B0 G0
     """
-    _check_options(activations, transfer, mode)
+    _check_options(activations, transfer, mode, updates)
+    _check_whole_step(mode, micro_batches, updates, clip)
     _check_count("num_slots", num_slots, least=1)
     _check_count("keep", keep, least=0)
     _check_count("memory", memory, least=1)
     workload.check()
-    builder = Builder(workload, mode=mode, transfer=transfer)
+    builder = Builder(workload, mode=mode, transfer=transfer, micro_batches=micro_batches, updates=updates, clip=clip)
     draft = choose_draft(builder, num_slots=num_slots, keep=keep, memory=memory, activations=activations)
     return builder.finish(draft)
 
@@ -79,6 +90,11 @@ def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory
     """
     if forward.mode != "train":
         raise ScheduleError(f"a schedule of mode `{forward.mode}` has no backward to split off; use `train`.")
+    if forward.micro_batches > 1 or forward.updates != "none" or forward.clip:
+        raise ScheduleError(
+            "a schedule of a whole step, with micro-batches, updates or a norm, can't be split.\n"
+            "  Only one micro-batch without ops of the host has a backward of its own."
+        )
     _check_count("num_slots", num_slots, least=1)
     _check_count("memory", memory, least=1)
     builder = Builder(forward.known_workload(), mode="backward", transfer=forward.transfer)
@@ -87,15 +103,25 @@ def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory
     return builder.finish(first_fit(builder, plans, memory))
 
 
-def _check_options(activations: str, transfer: str, mode: str) -> None:
+def _check_options(activations: str, transfer: str, mode: str, updates: str) -> None:
     for name, given, known in (
         ("activations", activations, ACTIVATIONS),
         ("transfer", transfer, TRANSFERS),
         ("mode", mode, MODES),
+        ("updates", updates, UPDATES),
     ):
         if given not in known:
             listed = ", ".join(f'"{k}"' for k in known)
             raise OptionError(f"{name}={given!r} is unknown.\n  Known are {listed}.")
+
+
+def _check_whole_step(mode: str, micro_batches: int, updates: str, clip: bool) -> None:
+    _check_count("micro_batches", micro_batches, least=1)
+    if mode != "train" and (micro_batches > 1 or updates != "none" or clip):
+        raise OptionError(
+            f'mode="{mode}" with micro-batches, updates or a norm makes no sense.\n'
+            '  They belong to a whole step: use mode="train".'
+        )
 
 
 def _check_count(name: str, given: int | None, *, least: int) -> None:

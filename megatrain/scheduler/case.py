@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.happens import Clocks
-from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.op import PER_MICRO_BATCH, Op, Stream
 from megatrain.scheduler.table import Position, Schedule
 from megatrain.scheduler.text import table_rows
 from megatrain.scheduler.workload import Workload
@@ -28,36 +28,53 @@ class Case:
         self.workload = workload
         self.clocks = Clocks(waits)
         self.ops: list[tuple[Position, Op]] = list(schedule.positions())
+        self.saved = frozenset(schedule.saves)
         self.parked = _expected_parks(schedule, workload)
-        self._at: dict[tuple[Stream, str, int], list[Position]] = {}
+        self.micro_batches = range(schedule.micro_batches)
+        self._at: dict[tuple[Stream, str, int, int], list[Position]] = {}
         for position, op in self.ops:
-            self._at.setdefault((op.stream, op.what, op.block), []).append(position)
+            self._at.setdefault((op.stream, op.what, op.block, op.micro_batch or 0), []).append(position)
 
-    def at(self, stream: Stream, what: str, block: int) -> list[Position]:
-        """All positions of one op, ascending."""
-        return self._at.get((stream, what, block), [])
+    def at(self, stream: Stream, what: str, block: int, micro_batch: int = 0) -> list[Position]:
+        """All positions of one op, ascending; an op that has no micro-batch counts as one of the first."""
+        return self._at.get((stream, what, block, micro_batch), [])
 
-    def forward(self, block: int) -> Position:
+    def forward(self, block: int, micro_batch: int) -> Position:
         """The F of a block, once it is known that there is one."""
-        return self.at(Stream.COMPUTE, "F", block)[0]
+        return self.at(Stream.COMPUTE, "F", block, micro_batch)[0]
 
-    def backward(self, block: int) -> Position:
+    def backward(self, block: int, micro_batch: int) -> Position:
         """The B of a block, once it is known that there is one."""
-        return self.at(Stream.COMPUTE, "B", block)[0]
+        return self.at(Stream.COMPUTE, "B", block, micro_batch)[0]
+
+    def backwards(self, block: int) -> list[Position]:
+        """The B of a block of every micro-batch, once it is known that there are."""
+        return [self.backward(block, number) for number in self.micro_batches]
 
     def name(self, position: Position) -> str:
         """An op and where it stands, for messages."""
         op = self.schedule.ticks[position.tick].at(position.stream)
         return f"{position.stream}:{op} at tick {position.tick}"
 
-    def once(self, stream: Stream, what: str, block: int, rule: str) -> Position:
+    def once(self, stream: Stream, what: str, block: int, rule: str, micro_batch: int = 0) -> Position:
         """The only position of an op that must occur exactly once."""
-        found = self.at(stream, what, block)
+        found = self.at(stream, what, block, micro_batch)
         if len(found) != 1:
             times = "is missing" if not found else f"occurs {len(found)} times"
             near = found[-1].tick if found else len(self.schedule.ticks) - 1
-            raise self.fault(f"{stream}:{what}{block} {times}.", rule, near, "Have it once.")
+            number = micro_batch if self.has_number(what) else None
+            op = f"{stream}:{Op(stream, what, block, micro_batch=number)}"
+            raise self.fault(f"{op} {times}.", rule, near, "Have it once.")
         return found[0]
+
+    def never(self, stream: Stream, what: str, block: int, why: str, rule: str, micro_batch: int = 0) -> None:
+        """Demands that an op doesn't occur."""
+        for position in self.at(stream, what, block, micro_batch):
+            raise self.fault(f"{self.name(position)} {why}.", rule, position.tick, "Remove it.")
+
+    def has_number(self, what: str) -> bool:
+        """Tells whether such an op names its micro-batch."""
+        return self.schedule.micro_batches > 1 and what in PER_MICRO_BATCH
 
     def require_before(self, first: Position, then: Position, why: str, rule: str) -> None:
         """Demands that `first` is done when `then` starts, by streams and waits alone."""

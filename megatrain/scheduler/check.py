@@ -19,6 +19,7 @@ from megatrain.scheduler.check_memory import (
     check_live_bytes,
     check_releases_come_first,
 )
+from megatrain.scheduler.check_updates import check_norm, check_options, check_updates
 from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.happens import graph_waits
 from megatrain.scheduler.op import Op, Stream
@@ -45,6 +46,7 @@ def check_schedule(schedule: Schedule, workload: Workload, graph: nx.DiGraph[Pos
         )
     if len(schedule.live_bytes) != len(schedule.ticks):
         raise ScheduleError("every tick has one figure of live bytes.")
+    check_options(schedule)
     _check_slots(schedule)
     plain = Case(schedule, workload, {position: () for position, _ in schedule.positions()})
     # Deriving dependencies looks up blocks and slots, so these must be in range before.
@@ -65,16 +67,14 @@ def _check_slots(schedule: Schedule) -> None:
 
 
 def _check_ops_are_known(case: Case) -> None:
-    """Every op concerns a block of the model, and a slot that can hold its state."""
+    """Every op concerns a block of the model and a micro-batch of the step, and a slot that can hold its state."""
     rule = "Every op concerns one block of the model; W fills a slot that is large enough."
+    numbers = "With several micro-batches F, B and A name one of them; nothing else does."
     for position, op in case.ops:
-        if op.stream == Stream.HOST or op.micro_batch is not None:
-            raise case.fault(
-                f"{case.name(position)} can't be checked.",
-                "Host ops and micro-batches aren't scheduled yet.",
-                position.tick,
-                "Leave it out.",
-            )
+        if case.has_number(op.what) != (op.micro_batch is not None):
+            raise case.fault(f"{case.name(position)} can't tell its micro-batch.", numbers, position.tick, "Name it.")
+        if op.micro_batch is not None and op.micro_batch not in case.micro_batches:
+            raise case.fault(f"{case.name(position)} has no micro-batch.", numbers, position.tick, "Leave it out.")
         if op.block >= len(case.workload.blocks):
             raise case.fault(f"{case.name(position)} has no block.", rule, position.tick, "Leave it out.")
         if op.what == "W":
@@ -98,17 +98,17 @@ def _check_slot_fits(case: Case, position: Position, op: Op, rule: str) -> None:
 
 
 def check_forward_order(case: Case) -> None:
-    """A forward of every block, in the order of the blocks; none in a backward alone."""
+    """A forward of every block and micro-batch, in the order of the blocks; none in a backward alone."""
     rule = "F of every block comes exactly once, in the order of the blocks; a backward alone has none."
     blocks = range(len(case.workload.blocks))
     if case.schedule.mode == "backward":
         for block in blocks:
-            for position in case.at(Stream.COMPUTE, "F", block):
-                raise case.fault(f"{case.name(position)} has run already.", rule, position.tick, "Remove it.")
+            case.never(Stream.COMPUTE, "F", block, "has run already", rule)
         return
-    found = [case.once(Stream.COMPUTE, "F", block, rule) for block in blocks]
-    for earlier, later in pairwise(found):
-        case.require_before(earlier, later, "follows", rule)
+    for number in case.micro_batches:
+        found = [case.once(Stream.COMPUTE, "F", block, rule, number) for block in blocks]
+        for earlier, later in pairwise(found):
+            case.require_before(earlier, later, "follows", rule)
 
 
 def check_backward_order(case: Case) -> None:
@@ -116,28 +116,42 @@ def check_backward_order(case: Case) -> None:
     rule = "B comes once for each block with a backward: after all F, and after the B of all that read it."
     backwards = set() if case.schedule.mode == "forward" else set(case.workload.backward_blocks())
     for block in range(len(case.workload.blocks)):
-        if block in backwards:
-            case.once(Stream.COMPUTE, "B", block, rule)
-        for position in case.at(Stream.COMPUTE, "B", block):
-            if block not in backwards:
-                raise case.fault(f"{case.name(position)} has nothing to do.", rule, position.tick, "Remove it.")
+        for number in case.micro_batches:
+            if block in backwards:
+                case.once(Stream.COMPUTE, "B", block, rule, number)
+            else:
+                case.never(Stream.COMPUTE, "B", block, "has nothing to do", rule, number)
     if not backwards:
         return
-    if case.schedule.mode == "train":
-        first = min(case.backward(block) for block in backwards)
-        case.require_before(case.forward(len(case.workload.blocks) - 1), first, "follows", rule)
-    for index, value in enumerate(case.workload.values):
-        if value.producer is not None and value.producer in backwards and case.workload.has_value_gradient(index):
-            for reader in case.workload.backward_readers(index):
-                case.require_before(case.backward(reader), case.backward(value.producer), "needs a gradient of", rule)
+    for number in case.micro_batches:
+        if case.schedule.mode == "train":
+            first = min(case.backward(block, number) for block in backwards)
+            case.require_before(case.forward(len(case.workload.blocks) - 1, number), first, "follows", rule)
+        for index, value in enumerate(case.workload.values):
+            if value.producer is not None and value.producer in backwards and case.workload.has_value_gradient(index):
+                needs = case.backward(value.producer, number)
+                for reader in case.workload.backward_readers(index):
+                    case.require_before(case.backward(reader, number), needs, "needs a gradient of", rule)
+
+
+def check_micro_batches(case: Case) -> None:
+    """Of each block, micro-batches run in their order: sums of gradients and written buffers depend on it."""
+    rule = "The micro-batches of a block run one after another, in the order of their numbers."
+    for block in range(len(case.workload.blocks)):
+        for what in "FB":
+            found = [p for number in case.micro_batches for p in case.at(Stream.COMPUTE, what, block, number)]
+            for earlier, later in pairwise(found):
+                case.require_before(earlier, later, "follows", rule)
 
 
 def check_saves(case: Case) -> None:
-    """Graphs are retained only of blocks with a backward, and always of the one where the step turns."""
+    """Graphs are retained only of blocks with a backward, and always of the one where a micro-batch turns."""
     saves, backwards = case.schedule.saves, case.workload.backward_blocks()
-    rule = "A retained graph serves a backward; the last one is always retained, for it comes at once."
+    rule = "A retained graph serves a backward; of one micro-batch the last is retained, for it comes at once."
     expected_last = () if case.schedule.mode == "forward" else backwards[-1:]
-    if list(saves) != sorted(set(saves)) or saves[-1:] != expected_last or not set(saves) <= set(backwards):
+    is_free = case.schedule.micro_batches > 1
+    is_last_right = is_free or saves[-1:] == expected_last
+    if list(saves) != sorted(set(saves)) or not is_last_right or not set(saves) <= set(backwards):
         raise case.fault(f"the graphs of blocks {list(saves)} can't be retained.", rule, 0, "Change `saves`.")
 
 
@@ -152,21 +166,26 @@ def check_parks(case: Case) -> None:
                 position.tick,
                 "Remove it, or lower `keep`.",
             )
-    for block, values in case.parked.items():
-        restore = case.once(Stream.H2D, "A", block, rule)
-        if case.schedule.mode == "backward":
-            for position in case.at(Stream.D2H, "A", block):
-                raise case.fault(f"{case.name(position)} has run already.", rule, position.tick, "Remove it.")
-        else:
-            park = case.once(Stream.D2H, "A", block, rule)
-            case.require_before(park, restore, "brings back what leaves with", rule)
-            for index in values:
-                producer = case.workload.values[index].producer
-                assert producer is not None
-                case.require_before(case.forward(producer), park, "moves a result of", rule)
+    for block in case.parked:
+        for number in case.micro_batches:
+            _check_park(case, block, number, rule)
+
+
+def _check_park(case: Case, block: int, number: int, rule: str) -> None:
+    values = case.parked[block]
+    restore = case.once(Stream.H2D, "A", block, rule, number)
+    if case.schedule.mode == "backward":
+        case.never(Stream.D2H, "A", block, "has run already", rule)
+    else:
+        park = case.once(Stream.D2H, "A", block, rule, number)
+        case.require_before(park, restore, "brings back what leaves with", rule)
         for index in values:
-            for reader in case.workload.backward_readers(index):
-                case.require_before(restore, case.backward(reader), "reads what returns with", rule)
+            producer = case.workload.values[index].producer
+            assert producer is not None
+            case.require_before(case.forward(producer, number), park, "moves a result of", rule)
+    for index in values:
+        for reader in case.workload.backward_readers(index):
+            case.require_before(restore, case.backward(reader, number), "reads what returns with", rule)
 
 
 def check_inputs(case: Case) -> None:
@@ -174,15 +193,16 @@ def check_inputs(case: Case) -> None:
     rule = "An op uses only what is done for certain when it starts."
     if case.schedule.mode == "backward":
         return
-    for index, value in enumerate(case.workload.values):
-        if value.producer is None:
-            continue
-        made = case.forward(value.producer)
-        for reader in value.readers:
-            case.require_before(made, case.forward(reader), "reads a result of", rule)
-        if case.schedule.mode == "train":
-            for reader in case.workload.backward_readers(index):
-                case.require_before(made, case.backward(reader), "reads a result of", rule)
+    for number in case.micro_batches:
+        for index, value in enumerate(case.workload.values):
+            if value.producer is None:
+                continue
+            made = case.forward(value.producer, number)
+            for reader in value.readers:
+                case.require_before(made, case.forward(reader, number), "reads a result of", rule)
+            if case.schedule.mode == "train":
+                for reader in case.workload.backward_readers(index):
+                    case.require_before(made, case.backward(reader, number), "reads a result of", rule)
 
 
 def check_weights(case: Case) -> None:
@@ -227,15 +247,15 @@ def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule:
 
 
 def check_gradients(case: Case) -> None:
-    """The parameter gradients of every block leave exactly once, after its backward."""
-    rule = "Parameter gradients leave the device once, after the B that makes them."
+    """The parameter gradients of every block leave exactly once, summed over the micro-batches."""
+    rule = "Parameter gradients leave the device once, after the B of every micro-batch, which add to them."
     for block, work in enumerate(case.workload.blocks):
         if work.gradient_bytes > 0 and work.has_backward and case.schedule.mode != "forward":
             offload = case.once(Stream.D2H, "G", block, rule)
-            case.require_before(case.backward(block), offload, "moves gradients of", rule)
-            continue
-        for position in case.at(Stream.D2H, "G", block):
-            raise case.fault(f"{case.name(position)} has nothing to move.", rule, position.tick, "Remove it.")
+            for backward in case.backwards(block):
+                case.require_before(backward, offload, "moves gradients of", rule)
+        else:
+            case.never(Stream.D2H, "G", block, "has nothing to move", rule)
 
 
 # In this order, because a rule may rely on those before it.
@@ -243,10 +263,13 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_saves,
     check_forward_order,
     check_backward_order,
+    check_micro_batches,
     check_inputs,
     check_parks,
     check_weights,
     check_gradients,
+    check_norm,
+    check_updates,
     check_releases_come_first,
     check_live_bytes,
     check_figures,

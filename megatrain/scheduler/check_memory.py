@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from megatrain.scheduler.case import Case
 from megatrain.scheduler.op import Stream
@@ -63,17 +64,19 @@ def _recount(case: Case) -> list[int]:
     num_ticks = len(case.schedule.ticks)
     change = [0] * (num_ticks + 1)
     arena = max((slot.offset + slot.nbytes for slot in case.schedule.slots), default=0)
-    storages: dict[int, set[range]] = {}
-    for storage, span in _storage_spans(case):
-        storages.setdefault(storage, set()).add(span)
-    spans = list(_other_spans(case))
-    for storage, uses in storages.items():
-        # Aliases overlap: of their common bytes, those that an earlier alias covers are left out.
-        covered = -1
-        for use in sorted(uses, key=lambda r: (r.start, r.stop)):
-            rest = range(max(use.start, covered + 1), use.stop)
-            spans.append((case.workload.storages[storage], rest))
-            covered = max(covered, use.stop - 1)
+    spans = list(_gradient_spans(case))
+    for number in case.micro_batches:
+        spans += _other_spans(case, number)
+        storages: dict[int, set[range]] = {}
+        for storage, span in _storage_spans(case, number):
+            storages.setdefault(storage, set()).add(span)
+        for storage, uses in storages.items():
+            # Aliases overlap: of their common bytes, those that an earlier alias covers are left out.
+            covered = -1
+            for use in sorted(uses, key=lambda r: (r.start, r.stop)):
+                rest = range(max(use.start, covered + 1), use.stop)
+                spans.append((case.workload.storages[storage], rest))
+                covered = max(covered, use.stop - 1)
     for nbytes, span in spans:
         if len(span) > 0:
             change[span.start] += nbytes
@@ -85,27 +88,27 @@ def _recount(case: Case) -> list[int]:
     return live
 
 
-def _uses(case: Case, index: int) -> tuple[list[int], list[int]]:
+def _uses(case: Case, index: int, number: int) -> tuple[list[int], list[int]]:
     """Ticks of the forwards and of the backwards that need a value on the device, its production included."""
     value, mode = case.workload.values[index], case.schedule.mode
     forward = list[int]()
     backward = list[int]()
     if mode != "backward":
         makers = () if value.producer is None else (value.producer,)
-        forward = [case.forward(b).tick for b in (*makers, *value.readers)]
+        forward = [case.forward(b, number).tick for b in (*makers, *value.readers)]
     if mode != "forward":
-        backward = [case.backward(b).tick for b in case.workload.backward_readers(index)]
-        if value.producer is not None and value.producer in case.schedule.saves:
-            backward.append(case.backward(value.producer).tick)
+        backward = [case.backward(b, number).tick for b in case.workload.backward_readers(index)]
+        if value.producer is not None and value.producer in case.saved:
+            backward.append(case.backward(value.producer, number).tick)
     return forward, backward
 
 
-def _storage_spans(case: Case) -> Iterator[tuple[int, range]]:
-    """When the storage of each value is held, ahead of parking."""
+def _storage_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
+    """When the storage of each value of a micro-batch is held, ahead of parking."""
     num_ticks = len(case.schedule.ticks)
     parked = {v: block for block, values in case.parked.items() for v in values}
     for index, value in enumerate(case.workload.values):
-        forward, backward = _uses(case, index)
+        forward, backward = _uses(case, index, number)
         begins_before = case.schedule.mode == "backward" or value.producer is None
         start = 0 if begins_before else min(forward)
         if value.is_output or (value.producer is None and not value.readers):
@@ -113,76 +116,89 @@ def _storage_spans(case: Case) -> Iterator[tuple[int, range]]:
             yield value.storage, range(start, start if is_unused else num_ticks)
         elif index in parked:
             if forward:
-                leaves = case.at(Stream.D2H, "A", parked[index])[0].tick
+                leaves = case.at(Stream.D2H, "A", parked[index], number)[0].tick
                 yield value.storage, range(start, max(*forward, leaves) + 1)
         elif forward or backward:
             yield value.storage, range(start, max(*forward, *backward, start) + 1)
 
 
-def _other_spans(case: Case) -> Iterator[tuple[int, range]]:
-    """Bytes and ticks of everything that is no storage of a value: returned values, gradients, graphs."""
+def _other_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
+    """Bytes and ticks of what a micro-batch has besides the storages of its values.
+
+    That is returned values, gradients of values, and retained graphs.
+    """
     num_ticks = len(case.schedule.ticks)
     for block, values in case.parked.items():
-        returns = case.at(Stream.H2D, "A", block)[0].tick
+        returns = case.at(Stream.H2D, "A", block, number)[0].tick
         for index in values:
-            _, backward = _uses(case, index)
+            _, backward = _uses(case, index, number)
             yield case.workload.values[index].nbytes, range(returns, max(backward) + 1)
     if case.schedule.mode == "forward" or not case.workload.backward_blocks():
         return
+    turn = min(case.backward(block, number).tick for block in case.workload.backward_blocks())
     for index, value in enumerate(case.workload.values):
         if case.workload.has_value_gradient(index):
-            yield value.nbytes, _gradient_span(case, index, num_ticks)
+            readers = [case.backward(b, number).tick for b in case.workload.backward_readers(index)]
+            end = num_ticks - 1 if value.producer is None else case.backward(value.producer, number).tick
+            # Of an output the caller hands it in: when the backward starts, or before a backward alone.
+            handed_in = 0 if case.schedule.mode == "backward" else turn
+            yield value.nbytes, range(handed_in if value.is_output else min(readers), end + 1)
+    for block in case.schedule.saves:
+        start = 0 if case.schedule.mode == "backward" else case.forward(block, number).tick
+        yield case.workload.blocks[block].saved_bytes, range(start, case.backward(block, number).tick + 1)
+
+
+def _gradient_spans(case: Case) -> Iterator[tuple[int, range]]:
+    """Gradients of parameters: from the first B of a block, to which the others add, until they have left."""
+    if case.schedule.mode == "forward":
+        return
     for block in case.workload.backward_blocks():
-        work, backward = case.workload.blocks[block], case.backward(block).tick
+        work = case.workload.blocks[block]
         if work.gradient_bytes > 0:
-            yield work.gradient_bytes, range(backward, case.at(Stream.D2H, "G", block)[0].tick + 1)
-        if block in case.schedule.saves:
-            start = 0 if case.schedule.mode == "backward" else case.forward(block).tick
-            yield work.saved_bytes, range(start, backward + 1)
-
-
-def _gradient_span(case: Case, index: int, num_ticks: int) -> range:
-    value = case.workload.values[index]
-    readers = [case.backward(b).tick for b in case.workload.backward_readers(index)]
-    end = num_ticks - 1 if value.producer is None else case.backward(value.producer).tick
-    if not value.is_output:
-        return range(min(readers), end + 1)
-    # The caller hands it in: when the backward starts, or before a backward alone.
-    is_there = case.schedule.mode == "backward"
-    return range(0 if is_there else _first_backward(case), end + 1)
-
-
-def _first_backward(case: Case) -> int:
-    return min(case.backward(block).tick for block in case.workload.backward_blocks())
+            first = min(case.backwards(block)).tick
+            yield work.gradient_bytes, range(first, case.at(Stream.D2H, "G", block)[0].tick + 1)
 
 
 def _with_workspace(case: Case) -> Iterator[int]:
-    added = [0] * len(case.workload.blocks)
-    for index, value in enumerate(case.workload.values):
-        if case.schedule.mode != "forward" and case.workload.has_value_gradient(index):
-            # The first gradient of a value is the sum so far; the caller's, if it handed one in.
-            readers = sorted(case.workload.backward_readers(index), key=lambda b: case.backward(b).tick)
-            for block in readers if value.is_output else readers[1:]:
-                added[block] += value.nbytes
-    for tick, row in enumerate(case.schedule.ticks):
+    added = _summands(case)
+    seen: set[int] = set()
+    for live, row in zip(case.schedule.live_bytes, case.schedule.ticks, strict=True):
         workspace = 0
         if row.compute is not None and row.compute.what == "F":
             workspace = case.workload.blocks[row.compute.block].forward_workspace_bytes
         elif row.compute is not None:
-            work = case.workload.blocks[row.compute.block]
-            held = work.saved_bytes if row.compute.block in case.schedule.saves else 0
-            workspace = max(work.backward_workspace_bytes - held, 0) + added[row.compute.block]
-        yield case.schedule.live_bytes[tick] + workspace
+            block = row.compute.block
+            work = case.workload.blocks[block]
+            held = work.saved_bytes if block in case.saved else 0
+            workspace = max(work.backward_workspace_bytes - held, 0)
+            workspace += added.get((block, row.compute.micro_batch or 0), 0)
+            # What all but the first of its backwards adds to the gradients exists beside them.
+            workspace += work.gradient_bytes if block in seen else 0
+            seen.add(block)
+        yield live + workspace
+
+
+def _summands(case: Case) -> dict[tuple[int, int], int]:
+    """Per block and micro-batch, the bytes of gradients of values that its B adds to others."""
+    added: dict[tuple[int, int], int] = {}
+    gradients = range(0 if case.schedule.mode == "forward" else len(case.workload.values))
+    for index, number in product(filter(case.workload.has_value_gradient, gradients), case.micro_batches):
+        # The first gradient of a value is the sum so far; the caller's, if it handed one in.
+        value = case.workload.values[index]
+        readers = sorted(case.workload.backward_readers(index), key=lambda b: case.backward(b, number).tick)
+        for block in readers if value.is_output else readers[1:]:
+            added[block, number] = added.get((block, number), 0) + value.nbytes
+    return added
 
 
 def _recount_moved(case: Case) -> tuple[int, int]:
     moved = {Stream.H2D: 0, Stream.D2H: 0}
     if case.schedule.transfer == "copy":
         for position, op in case.ops:
-            block = case.workload.blocks[op.block]
             if op.what == "A":
                 moved[position.stream] += sum(case.workload.values[v].nbytes for v in case.parked[op.block])
             elif op.what in ("W", "G"):
+                block = case.workload.blocks[op.block]
                 moved[position.stream] += block.state_bytes if op.what == "W" else block.gradient_bytes
     return moved[Stream.H2D], moved[Stream.D2H]
 
@@ -191,4 +207,5 @@ def _recount_host(case: Case) -> int:
     if case.schedule.transfer == "bind":
         return 0
     slab = max([0, *(case.workload.blocks[op.block].gradient_bytes for _, op in case.ops if op.what == "G")])
-    return slab + sum(case.workload.values[v].nbytes for values in case.parked.values() for v in values)
+    parks = sum(case.workload.values[v].nbytes for values in case.parked.values() for v in values)
+    return slab + len(case.micro_batches) * parks

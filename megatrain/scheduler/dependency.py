@@ -6,14 +6,15 @@ enough is for the checker to prove.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import networkx as nx
 
 from megatrain.scheduler.happens import waited_edges
-from megatrain.scheduler.op import Stream
+from megatrain.scheduler.op import NO_BLOCK, Stream
 from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.updates import update_group
 from megatrain.scheduler.workload import Workload
 
 _Edge = tuple[Position, Position, str]
@@ -25,8 +26,10 @@ def dependency_graph(schedule: Schedule, workload: Workload | None = None) -> nx
     Nodes are positions with the attribute `op`; edges have the attribute `kind`:
 
     - `"data"`: an op, and one that reads its result;
-    - `"weight"`: a `W`, and an F or B that reads what it copied;
-    - `"resource"`: the last reader of a slot's bytes, and the next `W` that overwrites some of them;
+    - `"weight"`: a `W`, and an F or B that reads what it copied; with deferred updates also a `U`, and a `W`
+      that copies what it wrote;
+    - `"resource"`: the last reader of a slot's bytes, and the next `W` that overwrites some of them; what reads
+      parameters in host memory, and a `U` that writes them;
     - `"memory"`: an op that releases, and one that allocates in a later tick. The accounting of memory
       relies on these: F and B wait for what d2h did in earlier ticks, an `A` that returns also for compute;
     - `"stream"`: the next op of the same stream.
@@ -46,6 +49,7 @@ def dependency_graph(schedule: Schedule, workload: Workload | None = None) -> nx
         graph.add_node(position, op=op)
     for edges in (
         _data_edges(schedule, workload),
+        _host_edges(schedule, workload),
         _weight_edges(schedule),
         _resource_edges(schedule, workload),
         _memory_edges(schedule),
@@ -91,44 +95,82 @@ def _weight_edges(schedule: Schedule) -> Iterator[_Edge]:
 
 
 class _Found:
-    """Where the ops of each kind stand, by block, ascending."""
+    """Where the ops of each kind stand, by block and micro-batch, ascending."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._positions: dict[tuple[Stream, str, int], list[Position]] = {}
+        self._positions: dict[tuple[Stream, str, int, int], list[Position]] = {}
         for position, op in schedule.positions():
-            self._positions.setdefault((op.stream, op.what, op.block), []).append(position)
+            self._positions.setdefault((op.stream, op.what, op.block, op.micro_batch or 0), []).append(position)
 
-    def __call__(self, stream: Stream, what: str, blocks: Iterable[int]) -> list[Position]:
-        return [p for block in blocks for p in self._positions.get((stream, what, block), ())]
+    def __call__(self, stream: Stream, what: str, blocks: Iterable[int], micro_batch: int = 0) -> list[Position]:
+        return [p for block in blocks for p in self._positions.get((stream, what, block, micro_batch), ())]
 
 
 def _data_edges(schedule: Schedule, workload: Workload) -> Iterator[_Edge]:
-    for before, after in _data_pairs(schedule, workload):
-        if before.tick < after.tick:
-            yield before, after, "data"
+    yield from _later(_data_pairs(schedule, workload), "data")
 
 
 def _data_pairs(schedule: Schedule, workload: Workload) -> Iterator[tuple[Position, Position]]:
     at = _Found(schedule)
     parked = replace(schedule, workload=workload).parked()
+    for number in range(schedule.micro_batches):
+        yield from _value_pairs(at, workload, parked, number)
+        for block in workload.backward_blocks():
+            backward = at(Stream.COMPUTE, "B", [block], number)
+            yield from _pairs(at(Stream.COMPUTE, "F", [block], number), backward)
+            yield from _pairs(backward, at(Stream.D2H, "G", [block]))
+
+
+def _value_pairs(
+    at: _Found, workload: Workload, parked: Mapping[int, Sequence[int]], number: int
+) -> Iterator[tuple[Position, Position]]:
+    """What the values of one micro-batch make wait for each other."""
     for index, value in enumerate(workload.values):
-        made = at(Stream.COMPUTE, "F", [] if value.producer is None else [value.producer])
+        made = at(Stream.COMPUTE, "F", [] if value.producer is None else [value.producer], number)
         readers = workload.backward_readers(index)
-        backward = at(Stream.COMPUTE, "B", readers)
-        yield from _pairs(made, at(Stream.COMPUTE, "F", value.readers))
+        backward = at(Stream.COMPUTE, "B", readers, number)
+        yield from _pairs(made, at(Stream.COMPUTE, "F", value.readers, number))
         yield from _pairs(made, backward)
         if workload.has_value_gradient(index) and value.producer is not None:
-            yield from _pairs(backward, at(Stream.COMPUTE, "B", [value.producer]))
+            yield from _pairs(backward, at(Stream.COMPUTE, "B", [value.producer], number))
     for block, values in parked.items():
-        park, restore = at(Stream.D2H, "A", [block]), at(Stream.H2D, "A", [block])
+        park, restore = at(Stream.D2H, "A", [block], number), at(Stream.H2D, "A", [block], number)
         yield from _pairs(park, restore)
         for index in values:
             producer = workload.values[index].producer
-            yield from _pairs(at(Stream.COMPUTE, "F", [] if producer is None else [producer]), park)
-            yield from _pairs(restore, at(Stream.COMPUTE, "B", workload.backward_readers(index)))
-    for block in workload.backward_blocks():
-        yield from _pairs(at(Stream.COMPUTE, "F", [block]), at(Stream.COMPUTE, "B", [block]))
-        yield from _pairs(at(Stream.COMPUTE, "B", [block]), at(Stream.D2H, "G", [block]))
+            yield from _pairs(at(Stream.COMPUTE, "F", [] if producer is None else [producer], number), park)
+            yield from _pairs(restore, at(Stream.COMPUTE, "B", workload.backward_readers(index), number))
+
+
+def _host_edges(schedule: Schedule, workload: Workload) -> Iterator[_Edge]:
+    """Gradients before their norm and their updates, and updates of the step before ahead of this one's weights."""
+    at = _Found(schedule)
+    everything = at(Stream.D2H, "G", range(len(workload.blocks)))
+    norms = at(Stream.HOST, "N", [NO_BLOCK])
+    yield from _later(_pairs(everything, norms), "data")
+    for block in workload.update_blocks():
+        group = update_group(workload, block)
+        updates = at(Stream.HOST, "U", [block])
+        readers = at(Stream.H2D, "W", group)
+        if schedule.updates == "deferred":
+            yield from _later(_pairs(updates, readers), "weight")
+            continue
+        if schedule.transfer == "bind":
+            readers = [
+                p
+                for number in range(schedule.micro_batches)
+                for w in "FB"
+                for p in at(Stream.COMPUTE, w, group, number)
+            ]
+        # Of one stream, the last op stands for all.
+        last = [max(everything)] if everything and schedule.updates == "serial" else []
+        yield from _later(_pairs([*at(Stream.D2H, "G", group), *last], updates), "data")
+        yield from _later(_pairs(readers, updates), "resource")
+
+
+def _later(pairs: Iterable[tuple[Position, Position]], kind: str) -> Iterator[_Edge]:
+    """The pairs that the table respects, as edges."""
+    return ((before, after, kind) for before, after in pairs if before.tick < after.tick)
 
 
 def _pairs(before: Sequence[Position], after: Sequence[Position]) -> Iterator[tuple[Position, Position]]:

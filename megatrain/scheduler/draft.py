@@ -13,11 +13,12 @@ from megatrain.scheduler.memory import (
     live_bytes,
     workspace_bytes,
 )
-from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.op import NO_BLOCK, PER_MICRO_BATCH, STREAMS, Op, Stream
 from megatrain.scheduler.order import Rows, assign_ticks
 from megatrain.scheduler.parking import parked_values
-from megatrain.scheduler.place import Residency, compute_steps, place_slots, residencies
+from megatrain.scheduler.place import Residency, compute_stages, place_slots, residencies
 from megatrain.scheduler.table import Schedule, Slot, Tick
+from megatrain.scheduler.updates import HostTicks, head_updates, place_host, written_ticks
 from megatrain.scheduler.workload import Workload
 
 
@@ -42,21 +43,24 @@ class Draft:
 
     Args:
         plan: What it follows.
-        rows: The ticks.
+        rows: The ticks of all streams but the host.
+        host: Those of the host.
         live: Live bytes per tick.
         device_bytes: As in `Schedule`.
     """
 
     plan: Plan
     rows: Rows
+    host: HostTicks
     live: tuple[int, ...]
     device_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """Where weights lie, which depends on the number of slots alone."""
+    """Where weights lie, and which updates come before them: that depends on the number of slots alone."""
 
+    head: dict[int, int]
     stays: tuple[Residency, ...]
     slots: tuple[Slot, ...]
     slot_of: tuple[int, ...]
@@ -65,11 +69,23 @@ class _Placed:
 class Builder:
     """Drafts schedules of one workload under different plans, and finishes one."""
 
-    def __init__(self, workload: Workload, *, mode: str, transfer: str) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        mode: str,
+        transfer: str,
+        micro_batches: int = 1,
+        updates: str = "none",
+        clip: bool = False,
+    ) -> None:
         self.workload = workload
         self.mode = mode
         self.transfer = transfer
-        self.steps = compute_steps(workload, mode)
+        self.micro_batches = micro_batches
+        self.updates = updates
+        self.clip = clip
+        self.stages = compute_stages(workload, mode, micro_batches)
         self._accumulated = accumulated_bytes(workload)
         self._placed: dict[int, _Placed] = {}
 
@@ -77,18 +93,26 @@ class Builder:
         """Gives the ops ticks and counts the memory."""
         placed = self._place(plan.num_slots)
         parked = self._parked(plan)
-        rows = assign_ticks(self.workload, self.steps, placed.stays, parked, num_slots=plan.num_slots)
-        facts = StepFacts(rows.ticks, frozenset(plan.saves), parked, self.mode)
+        rows = assign_ticks(
+            self.workload,
+            self.stages,
+            placed.stays,
+            parked,
+            num_slots=plan.num_slots,
+            written=written_ticks(self.workload, placed.head),
+        )
+        host = place_host(self.workload, rows.ticks, placed.head, updates=self.updates, clip=self.clip)
+        facts = StepFacts(rows.ticks, frozenset(plan.saves), parked, self.mode, self.micro_batches)
         lives = step_lifetimes(self.workload, facts)
         arena = max((slot.offset + slot.nbytes for slot in placed.slots), default=0)
-        live = live_bytes(self.workload, lives, rows.num_ticks, arena)
-        return Draft(plan, rows, live, max([*live, *self._busy_bytes(rows, live, facts.saves)], default=0))
+        live = live_bytes(self.workload, lives, max(rows.num_ticks, host.num_ticks), arena)
+        return Draft(plan, rows, host, live, max([*live, *self._busy_bytes(rows, live, facts.saves)], default=0))
 
     def finish(self, draft: Draft) -> Schedule:
         """Makes the rows, and the figures of the header."""
         placed = self._place(draft.plan.num_slots)
         parked = self._parked(draft.plan)
-        ticks = _table(draft.rows, placed)
+        ticks = _table(draft, placed, has_micro_batches=self.micro_batches > 1)
         ops = [op for tick in ticks for _, op in tick.ops()]
         h2d, d2h = count_moved(self.workload, ops, parked, self.transfer)
         return Schedule(
@@ -103,43 +127,51 @@ class Builder:
             d2h_bytes=d2h,
             peak_bytes=max(draft.live, default=0),
             device_bytes=draft.device_bytes,
-            host_bytes=host_bytes(self.workload, parked, self.mode, self.transfer),
+            host_bytes=host_bytes(self.workload, parked, self.mode, self.transfer, self.micro_batches),
             num_blocks=len(self.workload.blocks),
+            micro_batches=self.micro_batches,
+            updates=self.updates,
+            clip=self.clip,
             workload=self.workload,
         )
 
     def _busy_bytes(self, rows: Rows, live: Sequence[int], saves: frozenset[int]) -> list[int]:
         work, extra = self.workload, self._accumulated
         return [
-            live[tick] + workspace_bytes(work, what, block, saves, extra)
+            live[tick] + workspace_bytes(work, what, block, saves, extra, micro_batch)
             for what, ticks in (("F", rows.ticks.forward), ("B", rows.ticks.backward))
-            for block, tick in ticks.items()
+            for (block, micro_batch), tick in ticks.items()
         ]
 
     def _place(self, num_slots: int) -> _Placed:
         if num_slots not in self._placed:
-            stays = residencies(self.workload, self.steps, num_slots=num_slots, transfer=self.transfer)
-            self._placed[num_slots] = _Placed(stays, *place_slots(stays))
+            stays = residencies(self.workload, self.stages, num_slots=num_slots, transfer=self.transfer)
+            loads = [stay.block for stay in stays]
+            head = head_updates(self.workload, loads) if self.updates == "deferred" else {}
+            self._placed[num_slots] = _Placed(head, stays, *place_slots(stays))
         return self._placed[num_slots]
 
     def _parked(self, plan: Plan) -> dict[int, tuple[int, ...]]:
         return parked_values(self.workload, keep=plan.keep, saves=plan.saves, mode=self.mode, transfer=self.transfer)
 
 
-def _table(rows: Rows, placed: _Placed) -> tuple[Tick, ...]:
-    h2d: dict[int, Op] = {}
-    compute: dict[int, Op] = {}
-    d2h: dict[int, Op] = {}
-    for stay, slot, tick in zip(placed.stays, placed.slot_of, rows.loads, strict=True):
-        h2d[tick] = Op(Stream.H2D, "W", stay.block, slot=slot)
-    for column, what, ticks in (
-        (h2d, "A", rows.ticks.restore),
-        (compute, "F", rows.ticks.forward),
-        (compute, "B", rows.ticks.backward),
-        (d2h, "A", rows.ticks.park),
-        (d2h, "G", rows.ticks.offload),
+def _table(draft: Draft, placed: _Placed, *, has_micro_batches: bool) -> tuple[Tick, ...]:
+    cells: dict[Stream, dict[int, Op]] = {stream: {} for stream in STREAMS}
+    rows = draft.rows.ticks
+    for stay, slot, tick in zip(placed.stays, placed.slot_of, draft.rows.loads, strict=True):
+        cells[Stream.H2D][tick] = Op(Stream.H2D, "W", stay.block, slot=slot)
+    for stream, what, ticks in (
+        (Stream.H2D, "A", rows.restore),
+        (Stream.COMPUTE, "F", rows.forward),
+        (Stream.COMPUTE, "B", rows.backward),
+        (Stream.D2H, "A", rows.park),
+        (Stream.D2H, "G", rows.offload),
     ):
-        stream = Stream.H2D if column is h2d else Stream.COMPUTE if column is compute else Stream.D2H
-        for block, tick in ticks.items():
-            column[tick] = Op(stream, what, block)
-    return tuple(Tick(h2d.get(t), compute.get(t), d2h.get(t)) for t in range(rows.num_ticks))
+        has_number = has_micro_batches and what in PER_MICRO_BATCH
+        for (block, micro_batch), tick in ticks.items():
+            cells[stream][tick] = Op(stream, what, block, micro_batch=micro_batch if has_number else None)
+    for block, tick in draft.host.update.items():
+        cells[Stream.HOST][tick] = Op(Stream.HOST, "U", block)
+    if draft.host.norm is not None:
+        cells[Stream.HOST][draft.host.norm] = Op(Stream.HOST, "N", NO_BLOCK)
+    return tuple(Tick(*(cells[stream].get(tick) for stream in STREAMS)) for tick in range(len(draft.live)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from megatrain.passes.program import Block, Program
 from megatrain.scheduler.build import schedule as build_schedule
@@ -19,10 +19,20 @@ def slot_bytes(specs: Iterable[TensorSpec]) -> int:
     return sum(-(-spec.nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for spec in specs)
 
 
-def workload(program: Program) -> Workload:
-    """Describes `program` by bytes and dependencies only."""
+# What AdamW touches per byte of a parameter: it reads gradient, parameter and two moments, and writes the last three.
+UPDATE_TRAFFIC = 7
+
+
+def workload(program: Program, *, update_traffic: int = UPDATE_TRAFFIC) -> Workload:
+    """Describes `program` by bytes and dependencies only.
+
+    Args:
+        program: After `measure`.
+        update_traffic: Bytes that an update reads and writes per byte of a parameter.
+    """
+    holders = _trained_holders(program)
     return Workload(
-        blocks=tuple(_block_work(program, block) for block in program.blocks),
+        blocks=tuple(_block_work(program, index, holders, update_traffic) for index in range(len(program.blocks))),
         values=_value_works(program),
         storages=_storages(program),
     )
@@ -37,6 +47,9 @@ def schedule(
     activations: str = "auto",
     transfer: str = "copy",
     mode: str = "train",
+    micro_batches: int = 1,
+    updates: str = "none",
+    clip: bool = False,
 ) -> Schedule:
     """Places one step of `program` on the streams; see `megatrain.scheduler.build.schedule` for the options."""
     return build_schedule(
@@ -47,6 +60,9 @@ def schedule(
         activations=activations,
         transfer=transfer,
         mode=mode,
+        micro_batches=micro_batches,
+        updates=updates,
+        clip=clip,
     )
 
 
@@ -55,11 +71,31 @@ def has_backward(program: Program, block: Block) -> bool:
     return any(program.values[name].requires_grad for name in block.outputs)
 
 
-def _block_work(program: Program, block: Block) -> BlockWork:
+def _trained_holders(program: Program) -> dict[str, tuple[int, ...]]:
+    """The blocks that hold each parameter for which there is a gradient: the one that updates it, then the others.
+
+    That is the first with a backward: backwards run in reverse, so its gradients are the last to be added.
+    """
+    found: dict[str, list[int]] = {}
+    for index, block in enumerate(program.blocks):
+        for name in dict.fromkeys(block.binding):
+            if program.state[name].requires_grad:
+                found.setdefault(name, []).append(index)
+    owned: dict[str, tuple[int, ...]] = {}
+    for name, blocks in found.items():
+        owner = next((b for b in blocks if has_backward(program, program.blocks[b])), None)
+        if owner is not None:
+            owned[name] = (owner, *(b for b in blocks if b != owner))
+    return owned
+
+
+def _block_work(program: Program, index: int, holders: Mapping[str, tuple[int, ...]], update_traffic: int) -> BlockWork:
+    block = program.blocks[index]
     cost = program.templates[block.template].cost
     assert cost is not None, "measure runs before scheduling"
     is_differentiable = has_backward(program, block)
     trained = {k for k in block.binding if program.state[k].requires_grad}
+    updated = {k for k in trained if k in holders and holders[k][0] == index}
     return BlockWork(
         name=block.name,
         state_bytes=slot_bytes(program.state[k].spec for k in block.binding),
@@ -69,6 +105,8 @@ def _block_work(program: Program, block: Block) -> BlockWork:
         backward_workspace_bytes=cost.backward_workspace_bytes,
         has_backward=is_differentiable,
         forward_flops=cost.forward_flops,
+        update_bytes=update_traffic * sum(program.state[k].spec.nbytes for k in updated),
+        shares=tuple(sorted({other for k in updated for other in holders[k][1:]})),
     )
 
 

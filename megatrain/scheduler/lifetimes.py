@@ -36,12 +36,15 @@ class Lifetime:
             after a return, and for gradients, the bytes of the value itself.
         start: The op that makes it; None if it exists when the step begins.
         ends: The item is released when all these ops are done; empty if it outlives the step.
+        micro_batch: Whose it is. The gradients of a block's parameters, of which there is one sum, count as those
+            of micro-batch 0.
     """
 
     item: Item
     nbytes: int
     start: Position | None
     ends: tuple[Position, ...]
+    micro_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +56,14 @@ class StepFacts:
         saves: Blocks whose graph is retained.
         parked: Values parked by each block's `A`.
         mode: As in `Schedule`.
+        micro_batches: As in `Schedule`.
     """
 
     ticks: OpTicks
     saves: frozenset[int]
     parked: Mapping[int, Sequence[int]]
     mode: str
+    micro_batches: int = 1
 
 
 def lifetimes(schedule: Schedule) -> tuple[Lifetime, ...]:
@@ -67,13 +72,14 @@ def lifetimes(schedule: Schedule) -> tuple[Lifetime, ...]:
     Raises:
         ScheduleError: If the schedule doesn't know its workload.
     """
-    facts = StepFacts(op_ticks(schedule), frozenset(schedule.saves), schedule.parked(), schedule.mode)
+    saves = frozenset(schedule.saves)
+    facts = StepFacts(op_ticks(schedule), saves, schedule.parked(), schedule.mode, schedule.micro_batches)
     return step_lifetimes(schedule.known_workload(), facts)
 
 
 def op_ticks(schedule: Schedule) -> OpTicks:
-    """The ticks of the ops of a table, `W` aside; of an op that recurs, the last."""
-    found = OpTicks({}, {}, {}, {}, {})
+    """The ticks of the ops of a table, those of `W` and of the host aside; of an op that recurs, the last."""
+    found = OpTicks()
     rows = {
         (Stream.COMPUTE, "F"): found.forward,
         (Stream.COMPUTE, "B"): found.backward,
@@ -83,7 +89,7 @@ def op_ticks(schedule: Schedule) -> OpTicks:
     }
     for position, op in schedule.positions():
         if (op.stream, op.what) in rows:
-            rows[op.stream, op.what][op.block] = position.tick
+            rows[op.stream, op.what][op.block, op.micro_batch or 0] = position.tick
     return found
 
 
@@ -91,78 +97,104 @@ def step_lifetimes(workload: Workload, facts: StepFacts) -> tuple[Lifetime, ...]
     """The same as `lifetimes`, for a table in the making."""
     parked_by = {value: block for block, values in facts.parked.items() for value in values}
     found: list[Lifetime] = []
-    for value in range(len(workload.values)):
-        found += _value_lives(workload, facts, value, parked_by.get(value))
-    if facts.mode != "forward":
+    for micro_batch in range(facts.micro_batches):
+        uses = _uses_of(facts, micro_batch)
         for value in range(len(workload.values)):
-            found += _gradient_lives(workload, facts, value)
-    for block in facts.ticks.backward:
-        found += _block_lives(workload, facts, block)
+            found += _value_lives(workload, uses, value, parked_by.get(value))
+        if facts.mode != "forward":
+            for value in range(len(workload.values)):
+                found += _gradient_lives(workload, uses, value)
+        for block in uses.backward:
+            found += _block_lives(workload, facts, uses, block)
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """The ticks of one micro-batch, by block, and what of `StepFacts` concerns it."""
+
+    micro_batch: int
+    mode: str
+    saves: frozenset[int]
+    forward: Mapping[int, int]
+    backward: Mapping[int, int]
+    park: Mapping[int, int]
+    restore: Mapping[int, int]
+
+
+def _uses_of(facts: StepFacts, micro_batch: int) -> _Uses:
+    ticks = facts.ticks
+    mine = (
+        {block: tick for (block, number), tick in runs.items() if number == micro_batch}
+        for runs in (ticks.forward, ticks.backward, ticks.park, ticks.restore)
+    )
+    return _Uses(micro_batch, facts.mode, facts.saves, *mine)
 
 
 def _at(ticks: Mapping[int, int], blocks: Iterable[int], stream: Stream = Stream.COMPUTE) -> list[Position]:
     return [Position(ticks[block], stream) for block in blocks]
 
 
-def _value_lives(workload: Workload, facts: StepFacts, index: int, parked_by: int | None) -> list[Lifetime]:
-    value, ticks = workload.values[index], facts.ticks
-    item, nbytes = Item("value", index), workload.storages[value.storage]
-    backward = [] if facts.mode == "forward" else _backward_uses(workload, facts, index)
+def _value_lives(workload: Workload, uses: _Uses, index: int, parked_by: int | None) -> list[Lifetime]:
+    value = workload.values[index]
+    item, nbytes, number = Item("value", index), workload.storages[value.storage], uses.micro_batch
+    backward = [] if uses.mode == "forward" else _backward_uses(workload, uses, index)
     if parked_by is not None:
-        restore = Position(ticks.restore[parked_by], Stream.H2D)
-        second = Lifetime(item, value.nbytes, restore, tuple(backward))
-        if facts.mode == "backward":
+        restore = Position(uses.restore[parked_by], Stream.H2D)
+        second = Lifetime(item, value.nbytes, restore, tuple(backward), number)
+        if uses.mode == "backward":
             return [second]
-        ends = [*_at(ticks.forward, value.readers), Position(ticks.park[parked_by], Stream.D2H)]
-        return [Lifetime(item, nbytes, _made_at(facts, value.producer), tuple(ends)), second]
+        ends = [*_at(uses.forward, value.readers), Position(uses.park[parked_by], Stream.D2H)]
+        return [Lifetime(item, nbytes, _made_at(uses, value.producer), tuple(ends), number), second]
     if value.is_output:
-        return [Lifetime(item, nbytes, _made_at(facts, value.producer), ())]
-    if facts.mode == "backward":
-        return [Lifetime(item, nbytes, None, tuple(backward))] if backward else []
-    ends = [*_at(ticks.forward, value.readers), *backward]
+        return [Lifetime(item, nbytes, _made_at(uses, value.producer), (), number)]
+    if uses.mode == "backward":
+        return [Lifetime(item, nbytes, None, tuple(backward), number)] if backward else []
+    ends = [*_at(uses.forward, value.readers), *backward]
     if not ends and value.producer is not None:
         # Nobody reads it: it dies with the forward that makes it.
-        ends = _at(ticks.forward, [value.producer])
-    return [Lifetime(item, nbytes, _made_at(facts, value.producer), tuple(ends))]
+        ends = _at(uses.forward, [value.producer])
+    return [Lifetime(item, nbytes, _made_at(uses, value.producer), tuple(ends), number)]
 
 
-def _made_at(facts: StepFacts, producer: int | None) -> Position | None:
-    if producer is None or facts.mode == "backward":
+def _made_at(uses: _Uses, producer: int | None) -> Position | None:
+    if producer is None or uses.mode == "backward":
         return None
-    return Position(facts.ticks.forward[producer], Stream.COMPUTE)
+    return Position(uses.forward[producer], Stream.COMPUTE)
 
 
-def _backward_uses(workload: Workload, facts: StepFacts, index: int) -> list[Position]:
+def _backward_uses(workload: Workload, uses: _Uses, index: int) -> list[Position]:
     """Backwards that need the value: those of its readers, and of its producer if its graph holds it."""
     producer = workload.values[index].producer
-    uses = _at(facts.ticks.backward, workload.backward_readers(index))
-    if producer is not None and producer in facts.saves:
-        uses += _at(facts.ticks.backward, [producer])
-    return uses
+    found = _at(uses.backward, workload.backward_readers(index))
+    if producer is not None and producer in uses.saves:
+        found += _at(uses.backward, [producer])
+    return found
 
 
-def _gradient_lives(workload: Workload, facts: StepFacts, index: int) -> list[Lifetime]:
+def _gradient_lives(workload: Workload, uses: _Uses, index: int) -> list[Lifetime]:
     if not workload.has_value_gradient(index):
         return []
-    value, ticks = workload.values[index], facts.ticks
-    first = min(_at(ticks.backward, workload.backward_readers(index)), default=None)
+    value = workload.values[index]
+    first = min(_at(uses.backward, workload.backward_readers(index)), default=None)
     if value.is_output:
-        # The user hands in the gradient of an output when the backward starts.
-        is_there = facts.mode == "backward"
-        first = None if is_there else Position(min(ticks.backward.values()), Stream.COMPUTE)
-    ends = () if value.producer is None else tuple(_at(ticks.backward, [value.producer]))
-    return [Lifetime(Item("gradient", index), value.nbytes, first, ends)]
+        # The user hands in the gradient of an output when the backward of its micro-batch starts.
+        is_there = uses.mode == "backward"
+        first = None if is_there else Position(min(uses.backward.values()), Stream.COMPUTE)
+    ends = () if value.producer is None else tuple(_at(uses.backward, [value.producer]))
+    return [Lifetime(Item("gradient", index), value.nbytes, first, ends, uses.micro_batch)]
 
 
-def _block_lives(workload: Workload, facts: StepFacts, block: int) -> list[Lifetime]:
-    work, ticks = workload.blocks[block], facts.ticks
-    backward = Position(ticks.backward[block], Stream.COMPUTE)
+def _block_lives(workload: Workload, facts: StepFacts, uses: _Uses, block: int) -> list[Lifetime]:
+    work = workload.blocks[block]
+    backward = Position(uses.backward[block], Stream.COMPUTE)
     found: list[Lifetime] = []
-    if work.gradient_bytes > 0:
-        end = Position(ticks.offload[block], Stream.D2H)
-        found.append(Lifetime(Item("parameters", block), work.gradient_bytes, backward, (end,)))
-    if block in facts.saves:
-        start = _made_at(facts, block)
-        found.append(Lifetime(Item("saved", block), work.saved_bytes, start, (backward,)))
+    if work.gradient_bytes > 0 and uses.micro_batch == 0:
+        # The first backward makes it, the others add to it.
+        first = min(facts.ticks.backward[block, number] for number in range(facts.micro_batches))
+        end = Position(facts.ticks.offload[block, 0], Stream.D2H)
+        found.append(Lifetime(Item("parameters", block), work.gradient_bytes, Position(first, Stream.COMPUTE), (end,)))
+    if block in uses.saves:
+        start = _made_at(uses, block)
+        found.append(Lifetime(Item("saved", block), work.saved_bytes, start, (backward,), uses.micro_batch))
     return found

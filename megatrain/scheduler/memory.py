@@ -21,17 +21,17 @@ def live_bytes(workload: Workload, lives: Sequence[Lifetime], num_ticks: int, ar
     """
     change = [0] * (num_ticks + 1)
     change[0] = arena_bytes
-    shared: dict[int, list[tuple[int, int]]] = {}
+    shared: dict[tuple[int, int], list[tuple[int, int]]] = {}
     sharers = _sharers(workload)
     for life in lives:
         start, end = span(life, num_ticks)
         storage = workload.values[life.item.number].storage if life.item.kind == "value" else -1
         if storage >= 0 and sharers[storage] > 1:
-            shared.setdefault(storage, []).append((start, end))
+            shared.setdefault((storage, life.micro_batch), []).append((start, end))
         else:
             change[start] += life.nbytes
             change[end + 1] -= life.nbytes
-    for storage, spans in shared.items():
+    for (storage, _), spans in shared.items():
         for start, end in _union(spans):
             change[start] += workload.storages[storage]
             change[end + 1] -= workload.storages[storage]
@@ -76,18 +76,25 @@ def accumulated_bytes(workload: Workload) -> list[int]:
 
 
 def workspace_bytes(
-    workload: Workload, what: str, block: int, saves: Collection[int], accumulated: Sequence[int]
+    workload: Workload,
+    what: str,
+    block: int,
+    saves: Collection[int],
+    accumulated: Sequence[int],
+    micro_batch: int = 0,
 ) -> int:
     """Bytes that an F or B takes while it runs, beyond what has a lifetime.
 
     The workspace of a backward was measured with its recompute, whose saved values are part of it. Of a
-    retained graph they are live already and not counted twice.
+    retained graph they are live already and not counted twice. Later micro-batches make gradients of the parameters
+    beside the sum of those before.
     """
     work = workload.blocks[block]
     if what == "F":
         return work.forward_workspace_bytes
     saved = work.saved_bytes if block in saves else 0
-    return max(0, work.backward_workspace_bytes - saved) + accumulated[block]
+    summand = work.gradient_bytes if micro_batch > 0 else 0
+    return max(0, work.backward_workspace_bytes - saved) + accumulated[block] + summand
 
 
 def op_bytes(workload: Workload, op: Op, parked: Mapping[int, Sequence[int]], transfer: str) -> int:
@@ -100,12 +107,14 @@ def op_bytes(workload: Workload, op: Op, parked: Mapping[int, Sequence[int]], tr
     return work.state_bytes if op.what == "W" else work.gradient_bytes
 
 
-def host_bytes(workload: Workload, parked: Mapping[int, Sequence[int]], mode: str, transfer: str) -> int:
-    """Bytes of all parked values, plus one slab as large as the largest gradients of a block."""
+def host_bytes(
+    workload: Workload, parked: Mapping[int, Sequence[int]], mode: str, transfer: str, micro_batches: int = 1
+) -> int:
+    """Bytes of all parked values of all micro-batches, plus one slab as large as the largest gradients of a block."""
     if transfer == "bind" or mode == "forward":
         return 0
     slab = max((b.gradient_bytes for b in workload.blocks if b.has_backward), default=0)
-    return slab + sum(workload.values[v].nbytes for values in parked.values() for v in values)
+    return slab + micro_batches * sum(workload.values[v].nbytes for values in parked.values() for v in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +149,17 @@ def find_peak(schedule: Schedule, lives: Sequence[Lifetime]) -> Peak:
         op = schedule.ticks[tick].compute
         if op is None:
             return 0
-        return workspace_bytes(workload, op.what, op.block, schedule.saves, accumulated)
+        return workspace_bytes(workload, op.what, op.block, schedule.saves, accumulated, op.micro_batch or 0)
 
     tick = max(range(len(schedule.ticks)), key=lambda t: (schedule.live_bytes[t] + workspace(t), -t))
     parts = {"weights": schedule.arena_bytes, "workspace": workspace(tick)}
-    storages: set[int] = set()
+    storages: set[tuple[int, int]] = set()
     for life in lives:
         start, end = span(life, len(schedule.ticks))
         if not start <= tick <= end:
             continue
         if life.item.kind == "value":
-            storage = workload.values[life.item.number].storage
+            storage = workload.values[life.item.number].storage, life.micro_batch
             if storage in storages:
                 continue
             storages.add(storage)

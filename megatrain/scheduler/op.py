@@ -25,6 +25,9 @@ STREAMS = (Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST)
 # parameters, N norm of all gradients, U optimizer update.
 INSTRUCTIONS = {Stream.H2D: "WA", Stream.COMPUTE: "FB", Stream.D2H: "AG", Stream.HOST: "NU"}
 
+# What runs once for each micro-batch; everything else once for all of them.
+PER_MICRO_BATCH = "FBA"
+
 # The block of an op that concerns no block in particular (`N`).
 NO_BLOCK = -1
 

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
-from megatrain.scheduler.place import Residency
+from megatrain.scheduler.place import Residency, Stage
 from megatrain.scheduler.workload import Workload
+
+# A block and a micro-batch.
+Run = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class OpTicks:
-    """The tick of each op that occurs once per block, by block."""
+    """The tick of each op but `W`, by block and micro-batch; `G` counts as one of micro-batch 0."""
 
-    forward: dict[int, int]
-    backward: dict[int, int]
-    park: dict[int, int]
-    restore: dict[int, int]
-    offload: dict[int, int]
+    forward: dict[Run, int] = field(default_factory=dict[Run, int])
+    backward: dict[Run, int] = field(default_factory=dict[Run, int])
+    park: dict[Run, int] = field(default_factory=dict[Run, int])
+    restore: dict[Run, int] = field(default_factory=dict[Run, int])
+    offload: dict[Run, int] = field(default_factory=dict[Run, int])
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A table in the making: the ticks of all ops.
+    """A table in the making: the ticks of all ops but those of the host.
 
     Args:
         ticks: Of every op but `W`.
@@ -35,6 +40,21 @@ class Rows:
     num_ticks: int
 
 
+class _Arrival(NamedTuple):
+    """A transfer to the device: the `W` of a residency, or else an `A`.
+
+    They queue by the compute step that must be done before (negative ones lie before the first), then by the step
+    that needs them.
+    """
+
+    after: int
+    needed: int
+    is_load: bool
+    block: int
+    micro_batch: int
+    residency: int | None
+
+
 class _Placer:
     """The state of one run of `assign_ticks`: the last tick taken of each stream."""
 
@@ -43,22 +63,25 @@ class _Placer:
         self.compute: list[int] = []
         self.h2d = -1
         self.d2h = -1
-        self.ticks = OpTicks({}, {}, {}, {}, {})
-        self._pending: list[tuple[dict[int, int], int]] = []
+        self.ticks = OpTicks()
+        self._pending: list[tuple[dict[Run, int], Run]] = []
 
     def done(self, step: int) -> int:
         """The tick of a compute step; -1 before the first."""
         return self.compute[step] if step >= 0 else -1
 
-    def place_load(self, step: int) -> int:
-        """A slot is free once the step that is `num_slots` back has ended."""
-        self.h2d = max(self.h2d, self.done(step - self.num_slots)) + 1
-        return self.h2d
+    def place_arrival(self, arrival: _Arrival, written: Mapping[int, int]) -> int:
+        """A `W` needs a free slot, and weights that are written; an `A` what was parked before.
 
-    def place_restore(self, step: int, block: int) -> int:
-        """A parked value returns at most `num_slots` steps ahead, for it takes memory meanwhile."""
-        parked = self.ticks.park.get(block, -1)
-        self.h2d = max(self.h2d + 1, self.done(step - self.num_slots), parked + 1)
+        A parked value returns at most `num_slots` steps ahead, for it takes memory meanwhile.
+        """
+        free = self.done(arrival.after)
+        if arrival.is_load:
+            self.h2d = max(self.h2d, free, written.get(arrival.block, -1)) + 1
+        else:
+            run = (arrival.block, arrival.micro_batch)
+            self.h2d = max(self.h2d + 1, free, self.ticks.park.get(run, -1) + 1)
+            self.ticks.restore[run] = self.h2d
         return self.h2d
 
     def place_compute(self, ready: int) -> int:
@@ -67,9 +90,9 @@ class _Placer:
         self.place_d2h(previous if self.num_slots == 1 else self.compute[-1] - 1)
         return self.compute[-1]
 
-    def leave(self, ticks: dict[int, int], block: int) -> None:
+    def leave(self, ticks: dict[Run, int], run: Run) -> None:
         """Notes a transfer to the host that can run once the last compute step placed is done."""
-        self._pending.append((ticks, block))
+        self._pending.append((ticks, run))
 
     def place_d2h(self, after: int) -> None:
         """Places the transfers noted, in later ticks than `after`.
@@ -79,48 +102,79 @@ class _Placer:
         the memory edges of the dependency graph). So it takes the tick of that compute, and they overlap;
         one slot alone means the least memory instead.
         """
-        for ticks, block in self._pending:
-            ticks[block] = self.d2h = max(self.d2h, after) + 1
+        for ticks, run in self._pending:
+            ticks[run] = self.d2h = max(self.d2h, after) + 1
         self._pending.clear()
 
 
 def assign_ticks(
     workload: Workload,
-    steps: Sequence[tuple[str, int]],
+    stages: Sequence[Stage],
     stays: Sequence[Residency],
     parked: Mapping[int, Sequence[int]],
     *,
     num_slots: int,
+    written: Mapping[int, int],
 ) -> Rows:
     """Places all ops; the order of each stream is fixed, so one pass in the order of compute steps does.
 
-    Transfers to the device queue by need: per compute step its `A`, then its `W`. Transfers to the host queue
-    by the compute step after which they can run, equal ones by block.
+    Transfers to the device queue by when they can run, then by need; transfers to the host by the compute step
+    after which they can run, equal ones by block.
+
+    Args:
+        workload: What runs.
+        stages: In the order of compute.
+        stays: In the order of need.
+        parked: As in `StepFacts`.
+        num_slots: As in `Plan`.
+        written: Tick in which the host has written a block's weights, where it does.
     """
     placer = _Placer(num_slots)
-    ticks = placer.ticks
-    loads: list[int] = []
-    by_need = {stay.needed: stay for stay in stays}
+    steps = [work for stage in stages for work in stage]
+    queue = _arrivals(stages, stays, parked, num_slots)
+    # How much of the queue a step needs: whatever stands before its own transfers comes first.
+    needs = {arrival.needed: index + 1 for index, arrival in enumerate(queue)}
     parks = _parks_by_producer(workload, parked)
-    for step, (what, block) in enumerate(steps):
-        ready = -1
-        if what == "B" and block in parked:
-            ready = ticks.restore[block] = placer.place_restore(step, block)
-        if step in by_need:
-            ready = placer.place_load(step)
-            loads.append(ready)
-        tick = placer.place_compute(ready)
-        if what == "F":
-            ticks.forward[block] = tick
-            for park in parks.get(block, ()):
-                placer.leave(ticks.park, park)
+    last_work = {work.block: work for work in steps if work.what == "B"}
+    loads = [0] * len(stays)
+    ready = [-1] * len(steps)
+    at = 0
+    for step, work in enumerate(steps):
+        for arrival in queue[at : needs.get(step, at)]:
+            tick = placer.place_arrival(arrival, written)
+            ready[arrival.needed] = tick
+            if arrival.residency is not None:
+                loads[arrival.residency] = tick
+        at = max(at, needs.get(step, at))
+        tick = placer.place_compute(ready[step])
+        run = (work.block, work.micro_batch)
+        if work.what == "F":
+            placer.ticks.forward[run] = tick
+            for park in parks.get(work.block, ()):
+                placer.leave(placer.ticks.park, (park, work.micro_batch))
         else:
-            ticks.backward[block] = tick
-            if workload.blocks[block].gradient_bytes > 0:
-                placer.leave(ticks.offload, block)
+            placer.ticks.backward[run] = tick
+            if workload.blocks[work.block].gradient_bytes > 0 and last_work[work.block] == work:
+                placer.leave(placer.ticks.offload, (work.block, 0))
     placer.place_d2h(placer.done(len(steps) - 1))
-    num_ticks = max([placer.h2d, placer.d2h, *placer.compute[-1:]]) + 1
-    return Rows(ticks, tuple(loads), num_ticks)
+    return Rows(placer.ticks, tuple(loads), max([placer.h2d, placer.d2h, *placer.compute[-1:]]) + 1)
+
+
+def _arrivals(
+    stages: Sequence[Stage], stays: Sequence[Residency], parked: Mapping[int, Sequence[int]], num_slots: int
+) -> list[_Arrival]:
+    """All transfers to the device, in the order of their queue."""
+    starts = [0, *accumulate(len(stage) for stage in stages)]
+    found: list[_Arrival] = []
+    for index, stay in enumerate(stays):
+        free = stay.needed - num_slots
+        after = starts[free + 1] - 1 if free >= 0 else free
+        found.append(_Arrival(after, starts[stay.needed], True, stay.block, 0, index))
+    for start, stage in zip(starts, stages, strict=False):
+        for step, work in enumerate(stage, start):
+            if work.what == "B" and work.block in parked:
+                found.append(_Arrival(step - num_slots, step, False, work.block, work.micro_batch, None))
+    return sorted(found)
 
 
 def _parks_by_producer(workload: Workload, parked: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:

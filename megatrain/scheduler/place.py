@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatrain.scheduler.table import Slot
 from megatrain.scheduler.workload import Workload
+
+
+class Work(NamedTuple):
+    """One F or B of one micro-batch."""
+
+    what: str
+    block: int
+    micro_batch: int
+
+
+# What runs on one block's weights without a break: the same op of every micro-batch.
+Stage = tuple[Work, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +28,9 @@ class Residency:
 
     Args:
         block: Whose state.
-        needed: Compute step that needs it first; the order of prefetches.
-        first: Compute step from which its bytes are reserved, `needed - (num_slots - 1)`; may be negative.
-        last: Compute step that reads it last, inclusive.
+        needed: Stage that needs it first; the order of prefetches.
+        first: Stage from which its bytes are reserved, `needed - (num_slots - 1)`; may be negative.
+        last: Stage that reads it last, inclusive.
         nbytes: Bytes it takes; 0 if weights are used in place.
     """
 
@@ -28,30 +41,49 @@ class Residency:
     nbytes: int
 
 
-def compute_steps(workload: Workload, mode: str) -> tuple[tuple[str, int], ...]:
-    """The fixed order of the compute stream: forward in block order, then backward in reverse."""
-    forward = [] if mode == "backward" else [("F", i) for i in range(len(workload.blocks))]
-    backward = [] if mode == "forward" else [("B", i) for i in reversed(workload.backward_blocks())]
-    return (*forward, *backward)
+def compute_stages(workload: Workload, mode: str, micro_batches: int = 1) -> tuple[Stage, ...]:
+    """The fixed order of the compute stream: forward in block order, then backward in reverse.
+
+    All micro-batches of a block run before the next block does, so its weights are needed as often as with
+    one. Where the step turns around in the last block, each of its backwards follows its forward at once: then
+    only one of its graphs exists at a time.
+    """
+    last = len(workload.blocks) - 1
+    numbers = range(micro_batches)
+    backward = () if mode == "forward" else workload.backward_blocks()
+    forward = range(0 if mode == "backward" else len(workload.blocks))
+    turn: list[Stage] = []
+    if micro_batches > 1 and alternates(workload, mode):
+        forward, backward = forward[:-1], backward[:-1]
+        turn = [tuple(Work(what, last, m) for m in numbers for what in "FB")]
+    return (
+        *(tuple(Work("F", block, m) for m in numbers) for block in forward),
+        *turn,
+        *(tuple(Work("B", block, m) for m in numbers) for block in reversed(backward)),
+    )
 
 
-def residencies(
-    workload: Workload, steps: Sequence[tuple[str, int]], *, num_slots: int, transfer: str
-) -> tuple[Residency, ...]:
+def alternates(workload: Workload, mode: str) -> bool:
+    """Tells whether forward and backward meet in the last block."""
+    return mode == "train" and workload.backward_blocks()[-1:] == (len(workload.blocks) - 1,)
+
+
+def residencies(workload: Workload, stages: Sequence[Stage], *, num_slots: int, transfer: str) -> tuple[Residency, ...]:
     """Every stay of every block's state, in the order of first need.
 
     The last `num_slots` blocks stay from their forward to their backward: together they are no more than what
     the slots hold at the turn anyway, and it saves their second prefetch.
     """
     uses: dict[int, list[int]] = {}
-    for step, (_, block) in enumerate(steps):
+    for number, stage in enumerate(stages):
+        block = stage[0].block
         if workload.blocks[block].state_bytes > 0:
-            uses.setdefault(block, []).append(step)
+            uses.setdefault(block, []).append(number)
     found: list[Residency] = []
     for block, at in uses.items():
         nbytes = 0 if transfer == "bind" else workload.blocks[block].state_bytes
         stays = block >= len(workload.blocks) - num_slots
-        for run in [at] if stays else [[step] for step in at]:
+        for run in [at] if stays else [[stage] for stage in at]:
             found.append(Residency(block, run[0], run[0] - (num_slots - 1), run[-1], nbytes))
     return tuple(sorted(found, key=lambda r: r.needed))
 
@@ -99,13 +131,13 @@ def _assign(stays: Sequence[Residency], order: Sequence[int], *, reuse: bool) ->
     for index in order:
         stay = stays[index]
         lifetime = range(stay.first, stay.last + 1)
-        others = {i for step in lifetime for i in alive.get(step, ())}
+        others = {i for stage in lifetime for i in alive.get(stage, ())}
         taken = sorted((offsets[i], offsets[i] + stays[i].nbytes) for i in others)
         found = _known_fit(taken, stay.nbytes, known) if reuse else None
         offsets[index] = _first_fit(taken, stay.nbytes) if found is None else found
         known[offsets[index]] = None
-        for step in lifetime:
-            alive.setdefault(step, []).append(index)
+        for stage in lifetime:
+            alive.setdefault(stage, []).append(index)
     return offsets
 
 

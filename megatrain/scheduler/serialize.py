@@ -13,6 +13,8 @@ from megatrain.scheduler.workload import Workload
 FORMAT = 1
 
 _FIGURES = ("keep", "mode", "transfer", "h2d_bytes", "d2h_bytes", "peak_bytes", "device_bytes", "host_bytes")
+# What a schedule written by an earlier version lacks.
+_STEP_FACTS: dict[str, Any] = {"micro_batches": 1, "updates": "none", "clip": False}
 
 
 def schedule_to_json(schedule: Schedule) -> str:
@@ -20,7 +22,7 @@ def schedule_to_json(schedule: Schedule) -> str:
     data: dict[str, Any] = {
         "format": FORMAT,
         "num_blocks": schedule.num_blocks,
-        **{name: getattr(schedule, name) for name in _FIGURES},
+        **{name: getattr(schedule, name) for name in (*_FIGURES, *_STEP_FACTS)},
         "saves": schedule.saves,
         "slots": [(slot.offset, slot.nbytes) for slot in schedule.slots],
         "live_bytes": schedule.live_bytes,
@@ -48,6 +50,7 @@ def schedule_from_json(text: str) -> Schedule:
             num_blocks=data["num_blocks"],
             workload=None if data["workload"] is None else Workload.from_dict(data["workload"]),
             **{name: data[name] for name in _FIGURES},
+            **{name: data.get(name, default) for name, default in _STEP_FACTS.items()},
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ScheduleError(f"this JSON is no schedule: {type(error).__name__}: {error}") from error

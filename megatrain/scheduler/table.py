@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 MODES = ("train", "forward", "backward")
 TRANSFERS = ("copy", "bind")
+# When a block's parameters are updated: by the caller; once its gradients have left; once all have left; at the head
+# of the next step.
+UPDATES = ("none", "overlap", "serial", "deferred")
 
 
 class Position(NamedTuple):
@@ -90,6 +93,10 @@ class Schedule:
         host_bytes: Bytes of all parked values, each with its own place, plus one slab as large as the largest
             gradients of a block. The state and its gradients themselves aren't counted.
         num_blocks: Blocks of the model.
+        micro_batches: How often each F and B runs. With several, these ops and `A` carry the micro-batch.
+        updates: `"none"`, `"overlap"` (each `U` follows its `G`), `"serial"` (all `U` follow all `G`), or
+            `"deferred"` (each `U` of the step before precedes the first `W` of this one that it concerns).
+        clip: `N` takes the norm of all gradients at the end; updates wait for the norm that they use.
         workload: What it was built for; not part of the text, nor of equality.
     """
 
@@ -106,6 +113,9 @@ class Schedule:
     device_bytes: int
     host_bytes: int
     num_blocks: int
+    micro_batches: int = 1
+    updates: str = UPDATES[0]
+    clip: bool = False
     workload: Workload | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.op import STREAMS, Op, Stream, parse_op
-from megatrain.scheduler.table import MODES, TRANSFERS, Schedule, Slot, Tick
+from megatrain.scheduler.table import MODES, TRANSFERS, UPDATES, Schedule, Slot, Tick
 from megatrain.scheduler.workload import Workload
 
 _HEADER = re.compile(
@@ -18,6 +18,8 @@ _HEADER = re.compile(
 )
 _DEVICE = re.compile(r"device: (?P<device_bytes>\d+) B; host: (?P<host_bytes>\d+) B")
 _SLOT = re.compile(r"(?P<index>\d+) = (?P<offset>\d+)\+(?P<nbytes>\d+)")
+_MICRO_BATCHES = re.compile(r"micro-batches: (?P<count>\d+)")
+_UPDATES = re.compile(r"updates: (?P<updates>\w+)(?P<clip>, clipped)?")
 _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?")
 _WIDTH = 100
 
@@ -41,6 +43,10 @@ def schedule_text(schedule: Schedule) -> str:
         lines.append(f"mode: {schedule.mode}")
     if schedule.transfer != TRANSFERS[0]:
         lines.append(f"transfer: {schedule.transfer}")
+    if schedule.micro_batches != 1:
+        lines.append(f"micro-batches: {schedule.micro_batches}")
+    if schedule.updates != UPDATES[0] or schedule.clip:
+        lines.append(f"updates: {schedule.updates}{', clipped' if schedule.clip else ''}")
     rows = table_rows(schedule.ticks, schedule.live_bytes, schedule.saves)
     return "\n".join([*lines, *rows])
 
@@ -97,6 +103,9 @@ class _Read:
     frozen: list[int] = field(default_factory=list[int])
     mode: str = MODES[0]
     transfer: str = TRANSFERS[0]
+    micro_batches: int = 1
+    updates: str = UPDATES[0]
+    clip: bool = False
     streams: list[Stream] = field(default_factory=list[Stream])
     ticks: list[Tick] = field(default_factory=list[Tick])
     live_bytes: list[int] = field(default_factory=list[int])
@@ -121,6 +130,9 @@ def parse_schedule(text: str, workload: Workload | None = None) -> Schedule:
         saves=tuple(read.saves),
         mode=read.mode,
         transfer=read.transfer,
+        micro_batches=read.micro_batches,
+        updates=read.updates,
+        clip=read.clip,
         live_bytes=tuple(read.live_bytes),
         workload=workload,
         **{name: figure for name, figure in read.figures.items() if name not in counts},
@@ -153,6 +165,8 @@ def _reader_of(line: str, read: _Read) -> Callable[[str, _Read], None]:
         "frozen:": _read_frozen,
         "mode:": _read_mode,
         "transfer:": _read_transfer,
+        "micro-batches:": _read_micro_batches,
+        "updates:": _read_updates,
         "tick": _read_heading,
     }
     return readers.get(key, _read_unknown)
@@ -209,6 +223,21 @@ def _read_mode(line: str, read: _Read) -> None:
 
 def _read_transfer(line: str, read: _Read) -> None:
     read.transfer = _one_of(line.removeprefix("transfer:").strip(), TRANSFERS)
+
+
+def _read_micro_batches(line: str, read: _Read) -> None:
+    match = _MICRO_BATCHES.fullmatch(line.strip())
+    if match is None or int(match["count"]) < 1:
+        raise ScheduleError("expected `micro-batches: 4`.")
+    read.micro_batches = int(match["count"])
+
+
+def _read_updates(line: str, read: _Read) -> None:
+    match = _UPDATES.fullmatch(line.strip())
+    if match is None:
+        raise ScheduleError("expected `updates: deferred` or `updates: deferred, clipped`.")
+    read.updates = _one_of(match["updates"], UPDATES)
+    read.clip = match["clip"] is not None
 
 
 def _one_of(word: str, known: Sequence[str]) -> str:

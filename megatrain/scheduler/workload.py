@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -51,6 +51,9 @@ class BlockWork:
             gradients it produces.
         has_backward: A gradient flows into or through it, so its backward runs.
         forward_flops: Floating-point operations of one forward; backward is taken as twice that.
+        update_bytes: Host bytes that the update of its parameters reads and writes. 0 if it updates none: they
+            aren't trained, or another block that shares them does it.
+        shares: Other blocks that hold some of the parameters which this block updates, ascending.
     """
 
     name: str
@@ -61,11 +64,15 @@ class BlockWork:
     backward_workspace_bytes: int
     has_backward: bool
     forward_flops: int
+    update_bytes: int = 0
+    shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Blocks in execution order, the values between them, and the storages behind the values.
+
+    Of a step with several micro-batches this describes one, the largest; each has values of its own.
 
     Args:
         blocks: In execution order; index in the tuple is the block's index.
@@ -101,6 +108,14 @@ class Workload:
         """Blocks that have a backward, ascending; the last one is where the step turns around."""
         return tuple(i for i, block in enumerate(self.blocks) if block.has_backward)
 
+    def gradient_blocks(self) -> tuple[int, ...]:
+        """Blocks whose parameters get gradients, ascending: each has one `G` in a step."""
+        return tuple(i for i, b in enumerate(self.blocks) if b.has_backward and b.gradient_bytes > 0)
+
+    def update_blocks(self) -> tuple[int, ...]:
+        """Blocks with an update of their own, ascending: each has one `U` in a step that updates."""
+        return tuple(i for i, b in enumerate(self.blocks) if b.update_bytes > 0)
+
     def has_value_gradient(self, value: int) -> bool:
         """Tells whether some backward computes or reads the gradient of the value."""
         work = self.values[value]
@@ -116,6 +131,7 @@ class Workload:
         """Raises `ScheduleError` unless every index is in range, every order right and every size a count."""
         for index, block in enumerate(self.blocks):
             _check_counts(f"block {index} ({block.name})", asdict(block))
+            self._check_update(index, block)
         _check_counts("a storage", dict(enumerate(self.storages)))
         sharers = [0] * len(self.storages)
         for value in self.values:
@@ -127,6 +143,19 @@ class Workload:
                     f"value {value.name} can't be parked.\n"
                     "  A parkable value is computed by a block, isn't returned, and its storage is its own."
                 )
+
+    def _check_update(self, index: int, block: BlockWork) -> None:
+        path = (-1, *block.shares, len(self.blocks))
+        if index in block.shares or any(a >= b for a, b in pairwise(path)):
+            raise ScheduleError(
+                f"block {index} ({block.name}) can't share parameters with blocks {list(block.shares)}.\n"
+                "  These are other blocks of the model, ascending, each once."
+            )
+        if block.update_bytes > 0 and not (block.has_backward and block.gradient_bytes > 0 and block.state_bytes > 0):
+            raise ScheduleError(
+                f"block {index} ({block.name}) has nothing to update.\n"
+                "  A block with an update has a state, a backward and gradients."
+            )
 
     def _check_value(self, value: ValueWork) -> None:
         _check_counts(f"value {value.name}", {"nbytes": value.nbytes})
@@ -148,10 +177,14 @@ class Workload:
     def from_dict(data: Mapping[str, Any]) -> Workload:
         """Reads what `to_dict` wrote."""
         return Workload(
-            blocks=tuple(BlockWork(**block) for block in data["blocks"]),
+            blocks=tuple(_read_block(**block) for block in data["blocks"]),
             values=tuple(_read_value(**value) for value in data["values"]),
             storages=tuple(data["storages"]),
         )
+
+
+def _read_block(*, shares: Sequence[int] = (), **rest: Any) -> BlockWork:
+    return BlockWork(shares=tuple(shares), **rest)
 
 
 def _read_value(*, readers: list[int], **rest: Any) -> ValueWork:

@@ -9,8 +9,8 @@ from random import Random
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.lifetimes import lifetimes
 from megatrain.scheduler.memory import accumulated_bytes, count_moved, live_bytes, workspace_bytes
-from megatrain.scheduler.op import Op, Stream
-from megatrain.scheduler.table import Position, Schedule, Tick
+from megatrain.scheduler.op import STREAMS, Op, Stream
+from megatrain.scheduler.table import UPDATES, Position, Schedule, Tick
 
 
 def with_cells(schedule: Schedule, cells: dict[Position, Op | None]) -> Schedule:
@@ -31,7 +31,8 @@ def with_figures(schedule: Schedule) -> Schedule:
         live = live_bytes(workload, lives, len(schedule.ticks), schedule.arena_bytes)
         accumulated = accumulated_bytes(workload)
         busy = [
-            live[p.tick] + workspace_bytes(workload, op.what, op.block, schedule.saves, accumulated)
+            live[p.tick]
+            + workspace_bytes(workload, op.what, op.block, schedule.saves, accumulated, op.micro_batch or 0)
             for p, op in schedule.positions()
             if p.stream == Stream.COMPUTE
         ]
@@ -85,6 +86,11 @@ def _other_headers(schedule: Schedule, random: Random) -> Iterator[tuple[str, Sc
             other = replace(slot, offset=offset, nbytes=nbytes)
             slots = (*schedule.slots[:index], other, *schedule.slots[index + 1 :])
             yield f"slot {index} made {other}", replace(schedule, slots=slots)
+    for updates in UPDATES:
+        yield f"updates {updates}", replace(schedule, updates=updates)
+    yield "clip changed", replace(schedule, clip=not schedule.clip)
+    for count in (schedule.micro_batches - 1, schedule.micro_batches + 1):
+        yield f"{count} micro-batches", replace(schedule, micro_batches=count)
     tick = random.randrange(max(1, len(schedule.ticks)))
     live = tuple(n + (t == tick) for t, n in enumerate(schedule.live_bytes))
     yield f"one more live byte at tick {tick}", replace(schedule, live_bytes=live)
@@ -94,18 +100,27 @@ def _other_ops(
     schedule: Schedule, position: Position, op: Op, where: str, random: Random
 ) -> Iterator[tuple[str, Schedule]]:
     target = random.randrange(schedule.num_blocks + 1)
-    if target != op.block:
+    if target != op.block and op.what != "N":
         yield f"{where} for block {target}", with_cells(schedule, {position: replace(op, block=target)})
     if op.slot is not None:
         for slot in range(schedule.num_slots + 1):
             if slot != op.slot:
                 yield f"{where} into slot {slot}", with_cells(schedule, {position: replace(op, slot=slot)})
-    for stream in (Stream.H2D, Stream.COMPUTE, Stream.D2H):
-        for what in "WAFBG":
+    yield from _other_micro_batches(schedule, position, op, where)
+    for stream in STREAMS:
+        for what in "WAFBGNU":
+            slot = op.slot if what == "W" else None
             try:
-                changed = Op(stream, what, op.block, slot=op.slot if what == "W" else None)
+                changed = Op(stream, what, op.block, slot=slot, micro_batch=op.micro_batch)
             except ScheduleError:
                 continue
             if changed != op and (what == op.what or stream == op.stream):
                 cells = {position: None, Position(position.tick, stream): changed}
                 yield f"{where} made {changed} of {stream}", with_cells(schedule, cells)
+
+
+def _other_micro_batches(schedule: Schedule, position: Position, op: Op, where: str) -> Iterator[tuple[str, Schedule]]:
+    for number in (None, *range(schedule.micro_batches + 1)):
+        if number != op.micro_batch and (schedule.micro_batches > 1 or number is not None):
+            changed = replace(op, micro_batch=number)
+            yield f"{where} made {changed}", with_cells(schedule, {position: changed})

@@ -13,12 +13,13 @@ from random import Random
 from megatrain.scheduler.op import STREAMS, Op, Stream
 from megatrain.scheduler.table import Position, Schedule
 from megatrain.scheduler.workload import Workload
+from tests.scheduler.ledger import Harm, Ledger
 
 Waits = Mapping[Position, Sequence[Position]]
 
 
-class Harm(AssertionError):
-    """Something a real step would have got wrong."""
+# Kind, number of a value or block, micro-batch.
+Key = tuple[str, int, int]
 
 
 @dataclass
@@ -32,65 +33,69 @@ class Machine:
     # Per W that was run: its byte range, and whether the copy is complete. What is overwritten is gone.
     weights: dict[Position, tuple[int, int, bool]] = field(default_factory=dict)
     # Tensors on the device, with the storage that holds them and its bytes; True once their content is there.
-    tensors: dict[tuple[str, int], tuple[object, int]] = field(default_factory=dict)
-    ready: set[tuple[str, int]] = field(default_factory=set)
-    needed: dict[tuple[str, int], Counter[str]] = field(default_factory=dict)
-    host: set[int] = field(default_factory=set)
-    given: Counter[int] = field(default_factory=Counter)
+    tensors: dict[Key, tuple[object, int]] = field(default_factory=dict)
+    ready: set[Key] = field(default_factory=set)
+    needed: dict[Key, Counter[str]] = field(default_factory=dict)
+    host: set[tuple[int, int]] = field(default_factory=set)
+    given: Counter[tuple[int, int]] = field(default_factory=Counter)
     done: Counter[str] = field(default_factory=Counter)
+    started: Counter[str] = field(default_factory=Counter)
     workspace: int = 0
 
     def __post_init__(self) -> None:
         self.bindings = self.schedule.bindings()
         self.parked = self.schedule.parked()
+        self.numbers = range(self.schedule.micro_batches)
         self.backwards = set() if self.schedule.mode == "forward" else set(self.workload.backward_blocks())
         self.parked_values = {v: k for k, values in self.parked.items() for v in values}
+        self.ledger = Ledger(self)
         is_backward = self.schedule.mode == "backward"
         for index, value in enumerate(self.workload.values):
-            if is_backward and index in self.parked_values:
-                self.host.add(index)
-            elif value.producer is None or is_backward:
-                self.allocate_value(index, is_there=True)
-            if is_backward and value.is_output and self.workload.has_value_gradient(index):
-                self.allocate_gradient(index)
+            for number in self.numbers:
+                if is_backward and index in self.parked_values:
+                    self.host.add((index, number))
+                elif value.producer is None or is_backward:
+                    self.allocate_value(index, number, is_there=True)
+                if is_backward and value.is_output and self.workload.has_value_gradient(index):
+                    self.allocate_gradient(index, number)
         if is_backward:
             for block in self.schedule.saves:
-                self.allocate(("saved", block), self.workload.blocks[block].saved_bytes, [f"B{block}"])
+                self.allocate(("saved", block, 0), self.workload.blocks[block].saved_bytes, [f"B{block}.0"])
 
     # What lives on the device.
 
-    def allocate(self, key: tuple[str, int], nbytes: int, needed: Sequence[str], *, storage: object = None) -> None:
+    def allocate(self, key: Key, nbytes: int, needed: Sequence[str], *, storage: object = None) -> None:
         if key in self.tensors:
             raise Harm(f"{key} is made twice")
         self.tensors[key] = (key if storage is None else ("storage", storage), nbytes)
         self.needed[key] = Counter(needed)
         self.ready.add(key)
 
-    def allocate_value(self, index: int, *, is_there: bool) -> None:
+    def allocate_value(self, index: int, number: int, *, is_there: bool) -> None:
         value = self.workload.values[index]
-        forward = [] if self.schedule.mode == "backward" else [f"F{b}" for b in value.readers]
-        backward = [f"B{b}" for b in value.readers if b in self.backwards]
+        forward = [] if self.schedule.mode == "backward" else [f"F{b}.{number}" for b in value.readers]
+        backward = [f"B{b}.{number}" for b in value.readers if b in self.backwards]
         if value.producer in self.backwards and value.producer in self.schedule.saves:
-            backward.append(f"B{value.producer}")
+            backward.append(f"B{value.producer}.{number}")
         needed = [
             *forward,
-            *([f"A{self.parked_values[index]}>"] if index in self.parked_values else backward),
+            *([f"A{self.parked_values[index]}.{number}>"] if index in self.parked_values else backward),
         ]
         if value.is_output or (value.producer is None and not value.readers and not is_later(self.schedule)):
             needed.append("end")
         elif not needed:
             if is_there:
                 return
-            needed = [f"F{value.producer}"]
+            needed = [f"F{value.producer}.{number}"]
         nbytes = self.workload.storages[value.storage]
-        self.allocate(("value", index), nbytes, needed, storage=value.storage)
+        self.allocate(("value", index, number), nbytes, needed, storage=(value.storage, number))
         if not is_there:
-            self.ready.discard(("value", index))
+            self.ready.discard(("value", index, number))
 
-    def allocate_gradient(self, index: int) -> None:
+    def allocate_gradient(self, index: int, number: int) -> None:
         value = self.workload.values[index]
-        needed = "end" if value.producer is None else f"B{value.producer}"
-        self.allocate(("gradient", index), value.nbytes, [needed])
+        needed = "end" if value.producer is None else f"B{value.producer}.{number}"
+        self.allocate(("gradient", index, number), value.nbytes, [needed])
 
     def release(self, name: str) -> None:
         for key in list(self.tensors):
@@ -106,8 +111,9 @@ class Machine:
         if not condition:
             raise Harm(harm)
 
-    def expect_ready(self, kind: str, index: int, user: str) -> None:
-        self.expect((kind, index) in self.ready, f"{user} finds no {kind} {index}")
+    def expect_ready(self, kind: str, index: int, op: Op, user: str = "") -> None:
+        key = (kind, index, op.micro_batch or 0)
+        self.expect(key in self.ready, f"{user or op} finds no {key}")
 
     def expect_weights(self, position: Position, op: Op) -> None:
         if self.workload.blocks[op.block].state_bytes == 0:
@@ -121,6 +127,13 @@ class Machine:
     def start(self, position: Position, op: Op) -> None:
         name = op_name(position, op)
         self.expect(op.what == "W" or self.done[name] == 0, f"{name} runs twice")
+        number = op.micro_batch or 0
+        self.expect(number in self.numbers, f"{name} of no micro-batch")
+        if op.what in "FB" and number > 0:
+            before = f"{op.what}{op.block}.{number - 1}"
+            self.expect(self.done[before] == 1, f"{name} ahead of {before}")
+        self.started[name] += 1
+        self.ledger.start(op)
         getattr(self, f"start_{op.what}")(position, op)
         self.check_memory(name)
 
@@ -133,6 +146,7 @@ class Machine:
         name = op_name(position, op)
         getattr(self, f"finish_{op.what}", lambda *_: None)(position, op)
         self.done[name] += 1
+        self.ledger.finish(op)
         self.release(name)
 
     def start_W(self, position: Position, op: Op) -> None:
@@ -151,22 +165,22 @@ class Machine:
     def start_F(self, position: Position, op: Op) -> None:
         self.expect(self.schedule.mode != "backward", f"{op} again")
         self.expect_weights(position, op)
+        number = op.micro_batch or 0
         for index, value in enumerate(self.workload.values):
             if op.block in value.readers:
-                self.expect_ready("value", index, str(op))
+                self.expect_ready("value", index, op)
             if value.producer == op.block:
-                self.allocate_value(index, is_there=False)
+                self.allocate_value(index, number, is_there=False)
         if op.block in self.schedule.saves:
             saved = self.workload.blocks[op.block].saved_bytes
-            self.allocate(("saved", op.block), saved, [f"B{op.block}"])
+            self.allocate(("saved", op.block, number), saved, [f"B{op.block}.{number}"])
         self.workspace = self.workload.blocks[op.block].forward_workspace_bytes
 
     def finish_F(self, position: Position, op: Op) -> None:
         self.expect_weights(position, op)
         self.workspace = 0
-        self.ready |= {("value", i) for i, v in enumerate(self.workload.values) if v.producer == op.block}.intersection(
-            self.tensors
-        )
+        made = [i for i, v in enumerate(self.workload.values) if v.producer == op.block]
+        self.ready |= {("value", i, op.micro_batch or 0) for i in made}.intersection(self.tensors)
 
     def start_B(self, position: Position, op: Op) -> None:
         self.expect(op.block in self.backwards, f"{op} has no backward")
@@ -179,77 +193,91 @@ class Machine:
         for index in range(len(self.workload.values)):
             self.start_B_of_value(op, index, is_saved=is_saved)
         if is_saved:
-            self.expect_ready("saved", op.block, str(op))
-        if work.gradient_bytes > 0:
-            self.allocate(("parameters", op.block), work.gradient_bytes, [f"G{op.block}"])
+            self.expect_ready("saved", op.block, op)
+        if ("parameters", op.block, 0) in self.tensors:
+            self.workspace += work.gradient_bytes
+        elif work.gradient_bytes > 0:
+            self.expect(self.started[f"G{op.block}.0"] == 0, f"{op} makes gradients that never leave")
+            self.allocate(("parameters", op.block, 0), work.gradient_bytes, [f"G{op.block}.0"])
 
     def hand_in_gradients(self, op: Op) -> None:
-        if any(self.done[f"B{b}"] for b in self.backwards):
+        number = op.micro_batch or 0
+        if any(self.done[f"B{b}.{number}"] for b in self.backwards):
             return
         forwards = range(len(self.workload.blocks))
-        self.expect(all(self.done[f"F{b}"] for b in forwards), f"{op} before the caller has the outputs")
+        self.expect(all(self.done[f"F{b}.{number}"] for b in forwards), f"{op} before the caller has the outputs")
         for index, value in enumerate(self.workload.values):
             if value.is_output and self.workload.has_value_gradient(index):
-                self.allocate_gradient(index)
+                self.allocate_gradient(index, number)
 
     def start_B_of_value(self, op: Op, index: int, *, is_saved: bool) -> None:
-        value = self.workload.values[index]
+        value, number = self.workload.values[index], op.micro_batch or 0
         has_gradient = self.workload.has_value_gradient(index)
         if op.block in value.readers:
-            self.expect_ready(self.kind_in_backward(index), index, str(op))
-            if has_gradient and ("gradient", index) in self.tensors:
+            self.expect_ready(self.kind_in_backward(index), index, op)
+            if has_gradient and ("gradient", index, number) in self.tensors:
                 self.workspace += value.nbytes
             elif has_gradient:
-                self.allocate_gradient(index)
+                self.allocate_gradient(index, number)
         if value.producer == op.block:
             if is_saved:
-                self.expect_ready("value", index, str(op))
+                self.expect_ready("value", index, op)
             complete = len(self.workload.backward_readers(index))
             if has_gradient:
-                self.expect(self.given[index] == complete, f"{op} with part of a gradient")
-                self.expect_ready("gradient", index, str(op))
+                self.expect(self.given[index, number] == complete, f"{op} with part of a gradient")
+                self.expect_ready("gradient", index, op)
 
     def finish_B(self, position: Position, op: Op) -> None:
         self.expect_weights(position, op)
         self.workspace = 0
         for index, value in enumerate(self.workload.values):
             if op.block in value.readers:
-                self.expect_ready(self.kind_in_backward(index), index, str(op))
-                self.given[index] += 1
+                self.expect_ready(self.kind_in_backward(index), index, op)
+                self.given[index, op.micro_batch or 0] += 1
 
     def kind_in_backward(self, index: int) -> str:
         return "returned" if index in self.parked_values else "value"
 
     def start_A(self, position: Position, op: Op) -> None:
         self.expect(op.block in self.parked, f"{op} moves nothing")
+        number = op.micro_batch or 0
         for index in self.parked.get(op.block, ()):
             value = self.workload.values[index]
             if position.stream == Stream.D2H:
-                self.expect_ready("value", index, f"parking {op}")
+                self.expect_ready("value", index, op, f"parking {op}")
             else:
-                self.expect(index in self.host, f"{op} returns what isn't on the host")
-                users = [f"B{b}" for b in value.readers if b in self.backwards]
-                self.allocate(("returned", index), value.nbytes, users)
-                self.ready.discard(("returned", index))
+                self.expect((index, number) in self.host, f"{op} returns what isn't on the host")
+                users = [f"B{b}.{number}" for b in value.readers if b in self.backwards]
+                self.allocate(("returned", index, number), value.nbytes, users)
+                self.ready.discard(("returned", index, number))
 
     def finish_A(self, position: Position, op: Op) -> None:
         for index in self.parked[op.block]:
             if position.stream == Stream.D2H:
-                self.expect_ready("value", index, f"parked {op}")
-                self.host.add(index)
+                self.expect_ready("value", index, op, f"parked {op}")
+                self.host.add((index, op.micro_batch or 0))
             else:
-                self.ready.add(("returned", index))
+                self.ready.add(("returned", index, op.micro_batch or 0))
 
     def start_G(self, position: Position, op: Op) -> None:
-        self.expect_ready("parameters", op.block, str(op))
+        self.expect_ready("parameters", op.block, op)
+        for number in self.numbers:
+            self.expect(self.done[f"B{op.block}.{number}"] == 1, f"{op} without micro-batch {number}")
+
+    def start_U(self, position: Position, op: Op) -> None:
+        pass
+
+    start_N = start_U
 
     def check_end(self) -> None:
         forwards = () if self.schedule.mode == "backward" else range(len(self.workload.blocks))
-        expected = {f"F{b}" for b in forwards} | {f"B{b}" for b in self.backwards}
-        expected |= {f"G{b}" for b in self.backwards if self.workload.blocks[b].gradient_bytes > 0}
+        expected = {f"F{b}.{m}" for b in forwards for m in self.numbers}
+        expected |= {f"B{b}.{m}" for b in self.backwards for m in self.numbers}
+        expected |= {f"G{b}.0" for b in self.backwards if self.workload.blocks[b].gradient_bytes > 0}
         self.expect(expected <= {name for name, count in self.done.items() if count}, "something never ran")
         for key, needed in self.needed.items():
             self.expect(set(needed) == {"end"}, f"{key} is never released: {dict(needed)}")
+        self.ledger.check_end()
 
 
 def is_later(schedule: Schedule) -> bool:
@@ -257,8 +285,10 @@ def is_later(schedule: Schedule) -> bool:
 
 
 def op_name(position: Position, op: Op) -> str:
+    if op.what in "WGUN" and op.micro_batch is not None:
+        raise Harm(f"{op} of one micro-batch")
     leaves = ">" if op.what == "A" and position.stream == Stream.D2H else ""
-    return f"{op.what}{op.block}{leaves}"
+    return f"{op.what}{op.block}.{op.micro_batch or 0}{leaves}"
 
 
 def run(schedule: Schedule, workload: Workload, waits: Waits, random: Random, *, is_fixed: bool) -> None:

@@ -14,7 +14,7 @@ from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.build import ACTIVATIONS, backward_schedule, schedule
 from megatrain.scheduler.op import Stream
 from megatrain.scheduler.parking import keep_all
-from megatrain.scheduler.place import compute_steps, place_slots, residencies
+from megatrain.scheduler.place import compute_stages, place_slots, residencies
 from megatrain.scheduler.table import Slot
 from megatrain.scheduler.workload import ValueWork, Workload
 from tests.scheduler.workloads import EMBED, LAYER, block, chain, example, workloads
@@ -71,12 +71,12 @@ def test_equal_blocks_take_as_many_slots_as_there_are(count: int, num_slots: int
     assert plan.arena_bytes == plan.num_slots * LAYER
 
 
-@given(workloads(), st.integers(1, 4), st.sampled_from(["train", "forward", "backward"]))
-def test_residents_of_one_time_never_share_bytes(workload: Workload, num_slots: int, mode: str):
-    steps = compute_steps(workload, mode)
-    stays = residencies(workload, steps, num_slots=num_slots, transfer="copy")
+@given(workloads(), st.integers(1, 4), st.sampled_from(["train", "forward", "backward"]), st.integers(1, 3))
+def test_residents_of_one_time_never_share_bytes(workload: Workload, num_slots: int, mode: str, micro_batches: int):
+    stages = compute_stages(workload, mode, micro_batches)
+    stays = residencies(workload, stages, num_slots=num_slots, transfer="copy")
     slots, slot_of = place_slots(stays)
-    for step in range(-num_slots, len(steps)):
+    for step in range(-num_slots, len(stages)):
         now = [(slots[s].offset, r.nbytes) for r, s in zip(stays, slot_of, strict=True) if r.first <= step <= r.last]
         ordered = sorted(now)
         assert all(a + n <= b for (a, n), (b, _) in pairwise(ordered))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from megatrain.scheduler.build import ACTIVATIONS, schedule
-from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.table import UPDATES, Schedule
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 
 ACT, LAYER, EMBED = 8192, 132864, 65536
@@ -47,6 +47,11 @@ def blocks(draw: st.DrawFn) -> tuple[BlockWork, ...]:
         saved, forward, backward, flops = draw(st.tuples(size, size, size, size))
         gradient = draw(st.sampled_from([0, state, state])) if has_backward else 0
         found.append(BlockWork(f"b{index}", state, gradient, saved, forward, backward, has_backward, flops * 1000))
+    for index, work in enumerate(found):
+        if work.gradient_bytes > 0 and draw(st.integers(0, 4)) > 0:
+            holders = [i for i, other in enumerate(found) if i != index and other.state_bytes > 0]
+            shares = draw(st.sets(st.sampled_from(holders), max_size=2)) if holders and draw(st.booleans()) else ()
+            found[index] = replace(work, update_bytes=7 * work.gradient_bytes, shares=tuple(sorted(shares)))
     return tuple(found)
 
 
@@ -89,6 +94,9 @@ class Options:
     activations: str
     transfer: str
     mode: str
+    micro_batches: int = 1
+    updates: str = "none"
+    clip: bool = False
 
     def build(self, workload: Workload) -> Schedule:
         return schedule(
@@ -98,6 +106,9 @@ class Options:
             activations=self.activations,
             transfer=self.transfer,
             mode=self.mode,
+            micro_batches=self.micro_batches,
+            updates=self.updates,
+            clip=self.clip,
         )
 
 
@@ -112,5 +123,40 @@ def options() -> st.SearchStrategy[Options]:
     )
 
 
+def whole_steps() -> st.SearchStrategy[Options]:
+    return st.builds(
+        Options,
+        num_slots=st.integers(1, 3),
+        keep=st.one_of(st.none(), st.integers(0, 8)),
+        activations=st.sampled_from(ACTIVATIONS),
+        transfer=st.sampled_from(["copy", "copy", "copy", "bind"]),
+        mode=st.just("train"),
+        micro_batches=st.integers(1, 4),
+        updates=st.sampled_from(UPDATES),
+        clip=st.booleans(),
+    )
+
+
 def schedules() -> st.SearchStrategy[Schedule]:
+    """Schedules of one micro-batch that leave the parameters alone."""
     return st.builds(lambda workload, chosen: chosen.build(workload), workloads(), options())
+
+
+def step_schedules() -> st.SearchStrategy[Schedule]:
+    """Schedules of whole steps: micro-batches, updates, norms."""
+    return st.builds(lambda workload, chosen: chosen.build(workload), workloads(), whole_steps())
+
+
+def with_updates(workload: Workload) -> Workload:
+    """The workload with an update of all that is trained."""
+    blocks = tuple(replace(b, update_bytes=7 * b.gradient_bytes) for b in workload.blocks)
+    return replace(workload, blocks=blocks)
+
+
+def trained(count: int, *, tied: bool = False) -> Workload:
+    """A chain of layers, all of them trained; tied ones share parameters between the first and the last."""
+    workload = with_updates(chain([LAYER] * count))
+    if not tied:
+        return workload
+    first, last = replace(workload.blocks[0], shares=(count - 1,)), replace(workload.blocks[-1], update_bytes=0)
+    return replace(workload, blocks=(first, *workload.blocks[1:-1], last))

@@ -1,0 +1,90 @@
+"""The checker's rules of the host: every parameter is updated once, from whole gradients, and not while it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatrain.errors import ScheduleError
+from megatrain.scheduler.case import Case
+from megatrain.scheduler.op import NO_BLOCK, Stream
+from megatrain.scheduler.table import UPDATES, Position, Schedule
+
+
+def check_options(schedule: Schedule) -> None:
+    """Micro-batches, updates and a norm belong to a whole step."""
+    if schedule.updates not in UPDATES or schedule.micro_batches < 1:
+        raise ScheduleError(
+            f"updates {schedule.updates!r} of {schedule.micro_batches} micro-batches are unknown.\n"
+            f"  Updates are {', '.join(UPDATES)}; there is at least one micro-batch."
+        )
+    if schedule.mode != "train" and (schedule.micro_batches > 1 or schedule.updates != "none" or schedule.clip):
+        raise ScheduleError(
+            f"a schedule of mode `{schedule.mode}` has no micro-batches, updates or norm.\n"
+            "  They belong to a whole step, of mode `train`."
+        )
+
+
+def check_norm(case: Case) -> None:
+    """The norm is taken once, over all gradients, when the update of the step before needs its old value no more."""
+    rule = "A clipped step has one N, after all G and after updates of the step before; others have none."
+    if not case.schedule.clip:
+        case.never(Stream.HOST, "N", NO_BLOCK, "is read by nothing", rule)
+        return
+    norm = case.once(Stream.HOST, "N", NO_BLOCK, rule)
+    for block in range(len(case.workload.blocks)):
+        for offload in case.at(Stream.D2H, "G", block):
+            case.require_before(offload, norm, "takes the norm of what leaves with", rule)
+        if case.schedule.updates == "deferred":
+            for update in case.at(Stream.HOST, "U", block):
+                case.require_before(update, norm, "replaces the norm that is read by", rule)
+
+
+def check_updates(case: Case) -> None:
+    """Each block with parameters of its own to update has one U, where `updates` says."""
+    rule = "A step that updates has one U for each block that updates parameters; others have none."
+    for block, work in enumerate(case.workload.blocks):
+        if work.update_bytes == 0 or case.schedule.updates == "none":
+            case.never(Stream.HOST, "U", block, "has nothing to update", rule)
+            continue
+        update = case.once(Stream.HOST, "U", block, rule)
+        members = (block, *work.shares)
+        if case.schedule.updates == "deferred":
+            _check_update_of_before(case, update, members)
+        else:
+            _check_update_of_this(case, update, members)
+
+
+def _check_update_of_before(case: Case, update: Position, members: tuple[int, ...]) -> None:
+    """It is over when this step first reads the parameters, and when its gradients replace the ones that it reads."""
+    rule = "A deferred U is done before its parameters are read, and before new gradients come."
+    for reader in _weight_readers(case, members):
+        case.require_before(update, reader, "reads what is written by", rule)
+    for member in members:
+        for offload in case.at(Stream.D2H, "G", member):
+            case.require_before(update, offload, "replaces gradients that are read by", rule)
+
+
+def _check_update_of_this(case: Case, update: Position, members: tuple[int, ...]) -> None:
+    """It has whole gradients, from all blocks that share the parameters, and nobody reads what it writes."""
+    rule = "U follows the G of all blocks that share its parameters, N if the step is clipped, and all who read them."
+    for member in members:
+        for offload in case.at(Stream.D2H, "G", member):
+            case.require_before(offload, update, "reads what leaves with", rule)
+    for norm in case.at(Stream.HOST, "N", NO_BLOCK):
+        case.require_before(norm, update, "is scaled by", rule)
+    for reader in _weight_readers(case, members):
+        case.require_before(reader, update, "writes what is read by", rule)
+    if case.schedule.updates == "serial":
+        # Streams keep their order, so the last one to leave stands for all.
+        last = max(p for p, op in case.ops if op.what == "G")
+        case.require_before(last, update, "comes when all gradients have left, the last with", rule)
+
+
+def _weight_readers(case: Case, members: tuple[int, ...]) -> Iterator[Position]:
+    """All that reads the parameters of some blocks in host memory: W, or F and B where they are used in place."""
+    for member in members:
+        yield from case.at(Stream.H2D, "W", member)
+        if case.schedule.transfer == "bind":
+            for number in case.micro_batches:
+                yield from case.at(Stream.COMPUTE, "F", member, number)
+                yield from case.at(Stream.COMPUTE, "B", member, number)

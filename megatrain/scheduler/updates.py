@@ -1,0 +1,91 @@
+"""Updates: where the ops of the host stand, the norm of the gradients and the updates of the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatrain.scheduler.order import OpTicks
+from megatrain.scheduler.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class HostTicks:
+    """The ticks of the host's ops.
+
+    Args:
+        update: Of each `U`, by block.
+        norm: Of `N`; None if there is none.
+    """
+
+    update: Mapping[int, int]
+    norm: int | None
+
+    @property
+    def num_ticks(self) -> int:
+        """Rows that they take."""
+        return 1 + max([*self.update.values(), -1 if self.norm is None else self.norm], default=-1)
+
+
+def update_group(workload: Workload, block: int) -> tuple[int, ...]:
+    """The blocks that hold parameters which `U` of a block updates: itself first."""
+    return (block, *workload.blocks[block].shares)
+
+
+def head_updates(workload: Workload, loads: Iterable[int]) -> dict[int, int]:
+    """Ticks of updates at the head of a step, each ahead of the first `W` that reads what it writes.
+
+    Args:
+        workload: What runs.
+        loads: The blocks of the `W` ops, in their order.
+    """
+    owners: dict[int, list[int]] = {}
+    for block in workload.update_blocks():
+        for member in update_group(workload, block):
+            owners.setdefault(member, []).append(block)
+    order = dict.fromkeys(owner for block in loads for owner in owners.get(block, ()))
+    return {block: tick for tick, block in enumerate(order)}
+
+
+def written_ticks(workload: Workload, head: Mapping[int, int]) -> dict[int, int]:
+    """The tick in which the last update at the head writes a block's weights, by block."""
+    found: dict[int, int] = {}
+    for block, tick in head.items():
+        for member in update_group(workload, block):
+            found[member] = max(found.get(member, -1), tick)
+    return found
+
+
+def place_host(workload: Workload, ticks: OpTicks, head: Mapping[int, int], *, updates: str, clip: bool) -> HostTicks:
+    """Gives the ops of the host their ticks: updates in the order in which their gradients leave.
+
+    Args:
+        workload: What runs.
+        ticks: Of the other streams.
+        head: What `head_updates` found, where updates are deferred.
+        updates: As in `Schedule`.
+        clip: As in `Schedule`.
+    """
+    last = max(ticks.offload.values(), default=-1)
+    free = max(head.values(), default=-1) + 1
+    norm = max(last + 1, free) if clip else None
+    if updates in ("none", "deferred"):
+        return HostTicks(head, norm)
+    at_least = last if updates == "serial" else -1
+    at_least = at_least if norm is None else norm
+    placed: dict[int, int] = {}
+    for ready, block in _by_readiness(workload, ticks):
+        placed[block] = free = max(free, ready + 1, at_least + 1)
+        free += 1
+    return HostTicks(placed, norm)
+
+
+def _by_readiness(workload: Workload, ticks: OpTicks) -> Sequence[tuple[int, int]]:
+    """Per update, the tick in which its last gradient leaves and the last op reads its parameters, and its block."""
+    last: dict[int, int] = {}
+    for runs in (ticks.forward, ticks.backward, ticks.offload):
+        for (block, _), tick in runs.items():
+            last[block] = max(last.get(block, -1), tick)
+    return sorted(
+        (max(last[member] for member in update_group(workload, block)), block) for block in workload.update_blocks()
+    )

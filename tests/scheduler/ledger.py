@@ -1,0 +1,100 @@
+"""The oracle's books of the host: versions of parameters and gradients, and who is at work on which."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from megatrain.scheduler.op import Op
+
+if TYPE_CHECKING:
+    from tests.scheduler.symbolic import Machine
+
+
+class Harm(AssertionError):
+    """Something a real step would have got wrong."""
+
+
+class Ledger:
+    """What the host holds. A parameter belongs to the block that updates it; other blocks may share it.
+
+    A deferred step begins with gradients, and a norm, of the step before; it must use all of these, and read
+    only parameters that are updated. Any other step must read only parameters that aren't.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        schedule, self.blocks = machine.schedule, machine.workload.blocks
+        self.is_deferred = schedule.updates == "deferred"
+        self.is_serial = schedule.updates == "serial"
+        self.is_bound = schedule.transfer == "bind"
+        self.clip = schedule.clip
+        self.updating = {b for b, work in enumerate(self.blocks) if work.update_bytes and schedule.updates != "none"}
+        self.groups = {b: {b, *self.blocks[b].shares} for b in self.updating}
+        self.offloading = {b for b in machine.backwards if self.blocks[b].gradient_bytes}
+        self.new_gradients: set[int] = set()
+        self.updated: set[int] = set()
+        self.at_work: set[int] = set()
+        self.readers: Counter[int] = Counter()
+        self.has_new_norm = False
+
+    def expect(self, condition: bool, harm: str) -> None:
+        if not condition:
+            raise Harm(harm)
+
+    def owners(self, block: int) -> set[int]:
+        """Blocks whose updates write parameters that a block holds."""
+        return {owner for owner, group in self.groups.items() if block in group}
+
+    def reads_parameters(self, op: Op) -> bool:
+        return op.what == "W" or (self.is_bound and op.what in "FB")
+
+    def expect_version(self, op: Op) -> None:
+        owners = self.owners(op.block)
+        self.expect(not owners & self.at_work, f"{op} reads what is being written")
+        expected = owners if self.is_deferred else set()
+        self.expect(owners & self.updated == expected, f"{op} reads parameters of another step")
+
+    def start(self, op: Op) -> None:
+        if self.reads_parameters(op):
+            self.expect_version(op)
+            self.readers[op.block] += 1
+        elif op.what == "G" and self.is_deferred:
+            self.expect(self.owners(op.block) <= self.updated, f"{op} replaces gradients that are still needed")
+        elif op.what == "N":
+            self.expect(self.clip, "a norm for nobody")
+            self.expect(self.new_gradients == self.offloading, "N without all gradients")
+            if self.is_deferred:
+                self.expect(self.updated == self.updating, "N replaces a norm that is still needed")
+        elif op.what == "U":
+            self.start_update(op)
+
+    def start_update(self, op: Op) -> None:
+        self.expect(op.block in self.updating, f"{op} updates nothing")
+        self.expect(op.block not in self.updated | self.at_work, f"{op} twice")
+        group = self.groups[op.block]
+        self.expect(not any(self.readers[member] for member in group), f"{op} writes what is being read")
+        if self.is_deferred:
+            self.expect(not group & self.new_gradients, f"{op} reads gradients of another step")
+            self.expect(not self.has_new_norm, f"{op} reads the norm of another step")
+        else:
+            self.expect(group & self.offloading <= self.new_gradients, f"{op} without its gradients")
+            self.expect(not self.clip or self.has_new_norm, f"{op} without the norm")
+            if self.is_serial:
+                self.expect(self.new_gradients == self.offloading, f"{op} isn't serial")
+        self.at_work.add(op.block)
+
+    def finish(self, op: Op) -> None:
+        if self.reads_parameters(op):
+            self.expect_version(op)
+            self.readers[op.block] -= 1
+        elif op.what == "G":
+            self.new_gradients.add(op.block)
+        elif op.what == "N":
+            self.has_new_norm = True
+        elif op.what == "U":
+            self.at_work.discard(op.block)
+            self.updated.add(op.block)
+
+    def check_end(self) -> None:
+        self.expect(self.updated == self.updating, "an update never ran")
+        self.expect(self.has_new_norm == self.clip, "the norm is missing")

@@ -1,0 +1,115 @@
+"""The checker on whole steps: accepts what is built, and nothing that an oracle finds harm in."""
+
+from __future__ import annotations
+
+from random import Random
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.errors import ScheduleError
+from megatrain.scheduler.build import schedule
+from megatrain.scheduler.check import check_schedule
+from megatrain.scheduler.op import Stream
+from megatrain.scheduler.table import UPDATES, Position, Schedule
+from tests.scheduler.mutations import mutants, with_cells, with_figures
+from tests.scheduler.symbolic import Harm, find_harm
+from tests.scheduler.test_check import waits_graph
+from tests.scheduler.workloads import step_schedules, trained
+
+
+def is_rejected(plan: Schedule) -> bool:
+    try:
+        plan.check()
+    except ScheduleError:
+        return True
+    return False
+
+
+@given(step_schedules())
+@settings(max_examples=150)
+def test_every_built_step_is_accepted(plan: Schedule):
+    plan.check()
+
+
+@given(step_schedules(), st.integers(0, 2**20))
+@settings(max_examples=60)
+def test_every_built_step_does_no_harm_in_any_order(plan: Schedule, seed: int):
+    find_harm(plan, plan.known_workload(), seed=seed, runs=6)
+
+
+@given(step_schedules(), st.integers(0, 2**20), st.booleans())
+@settings(max_examples=12)
+def test_every_mutation_of_a_step_is_rejected_or_harmless(plan: Schedule, seed: int, fits: bool):
+    for name, mutant in mutants(plan, Random(seed)):
+        mutant = with_figures(mutant) if fits else mutant
+        if not is_rejected(mutant):
+            try:
+                find_harm(mutant, plan.known_workload(), seed=seed, runs=6)
+            except Harm as harm:
+                raise AssertionError(f"{name}: {harm}\n{plan}\n{mutant}") from harm
+
+
+def test_most_mutations_of_a_step_are_rejected_even_with_figures_that_fit():
+    for updates in UPDATES[1:]:
+        plan = schedule(trained(4), keep=1, micro_batches=2, updates=updates, clip=True)
+        changed = [with_figures(mutant) for _, mutant in mutants(plan, Random(0))]
+        rejected = sum(map(is_rejected, changed))
+        assert len(changed) > 250
+        assert rejected > 0.9 * len(changed)
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+@pytest.mark.parametrize("clip", [False, True])
+def test_every_op_of_the_host_is_needed_where_it_is(updates: str, clip: bool):
+    """Deleted, doubled, or one op earlier in its stream: each is refused, and the oracle agrees where it runs."""
+    plan = schedule(trained(4, tied=True), keep=1, micro_batches=3, updates=updates, clip=clip)
+    host = [(p, op) for p, op in plan.positions() if p.stream == Stream.HOST]
+    assert len(host) == (0 if updates == "none" else 3) + clip
+    for position, op in host:
+        assert is_rejected(with_figures(with_cells(plan, {position: None})))
+        doubled = Position(len(plan.ticks), Stream.HOST)
+        assert is_rejected(with_figures(with_cells(plan, {doubled: op})))
+        if updates == "deferred" and op.what == "U":
+            late = with_cells(plan, {position: None, doubled: op})
+        else:
+            late = with_cells(plan, {position: None, Position(0, Stream.HOST): op})
+        assert is_rejected(with_figures(late))
+        with pytest.raises(Harm):
+            find_harm(with_figures(late), plan.known_workload())
+
+
+@given(step_schedules())
+@settings(max_examples=25)
+def test_waits_of_a_step_imply_exactly_the_dependencies(plan: Schedule):
+    reduced, full = waits_graph(plan), plan.to_networkx()
+    assert set(nx.transitive_closure(reduced).edges) == set(nx.transitive_closure(full).edges)
+
+
+@given(step_schedules())
+@settings(max_examples=20)
+def test_no_wait_of_a_step_can_be_deleted(plan: Schedule):
+    graph, workload = waits_graph(plan), plan.known_workload()
+    check_schedule(plan, workload, graph)
+    for position, before in plan.waits().items():
+        for wait in before:
+            weaker = graph.copy()
+            weaker.remove_edge(wait, position)
+            assert not nx.has_path(weaker, wait, position), "the wait is redundant"
+            with pytest.raises(ScheduleError):
+                check_schedule(plan, workload, weaker)
+
+
+def test_the_oracle_finds_each_wait_of_the_host_that_is_deleted():
+    """Also those of a `W` for an update: what it would copy is of the step before."""
+    for updates in UPDATES[1:]:
+        plan = schedule(trained(4, tied=True), micro_batches=2, updates=updates, clip=updates == "deferred")
+        waits = plan.waits()
+        of_host = [(p, b) for p, before in waits.items() for b in before if Stream.HOST in (p.stream, b.stream)]
+        assert len(of_host) >= 1
+        for position, wait in of_host:
+            less = {**waits, position: tuple(b for b in waits[position] if b != wait)}
+            with pytest.raises(Harm):
+                find_harm(plan, plan.known_workload(), waits=less, runs=60)
