@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.budget import choose_draft, first_fit
 from megatrain.scheduler.draft import Builder, Plan
-from megatrain.scheduler.table import MODES, TRANSFERS, UPDATES, Schedule
+from megatrain.scheduler.table import MODES, OUTPUTS, TRANSFERS, UPDATES, Schedule
 from megatrain.scheduler.workload import Workload
 
 ACTIVATIONS = ("auto", "recompute", "keep", "offload")
@@ -23,6 +23,7 @@ def schedule(
     micro_batches: int = 1,
     updates: str = "none",
     clip: bool = False,
+    outputs: str = "keep",
 ) -> Schedule:
     """Places one step of `workload` on the streams.
 
@@ -50,6 +51,8 @@ def schedule(
             its gradients have left; `"serial"`: when all gradients have left; `"deferred"`: at the head of the
             next step, so this table begins with the updates of the step before, each ahead of the weights.
         clip: The host takes the norm of all gradients once they have left. Updates of this step wait for it.
+        outputs: `"keep"` the model's outputs on the device until the step ends, or `"release"` them once the
+            backward of their micro-batch begins, when the caller has made a loss of them.
 
     Returns:
         A schedule that passes `check_schedule`. Ticks count from 0; lifetimes include both ends.
@@ -64,13 +67,15 @@ def schedule(
     >>> print(*schedule(Workload((layer, layer, layer), (), ()), num_slots=1).ops)
     W0@0 F0 W1@0 F1 W2@0 F2 B2 W1@0 G2 B1 W0@0 G1 B0 G0
     """
-    _check_options(activations, transfer, mode, updates)
-    _check_whole_step(mode, micro_batches, updates, clip)
+    _check_options(activations=activations, transfer=transfer, mode=mode, updates=updates, outputs=outputs)
+    _check_whole_step(mode, micro_batches, updates, clip, outputs)
     _check_count("num_slots", num_slots, least=1)
     _check_count("keep", keep, least=0)
     _check_count("memory", memory, least=1)
     workload.check()
-    builder = Builder(workload, mode=mode, transfer=transfer, micro_batches=micro_batches, updates=updates, clip=clip)
+    builder = Builder(
+        workload, mode=mode, transfer=transfer, micro_batches=micro_batches, updates=updates, clip=clip, outputs=outputs
+    )
     draft = choose_draft(builder, num_slots=num_slots, keep=keep, memory=memory, activations=activations)
     return builder.finish(draft)
 
@@ -90,10 +95,10 @@ def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory
     """
     if forward.mode != "train":
         raise ScheduleError(f"a schedule of mode `{forward.mode}` has no backward to split off; use `train`.")
-    if forward.micro_batches > 1 or forward.updates != "none" or forward.clip:
+    if forward.micro_batches > 1 or forward.updates != "none" or forward.clip or forward.outputs != "keep":
         raise ScheduleError(
-            "a schedule of a whole step, with micro-batches, updates or a norm, can't be split.\n"
-            "  Only one micro-batch without ops of the host has a backward of its own."
+            "a schedule of a whole step, with micro-batches, updates, a norm or released outputs, can't be split.\n"
+            "  Only one micro-batch whose outputs are kept, without ops of the host, has a backward of its own."
         )
     _check_count("num_slots", num_slots, least=1)
     _check_count("memory", memory, least=1)
@@ -103,23 +108,21 @@ def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory
     return builder.finish(first_fit(builder, plans, memory))
 
 
-def _check_options(activations: str, transfer: str, mode: str, updates: str) -> None:
-    for name, given, known in (
-        ("activations", activations, ACTIVATIONS),
-        ("transfer", transfer, TRANSFERS),
-        ("mode", mode, MODES),
-        ("updates", updates, UPDATES),
-    ):
-        if given not in known:
-            listed = ", ".join(f'"{k}"' for k in known)
+_KNOWN = {"activations": ACTIVATIONS, "transfer": TRANSFERS, "mode": MODES, "updates": UPDATES, "outputs": OUTPUTS}
+
+
+def _check_options(**options: str) -> None:
+    for name, given in options.items():
+        if given not in _KNOWN[name]:
+            listed = ", ".join(f'"{k}"' for k in _KNOWN[name])
             raise OptionError(f"{name}={given!r} is unknown.\n  Known are {listed}.")
 
 
-def _check_whole_step(mode: str, micro_batches: int, updates: str, clip: bool) -> None:
+def _check_whole_step(mode: str, micro_batches: int, updates: str, clip: bool, outputs: str) -> None:
     _check_count("micro_batches", micro_batches, least=1)
-    if mode != "train" and (micro_batches > 1 or updates != "none" or clip):
+    if mode != "train" and (micro_batches > 1 or updates != "none" or clip or outputs != "keep"):
         raise OptionError(
-            f'mode="{mode}" with micro-batches, updates or a norm makes no sense.\n'
+            f'mode="{mode}" with micro-batches, updates, a norm or released outputs makes no sense.\n'
             '  They belong to a whole step: use mode="train".'
         )
 

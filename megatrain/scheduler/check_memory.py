@@ -107,19 +107,31 @@ def _storage_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
     """When the storage of each value of a micro-batch is held, ahead of parking."""
     num_ticks = len(case.schedule.ticks)
     parked = {v: block for block, values in case.parked.items() for v in values}
+    handed_in = _turn(case, number)
     for index, value in enumerate(case.workload.values):
         forward, backward = _uses(case, index, number)
         begins_before = case.schedule.mode == "backward" or value.producer is None
         start = 0 if begins_before else min(forward)
-        if value.is_output or (value.producer is None and not value.readers):
+        stays = value.is_output and (case.schedule.outputs == "keep" or value.is_committed)
+        if stays or (value.producer is None and not value.readers and not value.is_output):
             is_unused = case.schedule.mode == "backward" and not value.is_output
             yield value.storage, range(start, start if is_unused else num_ticks)
         elif index in parked:
             if forward:
                 leaves = case.at(Stream.D2H, "A", parked[index], number)[0].tick
                 yield value.storage, range(start, max(*forward, leaves) + 1)
-        elif forward or backward:
-            yield value.storage, range(start, max(*forward, *backward, start) + 1)
+        elif forward or backward or value.is_output:
+            last_use = handed_in if value.is_output else start
+            yield value.storage, range(start, max([*forward, *backward, last_use]) + 1)
+
+
+def _turn(case: Case, number: int) -> int:
+    """The tick in which the first backward of a micro-batch begins, or its last forward where there is none."""
+    backwards = () if case.schedule.mode == "forward" else case.workload.backward_blocks()
+    if backwards:
+        return min(case.backward(block, number).tick for block in backwards)
+    forwards = range(0 if case.schedule.mode == "backward" else len(case.workload.blocks))
+    return max((case.forward(block, number).tick for block in forwards), default=0)
 
 
 def _other_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
@@ -135,7 +147,7 @@ def _other_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
             yield case.workload.values[index].nbytes, range(returns, max(backward) + 1)
     if case.schedule.mode == "forward" or not case.workload.backward_blocks():
         return
-    turn = min(case.backward(block, number).tick for block in case.workload.backward_blocks())
+    turn = _turn(case, number)
     for index, value in enumerate(case.workload.values):
         if case.workload.has_value_gradient(index):
             readers = [case.backward(b, number).tick for b in case.workload.backward_readers(index)]

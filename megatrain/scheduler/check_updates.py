@@ -7,19 +7,22 @@ from collections.abc import Iterator
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.case import Case
 from megatrain.scheduler.op import NO_BLOCK, Stream
-from megatrain.scheduler.table import UPDATES, Position, Schedule
+from megatrain.scheduler.table import OUTPUTS, UPDATES, Position, Schedule
 
 
 def check_options(schedule: Schedule) -> None:
-    """Micro-batches, updates and a norm belong to a whole step."""
-    if schedule.updates not in UPDATES or schedule.micro_batches < 1:
+    """Micro-batches, updates, a norm and released outputs belong to a whole step."""
+    is_known = schedule.updates in UPDATES and schedule.outputs in OUTPUTS
+    if not is_known or schedule.micro_batches < 1:
         raise ScheduleError(
-            f"updates {schedule.updates!r} of {schedule.micro_batches} micro-batches are unknown.\n"
-            f"  Updates are {', '.join(UPDATES)}; there is at least one micro-batch."
+            f"updates `{schedule.updates}` of {schedule.micro_batches} micro-batches, whose outputs the step would "
+            f"`{schedule.outputs}`, are unknown.\n"
+            f"  Updates are {', '.join(UPDATES)}, outputs {', '.join(OUTPUTS)}; there is at least one micro-batch."
         )
-    if schedule.mode != "train" and (schedule.micro_batches > 1 or schedule.updates != "none" or schedule.clip):
+    is_plain = schedule.micro_batches == 1 and schedule.updates == "none" and schedule.outputs == "keep"
+    if schedule.mode != "train" and (schedule.clip or not is_plain):
         raise ScheduleError(
-            f"a schedule of mode `{schedule.mode}` has no micro-batches, updates or norm.\n"
+            f"a schedule of mode `{schedule.mode}` has no micro-batches, updates, norm or released outputs.\n"
             "  They belong to a whole step, of mode `train`."
         )
 

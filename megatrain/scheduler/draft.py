@@ -78,6 +78,7 @@ class Builder:
         micro_batches: int = 1,
         updates: str = "none",
         clip: bool = False,
+        outputs: str = "keep",
     ) -> None:
         self.workload = workload
         self.mode = mode
@@ -85,6 +86,7 @@ class Builder:
         self.micro_batches = micro_batches
         self.updates = updates
         self.clip = clip
+        self.outputs = outputs
         self.stages = compute_stages(workload, mode, micro_batches)
         self._accumulated = accumulated_bytes(workload)
         self._placed: dict[int, _Placed] = {}
@@ -102,7 +104,7 @@ class Builder:
             written=written_ticks(self.workload, placed.head),
         )
         host = place_host(self.workload, rows.ticks, placed.head, updates=self.updates, clip=self.clip)
-        facts = StepFacts(rows.ticks, frozenset(plan.saves), parked, self.mode, self.micro_batches)
+        facts = StepFacts(rows.ticks, frozenset(plan.saves), parked, self.mode, self.micro_batches, self.outputs)
         lives = step_lifetimes(self.workload, facts)
         arena = max((slot.offset + slot.nbytes for slot in placed.slots), default=0)
         live = live_bytes(self.workload, lives, max(rows.num_ticks, host.num_ticks), arena)
@@ -132,6 +134,7 @@ class Builder:
             micro_batches=self.micro_batches,
             updates=self.updates,
             clip=self.clip,
+            outputs=self.outputs,
             workload=self.workload,
         )
 

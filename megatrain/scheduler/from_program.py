@@ -50,6 +50,7 @@ def schedule(
     micro_batches: int = 1,
     updates: str = "none",
     clip: bool = False,
+    outputs: str = "keep",
 ) -> Schedule:
     """Places one step of `program` on the streams; see `megatrain.scheduler.build.schedule` for the options."""
     return build_schedule(
@@ -63,6 +64,7 @@ def schedule(
         micro_batches=micro_batches,
         updates=updates,
         clip=clip,
+        outputs=outputs,
     )
 
 
@@ -112,7 +114,8 @@ def _block_work(program: Program, index: int, holders: Mapping[str, tuple[int, .
 
 def _value_works(program: Program) -> tuple[ValueWork, ...]:
     readers = program.readers()
-    ends = {o.name for o in program.outputs if o.kind == "value"} | {name for _, name in program.commits}
+    commits = {name for _, name in program.commits}
+    ends = {o.name for o in program.outputs if o.kind == "value"} | commits
     sharers: dict[int, int] = {}
     for value in program.values.values():
         sharers[value.storage] = sharers.get(value.storage, 0) + 1
@@ -129,6 +132,7 @@ def _value_works(program: Program) -> tuple[ValueWork, ...]:
             and value.name not in ends
             and sharers[value.storage] == 1
             and value.storage_bytes == value.spec.nbytes,
+            is_committed=value.name in commits,
         )
         for value in program.values.values()
     )

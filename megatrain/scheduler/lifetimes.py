@@ -57,6 +57,7 @@ class StepFacts:
         parked: Values parked by each block's `A`.
         mode: As in `Schedule`.
         micro_batches: As in `Schedule`.
+        outputs: As in `Schedule`.
     """
 
     ticks: OpTicks
@@ -64,6 +65,7 @@ class StepFacts:
     parked: Mapping[int, Sequence[int]]
     mode: str
     micro_batches: int = 1
+    outputs: str = "keep"
 
 
 def lifetimes(schedule: Schedule) -> tuple[Lifetime, ...]:
@@ -73,7 +75,9 @@ def lifetimes(schedule: Schedule) -> tuple[Lifetime, ...]:
         ScheduleError: If the schedule doesn't know its workload.
     """
     saves = frozenset(schedule.saves)
-    facts = StepFacts(op_ticks(schedule), saves, schedule.parked(), schedule.mode, schedule.micro_batches)
+    facts = StepFacts(
+        op_ticks(schedule), saves, schedule.parked(), schedule.mode, schedule.micro_batches, schedule.outputs
+    )
     return step_lifetimes(schedule.known_workload(), facts)
 
 
@@ -120,15 +124,20 @@ class _Uses:
     backward: Mapping[int, int]
     park: Mapping[int, int]
     restore: Mapping[int, int]
+    # When the caller has made a loss of the outputs; None if they stay.
+    outputs_end: Position | None
 
 
 def _uses_of(facts: StepFacts, micro_batch: int) -> _Uses:
     ticks = facts.ticks
-    mine = (
+    mine = tuple(
         {block: tick for (block, number), tick in runs.items() if number == micro_batch}
         for runs in (ticks.forward, ticks.backward, ticks.park, ticks.restore)
     )
-    return _Uses(micro_batch, facts.mode, facts.saves, *mine)
+    forward, backward, park, restore = mine
+    handed_in = min(backward.values(), default=max(forward.values(), default=0))
+    outputs_end = Position(handed_in, Stream.COMPUTE) if facts.outputs == "release" else None
+    return _Uses(micro_batch, facts.mode, facts.saves, forward, backward, park, restore, outputs_end)
 
 
 def _at(ticks: Mapping[int, int], blocks: Iterable[int], stream: Stream = Stream.COMPUTE) -> list[Position]:
@@ -146,11 +155,13 @@ def _value_lives(workload: Workload, uses: _Uses, index: int, parked_by: int | N
             return [second]
         ends = [*_at(uses.forward, value.readers), Position(uses.park[parked_by], Stream.D2H)]
         return [Lifetime(item, nbytes, _made_at(uses, value.producer), tuple(ends), number), second]
-    if value.is_output:
+    if value.is_output and (uses.outputs_end is None or value.is_committed):
         return [Lifetime(item, nbytes, _made_at(uses, value.producer), (), number)]
     if uses.mode == "backward":
         return [Lifetime(item, nbytes, None, tuple(backward), number)] if backward else []
     ends = [*_at(uses.forward, value.readers), *backward]
+    if value.is_output and uses.outputs_end is not None:
+        ends.append(uses.outputs_end)
     if not ends and value.producer is not None:
         # Nobody reads it: it dies with the forward that makes it.
         ends = _at(uses.forward, [value.producer])

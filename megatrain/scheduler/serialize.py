@@ -14,7 +14,7 @@ FORMAT = 1
 
 _FIGURES = ("keep", "mode", "transfer", "h2d_bytes", "d2h_bytes", "peak_bytes", "device_bytes", "host_bytes")
 # What a schedule written by an earlier version lacks.
-_STEP_FACTS: dict[str, Any] = {"micro_batches": 1, "updates": "none", "clip": False}
+_STEP_FACTS: dict[str, Any] = {"micro_batches": 1, "updates": "none", "clip": False, "outputs": "keep"}
 
 
 def schedule_to_json(schedule: Schedule) -> str:

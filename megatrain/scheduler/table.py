@@ -21,6 +21,8 @@ TRANSFERS = ("copy", "bind")
 # When a block's parameters are updated: by the caller; once its gradients have left; once all have left; at the head
 # of the next step.
 UPDATES = ("none", "overlap", "serial", "deferred")
+# Until when outputs of the model stay: the step ends; the backward of their micro-batch has begun.
+OUTPUTS = ("keep", "release")
 
 
 class Position(NamedTuple):
@@ -97,6 +99,8 @@ class Schedule:
         updates: `"none"`, `"overlap"` (each `U` follows its `G`), `"serial"` (all `U` follow all `G`), or
             `"deferred"` (each `U` of the step before precedes the first `W` of this one that it concerns).
         clip: `N` takes the norm of all gradients at the end; updates wait for the norm that they use.
+        outputs: `"keep"`: outputs of the model stay until the step ends. `"release"`: until the first B of their
+            micro-batch, before which the caller has made a loss of them, or what reads them last.
         workload: What it was built for; not part of the text, nor of equality.
     """
 
@@ -116,6 +120,7 @@ class Schedule:
     micro_batches: int = 1
     updates: str = UPDATES[0]
     clip: bool = False
+    outputs: str = OUTPUTS[0]
     workload: Workload | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.op import STREAMS, Op, Stream, parse_op
-from megatrain.scheduler.table import MODES, TRANSFERS, UPDATES, Schedule, Slot, Tick
+from megatrain.scheduler.table import MODES, OUTPUTS, TRANSFERS, UPDATES, Schedule, Slot, Tick
 from megatrain.scheduler.workload import Workload
 
 _HEADER = re.compile(
@@ -47,6 +47,8 @@ def schedule_text(schedule: Schedule) -> str:
         lines.append(f"micro-batches: {schedule.micro_batches}")
     if schedule.updates != UPDATES[0] or schedule.clip:
         lines.append(f"updates: {schedule.updates}{', clipped' if schedule.clip else ''}")
+    if schedule.outputs != OUTPUTS[0]:
+        lines.append(f"outputs: {schedule.outputs}")
     rows = table_rows(schedule.ticks, schedule.live_bytes, schedule.saves)
     return "\n".join([*lines, *rows])
 
@@ -106,6 +108,7 @@ class _Read:
     micro_batches: int = 1
     updates: str = UPDATES[0]
     clip: bool = False
+    outputs: str = OUTPUTS[0]
     streams: list[Stream] = field(default_factory=list[Stream])
     ticks: list[Tick] = field(default_factory=list[Tick])
     live_bytes: list[int] = field(default_factory=list[int])
@@ -133,6 +136,7 @@ def parse_schedule(text: str, workload: Workload | None = None) -> Schedule:
         micro_batches=read.micro_batches,
         updates=read.updates,
         clip=read.clip,
+        outputs=read.outputs,
         live_bytes=tuple(read.live_bytes),
         workload=workload,
         **{name: figure for name, figure in read.figures.items() if name not in counts},
@@ -167,6 +171,7 @@ def _reader_of(line: str, read: _Read) -> Callable[[str, _Read], None]:
         "transfer:": _read_transfer,
         "micro-batches:": _read_micro_batches,
         "updates:": _read_updates,
+        "outputs:": _read_outputs,
         "tick": _read_heading,
     }
     return readers.get(key, _read_unknown)
@@ -238,6 +243,10 @@ def _read_updates(line: str, read: _Read) -> None:
         raise ScheduleError("expected `updates: deferred` or `updates: deferred, clipped`.")
     read.updates = _one_of(match["updates"], UPDATES)
     read.clip = match["clip"] is not None
+
+
+def _read_outputs(line: str, read: _Read) -> None:
+    read.outputs = _one_of(line.removeprefix("outputs:").strip(), OUTPUTS)
 
 
 def _one_of(word: str, known: Sequence[str]) -> str:

@@ -20,10 +20,12 @@ class ValueWork:
         storage: Index into `Workload.storages`. Values that alias share one storage.
         producer: Block that computes it; None for an input of the model.
         readers: Blocks whose forward reads it, ascending, each once.
-        is_output: The model returns it, so it stays on the device until the step ends.
+        is_output: The model returns it, so it stays on the device until the step ends, if the schedule doesn't
+            release outputs.
         has_gradient: A gradient flows back through it.
         is_parkable: It may leave the device between forward and backward (not an input, not an output of the
             model, shares its storage with nothing).
+        is_committed: A buffer takes its content when the step ends; it is an output too, that nothing releases.
     """
 
     name: str
@@ -34,6 +36,7 @@ class ValueWork:
     is_output: bool
     has_gradient: bool
     is_parkable: bool
+    is_committed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

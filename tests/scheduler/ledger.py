@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from megatrain.scheduler.op import Op
+from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.table import Position
 
 if TYPE_CHECKING:
     from tests.scheduler.symbolic import Machine
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
 
 class Harm(AssertionError):
     """Something a real step would have got wrong."""
+
+
+def op_name(position: Position, op: Op) -> str:
+    if op.what in "WGUN" and op.micro_batch is not None:
+        raise Harm(f"{op} of one micro-batch")
+    leaves = ">" if op.what == "A" and position.stream == Stream.D2H else ""
+    return f"{op.what}{op.block}.{op.micro_batch or 0}{leaves}"
 
 
 class Ledger:

@@ -10,7 +10,7 @@ from megatrain.errors import ScheduleError
 from megatrain.scheduler.lifetimes import lifetimes
 from megatrain.scheduler.memory import accumulated_bytes, count_moved, live_bytes, workspace_bytes
 from megatrain.scheduler.op import STREAMS, Op, Stream
-from megatrain.scheduler.table import UPDATES, Position, Schedule, Tick
+from megatrain.scheduler.table import OUTPUTS, UPDATES, Position, Schedule, Tick
 
 
 def with_cells(schedule: Schedule, cells: dict[Position, Op | None]) -> Schedule:
@@ -88,6 +88,8 @@ def _other_headers(schedule: Schedule, random: Random) -> Iterator[tuple[str, Sc
             yield f"slot {index} made {other}", replace(schedule, slots=slots)
     for updates in UPDATES:
         yield f"updates {updates}", replace(schedule, updates=updates)
+    for outputs in OUTPUTS:
+        yield f"outputs {outputs}", replace(schedule, outputs=outputs)
     yield "clip changed", replace(schedule, clip=not schedule.clip)
     for count in (schedule.micro_batches - 1, schedule.micro_batches + 1):
         yield f"{count} micro-batches", replace(schedule, micro_batches=count)

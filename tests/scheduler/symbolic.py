@@ -13,7 +13,7 @@ from random import Random
 from megatrain.scheduler.op import STREAMS, Op, Stream
 from megatrain.scheduler.table import Position, Schedule
 from megatrain.scheduler.workload import Workload
-from tests.scheduler.ledger import Harm, Ledger
+from tests.scheduler.ledger import Harm, Ledger, op_name
 
 Waits = Mapping[Position, Sequence[Position]]
 
@@ -39,7 +39,6 @@ class Machine:
     host: set[tuple[int, int]] = field(default_factory=set)
     given: Counter[tuple[int, int]] = field(default_factory=Counter)
     done: Counter[str] = field(default_factory=Counter)
-    started: Counter[str] = field(default_factory=Counter)
     workspace: int = 0
 
     def __post_init__(self) -> None:
@@ -81,7 +80,10 @@ class Machine:
             *forward,
             *([f"A{self.parked_values[index]}.{number}>"] if index in self.parked_values else backward),
         ]
-        if value.is_output or (value.producer is None and not value.readers and not is_later(self.schedule)):
+        is_released = self.schedule.outputs == "release" and not value.is_committed
+        if value.is_output and is_released:
+            needed.append(f"loss {number}")
+        elif value.is_output or (value.producer is None and not value.readers and self.schedule.mode != "backward"):
             needed.append("end")
         elif not needed:
             if is_there:
@@ -132,9 +134,8 @@ class Machine:
         if op.what in "FB" and number > 0:
             before = f"{op.what}{op.block}.{number - 1}"
             self.expect(self.done[before] == 1, f"{name} ahead of {before}")
-        self.started[name] += 1
         self.ledger.start(op)
-        getattr(self, f"start_{op.what}")(position, op)
+        getattr(self, f"start_{op.what}", lambda *_: None)(position, op)
         self.check_memory(name)
 
     def check_memory(self, name: str) -> None:
@@ -147,6 +148,12 @@ class Machine:
         getattr(self, f"finish_{op.what}", lambda *_: None)(position, op)
         self.done[name] += 1
         self.ledger.finish(op)
+        # A loss is made of the outputs of a micro-batch until its backward begins, if it has one.
+        is_over = op.what == "B" or (
+            op.what == "F" and op.block == len(self.workload.blocks) - 1 and not self.backwards
+        )
+        if is_over:
+            self.release(f"loss {op.micro_batch or 0}")
         self.release(name)
 
     def start_W(self, position: Position, op: Op) -> None:
@@ -197,7 +204,6 @@ class Machine:
         if ("parameters", op.block, 0) in self.tensors:
             self.workspace += work.gradient_bytes
         elif work.gradient_bytes > 0:
-            self.expect(self.started[f"G{op.block}.0"] == 0, f"{op} makes gradients that never leave")
             self.allocate(("parameters", op.block, 0), work.gradient_bytes, [f"G{op.block}.0"])
 
     def hand_in_gradients(self, op: Op) -> None:
@@ -264,11 +270,6 @@ class Machine:
         for number in self.numbers:
             self.expect(self.done[f"B{op.block}.{number}"] == 1, f"{op} without micro-batch {number}")
 
-    def start_U(self, position: Position, op: Op) -> None:
-        pass
-
-    start_N = start_U
-
     def check_end(self) -> None:
         forwards = () if self.schedule.mode == "backward" else range(len(self.workload.blocks))
         expected = {f"F{b}.{m}" for b in forwards for m in self.numbers}
@@ -278,17 +279,6 @@ class Machine:
         for key, needed in self.needed.items():
             self.expect(set(needed) == {"end"}, f"{key} is never released: {dict(needed)}")
         self.ledger.check_end()
-
-
-def is_later(schedule: Schedule) -> bool:
-    return schedule.mode == "backward"
-
-
-def op_name(position: Position, op: Op) -> str:
-    if op.what in "WGUN" and op.micro_batch is not None:
-        raise Harm(f"{op} of one micro-batch")
-    leaves = ">" if op.what == "A" and position.stream == Stream.D2H else ""
-    return f"{op.what}{op.block}.{op.micro_batch or 0}{leaves}"
 
 
 def run(schedule: Schedule, workload: Workload, waits: Waits, random: Random, *, is_fixed: bool) -> None:

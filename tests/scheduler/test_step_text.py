@@ -27,10 +27,12 @@ def test_a_step_equals_what_its_text_and_json_read(plan: Schedule):
 
 def test_json_without_micro_batches_and_updates_reads_as_one_without():
     data = json.loads(schedule(example()).to_json())
-    for name in ("micro_batches", "updates", "clip"):
+    for name in ("micro_batches", "updates", "clip", "outputs"):
         del data[name]
     for block in data["workload"]["blocks"]:
         del block["update_bytes"], block["shares"]
+    for value in data["workload"]["values"]:
+        del value["is_committed"]
     assert Schedule.from_json(json.dumps(data)) == schedule(example())
 
 
@@ -40,6 +42,7 @@ def test_json_without_micro_batches_and_updates_reads_as_one_without():
         ("micro-batches: 0", "expected `micro-batches: 4`"),
         ("micro-batches: two", "expected `micro-batches: 4`"),
         ("updates: later", "`later` is none of none, overlap, serial, deferred"),
+        ("outputs: drop", "`drop` is none of keep, release"),
         ("updates: serial, cut", "expected `updates: deferred` or"),
     ],
 )

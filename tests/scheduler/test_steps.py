@@ -17,10 +17,20 @@ from megatrain.scheduler.build import ACTIVATIONS, backward_schedule, schedule
 from megatrain.scheduler.costs import Hardware
 from megatrain.scheduler.from_program import workload as workload_of
 from megatrain.scheduler.op import Stream
-from megatrain.scheduler.table import UPDATES, Schedule
+from megatrain.scheduler.table import OUTPUTS, UPDATES, Schedule
 from megatrain.scheduler.workload import Workload
 from tests.scheduler.symbolic import find_harm
-from tests.scheduler.workloads import EMBED, LAYER, chain, example, step_schedules, trained, with_updates, workloads
+from tests.scheduler.workloads import (
+    ACT,
+    EMBED,
+    LAYER,
+    chain,
+    example,
+    step_schedules,
+    trained,
+    with_updates,
+    workloads,
+)
 
 RATES = st.floats(1e2, 1e6)
 MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.sampled_from([0.0, 1e-3]), RATES)
@@ -117,6 +127,19 @@ def test_more_micro_batches_take_more_memory_for_activations_only():
     assert sizes[1] - sizes[0] < LAYER
 
 
+def test_released_outputs_take_no_memory_per_micro_batch():
+    """Logits, say: a chain whose last value is as large as everything else together."""
+    workload = trained(4)
+    big = replace(workload.values[-1], nbytes=50 * ACT)
+    workload = replace(workload, values=(*workload.values[:-1], big), storages=(*workload.storages[:-1], 50 * ACT))
+    peaks = {
+        outputs: [schedule(workload, micro_batches=n, outputs=outputs).peak_bytes for n in (2, 3)]
+        for outputs in OUTPUTS
+    }
+    assert peaks["keep"][1] - peaks["keep"][0] > 50 * ACT
+    assert peaks["release"][1] - peaks["release"][0] < 10 * ACT
+
+
 def test_shared_parameters_wait_for_all_their_gradients_and_hold_back_all_their_weights():
     plan = schedule(trained(4, tied=True), updates="overlap")
     order = [str(op) for op in plan.ops]
@@ -158,8 +181,9 @@ def test_a_simulated_whole_step_is_as_long_as_its_longest_chain(plan: Schedule, 
     [
         ({"micro_batches": 0}, "micro_batches=0 must be an integer of at least 1."),
         ({"updates": "later"}, "updates='later' is unknown."),
-        ({"mode": "forward", "micro_batches": 2}, 'mode="forward" with micro-batches, updates or a norm'),
-        ({"mode": "backward", "clip": True}, 'mode="backward" with micro-batches, updates or a norm'),
+        ({"outputs": "drop"}, "outputs='drop' is unknown."),
+        ({"mode": "forward", "micro_batches": 2}, 'mode="forward" with micro-batches, updates, a norm'),
+        ({"mode": "backward", "clip": True}, 'mode="backward" with micro-batches, updates, a norm'),
     ],
 )
 def test_an_impossible_option_of_a_step_is_named(options, message):
@@ -169,7 +193,7 @@ def test_an_impossible_option_of_a_step_is_named(options, message):
 
 
 def test_a_whole_step_can_not_be_split():
-    for options in ({"micro_batches": 2}, {"updates": "overlap"}, {"clip": True}):
+    for options in ({"micro_batches": 2}, {"updates": "overlap"}, {"clip": True}, {"outputs": "release"}):
         with pytest.raises(ScheduleError, match="can't be split"):
             backward_schedule(schedule(trained(3), **options))
 

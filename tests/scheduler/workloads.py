@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from megatrain.scheduler.build import ACTIVATIONS, schedule
-from megatrain.scheduler.table import UPDATES, Schedule
+from megatrain.scheduler.table import OUTPUTS, UPDATES, Schedule
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 
 ACT, LAYER, EMBED = 8192, 132864, 65536
@@ -77,7 +77,17 @@ def workloads(draw: st.DrawFn) -> Workload:
         has_gradient = draw(st.booleans()) if producer is None else works[producer].has_backward
         is_output = not readers or draw(st.integers(0, 6)) == 0
         values.append(
-            ValueWork(f"v{index}", nbytes, storage, producer, tuple(sorted(readers)), is_output, has_gradient, False)
+            ValueWork(
+                f"v{index}",
+                nbytes,
+                storage,
+                producer,
+                tuple(sorted(readers)),
+                is_output,
+                has_gradient,
+                is_parkable=False,
+                is_committed=is_output and draw(st.integers(0, 3)) == 0,
+            )
         )
     used = [value.storage for value in values]
     final = tuple(
@@ -97,6 +107,7 @@ class Options:
     micro_batches: int = 1
     updates: str = "none"
     clip: bool = False
+    outputs: str = "keep"
 
     def build(self, workload: Workload) -> Schedule:
         return schedule(
@@ -109,6 +120,7 @@ class Options:
             micro_batches=self.micro_batches,
             updates=self.updates,
             clip=self.clip,
+            outputs=self.outputs,
         )
 
 
@@ -134,6 +146,7 @@ def whole_steps() -> st.SearchStrategy[Options]:
         micro_batches=st.integers(1, 4),
         updates=st.sampled_from(UPDATES),
         clip=st.booleans(),
+        outputs=st.sampled_from(OUTPUTS),
     )
 
 
