@@ -76,7 +76,17 @@ class Plan:
 
 
 def plan_schedule(schedule: Schedule) -> Plan:
-    """Looks up waits, slots and releases of every operation of `schedule`."""
+    """Looks up waits, slots and releases of every operation of `schedule`.
+
+    Raises:
+        ScheduleError: If it is of a whole training step, which no executor runs yet.
+    """
+    if schedule.micro_batches > 1 or schedule.updates != "none" or schedule.clip or schedule.outputs != "keep":
+        raise ScheduleError(
+            "the schedule is of a whole training step.\n"
+            "  An executor runs one call: a forward and its backward; updates are the caller's.\n"
+            "  Build it without micro_batches, updates, clip and outputs."
+        )
     last_forward = max((p.tick for p, op in schedule.positions() if op.what == "F"), default=-1)
     releases = _Releases(schedule, last_forward)
     waits, bindings, parked = schedule.waits(), schedule.bindings(), schedule.parked()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 
 import megatrain
-from tests.models import MODELS
+from tests.models import MODELS, Stack
 
 
 def test_trace_lower_schedule_execute() -> None:
@@ -115,3 +116,12 @@ def test_an_unused_parameter_keeps_no_gradient() -> None:
     compiled = megatrain.compile(model, device="cpu", transfer="copy")
     compiled(torch.ones(2, 4)).sum().backward()
     assert model.spare.grad is None
+
+
+@pytest.mark.parametrize("step", [{"micro_batches": 2}, {"updates": "overlap"}, {"updates": "serial", "clip": True}])
+def test_a_schedule_of_a_whole_step_is_refused(step: dict):
+    model = Stack()
+    program = megatrain.lower(megatrain.trace(model, (torch.ones(2, 3),)))
+    schedule = megatrain.schedule(program, transfer="copy", activations="recompute", **step)
+    with pytest.raises(megatrain.ScheduleError, match="whole training step"):
+        megatrain.Executor(program, schedule, model)
