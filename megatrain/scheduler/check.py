@@ -49,6 +49,11 @@ def check_schedule(schedule: Schedule, workload: Workload, graph: nx.DiGraph[Pos
     check_options(schedule)
     _check_slots(schedule)
     plain = Case(schedule, workload, {position: () for position, _ in schedule.positions()})
+    if workload.blocks and schedule.micro_batches > max(1, len(plain.ops)):
+        raise ScheduleError(
+            f"{schedule.micro_batches} micro-batches can't run in {len(plain.ops)} ops.\n"
+            "  Each micro-batch has an F of every block."
+        )
     # Deriving dependencies looks up blocks and slots, so these must be in range before.
     _check_ops_are_known(plain)
     waits = graph_waits(dependency_graph(schedule, workload) if graph is None else graph)

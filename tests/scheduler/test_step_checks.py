@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import networkx as nx
@@ -79,6 +80,46 @@ def test_every_op_of_the_host_is_needed_where_it_is(updates: str, clip: bool):
         assert is_rejected(with_figures(late))
         with pytest.raises(Harm):
             find_harm(with_figures(late), plan.known_workload())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"micro_batches": 10**12}, "1000000000000 micro-batches can't run in "),
+        ({"micro_batches": 0}, "are unknown"),
+        ({"updates": "later"}, "updates `later` of 3 micro-batches"),
+        ({"mode": "forward"}, "a schedule of mode `forward` has no micro-batches"),
+        ({"micro_batches": 2}, ".2 at tick 4 has no micro-batch."),
+        ({"micro_batches": 1}, "F0.0 at tick 2 can't tell its micro-batch."),
+        ({"micro_batches": 4}, "compute:F0.3 is missing."),
+        ({"updates": "serial"}, "host:U0 at tick 0 reads what leaves with d2h:G0"),
+        ({"updates": "none"}, "host:U0 at tick 0 has nothing to update."),
+        ({"clip": False}, "is read by nothing."),
+    ],
+)
+def test_each_fault_of_a_step_is_named(changes: dict[str, object], message: str):
+    plan = schedule(trained(4, tied=True), keep=1, micro_batches=3, updates="deferred", clip=True)
+    with pytest.raises(ScheduleError) as caught:
+        replace(plan, **changes).check()
+    assert message in str(caught.value).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("updates", "op", "tick", "message"),
+    [
+        ("deferred", "U1", 5, "h2d:W1@1 at tick 2 reads what is written by host:U1 at tick 5"),
+        ("deferred", "N", 3, "host:N at tick 3 takes the norm of what leaves with d2h:G0"),
+        ("overlap", "U2", 5, "host:U2 at tick 5 reads what leaves with d2h:G2"),
+        ("serial", "N", 31, "host:U0 at tick 30 is scaled by host:N at tick 31"),
+    ],
+)
+def test_an_op_of_the_host_in_the_wrong_place_is_named(updates: str, op: str, tick: int, message: str):
+    plan = schedule(trained(4, tied=True), keep=1, micro_batches=3, updates=updates, clip=op == "N")
+    position, found = next((p, o) for p, o in plan.positions() if str(o) == op)
+    moved = with_cells(plan, {position: None, Position(tick, Stream.HOST): found})
+    with pytest.raises(ScheduleError) as caught:
+        with_figures(moved).check()
+    assert message in str(caught.value).splitlines()[0]
 
 
 @given(step_schedules())
