@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils import checkpoint
 
 from megatrain.errors import TraceError
 from megatrain.tracer.saved_hooks import has_users_hooks
@@ -19,6 +21,7 @@ from megatrain.tracer.source import SourceLine, user_line
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.targets import call_name, is_property_get, is_property_set
 
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 REFUSE, USE_VALUES, RUN_AGAIN, FOLLOW_HOST = "refuse", "use values", "run again", "follow host"
 
 
@@ -95,7 +98,8 @@ def check_call(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """
     check_everywhere(func, kwargs)
     name = call_name(func)
-    if is_property_get(func) and name == "grad_fn" and not isinstance(args[0], nn.Parameter):
+    is_leaf = isinstance(args[0], nn.Parameter) if args else False
+    if is_property_get(func) and name == "grad_fn" and not is_leaf and not _asks_checkpoint():
         refuse(
             "reads `.grad_fn` of a tensor",
             "A hook on a node of autograd's graph is no call on a tensor.",
@@ -117,6 +121,14 @@ def check_call(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
             remedy=RUN_AGAIN,
         )
     check_transforms()
+
+
+def _asks_checkpoint() -> bool:
+    """Tells whether torch's checkpointing asks: of a tensor of its own, whether anything in it needs a gradient."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == checkpoint.__file__
 
 
 def _changes_nothing(name: str, tensor: torch.Tensor, value: Any) -> bool:
