@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from megatrain.errors import TraceError
 from megatrain.options import Options
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
@@ -142,13 +143,26 @@ class Variants:
         return variant
 
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
-        """Makes the code around a check opaque once it has selected too many variants."""
+        """Makes the code around a check opaque once it has selected too many variants.
+
+        Raises:
+            TraceError: If no wider code is left, and a capture doesn't hold even for the call it was made for.
+        """
+        attempt = Attempt(opaque=self._opaque).with_opaque(failure.calls, failure.text, self._model)
+        if attempt is None:
+            # The model returns what it counts or draws in Python: an old value won't come back.
+            known = self._of_signature(arguments)
+            known[:] = [variant for variant in known if variant not in failed]
         if len(failed) < MOST_PATHS:
             return
-        attempt = Attempt(opaque=self._opaque).with_opaque(failure.calls, failure.text, self._model)
-        if attempt is not None:
-            self._opaque = dict(attempt.opaque)
-            self._of_signature(arguments).clear()
+        if attempt is None:
+            raise TraceError(
+                f"{failure.text}; then {failure.actual}, and something else in each of {len(failed)} runs.\n"
+                "  Besides tensors, a call must return the same when it starts again from the same state.\n"
+                "  Leave what comes from a clock or a system's random source out of the result."
+            )
+        self._opaque = dict(attempt.opaque)
+        self._of_signature(arguments).clear()
 
     def _of_signature(self, arguments: Arguments) -> list[Variant]:
         """The variants for the signature of a call, latest used first."""

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatrain.tracer.spec import TensorSpec
 
@@ -125,7 +126,8 @@ class TensorLike(Kept):
     def of(tensor: torch.Tensor, is_constant: bool) -> TensorLike:
         """Reads what Python code can ask of `tensor` without its values."""
         constant = Same(tensor) if is_constant else None
-        return TensorLike(TensorSpec.of(tensor), tensor.device, tensor.requires_grad, type(tensor), constant)
+        kind = torch.Tensor if isinstance(tensor, FakeTensor) else type(tensor)  # it stands for a tensor of a step
+        return TensorLike(TensorSpec.of(tensor), tensor.device, tensor.requires_grad, kind, constant)
 
     def is_same(self, now: Any) -> bool:
         """See `Kept.is_same`."""

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack 
 from torch.utils import _pytree as pytree
 
 from megatrain.tracer.frozen import NotFrozenError, frozen
+from megatrain.tracer.kept import VALUES
 from megatrain.tracer.recorder import Recorder
 
 
@@ -74,7 +75,8 @@ def recorded_maps(recorder: Recorder) -> Generator[None]:
     ) -> Any:
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         call = functools.partial(original, function, in_dims, out_dims, randomness, chunk_size)
-        if recorder.is_recording or randomness != "error" or not all(map(_is_plain, operands)):
+        leaves = pytree.tree_leaves((args, kwargs))
+        if recorder.is_recording or randomness != "error" or not all(map(_is_lasting, leaves)):
             return call(*args, **kwargs)
         try:
             # Variables that the function closes over may stand for something else by the time of a step.
@@ -93,6 +95,10 @@ def recorded_maps(recorder: Recorder) -> Generator[None]:
         yield
     finally:
         apis.vmap_impl = original
+
+
+def _is_lasting(leaf: Any) -> bool:
+    return _is_plain(leaf) if isinstance(leaf, torch.Tensor) else isinstance(leaf, VALUES)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from megatrain.tracer.expect import GuardFailedError
-from megatrain.tracer.guards import PLAIN, is_equal
+from megatrain.tracer.keeper import Keeper
+from megatrain.tracer.kept import Kept
 from megatrain.tracer.refusals import check_everywhere
 from megatrain.tracer.saved_hooks import has_users_hooks
-from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.structure import Structure, holds_tensors
 from megatrain.tracer.watch import ByteCount
 
@@ -60,7 +60,7 @@ class Opaque:
         self._literals = [None if isinstance(x, torch.Tensor) else x for x in leaves]
         self._holders = holders
         self._rebound: list[int] | None = None
-        self._expected: list[Any] = []
+        self._expected: list[Kept] = []
 
     def call_text(self, arguments: str) -> str:
         """Prints the call on arguments that are printed already."""
@@ -78,10 +78,12 @@ class Opaque:
         Raises:
             GuardFailedError: If the result isn't like that of the capture: other shapes, another plain value.
         """
-        found, described, rebound, _ = self._run(tensors, {}, None)
-        if rebound != self._rebound or not is_equal(described, self._expected):
+        found, rebound, result = self._run(tensors, {}, None)
+        leaves = pytree.tree_leaves(result)
+        is_alike = len(leaves) == len(self._expected) and all(map(_is_as_kept, self._expected, leaves))
+        if rebound != self._rebound or not is_alike:
             text = f"{self.call_text('...')} returns {_listed(self._expected)}"
-            raise GuardFailedError(text, _listed(described), self._calls)
+            raise GuardFailedError(text, _listed(_kept_leaves(result)), self._calls)
         return tuple(found)
 
     def capture(
@@ -97,7 +99,8 @@ class Opaque:
         Returns:
             The tensors as from a call, the module's result around them, and the buffers that it re-assigned.
         """
-        found, self._expected, self._rebound, result = self._run(tensors, more, seen)
+        found, self._rebound, result = self._run(tensors, more, seen)
+        self._expected = _kept_leaves(result)
         num_results = len(found) - len(self._rebound)
         places = [holder for i in self._rebound for holder in self._holders[i][:1]]
         return tuple(found), result, list(zip(places, found[num_results:], strict=True))
@@ -107,7 +110,7 @@ class Opaque:
         tensors: Sequence[torch.Tensor],
         more: dict[int, torch.Tensor],
         seen: Callable[[torch.Tensor], None] | None,
-    ) -> tuple[list[torch.Tensor], list[Any], list[int], Any]:
+    ) -> tuple[list[torch.Tensor], list[int], Any]:
         num_arguments = sum(self._is_tensor)
         given = iter(tensors[:num_arguments])
         leaves = [next(given) if t else x for t, x in zip(self._is_tensor, self._literals, strict=True)]
@@ -122,8 +125,7 @@ class Opaque:
             self.needs_own_state = calls.hides_state or count.has_stray
         rebound = [i for i, tensor in enumerate(state) if now[i] is not tensor]
         found = tensors_in(result)
-        described = [_described(x) for x in pytree.tree_leaves(result)]
-        return [*found, *(now[i] for i in rebound)], described, rebound, result
+        return [*found, *(now[i] for i in rebound)], rebound, result
 
     def _held(self, index: int) -> Any:
         registry, name = self._holders[index][0]
@@ -138,15 +140,18 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
-def _described(leaf: Any) -> Any:
-    """What code after the call can tell of a part of the result: it must be the same at each step."""
-    if isinstance(leaf, torch.Tensor):
-        return f"{TensorSpec.of(leaf)}{' with a gradient' if leaf.requires_grad else ''}"
-    return leaf if isinstance(leaf, PLAIN) else type(leaf).__qualname__
+def _kept_leaves(result: Any) -> list[Kept]:
+    """Records what code after the call can tell of its result: it must be the same at each step."""
+    keeper = Keeper(set())
+    return [keeper.keep(leaf) for leaf in pytree.tree_leaves(result)]
 
 
-def _listed(described: list[Any]) -> str:
-    return ", ".join(map(str, described)) or "nothing"
+def _is_as_kept(kept: Kept, leaf: Any) -> bool:
+    return kept.difference(leaf, set()) is None
+
+
+def _listed(kept: list[Kept]) -> str:
+    return ", ".join(str(leaf).removeprefix("== ").removeprefix("is ") for leaf in kept) or "nothing"
 
 
 @contextmanager

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
+from types import BuiltinFunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from megatrain.tracer.guards import PLAIN
+from megatrain.tracer.kept import VALUES
 from megatrain.tracer.opaque import Escapes, Holder, Opaque, tensors_in
 from megatrain.tracer.refusals import RUN_AGAIN, Obstacle
 from megatrain.tracer.sandbox import Attributes, kept_rng
 from megatrain.tracer.source import user_line
-from megatrain.tracer.structure import holds_tensors
+
+# Arguments that are at each step what they were at the capture, whatever the module does with them.
+_LASTING = (*VALUES, torch.Size, np.generic, Enum, type, BuiltinFunctionType)
 
 
 class OpaqueCall:
@@ -30,13 +35,14 @@ class OpaqueCall:
     """
 
     def __init__(self, name: str, reason: str, module: nn.Module, args: Any, kwargs: Any, calls: tuple[str, ...]):
+        self._name = name
         self._calls = calls
         self._arguments = (args, kwargs)
         self._attributes = Attributes(module)
         leaves = pytree.tree_leaves((args, kwargs))
-        strange = [x for x in leaves if not isinstance(x, (torch.Tensor, *PLAIN)) and holds_tensors(x)]
+        strange = [x for x in leaves if not isinstance(x, (torch.Tensor, *_LASTING))]
         if strange:
-            self._refuse(f"is given a {type(strange[0]).__qualname__} with tensors in it")
+            self._refuse(f"is given a {type(strange[0]).__qualname__}, which may hold tensors or change")
         state = _state_of(module)
         self.operands = [*(x for x in leaves if isinstance(x, torch.Tensor)), *(tensor for tensor, _ in state)]
         self.opaque = Opaque(name, reason, module, (args, kwargs), [places for _, places in state], calls)
@@ -85,7 +91,7 @@ class OpaqueCall:
 
     def _refuse(self, what: str) -> None:
         raise Obstacle(
-            f"runs the module `{self.opaque.name}` again at each step, which {what},",
+            f"runs the module `{self._name}` again at each step, which {what},",
             "What enters and leaves such a module must be visible in its arguments and its result.",
             "Pass and return tensors.",
             remedy=RUN_AGAIN,

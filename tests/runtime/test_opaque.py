@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import megatrain
 from tests.runtime.harness import Trained, train
@@ -88,3 +92,110 @@ def test_a_value_with_another_outcome_selects_another_capture() -> None:
             assert torch.equal(compiled(x), model(x))
     texts = {str(v.traced) for v in compiled._variants}
     assert len(texts) == 2
+
+
+class Count:
+    """What a user's code passes around to count with."""
+
+    def __init__(self, n: int = 0):
+        self.n = n
+
+
+class CountsInItsArgument(nn.Module):
+    """Draws from Python, hence opaque, and writes into an object that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, count: Count) -> torch.Tensor:
+        count.n += 1
+        return self.fc(x) * random.random() * count.n
+
+
+class GivesACount(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = CountsInItsArgument()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = Count(2)
+        return self.fc(self.inner(x, count)) * count.n
+
+
+class ReturnsACount(nn.Module):
+    """Counts calls, hence opaque, and returns the count inside an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.n = 0
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Count]:
+        self.n += 1
+        return self.fc(x), Count(self.n)
+
+
+class ScalesByTheCount(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ReturnsACount()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, count = self.inner(x)
+        return y * count.n
+
+
+@dataclass
+class Counted:
+    """A model's result: a tensor and a plain number that differs at each call."""
+
+    y: torch.Tensor
+    n: int
+
+
+class ReturnsADataclass(ReturnsACount):
+    def forward(self, x: torch.Tensor) -> Counted:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.n += 1
+        return Counted(self.fc(x) * self.n, self.n)
+
+
+@pytest.mark.parametrize("kind", [GivesACount, ScalesByTheCount, ReturnsADataclass])
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_objects_around_an_opaque_module_are_those_of_each_call(
+    kind: Callable[[], nn.Module], activations: str
+) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    eager = copy.deepcopy(model)
+    compiled = megatrain.compile(model, transfer="copy", activations=activations)
+    for step in range(3):
+        x = torch.randn(2, 3)
+        found: list[Any] = []
+        for call in (eager, compiled):
+            random.seed(step)
+            found.append(call(x))
+        left, right = (x if isinstance(x, Counted) else Counted(x, 0) for x in found)
+        assert left.n == right.n
+        assert torch.equal(left.y, right.y)
+        for side in (left, right):
+            side.y.sum().backward()
+        for theirs, ours in zip(eager.parameters(), model.parameters(), strict=True):
+            assert theirs.grad is not None
+            assert ours.grad is not None
+            assert torch.equal(theirs.grad, ours.grad)
+    assert compiled.program.opaque_calls
+
+
+def test_a_result_from_a_clock_is_refused() -> None:
+    class Clock(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+            return self.fc(x) * random.random(), time.perf_counter_ns()
+
+    with pytest.raises(megatrain.TraceError, match="must return the same when it starts again from the same state"):
+        megatrain.compile(Clock())(torch.ones(2, 3))
