@@ -15,6 +15,7 @@ from megatrain.passes.interpret import Code
 from megatrain.runtime.block import BlockRunner, LocalGraph
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.gradients import GradientSink
+from megatrain.runtime.operations import Operations
 from megatrain.runtime.parks import Parks
 from megatrain.runtime.slots import Slots
 from tests.models import MODELS, Block, Stack
@@ -51,7 +52,7 @@ def broken_runner(monkeypatch: pytest.MonkeyPatch, method: str, block: int, chan
 
     def init(self: Executor, *args: Any) -> None:
         real(self, *args)
-        runners: list[Any] = self._runners
+        runners: list[Any] = self.loaded.runners
         runners[block] = Broken(runners[block])
 
     monkeypatch.setattr(Executor, "__init__", init)
@@ -118,14 +119,14 @@ def test_a_slot_that_holds_another_blocks_weights_is_found(monkeypatch):
 
 
 def test_a_slot_that_is_poisoned_while_in_use_is_found(monkeypatch):
-    real = Executor._forward
+    real = Operations.forward
 
-    def forward(self, call, step):
+    def forward(self, calls, step):
         if step.op.block == 3:
             self._slots._buffer(3, step.slot).fill_(0xFF)
-        real(self, call, step)
+        real(self, calls, step)
 
-    monkeypatch.setitem(megatrain.runtime.executor._HANDLERS, ("compute", "F"), forward)
+    monkeypatch.setitem(megatrain.runtime.operations._HANDLERS, ("compute", "F"), forward)
     found = first(report_of("stack"))
     assert (found.block, found.what, found.reason) == (
         3,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import chain
 from typing import Any
 
@@ -64,10 +64,20 @@ class BlockOptimizer:
         """Returns the number of blocks."""
         return len(self._owned)
 
+    def owned(self, block: int) -> Set[torch.Tensor]:
+        """The parameters that are updated with a block."""
+        return self._owned[block]
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._step is not None
+
     @property
     def has_hooks(self) -> bool:
-        """Whether hooks run before the step: they may want all gradients to be there when it begins."""
-        return next(iter(_pre_hooks(self._optimizer)), None) is not None
+        """Whether hooks run before or after the step: they may want all gradients, or all parameters, to be ready."""
+        hooks = chain(_pre_hooks(self._optimizer), _post_hooks(self._optimizer))
+        return next(hooks, None) is not None
 
     def begin(self) -> None:
         """Starts a step: runs the hooks before it and reads the options.
@@ -90,6 +100,9 @@ class BlockOptimizer:
                 )
         self._step = WholeStep(self._optimizer, self._code)
         self._left = set(range(len(self._owned)))
+        if "step" in vars(self._optimizer):
+            # As the patch of a scheduler does, which would warn if it went on before a step.
+            self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
     def update(self, block: int) -> None:
         """Updates the parameters of a block; those without a gradient stay as they are.
@@ -100,9 +113,9 @@ class BlockOptimizer:
         if self._step is None or block not in self._left:
             why = "no step has begun" if self._step is None else f"block {block} has no update left in this step"
             raise OptimizerError(f"{why}.\n  A step is begin(), update() once for each block, finish().")
-        self._left.remove(block)
         if self._owned[block]:
             self._step.update(self._owned[block])
+        self._left.remove(block)
 
     def finish(self) -> None:
         """Ends a step: updates parameters that are in no block, and runs the hooks after it.
@@ -119,10 +132,7 @@ class BlockOptimizer:
             step.update(rest)
         step.commit()
         self._step = None
-        if "step" in vars(optimizer):
-            optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] # as the scheduler's patch does
-        post = (optimizer._optimizer_step_post_hooks, _global_optimizer_post_hooks)
-        for hook in chain.from_iterable(list(hooks.values()) for hooks in post):
+        for hook in _post_hooks(optimizer):
             hook(optimizer, (optimizer,), {})
 
     def abandon(self) -> None:
@@ -136,6 +146,10 @@ class BlockOptimizer:
 
 def _pre_hooks(optimizer: Optimizer) -> list[Any]:
     return [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
+
+
+def _post_hooks(optimizer: Optimizer) -> list[Any]:
+    return [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
 
 
 def _check_not_replaced(optimizer: Optimizer) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.optim.adamw import AdamWOptions, Kernel, Moments, adamw_
-from megatrain.optim.master import Master, WholeMaster, read_, write_
+from megatrain.optim.adamw import AdamWOptions, Kernel, Moments, adamw_, native_reason
+from megatrain.optim.master import Master, RoundedMaster, WholeMaster, read_, write_
 from megatrain.optim.whole_step import Optimizer, StepCode, step_code
 
 GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
@@ -31,8 +31,7 @@ class MasterStep:
     Args:
         masters: By parameter, whose memory is that of the master (of the high half, if it has halves). Parameters
             without one are updated by the optimizer's own code, and so are whole ones unless it says `fused=True`.
-        gradient_of: Returns a parameter's gradient, of its shape; None is `.grad`. Those of fp32
-            parameters may be scaled in place, as by `clip_grad_norm_`.
+        gradient_of: Returns a parameter's gradient, of its shape; None is `.grad`.
         kernel: Of AdamW; see `adamw_`.
         threads: Of AdamW's native kernel.
     """
@@ -53,29 +52,39 @@ class MasterStep:
 
     def __call__(self, optimizer: Optimizer) -> None:
         """Updates all parameters in the optimizer's groups that have a gradient."""
-        fused: list[torch.Tensor] = []
-        if step_code(optimizer) is _ADAMW:
-            for group in (group for group in optimizer.param_groups if _is_fusable(group)):
-                options = AdamWOptions.of(group)
-                for parameter in group["params"]:
-                    master, gradient = self._masters.get(parameter), self._gradient_of(parameter)
-                    if master is None or gradient is None or (isinstance(master, WholeMaster) and not group["fused"]):
-                        continue
-                    self._adamw(master, gradient, optimizer.state[parameter], options)
-                    fused.append(parameter)
-        _without(optimizer, fused, self._by_its_own_code)
+        fused = list(self._fusable(optimizer))
+        # Whatever can fail comes before the first write.
+        for fusable in fused:
+            _make_moments(fusable.master, optimizer.state[fusable.parameter])
+        for parameter, master, gradient, options in fused:
+            self._adamw(master, gradient, optimizer.state[parameter], options)
+        _without(optimizer, [fusable.parameter for fusable in fused], self._by_its_own_code)
+
+    def cannot_fail(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
+        """Tells whether the update of these parameters, once it writes, is sure to reach its end."""
+        if native_reason() is not None:
+            return False
+        native = {
+            parameter
+            for parameter, master, gradient, _ in self._fusable(optimizer)
+            if not isinstance(master, RoundedMaster) and gradient.dtype in (torch.float32, torch.bfloat16)
+        }
+        return all(p in native or self._gradient_of(p) is None for p in parameters)
+
+    def _fusable(self, optimizer: Optimizer) -> Iterator[_Fusable]:
+        """The parameters whose update is one pass over each master."""
+        if step_code(optimizer) is not _ADAMW:
+            return
+        for group in (group for group in optimizer.param_groups if _is_fusable(group)):
+            options = AdamWOptions.of(group)
+            for parameter in group["params"]:
+                master, gradient = self._masters.get(parameter), self._gradient_of(parameter)
+                if master is None or gradient is None or (isinstance(master, WholeMaster) and not group["fused"]):
+                    continue
+                yield _Fusable(parameter, master, gradient, options)
 
     def _adamw(self, master: Master, gradient: torch.Tensor, state: dict[str, Any], options: AdamWOptions) -> None:
-        if not state:
-            zeros = Moments.zeros(master)
-            state.update(step=torch.tensor(0.0), exp_avg=zeros.exp_avg, exp_avg_sq=zeros.exp_avg_sq)
         moments = Moments(state["exp_avg"], state["exp_avg_sq"])
-        if moments.exp_avg.dtype != torch.float32:
-            raise OptimizerError(
-                f"the moments of a {tuple(master.shape)} parameter are {moments.exp_avg.dtype}.\n"
-                "  Over bf16 masters they stay fp32; load_state_dict turns state into the parameter's dtype.\n"
-                "  Put the fp32 tensors into optimizer.state after loading."
-            )
         state["step"] += 1
         adamw_(
             master,
@@ -112,7 +121,8 @@ class MasterStep:
         parameter.grad = None
         master = self._narrow_master(parameter)
         if master is None:
-            parameter.grad = gradient if self.scale == 1.0 else gradient.mul_(self.scale)
+            # Not in place: after a failure the same gradient comes once more.
+            parameter.grad = gradient if self.scale == 1.0 else gradient * self.scale
         else:
             parameter.data = read_(torch.empty(master.shape), master)
             parameter.grad = gradient.to(torch.float32, copy=True).mul_(self.scale)
@@ -120,6 +130,26 @@ class MasterStep:
     def _narrow_master(self, parameter: torch.Tensor) -> Master | None:
         master = self._masters.get(parameter)
         return None if isinstance(master, WholeMaster) else master
+
+
+class _Fusable(NamedTuple):
+    parameter: torch.Tensor
+    master: Master
+    gradient: torch.Tensor
+    options: AdamWOptions
+
+
+def _make_moments(master: Master, state: dict[str, Any]) -> None:
+    if not state:
+        zeros = Moments.zeros(master)
+        state.update(step=torch.tensor(0.0), exp_avg=zeros.exp_avg, exp_avg_sq=zeros.exp_avg_sq)
+    dtype = state["exp_avg"].dtype
+    if dtype != torch.float32:
+        raise OptimizerError(
+            f"the moments of a {tuple(master.shape)} parameter are {dtype}.\n"
+            "  Over bf16 masters they stay fp32; load_state_dict turns state into the parameter's dtype.\n"
+            "  Put the fp32 tensors into optimizer.state after loading."
+        )
 
 
 def _grad(parameter: torch.Tensor) -> torch.Tensor | None:

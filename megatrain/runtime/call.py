@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ import torch
 from megatrain.errors import ExecuteError
 from megatrain.runtime.arena import Meter
 from megatrain.runtime.block import LocalGraph
+from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.parks import Parks
-from megatrain.runtime.rng import RngState
+from megatrain.runtime.rng import OwnGenerators, RngState
 from megatrain.runtime.start import Start, version
 
 Landing = tuple[torch.Tensor | None, bool]
@@ -30,13 +32,28 @@ class Call:
         meter: Counts the bytes held.
         parks: Host memory for this call's parked activations.
         start: What it begins with.
+        loaded: The program that it runs.
+        generators: Random generators of its own; None if it draws from the global ones.
+        can_repeat: A backward may be attempted again, so that each block notes the generators' state.
 
     Attributes:
         start: Kept, small as it is, while an output may be differentiated again; then None.
     """
 
-    def __init__(self, meter: Meter, parks: Parks, start: Start):
+    def __init__(
+        self,
+        meter: Meter,
+        parks: Parks,
+        start: Start,
+        loaded: Loaded,
+        *,
+        generators: OwnGenerators | None = None,
+        can_repeat: bool = False,
+    ):
         self._meter = meter
+        self.loaded = loaded
+        self._generators = generators
+        self.can_repeat = can_repeat
         self.start: Start | None = start
         self._spent: set[int] = set()
         self.parks = parks
@@ -54,6 +71,16 @@ class Call:
         self.status = OPEN
         self._versions: list[tuple[str, torch.Tensor, int]] = []
 
+    def begin(self, device: torch.device, *, is_first: bool = True) -> None:
+        """Puts inputs, constants and, of the first micro-batch, buffers that the forward writes, on the device."""
+        assert self.start is not None
+        for name, tensor in self.start.inputs.items():
+            self.set_value(name, tensor)
+        for name, buffer in self.start.buffers.items() if is_first else ():
+            self.set_value(name, buffer.to(device, copy=True))
+        for name, constant in self.loaded.program.constants.items():
+            self.set_value(name, constant)
+
     def hold(self, kind: str, name: str | int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Counts tensors as held until `drop` of the same kind and name."""
         present = [t for t in tensors if t is not None]
@@ -63,6 +90,13 @@ class Call:
         """Keeps a value on the device."""
         self.values[name] = tensor
         self.hold("value", name, [tensor])
+
+    def pass_on(self, names: Iterable[str], later: Call) -> None:
+        """Gives new values of buffers to the next micro-batch, whose forward begins with them."""
+        buffers = self.loaded.written_buffers
+        for name in names:
+            if name in buffers and name in self.values:
+                later.set_value(buffers[name], self.values[name])
 
     def return_value(self, name: str, tensor: torch.Tensor) -> None:
         """Keeps a parked value that came back; runs on a transfer thread, before or after the drop of the original."""
@@ -77,6 +111,11 @@ class Call:
         """Keeps the gradient of a value; replaces the partial sum it continues."""
         self.gradients[name] = gradient
         self.hold("gradient", name, [gradient])
+
+    def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Adds to the gradient of an output."""
+        known = self.gradients.get(name)
+        self.set_gradient(name, gradient if known is None else known + gradient)
 
     def drop(self, kind: str, name: str | int) -> None:
         """Lets go of what `hold` counted."""
@@ -97,6 +136,10 @@ class Call:
             "parameters": self.parameter_gradients,
             "saved": self.graphs,
         }[kind]
+
+    def own_generators(self) -> AbstractContextManager[None]:
+        """Lets the body draw from the call's own generators, if it has any."""
+        return nullcontext() if self._generators is None else self._generators.drawing()
 
     def take_outputs(self) -> list[torch.Tensor]:
         """Returns the model's output tensors, in order, once."""

@@ -1,31 +1,27 @@
-"""Executor: runs a schedule, one handler per kind of operation."""
+"""Executor: runs the schedule of a call, forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from megatrain.passes.program import Block, Program
-from megatrain.runtime.block import LocalGraph
+from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.facts import Facts
 from megatrain.runtime.gradients import GradientSink, Take
-from megatrain.runtime.plan import Plan, Planned, Release, cold_schedule, plan_schedule
+from megatrain.runtime.loaded import Loaded
+from megatrain.runtime.operations import Operations
+from megatrain.runtime.plan import Plan, cold_schedule, plan_schedule
 from megatrain.runtime.rng import repeated_rng
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.start import Start
-from megatrain.runtime.streams import Event
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.table import Schedule
 
 
 class Executor:
-    """Runs the operations of a schedule in its order, each after those it waits for.
-
-    It decides nothing: what to prefetch, park, recompute and drop, when and where, is in the schedule.
+    """Runs the forward and the backward of calls, as their schedule says.
 
     Args:
         program: The blocks.
@@ -38,22 +34,15 @@ class Executor:
         self.program = program
         self.schedule = schedule
         self._engine = engine
-        images = engine.adopt(program)
-        self._slots = Slots(schedule, images, engine)
-        self._runners = [engine.runner(program.templates[b.template]) for b in program.blocks]
+        self.loaded = Loaded.of(program, engine, is_training=schedule.mode == "train")
+        self._slots = Slots(schedule, self.loaded.images, engine)
         self._plan = plan_schedule(schedule)
-        self._names = list(program.values)
-        self._specs = [value.spec for value in program.values.values()]
         self._resumed: Plan | None = None
-        self.facts = Facts.of(program, is_training=schedule.mode == "train")
+        self.facts = self.loaded.facts
         self.differentiable_outputs = self.facts.differentiable_outputs
         self.differentiable_inputs = self.facts.differentiable_inputs
-        works = schedule.known_workload().blocks
-        self._has_empty_gradients = [w.has_backward and not w.gradient_bytes for w in works]
-        slab_bytes = max((image.nbytes for image in images), default=0)
-        is_bound = schedule.transfer == "bind"
-        parts = self.facts.parts
-        self._sink = GradientSink(lambda key: engine.tensors[key], engine.device, slab_bytes, parts, in_place=is_bound)
+        self._sink = GradientSink.of(self.loaded, engine, schedule)
+        self._operations = Operations(schedule, self._slots, engine, self._sink)
 
     # -- calls ---------------------------------------------------------------------------------------------
 
@@ -82,14 +71,14 @@ class Executor:
 
     def _run_forward(self, start: Start, *, commits: bool) -> Call:
         engine = self._engine
-        parks = engine.parks.take([self._specs[v] for v in self._plan.parked_values])
-        call = Call(engine.meter, parks, start)
+        parks = engine.parks.take([self.loaded.specs[v] for v in self._plan.parked_values])
+        call = Call(engine.meter, parks, start, self.loaded)
         try:
             engine.arena.ensure(self._plan.arena_bytes)
             engine.meter.set_arena(engine.arena.nbytes)
-            self._set_inputs(call, start)
+            call.begin(engine.device)
             engine.give_slots(None)
-            self._run(call, self._plan.forward, self._plan.forward_ends)
+            self._operations.run([call], self._plan.forward, self._plan.forward_ends)
             engine.give_slots(call)
             if commits:
                 self._commit_buffers(call)
@@ -154,13 +143,13 @@ class Executor:
         engine = self._engine
         for ref, gradient in zip(self.program.outputs, gradients, strict=True):
             if gradient is not None:
-                self._add_gradient(call, ref.name, gradient)
+                call.add_gradient(ref.name, gradient)
         self._sink.begin(take)
         is_warm = engine.has_slots(call)
         engine.give_slots(None)
         plan = self._plan if is_warm else self._cold_plan()
         engine.arena.ensure(plan.arena_bytes)
-        self._run(call, plan.backward, plan.backward_ends)
+        self._operations.run([call], plan.backward, plan.backward_ends)
         return [call.gradients.get(self.program.inputs[i]) for i in self.differentiable_inputs]
 
     def _cold_plan(self) -> Plan:
@@ -168,14 +157,6 @@ class Executor:
         if self._resumed is None:
             self._resumed = plan_schedule(cold_schedule(self.schedule))
         return self._resumed
-
-    def _set_inputs(self, call: Call, start: Start) -> None:
-        for name, tensor in start.inputs.items():
-            call.set_value(name, tensor)
-        for name, buffer in start.buffers.items():
-            call.set_value(name, buffer.to(self._engine.device, copy=True))
-        for name, constant in self.program.constants.items():
-            call.set_value(name, constant)
 
     def _commit_buffers(self, call: Call) -> None:
         with torch.no_grad():
@@ -189,131 +170,3 @@ class Executor:
         """Returns a parameter or buffer that the model returns: the tensor itself where the device is the host."""
         state = self._engine.tensors[key]
         return state if state.device == self._engine.device else state.to(self._engine.device)
-
-    # -- running the table ---------------------------------------------------------------------------------
-
-    def _run(self, call: Call, steps: Sequence[Planned], ends: Sequence[Release]) -> None:
-        """Hands transfers to their streams and runs compute here, in the table's order."""
-        streams = self._engine.streams
-        events = {step.position: Event(str(step.op)) for step in steps}
-        queues = {"h2d": streams.h2d.submit, "d2h": streams.d2h.submit, "compute": streams.compute.run}
-        # Transfers first: they start as soon as what they wait for is done, while compute runs on this thread.
-        in_order = sorted(steps, key=lambda step: step.op.stream == "compute")
-        with streams.step(synchronize=False):
-            for step in in_order:
-                waits, done = self._waits(step, events), events[step.position]
-                queues[step.op.stream](str(step.op), self._handler(call, step), waits, done)
-        self._release(call, ends)
-
-    def _waits(self, step: Planned, events: dict[Position, Event]) -> list[Event]:
-        """Events of this half of the table; those of the other half are over."""
-        return [events[w] for w in step.waits if w in events]
-
-    def _handler(self, call: Call, step: Planned) -> Callable[[], None]:
-        handler = _HANDLERS[step.op.stream, step.op.what]
-
-        def work() -> None:
-            self._release(call, step.released_before)
-            handler(self, call, step)
-            self._release(call, step.released_after)
-            self._slots.poison(step.freed_ranges)
-
-        return work
-
-    def _release(self, call: Call, items: Sequence[Release]) -> None:
-        for kind, number in items:
-            call.drop(kind, self._names[number] if kind in _OF_VALUES else number)
-
-    # -- handlers ------------------------------------------------------------------------------------------
-
-    def _prefetch(self, call: Call, step: Planned) -> None:
-        assert step.op.slot is not None
-        self._slots.prefetch(step.op.block, step.op.slot)
-
-    def _park(self, call: Call, step: Planned) -> None:
-        for value in step.values:
-            name = self._names[value]
-            call.parks.put(name, call.values[name])
-
-    def _unpark(self, call: Call, step: Planned) -> None:
-        for value in step.values:
-            name = self._names[value]
-            call.return_value(name, call.parks.get(name, self._engine.device))
-
-    def _forward(self, call: Call, step: Planned) -> None:
-        block = self.program.blocks[step.op.block]
-        runner = self._runners[block.index]
-        inputs = [call.values[name] for name in block.inputs]
-        state = self._slots.state(block.index, step.slot)
-        if step.saves:
-            graph = self._graph(call, block, step, inputs, state)
-            call.graphs[block.index] = graph
-            saved = graph.saved_tensors()
-            outputs: Sequence[torch.Tensor] = [t.detach() for t in graph.outputs]
-        else:
-            saved = []
-            if step.is_recomputed:
-                call.rng[block.index] = runner.rng_state()
-            outputs = runner.forward(inputs, state, self.facts.needs_grad[block.index])
-        for name, tensor in zip(block.outputs, outputs, strict=True):
-            call.set_value(name, tensor)
-        call.hold("saved", block.index, saved)
-
-    def _graph(self, call: Call, block: Block, step: Planned, inputs: Any, state: Any) -> LocalGraph:
-        # The graph keeps this function; it must not keep the call, which keeps the graph.
-        slots = call.slot_of
-        slots[block.index] = step.slot
-        return self._runners[block.index].forward_with_graph(
-            inputs,
-            state,
-            self.facts.needs_grad[block.index],
-            self.facts.is_carried[block.index],
-            lambda: self._slots.state(block.index, slots[block.index]),
-        )
-
-    def _backward(self, call: Call, step: Planned) -> None:
-        block = self.program.blocks[step.op.block]
-        call.slot_of[block.index] = step.slot
-        output_gradients = [call.gradients.get(name) for name in block.outputs]
-        carried = [call.gradients.get(name) for name in block.inputs]
-        graph = call.graphs.get(block.index)
-        if graph is None and any(g is not None for g in output_gradients):
-            inputs = [call.values[name] for name in block.inputs]
-            rng = call.rng.get(block.index)
-            with self._runners[block.index].repeated(rng):
-                graph = self._graph(call, block, step, inputs, self._slots.state(block.index, step.slot))
-        if graph is None or all(g is None for g in output_gradients):
-            call.parameter_gradients[block.index] = [(None, False)] * len(block.binding)
-            return
-        own, parameters = graph.gradients(output_gradients, carried)
-        for name, gradient in zip(block.inputs, own, strict=True):
-            if gradient is not None:
-                call.drop("gradient", name)  # the sum so far is part of the new one
-                call.set_gradient(name, gradient)
-        # What others hold too may not become somebody's `.grad`; looked up before it counts as held here.
-        is_shared = [g is not None and self._engine.meter.has(g) for g in parameters]
-        call.parameter_gradients[block.index] = list(zip(parameters, is_shared, strict=True))
-        call.hold("parameters", block.index, parameters)
-        if self._has_empty_gradients[block.index]:
-            self._offload(call, step)  # there is nothing to move, so the table has no G
-
-    def _offload(self, call: Call, step: Planned) -> None:
-        block = self.program.blocks[step.op.block]
-        gradients = call.parameter_gradients[block.index]
-        self._sink.receive(block.binding, gradients, self.facts.completes[block.index])
-
-    def _add_gradient(self, call: Call, name: str, gradient: torch.Tensor) -> None:
-        known = call.gradients.get(name)
-        call.set_gradient(name, gradient if known is None else known + gradient)
-
-
-_OF_VALUES = ("value", "gradient", "original")
-
-_HANDLERS: dict[tuple[str, str], Callable[[Executor, Call, Planned], None]] = {
-    ("h2d", "W"): Executor._prefetch,
-    ("h2d", "A"): Executor._unpark,
-    ("compute", "F"): Executor._forward,
-    ("compute", "B"): Executor._backward,
-    ("d2h", "A"): Executor._park,
-    ("d2h", "G"): Executor._offload,
-}

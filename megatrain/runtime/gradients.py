@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from megatrain.runtime.engine import Engine
 from megatrain.runtime.host import HostArena
+from megatrain.runtime.loaded import Loaded
+from megatrain.scheduler.table import Schedule
 from megatrain.tracer.state import StateEntry
 
 Take = Callable[[str, torch.Tensor], None]
@@ -44,6 +47,17 @@ class GradientSink:
         self._slab = None if device.type == "cpu" else HostArena(max(1, slab_bytes), pin=device)
         self._sums: dict[str, torch.Tensor] = {}
         self._take: Take = self._accumulate
+
+    @staticmethod
+    def of(loaded: Loaded, engine: Engine, schedule: Schedule) -> GradientSink:
+        """Makes the sink of a schedule's backward."""
+        return GradientSink(
+            lambda key: engine.tensors[key],
+            engine.device,
+            slab_bytes=max((image.nbytes for image in loaded.images), default=0),
+            parts=loaded.facts.parts,
+            in_place=schedule.transfer == "bind",
+        )
 
     def begin(self, take: Take | None = None) -> None:
         """Starts a backward, whose gradients `take` gets; None adds them to `.grad`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from megatrain.scheduler.table import Position, Schedule
 
 
 class Release(NamedTuple):
-    """Something to let go of.
+    """Something of a micro-batch to let go of.
 
     `"value"`, `"gradient"` and `"original"` (a value on the device that was parked) have the number of a value,
     `"parameters"` (gradients of a block's parameters) and `"saved"` (a retained graph) that of a block.
@@ -23,6 +24,7 @@ class Release(NamedTuple):
 
     kind: str
     number: int
+    micro_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Planned:
         values: Values that an A moves, by index.
         saves: An F that retains its graph.
         is_recomputed: An F that its B will repeat.
+        is_turn: The first B of its micro-batch: the caller hands in the gradients of the outputs.
         released_before: Items to let go of once its waits are over: transfers had the last use of them.
         released_after: Items whose last use it is.
         freed_ranges: `(offset, bytes)` in the arena of the states that it reads last.
@@ -49,9 +52,15 @@ class Planned:
     values: tuple[int, ...]
     saves: bool
     is_recomputed: bool
+    is_turn: bool
     released_before: tuple[Release, ...]
     released_after: tuple[Release, ...]
     freed_ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def micro_batch(self) -> int:
+        """Whose operation it is; what concerns all micro-batches counts as the first's."""
+        return self.op.micro_batch or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,7 @@ class Plan:
     """The operations of one schedule, split where the caller gets the model's outputs.
 
     Args:
-        forward: Everything up to the tick of the last F.
+        forward: Everything up to the tick of the last F; nothing of a whole step, which isn't split.
         backward: The rest.
         forward_ends: Items to let go of when the forward half is over.
         backward_ends: The same for the backward half.
@@ -76,23 +85,33 @@ class Plan:
 
 
 def plan_schedule(schedule: Schedule) -> Plan:
-    """Looks up waits, slots and releases of every operation of `schedule`.
+    """Looks up waits, slots and releases of every operation of the schedule of a call.
 
     Raises:
-        ScheduleError: If it is of a whole training step, which no executor runs yet.
+        ScheduleError: If it is of a whole training step, which `StepExecutor` runs.
     """
     if schedule.micro_batches > 1 or schedule.updates != "none" or schedule.clip or schedule.outputs != "keep":
         raise ScheduleError(
             "the schedule is of a whole training step.\n"
-            "  An executor runs one call: a forward and its backward; updates are the caller's.\n"
-            "  Build it without micro_batches, updates, clip and outputs."
+            "  An Executor runs one call: a forward and its backward; updates are the caller's.\n"
+            "  Build it without micro_batches, updates, clip and outputs, or run it by a TrainStep."
         )
-    last_forward = max((p.tick for p, op in schedule.positions() if op.what == "F"), default=-1)
+    return _planned(schedule, max((p.tick for p, op in schedule.positions() if op.what == "F"), default=-1))
+
+
+def plan_step(schedule: Schedule) -> Plan:
+    """Looks up the same of a whole training step."""
+    return _planned(schedule, -1)
+
+
+def _planned(schedule: Schedule, last_forward: int) -> Plan:
     releases = _Releases(schedule, last_forward)
     waits, bindings, parked = schedule.waits(), schedule.bindings(), schedule.parked()
     slot_of = {position: op.slot for position, op in schedule.positions()}
     freed = _freed_ranges(schedule)
-    recomputed = {op.block for _, op in schedule.positions() if op.what == "B"}.difference(schedule.saves)
+    backwards = [(position, op) for position, op in schedule.positions() if op.what == "B"]
+    recomputed = {op.block for _, op in backwards}.difference(schedule.saves)
+    turns = {op.micro_batch: position for position, op in reversed(backwards)}
     steps = tuple(
         Planned(
             position=position,
@@ -102,6 +121,7 @@ def plan_schedule(schedule: Schedule) -> Plan:
             values=parked.get(op.block, ()) if op.what == "A" else (),
             saves=op.what == "F" and op.block in schedule.saves,
             is_recomputed=op.what == "F" and op.block in recomputed,
+            is_turn=turns.get(op.micro_batch) == position,
             released_before=tuple(releases.before[position]),
             released_after=tuple(releases.after[position]),
             freed_ranges=tuple(freed[position]),
@@ -135,12 +155,12 @@ class _Releases:
         self._last_forward = last_forward
         self._compute = [p for p, _ in schedule.positions() if p.stream == Stream.COMPUTE]
         self._returns = [p for p, op in schedule.positions() if p.stream == Stream.H2D and op.what == "A"]
-        parked = {v for values in schedule.parked().values() for v in values}
+        returns, parked = set(self._returns), {v for values in schedule.parked().values() for v in values}
         for life in lifetimes(schedule):
             kind, number = life.item
-            has_left = kind == "value" and number in parked and life.start not in self._returns
+            has_left = kind == "value" and number in parked and life.start not in returns
             if life.ends:
-                self._place(Release("original" if has_left else kind, number), life.ends)
+                self._place(Release("original" if has_left else kind, number, life.micro_batch), life.ends)
 
     def _place(self, item: Release, ends: Sequence[Position]) -> None:
         last_compute = max((p.tick for p in ends if p.stream == Stream.COMPUTE), default=-1)
@@ -151,10 +171,9 @@ class _Releases:
         is_forward = last_transfer <= self._last_forward
         last_tick = self._last_forward if is_forward else float("inf")
         for takers in (self._compute, self._returns):
-            later = (p for p in takers if last_transfer < p.tick <= last_tick)
-            first = next(later, None)
-            if first is not None:
-                self.before[first].append(item)
+            first = bisect_right(takers, last_transfer, key=lambda p: p.tick)
+            if first < len(takers) and takers[first].tick <= last_tick:
+                self.before[takers[first]].append(item)
         (self.forward_ends if is_forward else self.backward_ends).append(item)
 
 

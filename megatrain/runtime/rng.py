@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatrain.tracer.opaque import Opaque
@@ -68,6 +71,75 @@ def repeated_rng(state: RngState | None, device: torch.device, opaque: Sequence[
         return
     present = RngState.now(device, opaque)
     state.restore(device)
+    try:
+        yield
+    finally:
+        present.restore(device)
+
+
+class OwnGenerators:
+    """Generators that a micro-batch draws from, beside the global ones.
+
+    The blocks of all micro-batches run in turns, so they can't draw from one sequence in the order of a loop over
+    micro-batches. The first draws from the global generators, each other one as after `torch.manual_seed(seed)`.
+
+    Args:
+        seed: Seed of torch's generators, host and device, and of Python's and NumPy's.
+        device: Compute device.
+    """
+
+    def __init__(self, seed: int, device: torch.device):
+        self._device = device
+        with _kept(device):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            self._state = _Generators.now(device)
+
+    @contextmanager
+    def drawing(self) -> Generator[None]:
+        """Runs the body with these generators in the place of the global ones, which don't move meanwhile."""
+        with _kept(self._device):
+            self._state.restore(self._device)
+            yield
+            self._state = _Generators.now(self._device)
+
+
+def micro_batch_seed(micro_batch: int, device: torch.device | str = "cpu") -> int:
+    """The seed of a micro-batch of the step that would begin now; see `OwnGenerators`.
+
+    It is a digest of the states of torch's generators, which it doesn't move: with it a loop over micro-batches can
+    repeat a step, if it calls `torch.manual_seed(seed)` before every micro-batch but the first.
+
+    Args:
+        micro_batch: From 1; the first micro-batch, 0, draws from the global generators.
+        device: Compute device.
+    """
+    state = RngState.now(torch.device(device))
+    parts = [state.host] if state.device is None else [state.host, state.device]
+    content = b"".join(bytes(part.numpy()) for part in parts) + micro_batch.to_bytes(8, "little")
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Generators:
+    """The states of all global generators, torch's and the host's."""
+
+    torch: RngState
+    host: HostRng
+
+    @staticmethod
+    def now(device: torch.device) -> _Generators:
+        return _Generators(RngState.now(device), HostRng.now())
+
+    def restore(self, device: torch.device) -> None:
+        self.torch.restore(device)
+        self.host.restore()
+
+
+@contextmanager
+def _kept(device: torch.device) -> Generator[None]:
+    present = _Generators.now(device)
     try:
         yield
     finally:

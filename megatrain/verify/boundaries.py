@@ -67,7 +67,7 @@ def watch(variant: Variant, engine: Engine, seen: Watch) -> None:
     """Puts a watched runner in front of every block's."""
     if variant.executor is None:
         variant.executor = Executor(variant.program, variant.schedule, engine)
-    runners: list[Any] = variant.executor._runners
+    runners: list[Any] = variant.executor.loaded.runners
     runners[:] = [
         _WatchedRunner(runner, block, seen, engine.device)
         for runner, block in zip(runners, variant.program.blocks, strict=True)

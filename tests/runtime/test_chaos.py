@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import megatrain
-from megatrain.runtime.executor import Executor
+from megatrain.runtime.operations import Operations
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams import Chaos
 from tests.models import MODELS
@@ -123,8 +123,8 @@ def test_calls_whose_backwards_come_late_under_chaos(seed: int) -> None:
         assert torch.equal(a.grad, b.grad), name
 
 
-class WithoutWaits(Executor):
-    """An executor that forgets what its operations wait for."""
+class WithoutWaits(Operations):
+    """Operations that forget what they wait for."""
 
     def _waits(self, step, events):
         return []
@@ -136,7 +136,7 @@ def test_a_runtime_without_waits_is_caught(slow: str, monkeypatch: pytest.Monkey
     model, args, kwargs = MODELS["gpt_loss"]()
     eager, streamed = copy.deepcopy(model), copy.deepcopy(model)
     expected = train(eager, eager, args, kwargs)
-    monkeypatch.setattr(Executor, "_waits", WithoutWaits._waits)
+    monkeypatch.setattr(Operations, "_waits", WithoutWaits._waits)
     chaos = Chaos(seed=1, max_delay_s=0.01, slow=slow)
     compiled = megatrain.compile(streamed, device="cpu", transfer="copy", activations="offload", chaos=chaos)
     with pytest.raises((AssertionError, KeyError, megatrain.ExecuteError)):

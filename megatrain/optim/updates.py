@@ -1,0 +1,180 @@
+"""Updates: the gradients of a step on their way to the optimizer, block by block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.errors import OptimizerError
+from megatrain.optim.blockwise import BlockOptimizer
+from megatrain.optim.master import Master
+from megatrain.optim.master_step import MasterStep
+from megatrain.optim.norm import GradientNorm, NonFinite
+from megatrain.optim.undo import Undo
+from megatrain.optim.whole_step import Optimizer
+
+
+@dataclass(slots=True, eq=False)
+class Gradients:
+    """The whole gradients of one step, on the host.
+
+    Args:
+        by_parameter: Those that no update has used yet.
+        arrivals: Each parameter and its block, in the order in which they came.
+        norm: Of all gradients; None until it is known, or if nobody asks.
+        scale: What clipping multiplies them by.
+        nonfinite: The first that isn't finite, if somebody looked.
+    """
+
+    by_parameter: dict[torch.Tensor, torch.Tensor]
+    arrivals: list[tuple[int, torch.Tensor]]
+    norm: torch.Tensor | None = None
+    scale: float = 1.0
+    nonfinite: NonFinite | None = None
+
+    @staticmethod
+    def none() -> Gradients:
+        """Returns those of a step that begins."""
+        return Gradients({}, [])
+
+
+class Updates:
+    """Takes whole gradients as they come, their norm, and the optimizer's step block by block.
+
+    `receive` and then `take_norm` fill `arriving`; `begin` makes them those of the optimizer's step, which `update`
+    takes for each block in any order and `finish` ends. In between gradients of the next step may arrive.
+
+    Args:
+        optimizer: The user's.
+        blocks: The parameters that are updated with each block.
+        masters: Of parameters that have one; see `MasterStep`.
+        parameters: In the order in which `clip_grad_norm_` would get them.
+        max_norm: Largest norm of all gradients; None doesn't clip.
+        threads: How many threads a native kernel takes; None is as many as torch.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        blocks: Sequence[Sequence[torch.Tensor]],
+        *,
+        masters: Mapping[torch.Tensor, Master],
+        parameters: Iterable[torch.Tensor],
+        max_norm: float | None = None,
+        threads: int | None = None,
+    ):
+        self._optimizer = optimizer
+        self._masters = masters
+        self._code = MasterStep(masters, gradient_of=self._gradient_of, threads=threads)
+        self.blocks = BlockOptimizer(optimizer, blocks, code=self._code, probe=False)
+        self._block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block}
+        self._parameters = list(parameters)
+        self._norm = GradientNorm(self._parameters)
+        self._max_norm = max_norm
+        self.arriving = Gradients.none()
+        self._using = Gradients.none()
+        self._left: set[int] = set()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step of the optimizer has begun and not ended."""
+        return self.blocks.is_under_way
+
+    def receive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Takes a whole gradient."""
+        self.arriving.by_parameter[parameter] = gradient
+        self.arriving.arrivals.append((self._block_of[parameter], parameter))
+
+    def drop_arriving(self) -> None:
+        """Forgets what has arrived."""
+        self.arriving = Gradients.none()
+
+    def take_norm(self) -> None:
+        """Takes the norm of what has arrived, and what clipping makes of it.
+
+        Raises:
+            OptimizerError: If a gradient is sparse.
+        """
+        found = self.arriving
+        self._norm.begin()
+        for block, parameter in found.arrivals:
+            self._norm.add(block, {parameter: found.by_parameter[parameter]})
+        found.norm = self._norm.total()
+        found.nonfinite = self._norm.first_nonfinite
+        if self._max_norm is not None:
+            found.scale = float(self._norm.coefficient(self._max_norm))
+
+    def begin(self) -> None:
+        """Starts a step of the optimizer with the gradients that have arrived or will; options are read now.
+
+        Raises:
+            OptimizerError: See `BlockOptimizer.begin`.
+        """
+        if self.blocks.has_hooks:
+            self._show_gradients()
+        self.blocks.begin()
+        self._using = self.arriving
+        self._code.scale = self._using.scale
+        self._left = set(range(len(self.blocks)))
+
+    def _show_gradients(self) -> None:
+        """Lets hooks before the step see gradients where they look for them, clipped."""
+        found = self.arriving
+        for parameter, gradient in found.by_parameter.items():
+            parameter.grad = gradient if found.scale == 1.0 else gradient.mul_(found.scale)
+        found.scale = 1.0
+
+    def update(self, block: int) -> None:
+        """Updates the parameters of a block. If that fails they are as before, and it may be tried again."""
+        owned = [p for p in self.blocks.owned(block) if p in self._using.by_parameter]
+        undo = None
+        if owned and not self._code.cannot_fail(self._optimizer, owned):
+            undo = Undo(self._optimizer, owned, self._masters)
+        try:
+            self.blocks.update(block)
+        except BaseException:
+            if undo is not None:
+                undo.restore()
+            raise
+        for parameter in owned:
+            del self._using.by_parameter[parameter]
+            parameter.grad = None
+            torch.autograd.graph.increment_version(parameter)
+        self._left.remove(block)
+
+    def finish(self) -> None:
+        """Takes what is left of the optimizer's step, and ends it."""
+        for block in sorted(self._left):
+            self.update(block)
+        self.blocks.finish()
+        self._using = Gradients.none()
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        found = self._using.by_parameter.get(parameter)
+        if found is None and parameter not in self._block_of:
+            return parameter.grad  # of a parameter beside the model
+        return found
+
+    def describe(self, found: NonFinite, names: Mapping[torch.Tensor, str]) -> str:
+        """Names a gradient that isn't finite."""
+        return f"the gradient of `{names[self._parameters[found.parameter]]}` in block {found.block}"
+
+
+def check_max_norm(max_norm: float | None) -> float | None:
+    """Returns the option.
+
+    Raises:
+        OptimizerError: If it isn't a positive number.
+    """
+    if max_norm is not None and not (isinstance(max_norm, int | float) and 0 < max_norm and not math.isnan(max_norm)):
+        raise OptimizerError(
+            f"max_grad_norm={max_norm!r} must be a positive number.\n  Gradients are scaled down to it.\n"
+            "  Leave it out to not clip."
+        )
+    return max_norm

@@ -1,0 +1,46 @@
+"""Interrupts: Ctrl-C comes between operations, not in the middle of one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupts:
+    """Holds SIGINT back while the body runs, until `check` or the end.
+
+    Python raises `KeyboardInterrupt` between any two bytecodes of the main thread: half an operation would be done, and
+    nobody could tell which half. On other threads nothing is held back, because signals never arrive there.
+    """
+
+    def __init__(self) -> None:
+        self._previous: Any = None
+        self._arrived: tuple[int, FrameType | None] | None = None
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._previous = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._arrived = number, frame
+
+    def check(self) -> None:
+        """Lets through what arrived since.
+
+        Raises:
+            KeyboardInterrupt: If it did, and the handler that was there before raises it.
+        """
+        if self._arrived is not None:
+            (number, frame), self._arrived = self._arrived, None
+            self._previous(number, frame)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            if error is None:
+                self.check()

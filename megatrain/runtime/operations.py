@@ -1,0 +1,262 @@
+"""Operations: what each operation of a table does, and how a table runs."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from megatrain.passes.program import Block
+from megatrain.runtime.block import LocalGraph
+from megatrain.runtime.call import Call, Landing
+from megatrain.runtime.engine import Engine
+from megatrain.runtime.gradients import GradientSink
+from megatrain.runtime.plan import Planned, Release
+from megatrain.runtime.slots import Slots
+from megatrain.runtime.streams import Event
+from megatrain.scheduler.table import Position, Schedule
+
+
+class Around(Protocol):
+    """What whoever runs a whole step does around and beside the operations on the device."""
+
+    def before_compute(self) -> None:
+        """Comes before each F and B; what it raises ends the step."""
+
+    def turn(self, micro_batch: int) -> None:
+        """Hands in the gradients of a micro-batch's outputs, ahead of its first B."""
+
+    def norm(self) -> None:
+        """N."""
+
+    def update(self, block: int) -> None:
+        """U."""
+
+
+class Operations:
+    """Runs operations of one schedule on the calls of its micro-batches, one handler per kind.
+
+    It decides nothing: what to prefetch, park, recompute and drop, when and where, is in the schedule.
+
+    Args:
+        schedule: What runs.
+        slots: Where weights lie meanwhile.
+        engine: Streams, host store and arena.
+        sink: Takes the gradients of parameters.
+    """
+
+    def __init__(self, schedule: Schedule, slots: Slots, engine: Engine, sink: GradientSink):
+        self._engine = engine
+        self._slots = slots
+        self._sink = sink
+        works = schedule.known_workload().blocks
+        self._has_empty_gradients = [w.has_backward and not w.gradient_bytes for w in works]
+
+    def run(
+        self,
+        calls: Sequence[Call],
+        steps: Sequence[Planned],
+        ends: Sequence[Release],
+        *,
+        around: Around | None = None,
+        done: set[Position] | None = None,
+    ) -> None:
+        """Hands transfers and work of the host to their streams and runs compute here, in the table's order.
+
+        Args:
+            calls: One per micro-batch.
+            steps: The operations; what they wait for and isn't among them is over.
+            ends: What to let go of afterwards.
+            around: The rest of a whole step.
+            done: Operations that are over, and are left out; the others are added as they succeed.
+        """
+        done = set() if done is None else done
+        left = [step for step in steps if step.position not in done]
+        events = {step.position: Event(str(step.op)) for step in left}
+        streams = self._engine.streams
+        queues = {
+            "h2d": streams.h2d.submit,
+            "d2h": streams.d2h.submit,
+            "host": streams.host.submit,
+            "compute": streams.compute.run,
+        }
+        # Transfers first: they start as soon as what they wait for is done, while compute runs on this thread.
+        in_order = sorted(left, key=lambda step: step.op.stream == "compute")
+        try:
+            with streams.step(synchronize=False):
+                for step in in_order:
+                    waits, over = self._waits(step, events), events[step.position]
+                    queues[step.op.stream](str(step.op), self._work(calls, step, around), waits, over)
+        finally:
+            done.update(position for position, event in events.items() if event.host_done and not event.has_failed)
+        self.release(calls, ends)
+
+    def _waits(self, step: Planned, events: Mapping[Position, Event]) -> list[Event]:
+        """Events of these operations; others are over."""
+        return [events[w] for w in step.waits if w in events]
+
+    def _work(self, calls: Sequence[Call], step: Planned, around: Around | None) -> Callable[[], None]:
+        if step.op.stream == "host":
+            assert around is not None
+            return around.norm if step.op.what == "N" else functools.partial(around.update, step.op.block)
+        handler = _HANDLERS[step.op.stream, step.op.what]
+
+        def work() -> None:
+            if around is not None and step.op.stream == "compute":
+                around.before_compute()
+            self.release(calls, step.released_before)
+            if around is not None and step.is_turn:
+                around.turn(step.micro_batch)
+            handler(self, calls, step)
+            self.release(calls, step.released_after)
+            self._slots.poison(step.freed_ranges)
+
+        return work
+
+    def release(self, calls: Sequence[Call], items: Sequence[Release]) -> None:
+        """Lets go of items."""
+        for kind, number, micro_batch in items:
+            call = calls[micro_batch]
+            call.drop(kind, call.loaded.names[number] if kind in _OF_VALUES else number)
+
+    # -- handlers ------------------------------------------------------------------------------------------
+
+    def prefetch(self, calls: Sequence[Call], step: Planned) -> None:
+        """W: copies weights into a slot."""
+        assert step.op.slot is not None
+        self._slots.prefetch(step.op.block, step.op.slot)
+
+    def park(self, calls: Sequence[Call], step: Planned) -> None:
+        """A to the host."""
+        call = calls[step.micro_batch]
+        for value in step.values:
+            name = call.loaded.names[value]
+            call.parks.put(name, call.values[name])
+
+    def unpark(self, calls: Sequence[Call], step: Planned) -> None:
+        """A to the device."""
+        call = calls[step.micro_batch]
+        for value in step.values:
+            name = call.loaded.names[value]
+            call.return_value(name, call.parks.get(name, self._engine.device))
+
+    def forward(self, calls: Sequence[Call], step: Planned) -> None:
+        """F: with its graph retained, or without."""
+        call = calls[step.micro_batch]
+        loaded = call.loaded
+        block = loaded.program.blocks[step.op.block]
+        runner = loaded.runners[block.index]
+        inputs = [call.values[name] for name in block.inputs]
+        state = self._slots.state(block.index, step.slot)
+        with call.own_generators():
+            if step.is_recomputed or call.can_repeat:
+                call.rng[block.index] = runner.rng_state()
+            if step.saves:
+                graph = self._graph(call, block, step, inputs, state)
+                call.graphs[block.index] = graph
+                saved = graph.saved_tensors()
+                outputs: Sequence[torch.Tensor] = [t.detach() for t in graph.outputs]
+            else:
+                saved = []
+                outputs = runner.forward(inputs, state, loaded.facts.needs_grad[block.index])
+        for name, tensor in zip(block.outputs, outputs, strict=True):
+            call.set_value(name, tensor)
+        call.hold("saved", block.index, saved)
+        if step.micro_batch + 1 < len(calls):
+            call.pass_on(block.outputs, calls[step.micro_batch + 1])
+
+    def _graph(self, call: Call, block: Block, step: Planned, inputs: Any, state: Any) -> LocalGraph:
+        # The graph keeps this function; it must not keep the call, which keeps the graph.
+        slots = call.slot_of
+        slots[block.index] = step.slot
+        return call.loaded.runners[block.index].forward_with_graph(
+            inputs,
+            state,
+            call.loaded.facts.needs_grad[block.index],
+            call.loaded.facts.is_carried[block.index],
+            lambda: self._slots.state(block.index, slots[block.index]),
+        )
+
+    def backward(self, calls: Sequence[Call], step: Planned) -> None:
+        """B: from the retained graph, or recomputed."""
+        call = calls[step.micro_batch]
+        block = call.loaded.program.blocks[step.op.block]
+        call.slot_of[block.index] = step.slot
+        output_gradients = [call.gradients.get(name) for name in block.outputs]
+        carried = [call.gradients.get(name) for name in block.inputs]
+        if all(g is None for g in output_gradients):
+            self._add_gradients(calls, step, [None] * len(block.binding))
+            return
+        graph = call.graphs.get(block.index) or self._recomputed(call, block, step)
+        try:
+            own, parameters = graph.gradients(output_gradients, carried)
+        except BaseException:
+            # Half of it is gone. A second attempt, if there is one, recomputes.
+            call.drop("saved", block.index)
+            raise
+        for name, gradient in zip(block.inputs, own, strict=True):
+            if gradient is not None:
+                call.drop("gradient", name)  # the sum so far is part of the new one
+                call.set_gradient(name, gradient)
+        self._add_gradients(calls, step, parameters)
+
+    def _recomputed(self, call: Call, block: Block, step: Planned) -> LocalGraph:
+        inputs = [call.values[name] for name in block.inputs]
+        with call.loaded.runners[block.index].repeated(call.rng.get(block.index)):
+            return self._graph(call, block, step, inputs, self._slots.state(block.index, step.slot))
+
+    def _add_gradients(self, calls: Sequence[Call], step: Planned, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Adds one micro-batch's gradients of a block's parameters to those before, in their order."""
+        first, block = calls[0], step.op.block
+        # What others hold too may not become somebody's `.grad`; looked up before it counts as held here.
+        landings = [(g, is_shared) for g, is_shared in zip(gradients, self._are_shared(gradients), strict=True)]
+        known = first.parameter_gradients.get(block)
+        if known is not None:
+            landings = [_added(*pair) for pair in zip(known, landings, strict=True)]
+        first.parameter_gradients[block] = landings
+        first.hold("parameters", block, [gradient for gradient, _ in landings])
+        if self._has_empty_gradients[block] and step.micro_batch == len(calls) - 1:
+            self.offload(calls, step)  # there is nothing to move, so the table has no G
+
+    def _are_shared(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
+        """Tells of each gradient whether its memory is also that of a value, or of another of them."""
+        places = [g.untyped_storage().data_ptr() for g in gradients if g is not None and g.layout == torch.strided]
+        count = Counter(places)
+        return [
+            g is not None
+            and (self._engine.meter.has(g) or (g.layout == torch.strided and count[g.untyped_storage().data_ptr()] > 1))
+            for g in gradients
+        ]
+
+    def offload(self, calls: Sequence[Call], step: Planned) -> None:
+        """G."""
+        loaded, block = calls[0].loaded, calls[0].loaded.program.blocks[step.op.block]
+        gradients = calls[0].parameter_gradients[block.index]
+        self._sink.receive(block.binding, gradients, loaded.facts.completes[block.index])
+
+
+def _added(before: Landing, now: Landing) -> Landing:
+    """Adds a gradient to the sum of those before; in place where the sum is nobody else's."""
+    (total, is_shared), (gradient, _) = before, now
+    if total is None or gradient is None:
+        return now if total is None else before
+    if is_shared or total.layout != torch.strided or total.untyped_storage().nbytes() != total.nbytes:
+        # Sparse ones join their parts, and a dense one takes a sparse one up only from the left.
+        is_swapped = total.is_sparse and not gradient.is_sparse
+        return (gradient + total if is_swapped else total + gradient), False
+    return total.add_(gradient), False
+
+
+_OF_VALUES = ("value", "gradient", "original")
+
+_HANDLERS: dict[tuple[str, str], Callable[[Operations, Sequence[Call], Planned], None]] = {
+    ("h2d", "W"): Operations.prefetch,
+    ("h2d", "A"): Operations.unpark,
+    ("compute", "F"): Operations.forward,
+    ("compute", "B"): Operations.backward,
+    ("d2h", "A"): Operations.park,
+    ("d2h", "G"): Operations.offload,
+}

@@ -1,0 +1,158 @@
+"""StepExecutor: runs the schedule of a whole training step, all micro-batches and the updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from megatrain.passes.program import Program
+from megatrain.runtime.call import DONE, FAILED, Call
+from megatrain.runtime.engine import Engine
+from megatrain.runtime.gradients import GradientSink
+from megatrain.runtime.loaded import Loaded
+from megatrain.runtime.operations import Operations
+from megatrain.runtime.plan import plan_step
+from megatrain.runtime.rng import OwnGenerators, micro_batch_seed
+from megatrain.runtime.slots import Slots
+from megatrain.runtime.start import Start
+from megatrain.scheduler.table import Position, Schedule
+
+
+class Trainer(Protocol):
+    """Whoever trains: makes losses of outputs and takes gradients."""
+
+    def before_compute(self) -> None:
+        """Comes before each F and B, on the caller's thread; what it raises stops the step."""
+
+    def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """Returns the gradients of a micro-batch's outputs, in their order; on the caller's thread."""
+        ...
+
+    def receive(self, key: str, gradient: torch.Tensor) -> None:
+        """Takes a parameter's whole gradient, on the host; on a transfer's thread."""
+
+    def norm(self) -> None:
+        """Takes the norm of all gradients; on the host stream's thread, like `update`."""
+
+    def update(self, block: int) -> None:
+        """Updates the parameters that belong to a block."""
+
+
+class StepExecutor:
+    """Runs whole steps of one schedule, each as a `StepRun`.
+
+    Args:
+        programs: One per micro-batch, of the same structure: captures for inputs of other sizes.
+        schedule: A checked schedule of a whole step for their merged workload.
+        engine: Holds the model.
+    """
+
+    def __init__(self, programs: Sequence[Program], schedule: Schedule, engine: Engine):
+        assert len(programs) == schedule.micro_batches
+        self.schedule = schedule
+        self.engine = engine
+        by_program = {id(p): Loaded.of(p, engine, is_training=True) for p in programs}
+        self.loaded = [by_program[id(p)] for p in programs]
+        self.slots = Slots(schedule, self.loaded[0].images, engine)
+        self.plan = plan_step(schedule)
+        self.sink = GradientSink.of(self.loaded[0], engine, schedule)
+        self.operations = Operations(schedule, self.slots, engine, self.sink)
+
+    @property
+    def trained(self) -> Sequence[Sequence[str]]:
+        """Keys of the parameters whose gradient is whole with each block's."""
+        facts = self.loaded[0].facts
+        known = set(facts.trained)
+        return [[key for key in keys if key in known] for keys in facts.completes]
+
+    def begin(self, inputs: Sequence[Sequence[torch.Tensor]]) -> StepRun:
+        """Takes the inputs of a step.
+
+        Args:
+            inputs: Per micro-batch: the model's tensor inputs on the compute device, in order.
+        """
+        return StepRun(self, inputs)
+
+
+class StepRun:
+    """One step under way. After a failure it can go on, or be dropped.
+
+    Nothing outlives it but what the trainer does: buffers are written by `commit` at the end.
+    """
+
+    def __init__(self, executor: StepExecutor, inputs: Sequence[Sequence[torch.Tensor]]):
+        self._executor = executor
+        self._done: set[Position] = set()
+        engine = executor.engine
+        engine.refresh()
+        self._calls: list[Call] = []
+        parked = executor.plan.parked_values
+        for number, (loaded, tensors) in enumerate(zip(executor.loaded, inputs, strict=True)):
+            start = Start.of(loaded.program, tensors, engine.tensors, executor.slots.places)
+            is_own = number > 0 and start.rng is not None
+            generators = OwnGenerators(micro_batch_seed(number, engine.device), engine.device) if is_own else None
+            parks = engine.parks.take([loaded.specs[v] for v in parked])
+            call = Call(engine.meter, parks, start, loaded, generators=generators, can_repeat=True)
+            self._calls.append(call)
+
+    def go(self, trainer: Trainer) -> None:
+        """Runs all operations that are not over yet.
+
+        Raises:
+            ExecuteError: If an operation on a stream's own thread fails. What compute raises passes unchanged.
+        """
+        executor, engine = self._executor, self._executor.engine
+        engine.arena.ensure(executor.plan.arena_bytes)
+        engine.meter.set_arena(engine.arena.nbytes)
+        engine.give_slots(None)
+        if not self._done:
+            for number, call in enumerate(self._calls):
+                call.begin(engine.device, is_first=number == 0)
+            for call, later in pairwise(self._calls):
+                call.pass_on(call.loaded.program.inputs, later)
+            executor.sink.begin(trainer.receive)
+        around = _Around(self._calls, trainer)
+        plan = executor.plan
+        executor.operations.run(self._calls, plan.backward, plan.backward_ends, around=around, done=self._done)
+
+    def has_run(self, what: str) -> frozenset[int]:
+        """The blocks whose operation of this kind is over."""
+        ops = ((step.op, step.position) for step in self._executor.plan.backward)
+        return frozenset(op.block for op, position in ops if op.what == what and position in self._done)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Writes the buffers as the last micro-batch left them, and ends the step."""
+        last = self._calls[-1]
+        for key, name in last.loaded.program.commits:
+            self._executor.engine.tensors[key].copy_(last.values[name])
+        self.close(DONE)
+
+    def close(self, status: str = FAILED) -> None:
+        """Ends the step and gives back all that it held."""
+        for call in self._calls:
+            call.close(status)
+
+
+class _Around:
+    """Hands the trainer what it needs of the calls."""
+
+    def __init__(self, calls: Sequence[Call], trainer: Trainer):
+        self._calls = calls
+        self.before_compute = trainer.before_compute
+        self.norm = trainer.norm
+        self.update = trainer.update
+        self._trainer = trainer
+
+    def turn(self, micro_batch: int) -> None:
+        """See `Around.turn`."""
+        call = self._calls[micro_batch]
+        program = call.loaded.program
+        tensors = [call.values[ref.name].detach() for ref in program.outputs]
+        gradients = self._trainer.differentiate(micro_batch, tensors)
+        for ref, gradient in zip(program.outputs, gradients, strict=True):
+            if gradient is not None:
+                call.add_gradient(ref.name, gradient)
