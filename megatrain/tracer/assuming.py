@@ -56,9 +56,11 @@ class Assuming:
         of_classes: dict[tuple[type, str], Read] = {}
         for module, names in self._own_reads():
             path = paths.get(id(module), type(module).__qualname__)
-            values += self._of_module(keeper, module, names, path, is_inside=id(module) in paths)
             missing = [name for name, read in names.items() if read.value is MISSING]
-            unset.append(Unset(path, weakref.ref(module), frozenset(missing)))
+            # What the forward makes anew at each call has nothing that was there before.
+            if id(module) not in self._reads.made:
+                values += self._of_module(keeper, module, names, path, is_inside=id(module) in paths)
+                unset.append(Unset(path, weakref.ref(module), frozenset(missing)))
             for name in missing:
                 of_classes.setdefault((type(module), name), names[name])
         values += self._of_classes(keeper, of_classes)

@@ -177,7 +177,7 @@ class _Search:
 
     def _take(self, variable: Named, named: dict[str, None]) -> None:
         value = variable.now()
-        if variable.name.startswith("__") or isinstance(value, nn.Module):
+        if variable.name.startswith("__"):
             return
         if isinstance(value, ModuleType):
             if self._is_users(getattr(value, "__file__", None) or "<"):
@@ -186,6 +186,8 @@ class _Search:
             self.found.append(variable)
 
     def _is_worth_noting(self, variable: Named, value: Any) -> bool:
+        if isinstance(value, nn.Module):
+            return True  # which one it is; what is read from it is noted like any other module's
         if isinstance(value, type):
             return self._take_class(value)
         if isinstance(value, _CODE):

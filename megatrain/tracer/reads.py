@@ -48,6 +48,7 @@ class Reads:
     def __init__(self) -> None:
         self.modules: dict[int, nn.Module] = {}
         self.by_module: dict[int, dict[str, Read | None]] = {}
+        self.made: dict[int, nn.Module] = {}  # by the forward itself, such as a loss of its own at each call
 
     def note(self, module: nn.Module, name: str) -> None:
         """Keeps the first read of `name`."""
@@ -96,6 +97,16 @@ def _recording_getattribute(module: Any, name: str) -> Any:
     return object.__getattribute__(module, name)
 
 
+_init = nn.Module.__init__
+
+
+def _recording_init(module: Any, *args: Any, **kwargs: Any) -> None:
+    reads = _active.get(get_ident())
+    if reads is not None:
+        reads.made[id(module)] = module
+    _init(module, *args, **kwargs)
+
+
 @contextmanager
 def recorded_reads(root: nn.Module) -> Generator[Reads]:
     """Notes what this thread reads from modules, through a hook in `nn.Module` that is there for the body only.
@@ -110,6 +121,7 @@ def recorded_reads(root: nn.Module) -> Generator[Reads]:
     with _lock:
         _active[thread] = reads
         setattr(nn.Module, "__getattribute__", _recording_getattribute)  # noqa: B010  # pyright knows it as a method
+        nn.Module.__init__ = _recording_init
     try:
         yield reads
     finally:
@@ -120,3 +132,4 @@ def recorded_reads(root: nn.Module) -> Generator[Reads]:
                 del _active[thread]
             if not _active:
                 delattr(nn.Module, "__getattribute__")
+                nn.Module.__init__ = _init

@@ -384,3 +384,41 @@ def test_a_config_of_transformers_is_seen() -> None:
         one.config._attn_implementation = "eager"
         one.model.layers[1].self_attn.scaling = 0.1
     assert torch.equal(compiled(*args, **kwargs)[0], eager(*args, **kwargs)[0])
+
+
+LOSS: nn.Module = nn.MSELoss()
+
+
+class LossOfItsOwn(nn.Module):
+    """Makes a loss at each call, as many models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.kind: type[nn.Module] = nn.MSELoss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kind(reduction="sum")(self.fc(x), x)
+
+
+class GlobalLoss(LossOfItsOwn):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return LOSS(self.fc(x), x)
+
+
+def test_a_module_made_in_the_forward_needs_no_capture_at_each_call() -> None:
+    model, x = LossOfItsOwn(), torch.randn(3, 4)
+    compiled = megatrain.compile(model)
+    for kind in (nn.MSELoss, nn.L1Loss):
+        model.kind = kind
+        for _ in range(3):
+            assert torch.equal(compiled(x), model(x))
+    assert len(list(compiled._variants)) == 2
+
+
+def test_another_module_in_a_global_variable_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = GlobalLoss(), torch.randn(3, 4)
+    compiled = megatrain.compile(model)
+    assert torch.equal(compiled(x), model(x))
+    monkeypatch.setitem(globals(), "LOSS", nn.L1Loss())
+    assert torch.equal(compiled(x), model(x))
