@@ -31,6 +31,7 @@ from megatrain.scheduler.workload import Workload
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
+from megatrain.training.step import TrainStep
 from megatrain.verify import Report, verify
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ __all__ = [
     "TensorSpec",
     "TraceError",
     "TracedModule",
+    "TrainStep",
     "WeightsError",
     "Workload",
     "compile",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,6 +104,7 @@ class CompiledModule(nn.Module):
         self._latest: Variant | None = None
         self._bound_version = 0
         self._lock = threading.RLock()
+        self._before_reads: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     # -- what was compiled --------------------------------------------------------------------------------
 
@@ -151,6 +153,56 @@ class CompiledModule(nn.Module):
         """Most bytes of device memory that calls held so far, as measured: slots, values between blocks, gradients."""
         return 0 if self._engine is None else self._engine.meter.peak
 
+    # -- whole training steps -------------------------------------------------------------------------------
+
+    def before_reads(self, complete: Callable[[], None]) -> None:
+        """Has a bound method called before anybody reads or writes the model's state through this object.
+
+        Args:
+            complete: Takes updates that are still due; returns at once if there are none. Held weakly.
+        """
+        self._before_reads.append(weakref.WeakMethod(complete))
+
+    def _complete_updates(self) -> None:
+        for reference in self.__dict__.get("_before_reads", ()):
+            complete = reference()
+            if complete is not None:
+                complete()
+
+    @contextmanager
+    def exclusively(self) -> Generator[None]:
+        """Keeps other threads from calling the model meanwhile."""
+        with self._lock, _ordinary_tensors():
+            yield
+
+    def known_variant(self, arguments: Arguments, failed: Mapping[Variant, str]) -> Variant | None:
+        """Returns the variant for a call if there is one already; see `variant_for`."""
+        return self._variants.known(arguments, failed)
+
+    def variant_for(self, arguments: Arguments, failed: Mapping[Variant, str]) -> Variant:
+        """Returns the variant for a call, captured now if none fits.
+
+        Args:
+            arguments: Of the call, checked here.
+            failed: Variants that failed in mid-step for this very call, with what they met.
+
+        Raises:
+            ExecuteError: If an input is on another device.
+            TraceError: If the call can't be captured.
+        """
+        self._check_inputs(arguments)
+        return self._variant_for(arguments, failed)
+
+    def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
+        """See `Variants.learn`."""
+        self._variants.learn(failure, arguments, failed)
+
+    def bind(self) -> None:
+        """Looks up the model's state anew, if modules were changed since."""
+        if self._bound_version != self._variants.tree_version:
+            self.engine.rebind()
+            self._bound_version = self._variants.tree_version
+
     # -- calls --------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> Variant:
@@ -167,7 +219,8 @@ class CompiledModule(nn.Module):
             TraceError: If this signature of inputs can't be captured.
         """
         arguments = Arguments.of(args, kwargs)
-        with self._lock, _ordinary_tensors():
+        with self.exclusively():
+            self._complete_updates()
             self._check_inputs(arguments)
             variant, tensors = self._run(arguments)
             variant.traced.leave(tensors, arguments.tensors)
@@ -203,9 +256,7 @@ class CompiledModule(nn.Module):
     def _executor(self, variant: Variant) -> Executor:
         if variant.executor is None:
             variant.executor = Executor(variant.program, variant.schedule, self.engine)
-        if self._bound_version != self._variants.tree_version:
-            self.engine.rebind()
-            self._bound_version = self._variants.tree_version
+        self.bind()
         return variant.executor
 
     def _check_inputs(self, arguments: Arguments) -> None:
@@ -240,15 +291,23 @@ class CompiledModule(nn.Module):
         self.training = mode
         return self
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own `named_parameters`."""
+        self._complete_updates()
+        return super().named_parameters(*args, **kwargs)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `state_dict`."""
+        self._complete_updates()
         return self.__dict__["model"].state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `load_state_dict`; the next call streams the new values."""
+        self._complete_updates()
         return self.__dict__["model"].load_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        self._complete_updates()  # it may be a parameter, or a method that saves them
         try:
             return super().__getattr__(name)
         except AttributeError:

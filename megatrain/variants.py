@@ -142,6 +142,11 @@ class Variants:
             add_variant(known, variant)
         return variant
 
+    def known(self, arguments: Arguments, failed: Mapping[Variant, str]) -> Variant | None:
+        """Returns the variant that `find` would return, if that needs no capture."""
+        known = self._of_signature(arguments)
+        return first_fitting(known, arguments.tensors, self.tree_version, failed)[0]
+
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
         """Makes the code around a check opaque once it has selected too many variants.
 

@@ -75,9 +75,8 @@ class BlockOptimizer:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether hooks run before or after the step: they may want all gradients, or all parameters, to be ready."""
-        hooks = chain(_pre_hooks(self._optimizer), _post_hooks(self._optimizer))
-        return next(hooks, None) is not None
+        """See `has_hooks`."""
+        return has_hooks(self._optimizer)
 
     def begin(self) -> None:
         """Starts a step: runs the hooks before it and reads the options.
@@ -142,6 +141,11 @@ class BlockOptimizer:
         """
         self._step = None
         self._left.clear()
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks run before or after the step: they may want all gradients, or all parameters, to be ready."""
+    return next(chain(_pre_hooks(optimizer), _post_hooks(optimizer)), None) is not None
 
 
 def _pre_hooks(optimizer: Optimizer) -> list[Any]:

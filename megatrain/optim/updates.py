@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,7 @@ class Updates:
         optimizer: The user's.
         blocks: The parameters that are updated with each block.
         masters: Of parameters that have one; see `MasterStep`.
-        parameters: In the order in which `clip_grad_norm_` would get them.
+        names: Of the parameters, in the order in which `clip_grad_norm_` would get them.
         max_norm: Largest norm of all gradients; None doesn't clip.
         threads: How many threads a native kernel takes; None is as many as torch.
     """
@@ -62,7 +62,7 @@ class Updates:
         blocks: Sequence[Sequence[torch.Tensor]],
         *,
         masters: Mapping[torch.Tensor, Master],
-        parameters: Iterable[torch.Tensor],
+        names: Mapping[torch.Tensor, str],
         max_norm: float | None = None,
         threads: int | None = None,
     ):
@@ -71,8 +71,8 @@ class Updates:
         self._code = MasterStep(masters, gradient_of=self._gradient_of, threads=threads)
         self.blocks = BlockOptimizer(optimizer, blocks, code=self._code, probe=False)
         self._block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block}
-        self._parameters = list(parameters)
-        self._norm = GradientNorm(self._parameters)
+        self._names = list(names.values())
+        self._norm = GradientNorm(names)
         self._max_norm = max_norm
         self.arriving = Gradients.none()
         self._using = Gradients.none()
@@ -155,15 +155,26 @@ class Updates:
             for parameter in group["params"]:
                 parameter.grad = None
 
+    def abandon(self) -> None:
+        """Ends the optimizer's step without an update; see `BlockOptimizer.abandon`."""
+        self.blocks.abandon()
+        self._using = Gradients.none()
+        self._left.clear()
+
+    @property
+    def due(self) -> list[int]:
+        """The blocks whose update is not taken yet."""
+        return sorted(self._left)
+
     def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         found = self._using.by_parameter.get(parameter)
         if found is None and parameter not in self._block_of:
             return parameter.grad  # of a parameter beside the model
         return found
 
-    def describe(self, found: NonFinite, names: Mapping[torch.Tensor, str]) -> str:
+    def describe(self, found: NonFinite) -> str:
         """Names a gradient that isn't finite."""
-        return f"the gradient of `{names[self._parameters[found.parameter]]}` in block {found.block}"
+        return f"the gradient of `{self._names[found.parameter]}`, of block {found.block},"
 
 
 def check_max_norm(max_norm: float | None) -> float | None:

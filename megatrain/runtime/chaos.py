@@ -28,7 +28,7 @@ class Chaos:
         poison: Whether freed slots are to be filled with NaN; the owner of the slots reads it.
         slow: Name of the one stream to delay, always by `max_delay_s`; None delays all streams at random.
         fail: Operation that raises `InjectedFailure` in place of its work: `"d2h:G3"`, or `"G3"` on any
-            stream.
+            stream. Not while a training step recovers from that very failure.
     """
 
     seed: int = 0
@@ -128,13 +128,13 @@ class Probe:
         self._recording = recording
         self._delay = None if chaos is None else chaos.delay(stream)
 
-    def before(self, label: str, waits: tuple[str, ...]) -> None:
-        """Called when the waits of an operation are over, before its work."""
+    def before(self, label: str, waits: tuple[str, ...], *, is_recovery: bool = False) -> None:
+        """Called when the waits of an operation are over, before its work; no failure is injected into a recovery."""
         if self._delay is not None:
             self._delay()
         if self._recording is not None:
             self._recording.add_issued(self._stream, label, waits)
-        if self._chaos is not None and self._chaos.strikes(self._stream, label):
+        if self._chaos is not None and not is_recovery and self._chaos.strikes(self._stream, label):
             raise InjectedFailure(f"chaos made {self._stream}:{label} fail")
 
     def after(self, label: str) -> None:

@@ -115,10 +115,11 @@ class Step:
     work or proves that nothing will come.
     """
 
-    __slots__ = ("_asleep", "_lock", "failure")
+    __slots__ = ("_asleep", "_lock", "failure", "is_recovery")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_recovery: bool = False) -> None:
         self.failure: Failure | None = None
+        self.is_recovery = is_recovery
         self._lock = threading.Lock()
         self._asleep: dict[str, tuple[str, Event, Gate]] = {}
 

@@ -148,7 +148,7 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     if parameter.grad is None:
-        parameter.grad = _laid_out(gradient, parameter)
+        parameter.grad = laid_out(gradient, parameter)
     elif parameter.grad.is_sparse and not gradient.is_sparse:
         parameter.grad = _sum(parameter.grad, gradient)
     else:
@@ -163,7 +163,7 @@ def _sum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return right + left if left.is_sparse and not right.is_sparse else left + right
 
 
-def _laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Gives a gradient the strides of its parameter, as autograd does: sums over it round accordingly."""
     if gradient.is_sparse or all(
         size == 1 or mine == other

@@ -42,5 +42,4 @@ class Interrupts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
-            if error is None:
-                self.check()
+            self.check()

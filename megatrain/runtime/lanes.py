@@ -55,7 +55,7 @@ class Lane:
                 if event.mark is not None:
                     self._wait_for_mark(event.mark)
             if self.probe is not None:
-                self.probe.before(label, tuple(event.label for event in waits))
+                self.probe.before(label, tuple(event.label for event in waits), is_recovery=step.is_recovery)
             assert work is not None
             work()
             if self.torch_stream is not None:

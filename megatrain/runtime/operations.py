@@ -23,7 +23,7 @@ from megatrain.scheduler.table import Position, Schedule
 class Around(Protocol):
     """What whoever runs a whole step does around and beside the operations on the device."""
 
-    def before_compute(self) -> None:
+    def before_compute(self, micro_batch: int) -> None:
         """Comes before each F and B; what it raises ends the step."""
 
     def turn(self, micro_batch: int) -> None:
@@ -63,6 +63,7 @@ class Operations:
         *,
         around: Around | None = None,
         done: set[Position] | None = None,
+        is_recovery: bool = False,
     ) -> None:
         """Hands transfers and work of the host to their streams and runs compute here, in the table's order.
 
@@ -72,6 +73,7 @@ class Operations:
             ends: What to let go of afterwards.
             around: The rest of a whole step.
             done: Operations that are over, and are left out; the others are added as they succeed.
+            is_recovery: What an earlier run left is made up for; tests inject no failures.
         """
         done = set() if done is None else done
         left = [step for step in steps if step.position not in done]
@@ -86,7 +88,7 @@ class Operations:
         # Transfers first: they start as soon as what they wait for is done, while compute runs on this thread.
         in_order = sorted(left, key=lambda step: step.op.stream == "compute")
         try:
-            with streams.step(synchronize=False):
+            with streams.step(synchronize=False, is_recovery=is_recovery):
                 for step in in_order:
                     waits, over = self._waits(step, events), events[step.position]
                     queues[step.op.stream](str(step.op), self._work(calls, step, around), waits, over)
@@ -106,7 +108,7 @@ class Operations:
 
         def work() -> None:
             if around is not None and step.op.stream == "compute":
-                around.before_compute()
+                around.before_compute(step.micro_batch)
             self.release(calls, step.released_before)
             if around is not None and step.is_turn:
                 around.turn(step.micro_batch)

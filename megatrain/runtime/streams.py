@@ -68,7 +68,7 @@ class StreamSet:
         """The first failure of the current step, until `finish` raises it."""
         return self._steps.current.failure
 
-    def begin(self) -> None:
+    def begin(self, *, is_recovery: bool = False) -> None:
         """Starts a step. What an unfinished earlier one left is dropped first, its failure forgotten.
 
         On an accelerator, transfers of this step come after all that the caller's current stream holds by
@@ -78,7 +78,7 @@ class StreamSet:
             self.abort(Aborted("abandoned"))
             self._end()
             self._settle_device()
-        self._steps.current = Step()
+        self._steps.current = Step(is_recovery=is_recovery)
         if self.device.type != "cpu":
             now = torch.accelerator.current_stream(self.device).record_event()
             for stream in self._torch_streams():
@@ -129,13 +129,13 @@ class StreamSet:
                 current.wait_event(stream.record_event())
 
     @contextlib.contextmanager
-    def step(self, *, synchronize: bool = True) -> Generator[None]:
+    def step(self, *, synchronize: bool = True, is_recovery: bool = False) -> Generator[None]:
         """Begins a step, and finishes it however the body ends.
 
         An exception of the body leaves as it is; but if an operation on another thread had failed first, that
         failure is raised in its place (except for `KeyboardInterrupt` and its like).
         """
-        self.begin()
+        self.begin(is_recovery=is_recovery)
         try:
             yield
         except BaseException as error:

@@ -24,7 +24,7 @@ from megatrain.scheduler.table import Position, Schedule
 class Trainer(Protocol):
     """Whoever trains: makes losses of outputs and takes gradients."""
 
-    def before_compute(self) -> None:
+    def before_compute(self, micro_batch: int) -> None:
         """Comes before each F and B, on the caller's thread; what it raises stops the step."""
 
     def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
@@ -99,7 +99,7 @@ class StepRun:
             self._calls.append(call)
 
     def go(self, trainer: Trainer) -> None:
-        """Runs all operations that are not over yet.
+        """Runs the step.
 
         Raises:
             ExecuteError: If an operation on a stream's own thread fails. What compute raises passes unchanged.
@@ -108,20 +108,28 @@ class StepRun:
         engine.arena.ensure(executor.plan.arena_bytes)
         engine.meter.set_arena(engine.arena.nbytes)
         engine.give_slots(None)
-        if not self._done:
-            for number, call in enumerate(self._calls):
-                call.begin(engine.device, is_first=number == 0)
-            for call, later in pairwise(self._calls):
-                call.pass_on(call.loaded.program.inputs, later)
-            executor.sink.begin(trainer.receive)
-        around = _Around(self._calls, trainer)
-        plan = executor.plan
-        executor.operations.run(self._calls, plan.backward, plan.backward_ends, around=around, done=self._done)
+        for number, call in enumerate(self._calls):
+            call.begin(engine.device, is_first=number == 0)
+        for call, later in pairwise(self._calls):
+            call.pass_on(call.loaded.program.inputs, later)
+        executor.sink.begin(trainer.receive)
+        self._run(trainer)
 
-    def has_run(self, what: str) -> frozenset[int]:
-        """The blocks whose operation of this kind is over."""
-        ops = ((step.op, step.position) for step in self._executor.plan.backward)
-        return frozenset(op.block for op, position in ops if op.what == what and position in self._done)
+    def complete(self, trainer: Trainer) -> None:
+        """Runs what a failure left of the step, but for the work of the host: the trainer does that itself.
+
+        Raises:
+            ExecuteError: See `go`.
+        """
+        host = (step.position for step in self._executor.plan.backward if step.op.stream == "host")
+        self._done.update(host)
+        self._run(trainer, is_recovery=True)
+
+    def _run(self, trainer: Trainer, *, is_recovery: bool = False) -> None:
+        plan, around = self._executor.plan, _Around(self._executor.engine, self._calls, trainer)
+        self._executor.operations.run(
+            self._calls, plan.backward, plan.backward_ends, around=around, done=self._done, is_recovery=is_recovery
+        )
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -140,7 +148,8 @@ class StepRun:
 class _Around:
     """Hands the trainer what it needs of the calls."""
 
-    def __init__(self, calls: Sequence[Call], trainer: Trainer):
+    def __init__(self, engine: Engine, calls: Sequence[Call], trainer: Trainer):
+        self._engine = engine
         self._calls = calls
         self.before_compute = trainer.before_compute
         self.norm = trainer.norm
@@ -151,8 +160,15 @@ class _Around:
         """See `Around.turn`."""
         call = self._calls[micro_batch]
         program = call.loaded.program
-        tensors = [call.values[ref.name].detach() for ref in program.outputs]
+        # The caller may do with outputs what it likes, but not write into them.
+        call.remember_versions(call.loaded.facts.watched)
+        tensors = [self._output(call, ref.kind, ref.name) for ref in program.outputs]
         gradients = self._trainer.differentiate(micro_batch, tensors)
+        call.check_versions()
         for ref, gradient in zip(program.outputs, gradients, strict=True):
             if gradient is not None:
                 call.add_gradient(ref.name, gradient)
+
+    def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
+        tensor = call.values[name] if kind == "value" else self._engine.tensors[name].to(self._engine.device)
+        return tensor.detach()

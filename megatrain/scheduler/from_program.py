@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatrain.passes.program import Block, Program
 from megatrain.scheduler.build import schedule as build_schedule
 from megatrain.scheduler.table import Schedule
-from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
+from megatrain.scheduler.workload import BlockWork, ValueWork, Workload, merged
 from megatrain.sizes import parse_bytes
 from megatrain.tracer.spec import TensorSpec
 
@@ -65,6 +65,36 @@ def schedule(
         updates=updates,
         clip=clip,
         outputs=outputs,
+    )
+
+
+def step_schedule(
+    programs: Sequence[Program],
+    *,
+    memory: int | None = None,
+    activations: str = "auto",
+    transfer: str = "copy",
+    updates: str = "none",
+    clip: bool = False,
+) -> Schedule:
+    """Places a whole training step whose micro-batches are captures of one model; see `schedule` for the options.
+
+    Args:
+        programs: One per micro-batch; those for inputs of other sizes differ in nothing but sizes.
+
+    Raises:
+        ScheduleError: If they differ in more, or `memory` is too small.
+    """
+    distinct = {id(program): program for program in programs}
+    return build_schedule(
+        merged([workload(program) for program in distinct.values()]),
+        memory=memory,
+        activations=activations,
+        transfer=transfer,
+        micro_batches=len(programs),
+        updates=updates,
+        clip=clip,
+        outputs="release",
     )
 
 

@@ -1,0 +1,96 @@
+"""MicroBatch: what a caller gives a training step, and the loss that it makes of a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatrain.errors import ExecuteError, OptionError
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""Makes a scalar of the model's result and the micro-batch."""
+Weight = Callable[[Any], Any]
+"""Says how much a micro-batch counts: a number, or a tensor with one element."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The arguments of one call of the model.
+
+    Args:
+        given: As the caller gave it.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+
+    given: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @staticmethod
+    def of(given: Any) -> MicroBatch:
+        """Reads a mapping as keyword arguments, a tuple as positional ones, and all else as the only argument."""
+        if isinstance(given, Mapping):
+            return MicroBatch(given, (), {str(key): value for key, value in given.items()})  # pyright: ignore
+        if isinstance(given, tuple):
+            return MicroBatch(given, given, {})  # pyright: ignore[reportUnknownArgumentType]
+        return MicroBatch(given, (given,), {})
+
+
+def micro_batches(batch: Any) -> list[MicroBatch]:
+    """Reads what a step was called with: a list is one of micro-batches, all else is one.
+
+    Raises:
+        ExecuteError: If there are none.
+    """
+    if not isinstance(batch, list):
+        return [MicroBatch.of(batch)]
+    if not batch:
+        raise ExecuteError(
+            "a step was called with an empty list.\n  A list holds the micro-batches of the step, at least one.\n"
+            "  Leave out steps without data."
+        )
+    return [MicroBatch.of(given) for given in batch]  # pyright: ignore[reportUnknownVariableType]
+
+
+def shares(batches: Sequence[MicroBatch], weight: Weight | None) -> list[float]:
+    """Returns the factor of each micro-batch's loss; they add up to 1.
+
+    Raises:
+        OptionError: If weights aren't finite and positive in sum.
+    """
+    if weight is None:
+        return [1.0 / len(batches)] * len(batches)
+    counts = [float(weight(batch.given)) for batch in batches]
+    total = sum(counts)
+    if min(counts) < 0 or not 0 < total < float("inf"):
+        raise OptionError(
+            f"weight= counts the micro-batches as {counts}.\n  Losses are averaged by these numbers.\n"
+            "  Count what each loss is a mean of, such as the targets that aren't ignored."
+        )
+    return [count / total for count in counts]
+
+
+def loss_of(result: Any, batch: MicroBatch, loss: Loss | None) -> torch.Tensor:
+    """Makes the loss of one micro-batch: by the user's function, or the model's own.
+
+    Raises:
+        ExecuteError: If there is none, or it isn't one number.
+    """
+    if loss is not None:
+        found: Any = loss(result, batch.given)
+        origin = "loss= returned"
+    else:
+        found = result["loss"] if isinstance(result, Mapping) and "loss" in result else getattr(result, "loss", result)
+        origin = "the model returned"
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        shape = f" of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else ""
+        raise ExecuteError(
+            f"{origin} a {type(found).__name__}{shape}, which is no loss.\n"
+            "  A step differentiates one number: the result itself, its `loss`, or what `loss=` makes of it.\n"
+            "  Give TrainStep(loss=lambda result, batch: ...), or pass the model its labels."
+        )
+    return found

@@ -1,0 +1,153 @@
+"""Running: one training step while it runs; the trainer that a `StepRun` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatrain.compiled import Variant
+from megatrain.errors import ExecuteError
+from megatrain.optim.updates import Updates
+from megatrain.runtime.gradients import laid_out
+from megatrain.runtime.interrupts import Interrupts
+from megatrain.tracer.structure import Arguments
+from megatrain.training.batch import Loss, MicroBatch, loss_of
+from megatrain.training.table import Mode
+
+
+class Running:
+    """Makes losses of outputs, takes gradients, and updates where the schedule says.
+
+    Args:
+        mode: Where the schedule has updates.
+        batches: The micro-batches.
+        arguments: Their arguments, flattened.
+        variants: Their captures.
+        shares: Factors of their losses.
+        loss: Makes a loss of a result, if that is none itself.
+        updates: Takes the gradients.
+        parameters: The model's, by key.
+        interrupts: Lets Ctrl-C through between operations.
+        threads: How many threads the work of the host may take.
+        looks_for_nonfinite: Whether a gradient that isn't finite keeps the updates from being taken.
+
+    Attributes:
+        has_updated: A parameter was updated from gradients of this step, so it can't be undone.
+        is_skipped: Nothing will be updated, because a gradient isn't finite.
+        micro_batch: Whose operation is computed now.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        batches: Sequence[MicroBatch],
+        arguments: Sequence[Arguments],
+        variants: Sequence[Variant],
+        shares: Sequence[float],
+        loss: Loss | None,
+        updates: Updates,
+        parameters: Mapping[str, torch.Tensor],
+        interrupts: Interrupts,
+        threads: int,
+        *,
+        looks_for_nonfinite: bool,
+    ):
+        self.mode = mode
+        self.interrupts = interrupts
+        self.has_updated = False
+        self.is_skipped = False
+        self.micro_batch = 0
+        self._losses: list[torch.Tensor] = []
+        self._batches = batches
+        self._arguments = arguments
+        self._variants = variants
+        self._shares = shares
+        self._loss = loss
+        self._updates = updates
+        self._parameters = parameters
+        self._threads = threads
+        self._looks_for_nonfinite = looks_for_nonfinite
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The sum of the micro-batches' losses, each times its share."""
+        return self._losses[0] if len(self._losses) == 1 else torch.stack(self._losses).sum()
+
+    # -- on the caller's thread -----------------------------------------------------------------------------
+
+    def before_compute(self, micro_batch: int) -> None:
+        """See `Trainer`."""
+        self.micro_batch = micro_batch
+        if not self.has_updated:
+            self.interrupts.check()
+
+    def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """See `Trainer`."""
+        variant, arguments = self._variants[micro_batch], self._arguments[micro_batch]
+        program = variant.program
+        is_trained = [ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs]
+        leaves = [t.requires_grad_(trained) for t, trained in zip(outputs, is_trained, strict=True)]
+        with torch.enable_grad():
+            variant.traced.leave(leaves, arguments.tensors)
+            result = variant.traced.result(leaves, arguments.tensors)
+            loss = loss_of(result, self._batches[micro_batch], self._loss)
+            share = self._shares[micro_batch]
+            shared = loss if share == 1.0 else loss * share
+            if not shared.requires_grad:
+                raise ExecuteError(
+                    "the loss doesn't depend on what the model computes.\n"
+                    "  A step differentiates it; detached, integer or constant losses have no gradient.\n"
+                    "  Make it of the model's result, without detach() and no_grad."
+                )
+            shared.backward()
+        self._check_own_gradients()
+        self._losses.append(shared.detach().reshape(()))
+        return [leaf.grad if trained else None for leaf, trained in zip(leaves, is_trained, strict=True)]
+
+    def _check_own_gradients(self) -> None:
+        for key, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                parameter.grad = None
+                raise ExecuteError(
+                    f"the loss reads the parameter `{key}` itself.\n"
+                    "  Gradients come from the results of the model; what a loss reads beside them has another path.\n"
+                    "  Compute that term in the model's forward, and return it."
+                )
+
+    # -- on other threads -----------------------------------------------------------------------------------
+
+    def receive(self, key: str, gradient: torch.Tensor) -> None:
+        """See `Trainer`. Hooks on the parameter run as in a backward."""
+        parameter = self._parameters[key]
+        for hook in (parameter._backward_hooks or {}).values():  # pyright: ignore[reportPrivateUsage]
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+        gradient = laid_out(gradient, parameter)
+        post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+        if post:
+            parameter.grad = gradient
+            for hook in post.values():
+                hook(parameter)
+            left, parameter.grad = parameter.grad, None
+            if left is None:
+                return
+            gradient = left
+        self._updates.receive(parameter, gradient)
+
+    def norm(self) -> None:
+        """See `Trainer`."""
+        torch.set_num_threads(self._threads)
+        self._updates.take_norm()
+        self.is_skipped = self._looks_for_nonfinite and self._updates.arriving.nonfinite is not None
+
+    def update(self, block: int) -> None:
+        """See `Trainer`."""
+        torch.set_num_threads(self._threads)
+        if self.mode.updates != "deferred":
+            if self.is_skipped:
+                return
+            if not self._updates.is_under_way:
+                self._updates.begin()
+        self._updates.update(block)
+        self.has_updated = self.mode.updates != "deferred"

@@ -1,0 +1,92 @@
+"""StepTables: the schedules of whole steps, one per combination of captures, and what runs them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatrain.errors import ExecuteError
+from megatrain.options import Options
+from megatrain.passes.program import Program
+from megatrain.runtime.engine import Engine
+from megatrain.runtime.whole_step import StepExecutor
+from megatrain.scheduler.from_program import step_schedule
+from megatrain.scheduler.table import Schedule
+
+# Steps of other sizes or numbers of micro-batches: those used last are kept.
+_MOST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How updates are placed in one step.
+
+    Args:
+        updates: As in `Schedule`.
+        clip: Whether there is a norm.
+    """
+
+    updates: str
+    clip: bool
+
+
+class StepTables:
+    """Makes schedules of whole steps, and keeps them.
+
+    Args:
+        options: How the model is compiled.
+    """
+
+    def __init__(self, options: Options):
+        self._options = options
+        self._schedules: OrderedDict[object, tuple[Sequence[Program], Schedule]] = OrderedDict()
+        self._executors: dict[object, StepExecutor] = {}
+
+    def schedule(self, programs: Sequence[Program], mode: Mode) -> Schedule:
+        """Returns the checked schedule of a step.
+
+        Args:
+            programs: One per micro-batch.
+            mode: Where updates are.
+
+        Raises:
+            ScheduleError: If the memory is too small, or the micro-batches can't share blocks.
+            ExecuteError: If there is nothing to train.
+        """
+        key = self._key(programs, mode)
+        if key not in self._schedules:
+            self._schedules[key] = tuple(programs), self._planned(programs, mode)
+            while len(self._schedules) > _MOST:
+                old, _ = self._schedules.popitem(last=False)
+                self._executors.pop(old, None)
+        self._schedules.move_to_end(key)
+        return self._schedules[key][1]
+
+    def executor(self, programs: Sequence[Program], mode: Mode, engine: Engine) -> StepExecutor:
+        """Returns what runs that schedule; the model moves into the engine's store with the first."""
+        planned, key = self.schedule(programs, mode), self._key(programs, mode)
+        if key not in self._executors:
+            self._executors[key] = StepExecutor(programs, planned, engine)
+        return self._executors[key]
+
+    @staticmethod
+    def _key(programs: Sequence[Program], mode: Mode) -> object:
+        return tuple(map(id, programs)), mode
+
+    def _planned(self, programs: Sequence[Program], mode: Mode) -> Schedule:
+        planned = step_schedule(
+            programs,
+            memory=self._options.budget(),
+            activations=self._options.activations,
+            transfer=self._options.transfer,
+            updates=mode.updates,
+            clip=mode.clip,
+        )
+        if not any(op.what == "G" for op in planned.ops):
+            raise ExecuteError(
+                "no parameter of the model gets a gradient.\n  A step trains parameters that require grad and that "
+                "the outputs depend on.\n  Unfreeze some, or call the model without a TrainStep."
+            )
+        planned.check()
+        return planned
