@@ -198,9 +198,3 @@ def _check_counts(owner: str, sizes: Mapping[Any, Any]) -> None:
     for name, size in sizes.items():
         if isinstance(size, int) and size < 0:
             raise ScheduleError(f"{owner} has a negative size: {name} = {size}.")
-
-
-def merged(workloads: Sequence[Workload]) -> Workload:
-    """TEMPORARY until the helper's version lands."""
-    assert all(w == workloads[0] for w in workloads)
-    return workloads[0]
