@@ -14,18 +14,22 @@ def check_releases_come_first(case: Case) -> None:
     """Whatever allocates is certain to come after what released in earlier ticks."""
     rule = "Live bytes omit what earlier ticks released, so an op that allocates must wait for that."
     last: dict[Stream, Position] = {}
+    consumed = _consumed(case)
     for tick, row in enumerate(case.schedule.ticks):
         allocating: list[tuple[Position, tuple[Stream, ...]]] = []
         if row.compute is not None:
             allocating.append((Position(tick, Stream.COMPUTE), (Stream.D2H,)))
         if row.h2d is not None and row.h2d.what == "A":
             allocating.append((Position(tick, Stream.H2D), (Stream.COMPUTE, Stream.D2H)))
+        if row.d2h is not None and row.d2h.what == "G":
+            allocating.append((Position(tick, Stream.D2H), (Stream.HOST,)))
         for position, releasing in allocating:
             for stream in releasing:
                 if stream in last:
                     case.require_before(last[stream], position, "takes memory released by", rule)
         for stream, _ in row.ops():
-            last[stream] = Position(tick, stream)
+            if stream != Stream.HOST or tick in consumed:
+                last[stream] = Position(tick, stream)
 
 
 def check_live_bytes(case: Case) -> None:
@@ -48,7 +52,7 @@ def check_figures(case: Case) -> None:
         "d2h_bytes": d2h,
         "peak_bytes": max(schedule.live_bytes, default=0),
         "device_bytes": max(_with_workspace(case), default=0),
-        "host_bytes": _recount_host(case),
+        "host_bytes": _recount_host(case) + _recount_waiting(case),
     }
     for name, figure in counted.items():
         if getattr(schedule, name) != figure:
@@ -221,3 +225,35 @@ def _recount_host(case: Case) -> int:
     slab = max([0, *(case.workload.blocks[op.block].gradient_bytes for _, op in case.ops if op.what == "G")])
     parks = sum(case.workload.values[v].nbytes for values in case.parked.values() for v in values)
     return slab + len(case.micro_batches) * parks
+
+
+def _recount_waiting(case: Case) -> int:
+    """The most bytes of gradients on the host: those that came and that no update has consumed.
+
+    A deferred step begins with all that its updates consume.
+    """
+    if case.schedule.updates == "none" and not case.schedule.clip:
+        return 0
+    consumed, is_deferred = _consumed(case), case.schedule.updates == "deferred"
+    waiting = sum(consumed.values()) if is_deferred else 0
+    most = waiting
+    for tick, row in enumerate(case.schedule.ticks):
+        if row.d2h is not None and row.d2h.what == "G":
+            waiting += case.workload.blocks[row.d2h.block].gradient_bytes
+        most = max(most, waiting)
+        waiting -= consumed.get(tick, 0)
+    return most
+
+
+def _consumed(case: Case) -> dict[int, int]:
+    """Bytes of gradients that the host needs no more after a tick: its `U` is the last to read those of some block."""
+    updates = [(p.tick, op.block) for p, op in case.ops if op.what == "U"]
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    for tick, block in reversed(updates):
+        for member in {block, *case.workload.blocks[block].shares} - seen:
+            seen.add(member)
+            work = case.workload.blocks[member]
+            if work.has_backward and work.gradient_bytes > 0:
+                found[tick] = found.get(tick, 0) + work.gradient_bytes
+    return found

@@ -15,6 +15,7 @@ from megatrain.scheduler.happens import waited_edges
 from megatrain.scheduler.op import NO_BLOCK, Stream
 from megatrain.scheduler.table import Position, Schedule
 from megatrain.scheduler.updates import update_group
+from megatrain.scheduler.waiting import last_updates
 from megatrain.scheduler.workload import Workload
 
 _Edge = tuple[Position, Position, str]
@@ -31,7 +32,8 @@ def dependency_graph(schedule: Schedule, workload: Workload | None = None) -> nx
     - `"resource"`: the last reader of a slot's bytes, and the next `W` that overwrites some of them; what reads
       parameters in host memory, and a `U` that writes them;
     - `"memory"`: an op that releases, and one that allocates in a later tick. The accounting of memory
-      relies on these: F and B wait for what d2h did in earlier ticks, an `A` that returns also for compute;
+      relies on these: F and B wait for what d2h did in earlier ticks, an `A` that returns also for compute; a `G`
+      waits for each `U` that releases gradients on the host, so it never runs far ahead of slow updates;
     - `"stream"`: the next op of the same stream.
 
     An edge with several reasons has the first of these as its kind.
@@ -53,6 +55,7 @@ def dependency_graph(schedule: Schedule, workload: Workload | None = None) -> nx
         _weight_edges(schedule),
         _resource_edges(schedule, workload),
         _memory_edges(schedule),
+        _waiting_edges(schedule, workload),
         _stream_edges(schedule),
     ):
         for before, after, kind in edges:
@@ -209,3 +212,13 @@ def _memory_edges(schedule: Schedule) -> Iterator[_Edge]:
                     yield before, Position(tick, Stream.H2D), "memory"
         compute = compute if row.compute is None else Position(tick, Stream.COMPUTE)
         d2h = d2h if row.d2h is None else Position(tick, Stream.D2H)
+
+
+def _waiting_edges(schedule: Schedule, workload: Workload) -> Iterator[_Edge]:
+    update = {op.block: p.tick for p, op in schedule.positions() if op.what == "U"}
+    released = set(last_updates(workload, update).values()) if update else set[int]()
+    last: Position | None = None
+    for tick, row in enumerate(schedule.ticks):
+        if row.d2h is not None and row.d2h.what == "G" and last is not None:
+            yield last, Position(tick, Stream.D2H), "memory"
+        last = Position(tick, Stream.HOST) if tick in released else last

@@ -19,6 +19,7 @@ from megatrain.scheduler.parking import parked_values
 from megatrain.scheduler.place import Residency, compute_stages, place_slots, residencies
 from megatrain.scheduler.table import Schedule, Slot, Tick
 from megatrain.scheduler.updates import HostTicks, head_updates, place_host, written_ticks
+from megatrain.scheduler.waiting import waiting_bytes
 from megatrain.scheduler.workload import Workload
 
 
@@ -129,7 +130,8 @@ class Builder:
             d2h_bytes=d2h,
             peak_bytes=max(draft.live, default=0),
             device_bytes=draft.device_bytes,
-            host_bytes=host_bytes(self.workload, parked, self.mode, self.transfer, self.micro_batches),
+            host_bytes=host_bytes(self.workload, parked, self.mode, self.transfer, self.micro_batches)
+            + self._waiting_bytes(draft),
             num_blocks=len(self.workload.blocks),
             micro_batches=self.micro_batches,
             updates=self.updates,
@@ -145,6 +147,11 @@ class Builder:
             for what, ticks in (("F", rows.ticks.forward), ("B", rows.ticks.backward))
             for (block, micro_batch), tick in ticks.items()
         ]
+
+    def _waiting_bytes(self, draft: Draft) -> int:
+        offload = {block: tick for (block, _), tick in draft.rows.ticks.offload.items()}
+        update, num_ticks = draft.host.update, len(draft.live)
+        return waiting_bytes(self.workload, offload, update, num_ticks, updates=self.updates, clip=self.clip)
 
     def _place(self, num_slots: int) -> _Placed:
         if num_slots not in self._placed:

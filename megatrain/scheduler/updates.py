@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,9 @@ def written_ticks(workload: Workload, head: Mapping[int, int]) -> dict[int, int]
 def place_host(workload: Workload, ticks: OpTicks, head: Mapping[int, int], *, updates: str, clip: bool) -> HostTicks:
     """Gives the ops of the host their ticks: updates in the order in which their gradients leave.
 
+    Updates that overlap take the tick of the next `G`. In an earlier one they would release their gradients before
+    it, which would have to wait for them (see the memory edges of the dependency graph).
+
     Args:
         workload: What runs.
         ticks: Of the other streams.
@@ -73,9 +77,12 @@ def place_host(workload: Workload, ticks: OpTicks, head: Mapping[int, int], *, u
         return HostTicks(head, norm)
     at_least = last if updates == "serial" else -1
     at_least = at_least if norm is None else norm
+    arrivals = sorted(ticks.offload.values())
     placed: dict[int, int] = {}
     for ready, block in _by_readiness(workload, ticks):
-        placed[block] = free = max(free, ready + 1, at_least + 1)
+        following = bisect_right(arrivals, ready)
+        overlapped = arrivals[following] if following < len(arrivals) else ready + 1
+        placed[block] = free = max(free, overlapped, at_least + 1)
         free += 1
     return HostTicks(placed, norm)
 

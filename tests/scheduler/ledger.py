@@ -44,6 +44,20 @@ class Ledger:
         self.at_work: set[int] = set()
         self.readers: Counter[int] = Counter()
         self.has_new_norm = False
+        self.waiting, self.most_waiting = Counter[tuple[str, int]](), self.room_to_wait(machine)
+        if self.is_deferred:
+            for block in self.offloading:
+                if self.owners(block):
+                    self.waiting["old", block] = self.blocks[block].gradient_bytes
+
+    def room_to_wait(self, machine: Machine) -> int | None:
+        """Host bytes that are left for gradients, besides parked values and the slab; None if they aren't counted."""
+        schedule, values = machine.schedule, machine.workload.values
+        if schedule.updates == "none" and not schedule.clip:
+            return None
+        parks = sum(values[v].nbytes for found in machine.parked.values() for v in found)
+        slab = 0 if self.is_bound else max([0, *(self.blocks[b].gradient_bytes for b in self.offloading)])
+        return schedule.host_bytes - parks * schedule.micro_batches - slab
 
     def expect(self, condition: bool, harm: str) -> None:
         if not condition:
@@ -66,8 +80,12 @@ class Ledger:
         if self.reads_parameters(op):
             self.expect_version(op)
             self.readers[op.block] += 1
-        elif op.what == "G" and self.is_deferred:
-            self.expect(self.owners(op.block) <= self.updated, f"{op} replaces gradients that are still needed")
+        elif op.what == "G":
+            if self.is_deferred:
+                self.expect(self.owners(op.block) <= self.updated, f"{op} replaces gradients that are still needed")
+            self.waiting["new", op.block] = self.blocks[op.block].gradient_bytes
+            if self.most_waiting is not None:
+                self.expect(self.waiting.total() <= self.most_waiting, f"too many gradients wait when {op} starts")
         elif op.what == "N":
             self.expect(self.clip, "a norm for nobody")
             self.expect(self.new_gradients == self.offloading, "N without all gradients")
@@ -102,6 +120,9 @@ class Ledger:
         elif op.what == "U":
             self.at_work.discard(op.block)
             self.updated.add(op.block)
+            for member in self.groups[op.block]:
+                if self.owners(member) <= self.updated:
+                    del self.waiting["old" if self.is_deferred else "new", member]
 
     def check_end(self) -> None:
         self.expect(self.updated == self.updating, "an update never ran")

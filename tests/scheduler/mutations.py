@@ -7,10 +7,11 @@ from dataclasses import replace
 from random import Random
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.lifetimes import lifetimes
-from megatrain.scheduler.memory import accumulated_bytes, count_moved, live_bytes, workspace_bytes
+from megatrain.scheduler.lifetimes import lifetimes, op_ticks
+from megatrain.scheduler.memory import accumulated_bytes, count_moved, host_bytes, live_bytes, workspace_bytes
 from megatrain.scheduler.op import STREAMS, Op, Stream
 from megatrain.scheduler.table import OUTPUTS, UPDATES, Position, Schedule, Tick
+from megatrain.scheduler.waiting import waiting_bytes
 
 
 def with_cells(schedule: Schedule, cells: dict[Position, Op | None]) -> Schedule:
@@ -37,6 +38,7 @@ def with_figures(schedule: Schedule) -> Schedule:
             if p.stream == Stream.COMPUTE
         ]
         h2d, d2h = count_moved(workload, schedule.ops, schedule.parked(), schedule.transfer)
+        host = _host_figure(schedule)
     except (KeyError, ValueError, IndexError):
         return schedule
     return replace(
@@ -46,7 +48,20 @@ def with_figures(schedule: Schedule) -> Schedule:
         device_bytes=max([*live, *busy], default=0),
         h2d_bytes=h2d,
         d2h_bytes=d2h,
+        host_bytes=host,
     )
+
+
+def _host_figure(schedule: Schedule) -> int:
+    """What a whole step has; of others no cell of the table changes it."""
+    if schedule.updates == "none" and not schedule.clip:
+        return schedule.host_bytes
+    workload, rows = schedule.known_workload(), len(schedule.ticks)
+    offload = {block: tick for (block, _), tick in op_ticks(schedule).offload.items()}
+    update = {op.block: p.tick for p, op in schedule.positions() if op.what == "U"}
+    waiting = waiting_bytes(workload, offload, update, rows, updates=schedule.updates, clip=schedule.clip)
+    parked = schedule.parked()
+    return waiting + host_bytes(workload, parked, schedule.mode, schedule.transfer, schedule.micro_batches)
 
 
 def mutants(schedule: Schedule, random: Random) -> Iterator[tuple[str, Schedule]]:
