@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from megatrain.passes.program import Block, Program
 from megatrain.scheduler.build import schedule as build_schedule
@@ -30,9 +31,9 @@ def workload(program: Program, *, update_traffic: int = UPDATE_TRAFFIC) -> Workl
         program: After `measure`.
         update_traffic: Bytes that an update reads and writes per byte of a parameter.
     """
-    holders = _trained_holders(program)
+    updates = _updates(program)
     return Workload(
-        blocks=tuple(_block_work(program, index, holders, update_traffic) for index in range(len(program.blocks))),
+        blocks=tuple(_block_work(program, block, updates[block.index], update_traffic) for block in program.blocks),
         values=_value_works(program),
         storages=_storages(program),
     )
@@ -106,13 +107,13 @@ def has_backward(program: Program, block: Block) -> bool:
 def _trained_holders(program: Program) -> dict[str, tuple[int, ...]]:
     """The blocks that hold each parameter for which there is a gradient: the one that updates it, then the others.
 
-    That is the first with a backward: backwards run in reverse, so its gradients are the last to be added.
+    That is the first with a backward: backwards run in reverse, so its gradients are the last to be added. An
+    optimizer updates a parameter as a whole, so a block that holds some of its rows holds the parameter.
     """
     found: dict[str, list[int]] = {}
     for index, block in enumerate(program.blocks):
-        for name in dict.fromkeys(block.binding):
-            if program.state[name].requires_grad:
-                found.setdefault(name, []).append(index)
+        for name in dict.fromkeys(program.state[k].owner for k in block.binding if program.state[k].requires_grad):
+            found.setdefault(name, []).append(index)
     owned: dict[str, tuple[int, ...]] = {}
     for name, blocks in found.items():
         owner = next((b for b in blocks if has_backward(program, program.blocks[b])), None)
@@ -121,13 +122,30 @@ def _trained_holders(program: Program) -> dict[str, tuple[int, ...]]:
     return owned
 
 
-def _block_work(program: Program, index: int, holders: Mapping[str, tuple[int, ...]], update_traffic: int) -> BlockWork:
-    block = program.blocks[index]
+@dataclass(slots=True)
+class _Update:
+    """Bytes of the parameters that a block updates, and the other blocks that hold some of them."""
+
+    nbytes: int = 0
+    shares: set[int] = field(default_factory=set[int])
+
+
+def _updates(program: Program) -> list[_Update]:
+    sizes: dict[str, int] = {}
+    for entry in program.state.values():
+        sizes[entry.owner] = sizes.get(entry.owner, 0) + entry.spec.nbytes
+    found = [_Update() for _ in program.blocks]
+    for name, (owner, *others) in _trained_holders(program).items():
+        found[owner].nbytes += sizes[name]
+        found[owner].shares.update(others)
+    return found
+
+
+def _block_work(program: Program, block: Block, update: _Update, update_traffic: int) -> BlockWork:
     cost = program.templates[block.template].cost
     assert cost is not None, "measure runs before scheduling"
     is_differentiable = has_backward(program, block)
     trained = {k for k in block.binding if program.state[k].requires_grad}
-    updated = {k for k in trained if k in holders and holders[k][0] == index}
     return BlockWork(
         name=block.name,
         state_bytes=slot_bytes(program.state[k].spec for k in block.binding),
@@ -137,8 +155,8 @@ def _block_work(program: Program, index: int, holders: Mapping[str, tuple[int, .
         backward_workspace_bytes=cost.backward_workspace_bytes,
         has_backward=is_differentiable,
         forward_flops=cost.forward_flops,
-        update_bytes=update_traffic * sum(program.state[k].spec.nbytes for k in updated),
-        shares=tuple(sorted({other for k in updated for other in holders[k][1:]})),
+        update_bytes=update_traffic * update.nbytes,
+        shares=tuple(sorted(update.shares)),
     )
 
 

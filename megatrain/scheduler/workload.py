@@ -56,7 +56,7 @@ class BlockWork:
         forward_flops: Floating-point operations of one forward; backward is taken as twice that.
         update_bytes: Host bytes that the update of its parameters reads and writes. 0 if it updates none: they
             aren't trained, or another block that shares them does it.
-        shares: Other blocks that hold some of the parameters which this block updates, ascending.
+        shares: Other blocks that hold some of the parameters which this block updates, or rows of them, ascending.
     """
 
     name: str

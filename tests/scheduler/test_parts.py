@@ -1,0 +1,120 @@
+"""Parameters cut into parts: blocks hold rows, but an optimizer updates a parameter as a whole, once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import megatrain
+from megatrain.passes.program import Program
+from megatrain.runtime.facts import Facts
+from megatrain.scheduler.from_program import schedule, workload
+from megatrain.scheduler.table import UPDATES
+from tests.experts import Layers
+from tests.scheduler.symbolic import find_harm
+
+NUM, WIDTH, INNER = 16, 8, 16
+LIMIT = NUM * WIDTH * INNER * 4 // 4
+
+
+class Cut(nn.Module):
+    """An embedding in parts, then mixtures; `frozen` names what isn't trained."""
+
+    def __init__(self, kind: str, *, frozen: str = "", is_shared: bool = False):
+        super().__init__()
+        self.embed = nn.Embedding(4 * LIMIT // (WIDTH * 4), WIDTH)
+        self.mixtures = Layers(Layers.KINDS[kind], 2, NUM, WIDTH, INNER, is_shared=is_shared)
+        self.head = nn.Linear(WIDTH, 5)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not (frozen and name.startswith(frozen)))
+
+    def forward(self, ids):
+        x, loss = self.mixtures(self.embed(ids))
+        return F.relu(self.head(x)), loss
+
+
+def cut(kind: str, **options) -> tuple[nn.Module, Program]:
+    model = Cut(kind, **options)
+    return model, megatrain.lower(megatrain.trace(model, (torch.arange(6),)), block_bytes=LIMIT)
+
+
+def holders(program: Program) -> dict[str, list[int]]:
+    """The blocks with rows of each trained parameter, by what their bindings print."""
+    found: dict[str, list[int]] = {}
+    for block in program.blocks:
+        for name in {key.split("[")[0] for key in block.binding if program.state[key].requires_grad}:
+            found.setdefault(name, []).append(block.index)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["bmm", "gathered", "looped"])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_each_parameter_in_parts_is_updated_once_by_the_first_of_its_blocks(kind: str, is_shared: bool):
+    model, program = cut(kind, is_shared=is_shared)
+    found, held = workload(program), holders(program)
+    in_parts = {entry.base for entry in program.state.values() if entry.base}
+    assert in_parts >= {"embed.weight", "mixtures.layers.0.up", "mixtures.layers.0.down"}
+    assert all(len(held[name]) >= 4 for name in in_parts)
+    updated: dict[int, int] = {}
+    shares: dict[int, set[int]] = {}
+    sizes = {name: p.nbytes for name, p in model.named_parameters()}
+    for name, blocks in held.items():
+        owner = next(b for b in blocks if found.blocks[b].has_backward)
+        updated[owner] = updated.get(owner, 0) + 7 * sizes[name]
+        shares.setdefault(owner, set()).update(set(blocks) - {owner})
+    assert {b: work.update_bytes for b, work in enumerate(found.blocks) if work.update_bytes} == updated
+    assert {b: set(work.shares) for b, work in enumerate(found.blocks) if work.shares} == {
+        owner: others for owner, others in shares.items() if others
+    }
+    assert sum(work.update_bytes for work in found.blocks) == 7 * sum(sizes.values())
+    assert sum(len(blocks) for blocks in held.values()) > len(held)
+
+
+@pytest.mark.parametrize("frozen", ["", "embed", "mixtures.layers.0.up", "mixtures", "head"])
+def test_the_updating_block_is_where_the_runtime_completes_the_gradient(frozen: str):
+    _, program = cut("bmm", frozen=frozen)
+    found, facts = workload(program), Facts.of(program, is_training=True)
+    sizes = {key: entry.spec.nbytes for key, entry in program.state.items() if entry.base is None}
+    for entry in facts.parts:
+        sizes[entry.owner] = sizes.get(entry.owner, 0) + entry.spec.nbytes
+    parts = {entry.key for entry in facts.parts}
+    completed = [7 * sum(sizes[key] for key in keys if key not in parts) for keys in facts.completes]
+    assert [work.update_bytes for work in found.blocks] == completed
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_step_of_a_model_in_parts_is_safe(updates: str, is_shared: bool):
+    _, program = cut("bmm", is_shared=is_shared)
+    plan = schedule(program, micro_batches=2, updates=updates, clip=updates == "deferred", activations="offload")
+    plan.check()
+    find_harm(plan, plan.known_workload(), runs=6)
+    ops = [str(op) for op in plan.ops]
+    for owner in plan.known_workload().update_blocks():
+        members = (owner, *plan.known_workload().blocks[owner].shares)
+        if updates in ("overlap", "serial"):
+            assert all(ops.index(f"U{owner}") > ops.index(f"G{m}") for m in members)
+        elif updates == "deferred":
+            assert all(ops.index(f"U{owner}") < ops.index(f"F{m}.0") for m in members)
+
+
+def test_rows_that_no_block_names_are_not_counted():
+    """A table of which only some rows are read: the others have no part, hence no gradient and no place here."""
+
+    class Picked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.Parameter(torch.ones(64, 64))
+            self.head = nn.Linear(64, 2)
+
+        def forward(self, x):
+            return self.head(x * self.rows[3] + self.rows[20])
+
+    program = megatrain.lower(megatrain.trace(Picked(), (torch.ones(2, 64),)), block_bytes=1024)
+    names = [key for key in program.state if key.startswith("rows[")]
+    assert len(names) == 2
+    head = 7 * 4 * (2 * 64 + 2)
+    rows = 7 * sum(program.state[name].spec.nbytes for name in names)
+    assert sum(work.update_bytes for work in workload(program).blocks) == head + rows
