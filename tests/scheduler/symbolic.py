@@ -281,10 +281,9 @@ class Machine:
         self.ledger.check_end()
 
 
-def run(schedule: Schedule, workload: Workload, waits: Waits, random: Random, *, is_fixed: bool) -> None:
+def run(machine: Machine, waits: Waits, random: Random, *, is_fixed: bool) -> None:
     """Runs the table once: by fixed priorities of who starts and ends first, or by chance at every moment."""
-    machine = Machine(schedule, workload)
-    queues = {s: [(p, op) for p, op in schedule.positions() if p.stream == s][::-1] for s in STREAMS}
+    queues = {s: [(p, op) for p, op in machine.schedule.positions() if p.stream == s][::-1] for s in STREAMS}
     running: dict[Stream, tuple[Position, Op]] = {}
     done: set[Position] = set()
     actions = [(verb, stream) for verb in ("start", "finish") for stream in STREAMS]
@@ -316,4 +315,4 @@ def find_harm(
     random = Random(seed)
     waits = schedule.waits() if waits is None else waits
     for attempt in range(runs):
-        run(schedule, workload, waits, random, is_fixed=attempt % 3 != 0)
+        run(Machine(schedule, workload), waits, random, is_fixed=attempt % 3 != 0)

@@ -1,0 +1,175 @@
+"""Micro-batches of several captures: one workload as large as each of them, or a difference that is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import megatrain
+from megatrain.errors import ScheduleError
+from megatrain.scheduler.build import schedule
+from megatrain.scheduler.from_program import workload as workload_of
+from megatrain.scheduler.op import Op
+from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.workload import Workload, merged
+from tests.scheduler.mutations import with_figures
+from tests.scheduler.symbolic import Machine, run
+from tests.scheduler.workloads import trained, whole_steps, workloads
+
+
+@st.composite
+def families(draw: st.DrawFn, count: int = 3) -> list[Workload]:
+    """Workloads of one structure, whose sizes differ in both directions."""
+    base = draw(workloads())
+    size = st.integers(0, 40)
+    found = [base]
+    for _ in range(count - 1):
+        blocks = tuple(
+            replace(
+                block,
+                name=f"{block.name}'",
+                saved_bytes=draw(size),
+                forward_workspace_bytes=draw(size),
+                backward_workspace_bytes=draw(size),
+                forward_flops=draw(size),
+            )
+            for block in base.blocks
+        )
+        values = tuple(replace(value, nbytes=draw(size)) for value in base.values)
+        held = [max([0, *(v.nbytes for v in values if v.storage == s)]) for s in range(len(base.storages))]
+        found.append(Workload(blocks, values, tuple(n + draw(st.sampled_from([0, 0, 9])) for n in held)))
+    return found
+
+
+def sizes(workload: Workload) -> list[int]:
+    found = [n for v in workload.values for n in (v.nbytes, v.storage)]
+    for block in workload.blocks:
+        found += [block.saved_bytes, block.forward_workspace_bytes, block.backward_workspace_bytes, block.forward_flops]
+    return [*found, *workload.storages]
+
+
+@given(families())
+@settings(max_examples=60)
+def test_a_merged_workload_has_the_largest_of_each_size_and_one_structure(family: list[Workload]):
+    whole = merged(family)
+    whole.check()
+    assert sizes(whole) == list(map(max, *map(sizes, family)))
+    assert merged([whole, *family]) == replace(whole)
+    assert merged(family[:1]) == family[0]
+    assert sizes(merged(family[::-1])) == sizes(whole)
+    assert [b.name for b in whole.blocks] == [b.name for b in family[0].blocks]
+
+
+@given(families(count=2), whole_steps())
+@settings(max_examples=60)
+def test_no_member_takes_more_than_a_table_for_all_says(family: list[Workload], options):
+    plan = options.build(merged(family))
+    for member in family:
+        alone = with_figures(replace(plan, workload=member))
+        assert alone.device_bytes <= plan.device_bytes
+        assert alone.peak_bytes <= plan.peak_bytes
+        assert alone.host_bytes <= plan.host_bytes
+        alone.check()
+
+
+class Mixed(Machine):
+    """Runs a table with a workload of its own for each micro-batch."""
+
+    def __init__(self, plan: Schedule, members: list[Workload]) -> None:
+        self.members = members
+        super().__init__(plan, plan.known_workload())
+
+    def allocate_value(self, index: int, number: int, *, is_there: bool) -> None:
+        self.workload = self.members[number % len(self.members)]
+        super().allocate_value(index, number, is_there=is_there)
+
+    def start(self, position: Position, op: Op) -> None:
+        self.workload = self.members[(op.micro_batch or 0) % len(self.members)]
+        super().start(position, op)
+
+
+@given(families(), whole_steps(), st.integers(0, 2**20))
+@settings(max_examples=60)
+def test_micro_batches_of_different_sizes_do_no_harm_in_any_order(family: list[Workload], options, seed: int):
+    plan = options.build(merged(family))
+    random = Random(seed)
+    for attempt in range(6):
+        run(Mixed(plan, family), plan.waits(), random, is_fixed=attempt % 3 != 0)
+
+
+def test_a_table_for_the_smaller_member_is_too_small_for_the_larger():
+    """So the oracle above does see sizes per micro-batch."""
+    small = trained(3)
+    large = replace(small, blocks=tuple(replace(b, backward_workspace_bytes=10**6) for b in small.blocks))
+    plan = schedule(small, micro_batches=2)
+    with pytest.raises(AssertionError, match="too much workspace"):
+        run(Mixed(plan, [small, large]), plan.waits(), Random(0), is_fixed=True)
+    both = schedule(merged([small, large]), micro_batches=2)
+    run(Mixed(both, [small, large]), both.waits(), Random(0), is_fixed=True)
+
+
+def test_a_difference_is_named_with_the_rule_and_the_way_out():
+    other = trained(4)
+    blocks = (*other.blocks[:2], replace(other.blocks[2], gradient_bytes=0, update_bytes=0), other.blocks[3])
+    with pytest.raises(ScheduleError) as caught:
+        merged([trained(4), trained(4), replace(other, blocks=blocks)])
+    assert str(caught.value) == (
+        "micro-batch 2 differs from micro-batch 0: of block 2 (layers.2), gradient_bytes is 0, not 132864.\n"
+        "  The micro-batches of one step share each block's stay on the device, so only sizes may differ.\n"
+        "  Use micro-batches of one structure (pad them, say), or separate steps."
+    )
+
+
+def changed_block(workload: Workload, **changes: object) -> Workload:
+    return replace(workload, blocks=(*workload.blocks[:-1], replace(workload.blocks[-1], **changes)))
+
+
+def changed_value(workload: Workload, **changes: object) -> Workload:
+    return replace(workload, values=(*workload.values[:-1], replace(workload.values[-1], **changes)))
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (trained(2), "it has 2 blocks, not 3"),
+        (replace(trained(3), values=trained(3).values[:-1]), "it has 3 values, not 4"),
+        (replace(trained(3), storages=(*trained(3).storages, 8)), "it has 5 storages, not 4"),
+        (changed_block(trained(3), has_backward=False), "of block 2 (layers.2), has_backward is False, not True"),
+        (changed_block(trained(3), state_bytes=64), "of block 2 (layers.2), state_bytes is 64, not 132864"),
+        (changed_block(trained(3), update_bytes=0), "of block 2 (layers.2), update_bytes is 0, not 930048"),
+        (changed_block(trained(3), shares=(0,)), "of block 2 (layers.2), shares is (0,), not ()"),
+        (changed_value(trained(3), producer=1), "of value v2, producer is 1, not 2"),
+        (changed_value(trained(3), readers=(1,)), "of value v2, readers is (1,), not ()"),
+        (changed_value(trained(3), storage=0), "of value v2, storage is 0, not 3"),
+        (changed_value(trained(3), is_output=False), "of value v2, is_output is False, not True"),
+        (changed_value(trained(3), has_gradient=False), "of value v2, has_gradient is False, not True"),
+        (changed_value(trained(3), is_parkable=True), "of value v2, is_parkable is True, not False"),
+        (changed_value(trained(3), is_committed=True), "of value v2, is_committed is True, not False"),
+    ],
+)
+def test_each_difference_in_structure_is_refused(other: Workload, difference: str):
+    with pytest.raises(ScheduleError) as caught:
+        merged([trained(3), other])
+    assert str(caught.value).splitlines()[0] == f"micro-batch 1 differs from micro-batch 0: {difference}."
+
+
+def test_no_workloads_are_refused():
+    with pytest.raises(ScheduleError, match="at least one micro-batch"):
+        merged([])
+
+
+def test_captures_of_other_lengths_merge_into_one_step():
+    model = nn.Sequential(nn.Embedding(11, 8), *(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
+    shapes = ((4, 5), (1, 7), (2, 9))
+    found = [workload_of(megatrain.lower(megatrain.trace(model, (torch.ones(s, dtype=torch.int64),)))) for s in shapes]
+    whole = merged(found)
+    assert whole.values[0].nbytes == 8 * 20
+    plan = schedule(whole, micro_batches=3, updates="overlap")
+    run(Mixed(plan, found), plan.waits(), Random(1), is_fixed=False)
+    assert plan.device_bytes < 3 * schedule(whole).device_bytes
