@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from megatrain.errors import ScheduleError
 from megatrain.passes.program import Block, Program
 from megatrain.scheduler.build import schedule as build_schedule
 from megatrain.scheduler.table import Schedule
@@ -53,7 +55,15 @@ def schedule(
     clip: bool = False,
     outputs: str = "keep",
 ) -> Schedule:
-    """Places one step of `program` on the streams; see `megatrain.scheduler.build.schedule` for the options."""
+    """Places one step of `program` on the streams; see `megatrain.scheduler.build.schedule` for the options.
+
+    Raises:
+        OptionError: As there, or if `memory` is unreadable.
+        ScheduleError: As there; or if a buffer can't go from one micro-batch to the next, because a block reads it
+            ahead of the one that computes its new value.
+    """
+    if type(micro_batches) is int and micro_batches > 1:
+        check_buffers(program)
     return build_schedule(
         workload(program),
         num_slots=num_slots,
@@ -69,34 +79,51 @@ def schedule(
     )
 
 
-def step_schedule(
-    programs: Sequence[Program],
-    *,
-    memory: int | None = None,
-    activations: str = "auto",
-    transfer: str = "copy",
-    updates: str = "none",
-    clip: bool = False,
-) -> Schedule:
-    """Places a whole training step whose micro-batches are captures of one model; see `schedule` for the options.
+def step_schedule(programs: Sequence[Program], **options: Any) -> Schedule:
+    """Places a whole training step whose micro-batches are captures of one model.
 
     Args:
         programs: One per micro-batch; those for inputs of other sizes differ in nothing but sizes.
+        options: Of `megatrain.scheduler.build.schedule`, all but the number of micro-batches.
 
     Raises:
-        ScheduleError: If they differ in more, or `memory` is too small.
+        ScheduleError: If they differ in more, `memory` is too small, or a buffer can't go from one to the next.
     """
-    distinct = {id(program): program for program in programs}
-    return build_schedule(
-        merged([workload(program) for program in distinct.values()]),
-        memory=memory,
-        activations=activations,
-        transfer=transfer,
-        micro_batches=len(programs),
-        updates=updates,
-        clip=clip,
-        outputs="release",
-    )
+    distinct = {id(program): program for program in programs}.values()
+    if len(programs) > 1:
+        for program in distinct:
+            check_buffers(program)
+    works = merged([workload(program) for program in distinct])
+    return build_schedule(works, micro_batches=len(programs), **options)
+
+
+def check_buffers(program: Program) -> None:
+    """Refuses what no order of blocks can do: a micro-batch begins with the buffers that the one before leaves.
+
+    All micro-batches of a block run before the next block, so a buffer's new value must come in no later a block than
+    the first that reads the old one. An old value that the model returns is read where no block is, ahead of all.
+
+    `schedule` calls it; whoever builds a table of several programs' `merged` workload has to do so for each.
+
+    Raises:
+        ScheduleError: Naming the buffer and the blocks.
+    """
+    readers, values = program.readers(), program.values
+    returned = {o.name for o in program.outputs if o.kind == "value"}
+    new_values = dict(program.commits)
+    for old, key in program.buffers:
+        producer = values[new_values[key]].producer
+        first = min(readers[old], default=producer)
+        if producer is None or first is None or (first >= producer and old not in returned):
+            continue
+        reader = f"block {first} ({program.blocks[first].name}) reads" if first < producer else "the model returns"
+        raise ScheduleError(
+            f"buffer {key} can't go from one micro-batch to the next: {reader} the old value, "
+            f"but block {producer} ({program.blocks[producer].name}) computes the new one.\n"
+            "  All micro-batches of a block run before the next block does, so it would be read too early.\n"
+            "  Use one micro-batch a step, a larger block_bytes that puts both in one block, or don't update the "
+            "buffer (`.eval()` of its module)."
+        )
 
 
 def has_backward(program: Program, block: Block) -> bool:

@@ -82,6 +82,7 @@ class StepTables:
             transfer=self._options.transfer,
             updates=mode.updates,
             clip=mode.clip,
+            outputs="release",
         )
         if not any(op.what == "G" for op in planned.ops):
             raise ExecuteError(
