@@ -1,13 +1,16 @@
-"""Costs: what a machine needs for each op."""
+"""Costs: what a machine needs for each op, by its rates or as measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
+from statistics import median
+from typing import NamedTuple
 
-from megatrain.errors import OptionError
+from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.memory import op_bytes
-from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.op import INSTRUCTIONS, PER_MICRO_BATCH, STREAMS, Op, Stream
 from megatrain.scheduler.table import Position, Schedule
 from megatrain.scheduler.workload import Workload
 
@@ -40,11 +43,164 @@ class Hardware:
             raise OptionError(f"{self} isn't a machine: rates are positive, times not negative.")
 
 
-def op_durations(schedule: Schedule, hardware: Hardware) -> dict[Position, float]:
+class OpKind(NamedTuple):
+    """Ops that take the same time: one op of one block and micro-batch, wherever it stands in a table.
+
+    Args:
+        stream: Where it runs; an `A` differs by that.
+        what: Its letter.
+        block: Its block; `NO_BLOCK` for `N`.
+        micro_batch: Its micro-batch; 0 where the step has one, or the op serves all.
+        is_saved: Whether the graph of this F or B is retained: then B doesn't recompute.
+    """
+
+    stream: Stream
+    what: str
+    block: int
+    micro_batch: int
+    is_saved: bool
+
+    def __str__(self) -> str:
+        block = "" if self.block < 0 else str(self.block)
+        micro = f".{self.micro_batch}" if self.what in PER_MICRO_BATCH else ""
+        return f"{self.what}{block}{micro}{'*' if self.is_saved else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds that each op took; serves any schedule of the same program whose ops were all seen.
+
+    Slots, micro-batches and updates may differ. An op that was seen of other micro-batches only is taken as the
+    median of these. An `A` is taken as long as it took, though which values it moves may depend on `saves`.
+
+    Args:
+        num_blocks: Blocks of the program.
+        transfer: As in `Schedule`.
+        seconds: By kind of op; make it with `of`.
+    """
+
+    num_blocks: int
+    transfer: str
+    seconds: Mapping[OpKind, float]
+
+    @staticmethod
+    def of(schedule: Schedule, seconds: Mapping[Position, float]) -> Measured:
+        """One run of a schedule, timed op by op.
+
+        Args:
+            schedule: What ran.
+            seconds: Of every op. Of a kind that recurs (a `W` in forward and backward), the median counts.
+
+        Raises:
+            OptionError: If a time is negative or no number.
+            ScheduleError: If an op has no time, or a time no op.
+        """
+        found: dict[OpKind, list[float]] = {}
+        for position, op, kind in _kinds(schedule):
+            if position not in seconds:
+                raise ScheduleError(
+                    f"{position.stream}:{op} at tick {position.tick} has no time.\n"
+                    "  A measured run has a time for each op of its table.\n"
+                    "  Time them all, also those that move nothing."
+                )
+            found.setdefault(kind, []).append(seconds[position])
+        if len(seconds) != len(schedule.ops):
+            extra = min(set(seconds).difference(p for p, _ in schedule.positions()))
+            raise ScheduleError(f"there is a time for {extra.stream} at tick {extra.tick}, where the table has no op.")
+        return Measured(schedule.num_blocks, schedule.transfer, _medians(found))
+
+    @staticmethod
+    def mean(runs: Sequence[Measured]) -> Measured:
+        """Several runs as one: of each kind of op the median of the runs that have it.
+
+        Raises:
+            ScheduleError: If there are none, or they are of different programs.
+        """
+        programs = {(run.num_blocks, run.transfer) for run in runs}
+        if len(programs) != 1:
+            raise ScheduleError(
+                f"{len(runs)} runs of {len(programs)} programs have no mean.\n"
+                "  Runs of one program have the same number of blocks and the same `transfer`.\n"
+                "  Measure one program at least once."
+            )
+        found: dict[OpKind, list[float]] = {}
+        for run in runs:
+            for kind, seconds in run.seconds.items():
+                found.setdefault(kind, []).append(seconds)
+        return Measured(runs[0].num_blocks, runs[0].transfer, _medians(found))
+
+    def durations(self, schedule: Schedule) -> dict[Position, float]:
+        """Seconds of each op of a schedule, in table order.
+
+        Raises:
+            ScheduleError: If it isn't of the program that was measured, or has an op that never ran.
+        """
+        if (schedule.num_blocks, schedule.transfer) != (self.num_blocks, self.transfer):
+            raise ScheduleError(
+                f"measured were {self.num_blocks} blocks with `{self.transfer}`, this schedule has "
+                f"{schedule.num_blocks} with `{schedule.transfer}`.\n"
+                "  A measurement serves schedules of the same program.\n"
+                "  Measure a run of this one."
+            )
+        others: dict[OpKind, list[float]] = {}
+        for kind, seconds in self.seconds.items():
+            others.setdefault(kind._replace(micro_batch=0), []).append(seconds)
+        # Long tables ask for the same median often.
+        typical = {kind: median(seconds) for kind, seconds in others.items()}
+        found: dict[Position, float] = {}
+        for position, op, kind in _kinds(schedule):
+            seconds = self.seconds.get(kind, typical.get(kind._replace(micro_batch=0)))
+            if seconds is None:
+                raise ScheduleError(
+                    f"{position.stream}:{op}{'*' if kind.is_saved else ''} at tick {position.tick} was never "
+                    "measured.\n"
+                    "  A schedule can be timed if all of its ops have run; a star marks those of a retained graph.\n"
+                    "  Measure a run of this schedule, or of one with the same `saves` and `keep`."
+                )
+            found[position] = seconds
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"measured: {self.num_blocks} blocks, transfer {self.transfer}; ms"]
+        for stream in STREAMS:
+            kinds = [kind for kind in self.seconds if kind.stream == stream]
+            for kind in sorted(kinds, key=lambda k: (INSTRUCTIONS[stream].index(k.what), *k[2:])):
+                lines.append(f"  {stream:<7}  {kind!s:<8}  {self.seconds[kind] * 1e3:>10.3f}")
+        return "\n".join(lines)
+
+
+Costs = Hardware | Measured
+
+
+def _kinds(schedule: Schedule) -> Iterator[tuple[Position, Op, OpKind]]:
+    saves = frozenset(schedule.saves)
+    for position, op in schedule.positions():
+        is_saved = op.what in "FB" and op.block in saves
+        yield position, op, OpKind(op.stream, op.what, op.block, op.micro_batch or 0, is_saved)
+
+
+def _medians(seconds: Mapping[OpKind, Sequence[float]]) -> dict[OpKind, float]:
+    for kind, times in seconds.items():
+        for time in times:
+            if not isfinite(time) or time < 0:
+                raise OptionError(f"{kind.stream}:{kind} can't take {time} s.\n  A time is a number, not negative.")
+    return {kind: median(times) for kind, times in seconds.items()}
+
+
+def op_durations(schedule: Schedule, costs: Costs) -> dict[Position, float]:
     """Seconds of each op, in table order.
 
-    A backward is taken as twice the forward's work, and one forward more where it recomputes.
+    Of a machine's rates, a backward is taken as twice the forward's work, and one forward more where it recomputes.
+
+    Raises:
+        ScheduleError: If a measurement lacks an op.
     """
+    if isinstance(costs, Measured):
+        return costs.durations(schedule)
+    return _hardware_durations(schedule, costs)
+
+
+def _hardware_durations(schedule: Schedule, hardware: Hardware) -> dict[Position, float]:
     parked = schedule.parked()
     return {
         position: hardware.launch_s + _work_s(schedule, op, parked, hardware) for position, op in schedule.positions()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from megatrain.scheduler.costs import Hardware, op_durations
+from megatrain.scheduler.costs import Costs, op_durations
 from megatrain.scheduler.dependency import dependency_graph, derive_waits
 from megatrain.scheduler.op import STREAMS, Stream
 from megatrain.scheduler.table import Position, Schedule
@@ -43,13 +43,17 @@ class Simulation:
         return f"step {self.step_s * 1e3:.3f} ms; busy: {busy}; bound by {self.bound}"
 
 
-def simulate(schedule: Schedule, hardware: Hardware) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """Runs every op as soon as its stream is free and what it waits for is done.
 
+    Args:
+        schedule: The table.
+        costs: Rates of a machine, or measured times.
+
     Raises:
-        ScheduleError: If the schedule doesn't know its workload.
+        ScheduleError: If the schedule doesn't know its workload, or the measurement lacks one of its ops.
     """
-    durations = op_durations(schedule, hardware)
+    durations = op_durations(schedule, costs)
     waits = derive_waits(schedule)
     free = dict.fromkeys(STREAMS, 0.0)
     total = dict.fromkeys(STREAMS, 0.0)
@@ -65,21 +69,21 @@ def simulate(schedule: Schedule, hardware: Hardware) -> Simulation:
     return Simulation(step_s, busy, max(STREAMS, key=lambda s: total[s]), tuple(timeline))
 
 
-def critical_path(schedule: Schedule, hardware: Hardware) -> tuple[float, tuple[Position, ...]]:
+def critical_path(schedule: Schedule, costs: Costs) -> tuple[float, tuple[Position, ...]]:
     """Seconds and ops of the longest chain of dependencies, the order of streams included.
 
     No op waits for anything else, so this is how long the simulated step takes, and why.
     """
-    return _longest_path(dependency_graph(schedule), op_durations(schedule, hardware))
+    return _longest_path(dependency_graph(schedule), op_durations(schedule, costs))
 
 
-def lower_bounds(schedule: Schedule, hardware: Hardware) -> dict[str, float]:
+def lower_bounds(schedule: Schedule, costs: Costs) -> dict[str, float]:
     """Seconds below which these ops can't come, by reason.
 
     Per stream the sum of its ops, which run one by one; `"data"` is the longest chain of ops that need each
     other's results, which no number of slots and no other order shortens.
     """
-    durations = op_durations(schedule, hardware)
+    durations = op_durations(schedule, costs)
     bounds = {str(stream): 0.0 for stream in STREAMS}
     for position, seconds in durations.items():
         bounds[position.stream] += seconds

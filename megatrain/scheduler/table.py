@@ -13,7 +13,7 @@ from megatrain.scheduler.workload import Workload
 if TYPE_CHECKING:
     import networkx as nx
 
-    from megatrain.scheduler.costs import Hardware
+    from megatrain.scheduler.costs import Costs
     from megatrain.scheduler.simulate import Simulation
 
 MODES = ("train", "forward", "backward")
@@ -222,23 +222,23 @@ class Schedule:
 
         check_schedule(self, self.known_workload() if workload is None else workload)
 
-    def simulate(self, hardware: Hardware) -> Simulation:
+    def simulate(self, costs: Costs) -> Simulation:
         """Runs the schedule on paper; see `megatrain.scheduler.simulate.simulate`."""
         from megatrain.scheduler.simulate import simulate
 
-        return simulate(self, hardware)
+        return simulate(self, costs)
 
-    def critical_path(self, hardware: Hardware) -> tuple[float, tuple[Position, ...]]:
+    def critical_path(self, costs: Costs) -> tuple[float, tuple[Position, ...]]:
         """Seconds and ops of the longest chain of dependencies."""
         from megatrain.scheduler.simulate import critical_path
 
-        return critical_path(self, hardware)
+        return critical_path(self, costs)
 
-    def lower_bounds(self, hardware: Hardware) -> dict[str, float]:
+    def lower_bounds(self, costs: Costs) -> dict[str, float]:
         """Seconds below which no order of the same ops can come, per reason."""
         from megatrain.scheduler.simulate import lower_bounds
 
-        return lower_bounds(self, hardware)
+        return lower_bounds(self, costs)
 
     def known_workload(self) -> Workload:
         """The workload.
