@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -172,8 +171,10 @@ class Updates:
             return parameter.grad  # of a parameter beside the model
         return found
 
-    def describe(self, found: NonFinite) -> str:
-        """Names a gradient that isn't finite."""
+    def describe_nonfinite(self) -> str:
+        """Names the first of the gradients that arrived which isn't finite."""
+        found = self.arriving.nonfinite
+        assert found is not None
         return f"the gradient of `{self._names[found.parameter]}`, of block {found.block},"
 
 
@@ -183,7 +184,7 @@ def check_max_norm(max_norm: float | None) -> float | None:
     Raises:
         OptimizerError: If it isn't a positive number.
     """
-    if max_norm is not None and not (isinstance(max_norm, int | float) and 0 < max_norm and not math.isnan(max_norm)):
+    if max_norm is not None and not 0 < max_norm:  # NaN, too
         raise OptimizerError(
             f"max_grad_norm={max_norm!r} must be a positive number.\n  Gradients are scaled down to it.\n"
             "  Leave it out to not clip."

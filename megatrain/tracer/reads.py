@@ -100,11 +100,11 @@ def _recording_getattribute(module: Any, name: str) -> Any:
 _init = nn.Module.__init__
 
 
-def _recording_init(module: Any, *args: Any, **kwargs: Any) -> None:
+def _recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     reads = _active.get(get_ident())
     if reads is not None:
-        reads.made[id(module)] = module
-    _init(module, *args, **kwargs)
+        reads.made[id(self)] = self
+    _init(self, *args, **kwargs)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -70,9 +71,14 @@ class Running:
         self._looks_for_nonfinite = looks_for_nonfinite
 
     @property
+    def device(self) -> torch.device:
+        """The compute device."""
+        return self._variants[0].program.device
+
+    @property
     def loss(self) -> torch.Tensor:
         """The sum of the micro-batches' losses, each times its share."""
-        return self._losses[0] if len(self._losses) == 1 else torch.stack(self._losses).sum()
+        return functools.reduce(torch.add, self._losses)
 
     # -- on the caller's thread -----------------------------------------------------------------------------
 
@@ -107,7 +113,7 @@ class Running:
 
     def _check_own_gradients(self) -> None:
         for key, parameter in self._parameters.items():
-            if parameter.grad is not None:
+            if parameter.grad is not None:  # pyright: ignore[reportUnnecessaryComparison]
                 parameter.grad = None
                 raise ExecuteError(
                     f"the loss reads the parameter `{key}` itself.\n"
@@ -129,8 +135,9 @@ class Running:
             parameter.grad = gradient
             for hook in post.values():
                 hook(parameter)
-            left, parameter.grad = parameter.grad, None
-            if left is None:
+            left: torch.Tensor | None = parameter.grad
+            parameter.grad = None
+            if left is None:  # pyright: ignore[reportUnnecessaryComparison]
                 return
             gradient = left
         self._updates.receive(parameter, gradient)

@@ -18,11 +18,12 @@ from megatrain.optim.updates import Updates, check_max_norm
 from megatrain.optim.whole_step import Optimizer
 from megatrain.runtime.interrupts import Interrupts
 from megatrain.runtime.rng import RngState
-from megatrain.runtime.whole_step import StepExecutor, StepRun
+from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.table import Schedule
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.structure import Arguments
 from megatrain.training.batch import Loss, MicroBatch, Weight, micro_batches, shares
+from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.running import Running
 from megatrain.training.table import Mode, StepTables
 
@@ -74,12 +75,6 @@ class TrainStep:
     Raises:
         OptimizerError: If the optimizer needs all parameters at once, or holds none of the model's.
         OptionError: If an option is unknown.
-
-    Attributes:
-        count: Calls that were completed, skipped ones included.
-        skipped: Calls whose gradients weren't finite.
-        nonfinite: What was not finite in the latest of those; None if there was none.
-        grad_norm: The norm of the latest call's gradients, before clipping; None if nobody asked.
     """
 
     def __init__(
@@ -116,11 +111,7 @@ class TrainStep:
         self._schedule: Schedule | None = None
         self._is_running = False
         self._failed_at = 0
-        self._broken: str | None = None
-        self.count = 0
-        self.skipped = 0
-        self.nonfinite: str | None = None
-        self.grad_norm: torch.Tensor | None = None
+        self._boundary = Boundary(on_nonfinite)
         compiled.before_reads(self.flush)
 
     # -- what will run ----------------------------------------------------------------------------------------
@@ -138,6 +129,11 @@ class TrainStep:
                 "  Call the step, or prepare(batch), once."
             )
         return self._schedule
+
+    @property
+    def progress(self) -> Progress:
+        """How many steps were taken and skipped, and the latest norm."""
+        return self._boundary.progress
 
     def prepare(self, batch: Any) -> Schedule:
         """Makes the schedule of a batch like this one, without running or moving anything."""
@@ -256,25 +252,17 @@ class TrainStep:
         updates = self._prepare_updates(executor)
         running = self._running(batches, ready, factors, executor, updates)
         engine = self._compiled.engine
-        opaque = [call for variant in ready.variants for call in variant.opaque]
-        before = RngState.now(engine.device, opaque)
+        before = RngState.now(engine.device, [call for variant in ready.variants for call in variant.opaque])
         inputs = [
             v.traced.written_inputs.given(a.tensors) for v, a in zip(ready.variants, ready.arguments, strict=True)
         ]
         with engine.turn(), running.interrupts:
             self._is_running = True
-            run = executor.begin(inputs)
             try:
-                run.go(running)
-                self._end(run, running, updates)
-            except BaseException as error:
-                self._failed_at = running.micro_batch
-                self._recover(run, running, updates, error)
-                if not running.has_updated:
-                    before.restore(engine.device)
-                raise
+                self._boundary.run(executor.begin(inputs), running, updates, before)
             finally:
                 self._is_running = False
+                self._failed_at = running.micro_batch
         return running.loss
 
     def _running(
@@ -308,82 +296,9 @@ class TrainStep:
             looks_for_nonfinite=self._on_nonfinite is not None,
         )
 
-    def _end(self, run: StepRun, running: Running, updates: Updates) -> None:
-        """Does what follows the last operation."""
-        found = updates.arriving
-        if updates.is_under_way:
-            updates.finish()
-        self.grad_norm = found.norm
-        if running.is_skipped:
-            assert found.nonfinite is not None
-            text = updates.describe(found.nonfinite)
-            if self._on_nonfinite == "raise":
-                raise ExecuteError(
-                    f"{text} is not finite.\n"
-                    "  Parameters, buffers, the optimizer and the generators are as before the call.\n"
-                    '  Lower the learning rate, look at the batch, or set on_nonfinite="skip".'
-                )
-            self.nonfinite = text
-            self.skipped += 1
-        elif running.mode.updates in ("none", "deferred"):
-            updates.begin()
-        self._close(run, updates)
-
-    def _close(self, run: StepRun, updates: Updates) -> None:
-        updates.drop_arriving()
-        run.commit()
-        self.count += 1
-
-    def _recover(self, run: StepRun, running: Running, updates: Updates, error: BaseException) -> None:
-        """Goes back to the end of the step before, or on to the end of this one; `error` is raised afterwards."""
-        if running.has_updated:
-            self._go_on(run, running, updates, error)
-            return
-        run.close()
-        updates.drop_arriving()
-        if running.mode.updates != "deferred":
-            updates.abandon()
-            return
-        try:
-            if updates.is_under_way:
-                updates.finish()
-        except BaseException as again:
-            error.add_note(_still_due(updates, again))
-
-    def _go_on(self, run: StepRun, running: Running, updates: Updates, error: BaseException) -> None:
-        """Completes a step of which some updates have been taken."""
-        try:
-            run.complete(running)
-        except BaseException as again:
-            due = updates.due
-            self._broken = (
-                f"the model is in the middle of a step: blocks {due} are not updated, all others are.\n"
-                f"  The gradients of the rest can't be had: {type(again).__name__}: {again}\n"
-                "  Load a checkpoint. With max_grad_norm, on_nonfinite or overlap=False no update comes before the last "
-                "gradient, and a step that fails leaves no trace."
-            )
-            run.close()
-            updates.drop_arriving()
-            updates.abandon()
-            error.add_note(f"  {self._broken}")
-            return
-        try:
-            self._end(run, running, updates)
-            error.add_note("  Parameters had been updated before it failed, so the step was completed.")
-        except BaseException as again:
-            self._close(run, updates)
-            error.add_note(_still_due(updates, again))
-
     def _check_whole(self) -> None:
-        if self._broken is not None:
-            raise ExecuteError(self._broken)
-
-
-def _still_due(updates: Updates, error: BaseException) -> str:
-    return (
-        f"  The updates of blocks {updates.due} are still due, because they failed again: {type(error).__name__}: "
-        f"{error}\n  They are tried again by flush(), and before the next step."
-    )
+        if self._boundary.broken is not None:
+            raise ExecuteError(self._boundary.broken)
 
 
 def _are_same(left: Sequence[Sequence[torch.Tensor]], right: Sequence[Sequence[torch.Tensor]]) -> bool:

@@ -1,0 +1,146 @@
+"""Boundary: brings each step to an end where parameters, moments, buffers and generators belong together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.errors import ExecuteError
+from megatrain.optim.updates import Updates
+from megatrain.runtime.rng import RngState
+from megatrain.runtime.whole_step import StepRun
+from megatrain.training.running import Running
+
+
+@dataclass(slots=True)
+class Progress:
+    """What has been trained so far.
+
+    Args:
+        count: Steps that were completed, skipped ones included.
+        skipped: Steps whose gradients weren't finite.
+        nonfinite: Which gradient it was in the latest of those; None if there was none.
+        grad_norm: The norm of the latest step's gradients, before clipping; None if nobody asked.
+    """
+
+    count: int = 0
+    skipped: int = 0
+    nonfinite: str | None = None
+    grad_norm: torch.Tensor | None = None
+
+
+class Boundary:
+    """Runs steps so that each ends at its own end, or at that of the step before.
+
+    Args:
+        on_nonfinite: As in `TrainStep`.
+
+    Attributes:
+        progress: What has been trained.
+        broken: Why no step can follow; None as long as one can.
+    """
+
+    def __init__(self, on_nonfinite: str | None):
+        self._on_nonfinite = on_nonfinite
+        self.progress = Progress()
+        self.broken: str | None = None
+
+    def run(self, run: StepRun, running: Running, updates: Updates, before: RngState) -> None:
+        """Runs a step.
+
+        Args:
+            run: The operations.
+            running: Its trainer.
+            updates: Takes its gradients.
+            before: The generators when it began.
+
+        Raises:
+            ExecuteError: If a gradient isn't finite and that shall raise, or an operation fails on its own thread.
+            BaseException: What the caller's code raises. Notes on the error say where the step ended, if it had begun
+                to update parameters.
+        """
+        try:
+            run.go(running)
+            self._end(run, running, updates)
+        except BaseException as error:
+            if running.has_updated:
+                self._go_on(run, running, updates, error)
+            else:
+                self._go_back(run, running, updates, error)
+                before.restore(running.device)
+            raise
+
+    def _end(self, run: StepRun, running: Running, updates: Updates) -> None:
+        """Does what follows the last operation."""
+        found = updates.arriving
+        if updates.is_under_way:
+            updates.finish()
+        self.progress.grad_norm = found.norm
+        if running.is_skipped:
+            self._skip(updates)
+        elif running.mode.updates in ("none", "deferred"):
+            updates.begin()
+        self._close(run, updates)
+
+    def _skip(self, updates: Updates) -> None:
+        text = updates.describe_nonfinite()
+        if self._on_nonfinite == "raise":
+            raise ExecuteError(
+                f"{text} is not finite.\n"
+                "  Parameters, buffers, the optimizer and the generators are as before the call.\n"
+                '  Lower the learning rate, look at the batch, or set on_nonfinite="skip".'
+            )
+        self.progress.nonfinite = text
+        self.progress.skipped += 1
+
+    def _close(self, run: StepRun, updates: Updates) -> None:
+        updates.drop_arriving()
+        run.commit()
+        self.progress.count += 1
+
+    def _go_back(self, run: StepRun, running: Running, updates: Updates, error: BaseException) -> None:
+        """Leaves no trace of a step that has not updated anything; updates of the step before are completed."""
+        run.close()
+        updates.drop_arriving()
+        if running.mode.updates != "deferred":
+            updates.abandon()
+            return
+        try:
+            if updates.is_under_way:
+                updates.finish()
+        except BaseException as again:
+            error.add_note(_still_due(updates, again))
+
+    def _go_on(self, run: StepRun, running: Running, updates: Updates, error: BaseException) -> None:
+        """Completes a step of which some updates have been taken."""
+        try:
+            run.complete(running)
+        except BaseException as again:
+            self._give_up(run, updates, again)
+            error.add_note(f"  {self.broken}")
+            return
+        try:
+            self._end(run, running, updates)
+            error.add_note("  Parameters had been updated before it failed, so the step was completed.")
+        except BaseException as again:
+            self._close(run, updates)
+            error.add_note(_still_due(updates, again))
+
+    def _give_up(self, run: StepRun, updates: Updates, error: BaseException) -> None:
+        self.broken = (
+            f"the model is in the middle of a step: blocks {updates.due} are not updated, all others are.\n"
+            f"  The gradients of the rest can't be had: {type(error).__name__}: {error}\n"
+            "  Load a checkpoint. With max_grad_norm, on_nonfinite or overlap=False no update comes before the last\n"
+            "  gradient, and a step that fails leaves no trace."
+        )
+        run.close()
+        updates.drop_arriving()
+        updates.abandon()
+
+
+def _still_due(updates: Updates, error: BaseException) -> str:
+    return (
+        f"  The updates of blocks {updates.due} are still due, because they failed again: {type(error).__name__}: "
+        f"{error}\n  They are tried again by flush(), and before the next step."
+    )
