@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from megatrain.errors import ExecuteError, TraceError
 from megatrain.options import Options
 from megatrain.passes.program import Program
 from megatrain.runtime.checkpoint import WeightFiles
-from megatrain.runtime.engine import Engine
+from megatrain.runtime.engine import Engine, ordinary_tensors
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.step import run_step
@@ -104,7 +103,7 @@ class CompiledModule(nn.Module):
         self._latest: Variant | None = None
         self._bound_version = 0
         self._lock = threading.RLock()
-        self._before_reads: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._before_reads: list[Callable[[], object]] = []
 
     # -- what was compiled --------------------------------------------------------------------------------
 
@@ -155,24 +154,22 @@ class CompiledModule(nn.Module):
 
     # -- whole training steps -------------------------------------------------------------------------------
 
-    def before_reads(self, complete: Callable[[], None]) -> None:
-        """Has a bound method called before anybody reads or writes the model's state through this object.
+    def before_reads(self, complete: Callable[[], object]) -> None:
+        """Has a function called before anybody reads or writes the model's state through this object.
 
         Args:
-            complete: Takes updates that are still due; returns at once if there are none. Held weakly.
+            complete: Takes updates that are still due; returns at once if there are none.
         """
-        self._before_reads.append(weakref.WeakMethod(complete))
+        self._before_reads.append(complete)
 
     def _complete_updates(self) -> None:
-        for reference in self.__dict__.get("_before_reads", ()):
-            complete = reference()
-            if complete is not None:
-                complete()
+        for complete in self.__dict__.get("_before_reads", ()):
+            complete()
 
     @contextmanager
     def exclusively(self) -> Generator[None]:
         """Keeps other threads from calling the model meanwhile."""
-        with self._lock, _ordinary_tensors():
+        with self._lock, ordinary_tensors():
             yield
 
     def known_variant(self, arguments: Arguments, failed: Mapping[Variant, str]) -> Variant | None:
@@ -207,7 +204,7 @@ class CompiledModule(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Variant:
         """Compiles for the signature of these arguments without running."""
-        with self._lock, _ordinary_tensors():
+        with self._lock, ordinary_tensors():
             return self._variant_for(Arguments.of(args, kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -250,7 +247,7 @@ class CompiledModule(nn.Module):
             ExecuteError: If nothing is compiled yet: the plan says where each tensor goes.
             WeightsError: If the files can't be read any more, or the model was changed since `compile`.
         """
-        with self._lock, _ordinary_tensors():
+        with self._lock, ordinary_tensors():
             self._executor(self.variant)
 
     def _executor(self, variant: Variant) -> Executor:
@@ -315,13 +312,3 @@ class CompiledModule(nn.Module):
 
     def __repr__(self) -> str:
         return f"CompiledModule({self.__dict__['model']!r})"
-
-
-@contextmanager
-def _ordinary_tensors() -> Generator[None]:
-    """Runs a call made in inference mode without gradients instead: slots are written again after that mode ends."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield

@@ -197,3 +197,13 @@ def _holders(
         for name, tensor in registry.items()
         if tensor is not None and id(tensor) in keys
     ]
+
+
+@contextmanager
+def ordinary_tensors() -> Generator[None]:
+    """Runs a call made in inference mode without gradients instead: slots are written again after that mode ends."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield

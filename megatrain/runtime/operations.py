@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -64,6 +65,7 @@ class Operations:
         around: Around | None = None,
         done: set[Position] | None = None,
         is_recovery: bool = False,
+        seconds: dict[Position, float] | None = None,
     ) -> None:
         """Hands transfers and work of the host to their streams and runs compute here, in the table's order.
 
@@ -74,6 +76,7 @@ class Operations:
             around: The rest of a whole step.
             done: Operations that are over, and are left out; the others are added as they succeed.
             is_recovery: What an earlier run left is made up for; tests inject no failures.
+            seconds: Takes how long each operation takes; its stream then waits for the device after each.
         """
         done = set() if done is None else done
         left = [step for step in steps if step.position not in done]
@@ -91,7 +94,9 @@ class Operations:
             with streams.step(synchronize=False, is_recovery=is_recovery):
                 for step in in_order:
                     waits, over = self._waits(step, events), events[step.position]
-                    queues[step.op.stream](str(step.op), self._work(calls, step, around), waits, over)
+                    work = self._work(calls, step, around)
+                    work = work if seconds is None else functools.partial(_timed, work, step.position, seconds)
+                    queues[step.op.stream](str(step.op), work, waits, over)
         finally:
             done.update(position for position, event in events.items() if event.host_done and not event.has_failed)
         self.release(calls, ends)
@@ -250,6 +255,14 @@ def _added(before: Landing, now: Landing) -> Landing:
         is_swapped = total.is_sparse and not gradient.is_sparse
         return (gradient + total if is_swapped else total + gradient), False
     return total.add_(gradient), False
+
+
+def _timed(work: Callable[[], None], position: Position, seconds: dict[Position, float]) -> None:
+    start = time.perf_counter()
+    work()
+    if position.stream != "host" and torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+    seconds[position] = time.perf_counter() - start
 
 
 _OF_VALUES = ("value", "gradient", "original")

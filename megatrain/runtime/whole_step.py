@@ -68,13 +68,16 @@ class StepExecutor:
         known = set(facts.trained)
         return [[key for key in keys if key in known] for keys in facts.completes]
 
-    def begin(self, inputs: Sequence[Sequence[torch.Tensor]]) -> StepRun:
+    def begin(
+        self, inputs: Sequence[Sequence[torch.Tensor]], *, seconds: dict[Position, float] | None = None
+    ) -> StepRun:
         """Takes the inputs of a step.
 
         Args:
             inputs: Per micro-batch: the model's tensor inputs on the compute device, in order.
+            seconds: Takes how long each operation takes; see `Operations.run`.
         """
-        return StepRun(self, inputs)
+        return StepRun(self, inputs, seconds)
 
 
 class StepRun:
@@ -83,8 +86,14 @@ class StepRun:
     Nothing outlives it but what the trainer does: buffers are written by `commit` at the end.
     """
 
-    def __init__(self, executor: StepExecutor, inputs: Sequence[Sequence[torch.Tensor]]):
+    def __init__(
+        self,
+        executor: StepExecutor,
+        inputs: Sequence[Sequence[torch.Tensor]],
+        seconds: dict[Position, float] | None = None,
+    ):
         self._executor = executor
+        self._seconds = seconds
         self._done: set[Position] = set()
         engine = executor.engine
         engine.refresh()
@@ -128,7 +137,13 @@ class StepRun:
     def _run(self, trainer: Trainer, *, is_recovery: bool = False) -> None:
         plan, around = self._executor.plan, _Around(self._executor.engine, self._calls, trainer)
         self._executor.operations.run(
-            self._calls, plan.backward, plan.backward_ends, around=around, done=self._done, is_recovery=is_recovery
+            self._calls,
+            plan.backward,
+            plan.backward_ends,
+            around=around,
+            done=self._done,
+            is_recovery=is_recovery,
+            seconds=self._seconds,
         )
 
     @torch.no_grad()

@@ -19,11 +19,13 @@ from megatrain.optim.whole_step import Optimizer
 from megatrain.runtime.interrupts import Interrupts
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.whole_step import StepExecutor
-from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.costs import Measured
+from megatrain.scheduler.table import Position, Schedule
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.structure import Arguments
 from megatrain.training.batch import Loss, MicroBatch, Weight, micro_batches, shares
 from megatrain.training.boundary import Boundary, Progress
+from megatrain.training.completion import Completion
 from megatrain.training.running import Running
 from megatrain.training.table import Mode, StepTables
 
@@ -112,7 +114,9 @@ class TrainStep:
         self._is_running = False
         self._failed_at = 0
         self._boundary = Boundary(on_nonfinite)
-        compiled.before_reads(self.flush)
+        completion = Completion(self)
+        compiled.before_reads(completion)
+        completion.watch(compiled, optimizer)
 
     # -- what will run ----------------------------------------------------------------------------------------
 
@@ -161,6 +165,19 @@ class TrainStep:
             TraceError: If the model can't be captured for this batch.
             ScheduleError: If the memory is too small for it.
         """
+        return self._take(batch, None)
+
+    def measure(self, batch: Any) -> Measured:
+        """Runs a step like any other, and returns how long each operation took.
+
+        The result goes into `schedule.simulate`, of this schedule or another one of the same program. On an
+        accelerator each stream waits for the device after every operation, so this step takes a little longer.
+        """
+        seconds: dict[Position, float] = {}
+        self._take(batch, seconds)
+        return Measured.of(self.schedule, seconds)
+
+    def _take(self, batch: Any, seconds: dict[Position, float] | None) -> torch.Tensor:
         self._check_whole()
         batches = micro_batches(batch)
         factors = shares(batches, self._weight)
@@ -169,7 +186,7 @@ class TrainStep:
             while True:
                 ready = self._ready(batches, failed)
                 try:
-                    return self._run(batches, ready, factors)
+                    return self._run(batches, ready, factors, seconds)
                 except GuardFailedError as failure:
                     at = self._failed_at
                     failed[at][ready.variants[at]] = str(failure)
@@ -247,7 +264,13 @@ class TrainStep:
         is_host = self._compiled.options.device.type == "cpu"
         return torch.get_num_threads() if is_host else update_threads()
 
-    def _run(self, batches: Sequence[MicroBatch], ready: _Ready, factors: Sequence[float]) -> torch.Tensor:
+    def _run(
+        self,
+        batches: Sequence[MicroBatch],
+        ready: _Ready,
+        factors: Sequence[float],
+        seconds: dict[Position, float] | None,
+    ) -> torch.Tensor:
         executor = self._executor(ready)
         updates = self._prepare_updates(executor)
         running = self._running(batches, ready, factors, executor, updates)
@@ -259,7 +282,7 @@ class TrainStep:
         with engine.turn(), running.interrupts:
             self._is_running = True
             try:
-                self._boundary.run(executor.begin(inputs), running, updates, before)
+                self._boundary.run(executor.begin(inputs, seconds=seconds), running, updates, before)
             finally:
                 self._is_running = False
                 self._failed_at = running.micro_batch
