@@ -7,29 +7,23 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatrain.compiled import Variant
 from megatrain.errors import ExecuteError
 from megatrain.optim.updates import Updates
 from megatrain.runtime.gradients import laid_out
 from megatrain.runtime.interrupts import Interrupts
-from megatrain.tracer.structure import Arguments
-from megatrain.training.batch import Loss, MicroBatch, loss_of
-from megatrain.training.table import Mode
+from megatrain.training.batch import Loss, loss_of
+from megatrain.training.setup import Setting
 
 
 class Running:
     """Makes losses of outputs, takes gradients, and updates where the schedule says.
 
     Args:
-        mode: Where the schedule has updates.
-        batches: The micro-batches.
-        arguments: Their arguments, flattened.
-        variants: Their captures.
-        shares: Factors of their losses.
+        setting: What runs.
+        shares: Factors of the micro-batches' losses.
         loss: Makes a loss of a result, if that is none itself.
         updates: Takes the gradients.
-        parameters: The model's, by key.
-        interrupts: Lets Ctrl-C through between operations.
+        parameters: Those that are trained, by key.
         threads: How many threads the work of the host may take.
         looks_for_nonfinite: Whether a gradient that isn't finite keeps the updates from being taken.
 
@@ -37,32 +31,28 @@ class Running:
         has_updated: A parameter was updated from gradients of this step, so it can't be undone.
         is_skipped: Nothing will be updated, because a gradient isn't finite.
         micro_batch: Whose operation is computed now.
+        mode: Where the schedule has updates.
+        interrupts: Lets Ctrl-C through between operations.
     """
 
     def __init__(
         self,
-        mode: Mode,
-        batches: Sequence[MicroBatch],
-        arguments: Sequence[Arguments],
-        variants: Sequence[Variant],
+        setting: Setting,
         shares: Sequence[float],
         loss: Loss | None,
         updates: Updates,
         parameters: Mapping[str, torch.Tensor],
-        interrupts: Interrupts,
         threads: int,
         *,
         looks_for_nonfinite: bool,
     ):
-        self.mode = mode
-        self.interrupts = interrupts
+        self.mode = setting.mode
+        self.interrupts = Interrupts()
         self.has_updated = False
         self.is_skipped = False
         self.micro_batch = 0
+        self._setting = setting
         self._losses: list[torch.Tensor] = []
-        self._batches = batches
-        self._arguments = arguments
-        self._variants = variants
         self._shares = shares
         self._loss = loss
         self._updates = updates
@@ -70,10 +60,15 @@ class Running:
         self._threads = threads
         self._looks_for_nonfinite = looks_for_nonfinite
 
+    def inputs(self) -> list[Sequence[torch.Tensor]]:
+        """The model's tensor inputs, per micro-batch."""
+        pairs = zip(self._setting.variants, self._setting.arguments, strict=True)
+        return [variant.traced.written_inputs.given(arguments.tensors) for variant, arguments in pairs]
+
     @property
     def device(self) -> torch.device:
         """The compute device."""
-        return self._variants[0].program.device
+        return self._setting.variants[0].program.device
 
     @property
     def loss(self) -> torch.Tensor:
@@ -90,14 +85,14 @@ class Running:
 
     def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """See `Trainer`."""
-        variant, arguments = self._variants[micro_batch], self._arguments[micro_batch]
+        variant, arguments = self._setting.variants[micro_batch], self._setting.arguments[micro_batch]
         program = variant.program
         is_trained = [ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs]
         leaves = [t.requires_grad_(trained) for t, trained in zip(outputs, is_trained, strict=True)]
         with torch.enable_grad():
             variant.traced.leave(leaves, arguments.tensors)
             result = variant.traced.result(leaves, arguments.tensors)
-            loss = loss_of(result, self._batches[micro_batch], self._loss)
+            loss = loss_of(result, self._setting.batches[micro_batch], self._loss)
             share = self._shares[micro_batch]
             shared = loss if share == 1.0 else loss * share
             if not shared.requires_grad:

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatrain.compiled import CompiledModule, Variant
-from megatrain.errors import ExecuteError, OptimizerError, OptionError
-from megatrain.optim.blockwise import has_hooks
+from megatrain.errors import ExecuteError, OptionError
 from megatrain.optim.per_parameter import check_per_parameter
-from megatrain.optim.threads import update_threads
-from megatrain.optim.updates import Updates, check_max_norm
+from megatrain.optim.updates import check_max_norm
 from megatrain.optim.whole_step import Optimizer
-from megatrain.runtime.interrupts import Interrupts
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.table import Position, Schedule
 from megatrain.tracer.expect import GuardFailedError
-from megatrain.tracer.structure import Arguments
-from megatrain.training.batch import Loss, MicroBatch, Weight, micro_batches, shares
+from megatrain.training.batch import Loss, Weight, micro_batches, shares
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
 from megatrain.training.running import Running
-from megatrain.training.table import Mode, StepTables
+from megatrain.training.setup import Setting, Setup
 
 ON_NONFINITE = (None, "raise", "skip")
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """What one attempt at a step runs."""
-
-    arguments: Sequence[Arguments]
-    variants: Sequence[Variant]
-    mode: Mode
 
 
 class TrainStep:
@@ -101,19 +86,20 @@ class TrainStep:
             )
         check_per_parameter(optimizer)
         self._compiled = compiled
-        self._optimizer = optimizer
         self._loss = loss
         self._weight = weight
-        self._max_norm = check_max_norm(max_grad_norm)
-        self._overlap = overlap
         self._on_nonfinite = on_nonfinite
-        self._tables = StepTables(compiled.options)
-        self._updates: Updates | None = None
-        self._blocks: list[list[torch.Tensor]] = []
+        self._setup = Setup(
+            compiled,
+            optimizer,
+            max_norm=check_max_norm(max_grad_norm),
+            overlap=overlap,
+            needs_norm=max_grad_norm is not None or on_nonfinite is not None,
+        )
+        self._boundary = Boundary(on_nonfinite)
         self._schedule: Schedule | None = None
         self._is_running = False
         self._failed_at = 0
-        self._boundary = Boundary(on_nonfinite)
         completion = Completion(self)
         compiled.before_reads(completion)
         completion.watch(compiled, optimizer)
@@ -143,8 +129,7 @@ class TrainStep:
         """Makes the schedule of a batch like this one, without running or moving anything."""
         batches = micro_batches(batch)
         with self._compiled.exclusively(), torch.enable_grad():
-            ready = self._ready(batches, [{} for _ in batches])
-            self._schedule = self._tables.schedule([v.program for v in ready.variants], ready.mode)
+            self._schedule = self._setup.setting(batches, [{} for _ in batches]).schedule
         return self._schedule
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -184,145 +169,58 @@ class TrainStep:
         failed: list[dict[Variant, str]] = [{} for _ in batches]
         with self._compiled.exclusively(), torch.enable_grad():
             while True:
-                ready = self._ready(batches, failed)
+                setting = self._setup.setting(batches, failed)
+                executor = self._setup.executor(setting)
+                if executor is None:
+                    self.flush()
+                    continue
                 try:
-                    return self._run(batches, ready, factors, seconds)
+                    return self._run(setting, executor, factors, seconds)
                 except GuardFailedError as failure:
                     at = self._failed_at
-                    failed[at][ready.variants[at]] = str(failure)
-                    self._compiled.learn(failure, ready.arguments[at], failed[at])
-
-    def flush(self) -> None:
-        """Takes the updates that are due, so that the parameters are those after the latest call."""
-        if self._is_running or self._updates is None or not self._updates.is_under_way:
-            return
-        self._check_whole()
-        self._is_running = True
-        try:
-            self._updates.finish()
-        finally:
-            self._is_running = False
-
-    def _ready(self, batches: Sequence[MicroBatch], failed: Sequence[dict[Variant, str]]) -> _Ready:
-        """Finds the captures of the micro-batches, making those that are missing."""
-        arguments = [Arguments.of(batch.args, dict(batch.kwargs)) for batch in batches]
-        variants: list[Variant] = []
-        for given, unfit in zip(arguments, failed, strict=True):
-            if self._compiled.known_variant(given, unfit) is None:
-                self.flush()  # a capture may read the parameters
-            variants.append(self._compiled.variant_for(given, unfit))
-        return _Ready(arguments, variants, self._mode())
-
-    def _mode(self) -> Mode:
-        needs_norm = self._max_norm is not None or self._on_nonfinite is not None
-        is_due = self._updates is not None and self._updates.is_under_way
-        if self._overlap and needs_norm and not has_hooks(self._optimizer):
-            return Mode("deferred" if is_due else "none", clip=True)
-        self.flush()
-        is_serial = not self._overlap or has_hooks(self._optimizer)
-        return Mode("serial" if is_serial else "overlap", needs_norm)
-
-    def _executor(self, ready: _Ready) -> StepExecutor:
-        programs = [variant.program for variant in ready.variants]
-        engine = self._compiled.engine
-        executor = self._tables.executor(programs, ready.mode, engine)
-        self._compiled.bind()
-        engine.find_replaced()
-        if ready.mode.updates == "deferred" and not _are_same(self._blocks_of(executor), self._blocks):
-            self.flush()  # what is due belongs to other blocks
-            executor = self._tables.executor(programs, self._mode(), engine)
-        self._schedule = executor.schedule
-        return executor
-
-    def _blocks_of(self, executor: StepExecutor) -> list[list[torch.Tensor]]:
-        return [[self._compiled.engine.tensors[key] for key in keys] for keys in executor.trained]
-
-    def _prepare_updates(self, executor: StepExecutor) -> Updates:
-        """Returns the updates of the executor's blocks."""
-        blocks = self._blocks_of(executor)
-        if self._updates is None or not _are_same(blocks, self._blocks):
-            held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-            if not any(id(p) in held for block in blocks for p in block):
-                raise OptimizerError(
-                    "the optimizer holds none of the parameters that the model trains.\n"
-                    "  A step updates what the optimizer holds.\n  Make it from compiled.parameters()."
-                )
-            self._blocks = blocks
-            self._updates = Updates(
-                self._optimizer,
-                blocks,
-                masters={},
-                names={p: name for name, p in nn.Module.named_parameters(self._compiled)},
-                max_norm=self._max_norm,
-                threads=self._threads,
-            )
-        return self._updates
-
-    @property
-    def _threads(self) -> int:
-        # On the CPU sums must be split as the caller's own are, to have the same bits.
-        is_host = self._compiled.options.device.type == "cpu"
-        return torch.get_num_threads() if is_host else update_threads()
+                    failed[at][setting.variants[at]] = str(failure)
+                    self._compiled.learn(failure, setting.arguments[at], failed[at])
 
     def _run(
         self,
-        batches: Sequence[MicroBatch],
-        ready: _Ready,
+        setting: Setting,
+        executor: StepExecutor,
         factors: Sequence[float],
         seconds: dict[Position, float] | None,
     ) -> torch.Tensor:
-        executor = self._executor(ready)
-        updates = self._prepare_updates(executor)
-        running = self._running(batches, ready, factors, executor, updates)
-        engine = self._compiled.engine
-        before = RngState.now(engine.device, [call for variant in ready.variants for call in variant.opaque])
-        inputs = [
-            v.traced.written_inputs.given(a.tensors) for v, a in zip(ready.variants, ready.arguments, strict=True)
-        ]
+        self._schedule = executor.schedule
+        engine, updates = executor.engine, self._setup.updates
+        assert updates is not None
+        running = Running(
+            setting,
+            factors,
+            self._loss,
+            updates,
+            {key: engine.tensors[key] for keys in executor.trained for key in keys},
+            self._setup.threads,
+            looks_for_nonfinite=self._on_nonfinite is not None,
+        )
+        before = RngState.now(engine.device, [call for variant in setting.variants for call in variant.opaque])
         with engine.turn(), running.interrupts:
             self._is_running = True
             try:
-                self._boundary.run(executor.begin(inputs, seconds=seconds), running, updates, before)
+                run = executor.begin(running.inputs(), seconds=seconds)
+                self._boundary.run(run, running, updates, before)
             finally:
                 self._is_running = False
                 self._failed_at = running.micro_batch
         return running.loss
 
-    def _running(
-        self,
-        batches: Sequence[MicroBatch],
-        ready: _Ready,
-        factors: Sequence[float],
-        executor: StepExecutor,
-        updates: Updates,
-    ) -> Running:
-        tensors = self._compiled.engine.tensors
-        parameters = {key: tensors[key] for keys in executor.trained for key in keys}
-        for key, parameter in parameters.items():
-            if parameter.grad is not None:
-                raise ExecuteError(
-                    f"parameter `{key}` has a `.grad` already.\n"
-                    "  A step takes the gradients of its own batch, all micro-batches included, and leaves none.\n"
-                    "  Call optimizer.zero_grad(), or give the step what the other backward was of."
-                )
-        return Running(
-            ready.mode,
-            batches,
-            ready.arguments,
-            ready.variants,
-            factors,
-            self._loss,
-            updates,
-            parameters,
-            Interrupts(),
-            self._threads,
-            looks_for_nonfinite=self._on_nonfinite is not None,
-        )
+    def flush(self) -> None:
+        """Takes the updates that are due, so that the parameters are those after the latest call."""
+        if self._is_running or not self._setup.is_due:
+            return
+        self._is_running = True
+        try:
+            self._setup.complete()
+        finally:
+            self._is_running = False
 
     def _check_whole(self) -> None:
         if self._boundary.broken is not None:
             raise ExecuteError(self._boundary.broken)
-
-
-def _are_same(left: Sequence[Sequence[torch.Tensor]], right: Sequence[Sequence[torch.Tensor]]) -> bool:
-    return [[id(p) for p in block] for block in left] == [[id(p) for p in block] for block in right]

@@ -1,0 +1,168 @@
+"""Setup: finds out what a step will run: captures, where updates are, the schedule, what takes the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatrain.compiled import CompiledModule, Variant
+from megatrain.errors import ExecuteError, OptimizerError
+from megatrain.optim.blockwise import has_hooks
+from megatrain.optim.threads import update_threads
+from megatrain.optim.updates import Updates
+from megatrain.optim.whole_step import Optimizer
+from megatrain.runtime.whole_step import StepExecutor
+from megatrain.scheduler.table import Schedule
+from megatrain.tracer.structure import Arguments
+from megatrain.training.batch import MicroBatch
+from megatrain.training.table import Mode, StepTables
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What one attempt at a step runs.
+
+    Args:
+        batches: The micro-batches.
+        arguments: Their arguments, flattened.
+        variants: Their captures.
+        mode: Where updates are.
+        schedule: Of the whole step.
+    """
+
+    batches: Sequence[MicroBatch]
+    arguments: Sequence[Arguments]
+    variants: Sequence[Variant]
+    mode: Mode
+    schedule: Schedule
+
+
+class Setup:
+    """Finds settings, and keeps schedules and updates from step to step.
+
+    Args:
+        compiled: The model.
+        optimizer: The user's.
+        max_norm: Largest norm of all gradients, or None.
+        overlap: Whether updates may run beside the device's work.
+        needs_norm: Whether updates wait for a norm.
+
+    Attributes:
+        updates: Take the gradients of the blocks; None before the first step.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledModule,
+        optimizer: Optimizer,
+        *,
+        max_norm: float | None,
+        overlap: bool,
+        needs_norm: bool,
+    ):
+        self._compiled = compiled
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._overlap = overlap
+        self._needs_norm = needs_norm
+        self._tables = StepTables(compiled.options)
+        self._blocks: list[list[torch.Tensor]] = []
+        self.updates: Updates | None = None
+
+    @property
+    def threads(self) -> int:
+        """How many threads the work of the host takes."""
+        # On the CPU sums must be split as the caller's own are, to have the same bits.
+        is_host = self._compiled.options.device.type == "cpu"
+        return torch.get_num_threads() if is_host else update_threads()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether updates of an earlier step are still to be taken."""
+        return self.updates is not None and self.updates.is_under_way
+
+    def complete(self) -> None:
+        """Takes the updates that are due."""
+        if self.updates is not None and self.updates.is_under_way:
+            self.updates.finish()
+
+    def setting(self, batches: Sequence[MicroBatch], failed: Sequence[dict[Variant, str]]) -> Setting:
+        """Finds what a step runs, capturing what is new.
+
+        Args:
+            batches: The micro-batches.
+            failed: For each, the captures that failed in mid-step for this very call, with what they met.
+
+        Raises:
+            TraceError: If a call can't be captured.
+            ScheduleError: If the memory is too small, or the micro-batches can't share blocks.
+        """
+        arguments = [self._compiled.cast(Arguments.of(batch.args, dict(batch.kwargs))) for batch in batches]
+        variants: list[Variant] = []
+        for given, unfit in zip(arguments, failed, strict=True):
+            if self._compiled.known_variant(given, unfit) is None:
+                self.complete()  # a capture may read the parameters
+            variants.append(self._compiled.variant_for(given, unfit))
+        programs, mode = [variant.program for variant in variants], self._mode()
+        return Setting(batches, arguments, variants, mode, self._tables.schedule(programs, mode))
+
+    def _mode(self) -> Mode:
+        is_serial = not self._overlap or has_hooks(self._optimizer)
+        if self._needs_norm and not is_serial:
+            return Mode("deferred" if self.is_due else "none", clip=True)
+        self.complete()
+        return Mode("serial" if is_serial else "overlap", self._needs_norm)
+
+    def executor(self, setting: Setting) -> StepExecutor | None:
+        """Returns what runs a setting, with `updates` of its blocks; None if they are of others and still due.
+
+        Raises:
+            OptimizerError: If the optimizer holds none of the parameters.
+            ExecuteError: If a parameter has a gradient already, or no values.
+        """
+        engine = self._compiled.engine
+        programs = [variant.program for variant in setting.variants]
+        executor = self._tables.executor(programs, setting.mode, engine)
+        self._compiled.bind()
+        engine.find_replaced()
+        blocks = [[engine.tensors[key] for key in keys] for keys in executor.trained]
+        if self.updates is None or not _are_same(blocks, self._blocks):
+            if self.is_due:
+                return None
+            self._check_held(blocks)
+            self._blocks = blocks
+            self.updates = Updates(
+                self._optimizer,
+                blocks,
+                masters=self._compiled.masters,
+                names={p: name for name, p in nn.Module.named_parameters(self._compiled)},
+                max_norm=self._max_norm,
+                threads=self.threads,
+            )
+        _check_no_gradients(executor)
+        return executor
+
+    def _check_held(self, blocks: Sequence[Sequence[torch.Tensor]]) -> None:
+        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        if not any(id(p) in held for block in blocks for p in block):
+            raise OptimizerError(
+                "the optimizer holds none of the parameters that the model trains.\n"
+                "  A step updates what the optimizer holds.\n  Make it from compiled.parameters()."
+            )
+
+
+def _check_no_gradients(executor: StepExecutor) -> None:
+    for key in (key for keys in executor.trained for key in keys):
+        if executor.engine.tensors[key].grad is not None:
+            raise ExecuteError(
+                f"parameter `{key}` has a `.grad` already.\n"
+                "  A step takes the gradients of its own batch, all micro-batches included, and leaves none.\n"
+                "  Call optimizer.zero_grad(), or give the step what the other backward was of."
+            )
+
+
+def _are_same(left: Sequence[Sequence[torch.Tensor]], right: Sequence[Sequence[torch.Tensor]]) -> bool:
+    return [[id(p) for p in block] for block in left] == [[id(p) for p in block] for block in right]
