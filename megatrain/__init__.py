@@ -7,7 +7,8 @@
 For compiler people the steps are public too: `trace`, `lower`, `workload`, `schedule`, `Executor`.
 """
 
-from megatrain.compiled import CompiledModule, compile  # the name torch users expect
+from megatrain.compiled import CompiledModule
+from megatrain.compiling import compile  # the name torch users expect
 from megatrain.errors import (
     CheckpointError,
     ExecuteError,

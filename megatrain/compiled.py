@@ -1,4 +1,4 @@
-"""compile(): a model whose calls run on a static schedule, with its state in host memory."""
+"""CompiledModule: a model whose calls run on a static schedule, with its state in host memory."""
 
 from __future__ import annotations
 
@@ -10,75 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.errors import ExecuteError, TraceError
+from megatrain.errors import ExecuteError
+from megatrain.optim.master_weights import MasterWeights
+from megatrain.optim.masters import Masters
+from megatrain.optim.narrow import explained, masters_of
 from megatrain.options import Options
 from megatrain.passes.program import Program
-from megatrain.runtime.checkpoint import WeightFiles
 from megatrain.runtime.engine import Engine, ordinary_tensors
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.step import run_step
 from megatrain.runtime.streams import Chaos, Recording
-from megatrain.runtime.weights import Weights
+from megatrain.saving import Source
 from megatrain.scheduler.table import Schedule
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.structure import Arguments
 from megatrain.tracer.traced import TracedModule
 from megatrain.variants import Variant, Variants
-
-
-def compile(  # the name torch users expect
-    model: nn.Module,
-    *,
-    device: torch.device | str | None = None,
-    memory: int | str | None = None,
-    precision: str = "fp32",
-    activations: str = "auto",
-    transfer: str = "auto",
-    block_bytes: int | str | None = None,
-    example_args: tuple[Any, ...] = (),
-    example_kwargs: Mapping[str, Any] | None = None,
-    weights: WeightFiles | None = None,
-    chaos: Chaos | None = None,
-    recording: Recording | None = None,
-) -> CompiledModule:
-    """Makes a model train with its parameters in host memory, a few blocks at a time on the device.
-
-    Args:
-        model: Any nn.Module. Parameters on the CPU, or on meta to plan without weights.
-        device: Compute device; default: the accelerator if there is one, else the CPU.
-        memory: Device-memory budget: bytes, or text like `"10GiB"`; None takes what is free, less a margin.
-        precision: `"fp32"`: compute in the parameters' own dtype.
-        activations: What happens to a block's saved values: `"keep"` holds them on the device, `"recompute"`
-            holds the block's inputs and recomputes, `"offload"` parks those inputs on the host, `"auto"` keeps
-            as much as the budget allows.
-        transfer: `"copy"` weights into slots, or `"bind"` them in place where the compute device is the host;
-            `"auto"` binds on the CPU unless a `memory` budget is given.
-        block_bytes: Target size of a block's state; None takes the model's own repeated modules.
-        example_args: With `example_kwargs`: compile for this call now, else at the first call.
-        example_kwargs: See `example_args`.
-        weights: Safetensors files with the values of all parameters and persistent buffers: a file, a folder, an
-            index, or a list of them. Checked now from their headers; read at the first call, or by
-            `load_weights`, straight into host memory. What the model holds already is replaced.
-        chaos: Random delays, poisoned slots and injected faults; for tests.
-        recording: Collects what the executor issued; for tests.
-
-    Returns:
-        A module to call like the model. Its parameters are the model's own.
-
-    Raises:
-        OptionError: If an option is unknown or unreadable.
-        TraceError: If the model can't be captured faithfully (now, or at the first call).
-        ScheduleError: If `memory` is too small for the largest block.
-        WeightsError: If `weights` can't be read, or don't fit the model.
-    """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
-        raise TraceError(f"compile takes an nn.Module, not {type(model).__qualname__}.\n  Pass the model itself.")
-    options = Options.read(device, memory, precision, activations, transfer, block_bytes, weights)
-    compiled = CompiledModule(model, options, chaos, recording)
-    if example_args or example_kwargs:
-        compiled.prepare(*example_args, **dict(example_kwargs or {}))
-    return compiled
 
 
 class CompiledModule(nn.Module):
@@ -97,7 +45,9 @@ class CompiledModule(nn.Module):
         self.options = options
         self._chaos = chaos
         self._recording = recording
-        self._weights = None if options.weights is None else Weights(model, options.weights)
+        self._masters = masters_of(model, options.masters)
+        files = options.weights
+        self._weights = None if files is None else MasterWeights(model, files, self._masters)
         self._engine: Engine | None = None
         self._variants = Variants(model, options)
         self._latest: Variant | None = None
@@ -152,6 +102,11 @@ class CompiledModule(nn.Module):
         """Most bytes of device memory that calls held so far, as measured: slots, values between blocks, gradients."""
         return 0 if self._engine is None else self._engine.meter.peak
 
+    @property
+    def masters(self) -> Masters:
+        """The exact value of each trainable parameter: itself if it is fp32, with a low half beside it if bf16."""
+        return self._masters
+
     # -- whole training steps -------------------------------------------------------------------------------
 
     def before_reads(self, complete: Callable[[], object]) -> None:
@@ -169,7 +124,7 @@ class CompiledModule(nn.Module):
     @contextmanager
     def exclusively(self) -> Generator[None]:
         """Keeps other threads from calling the model meanwhile."""
-        with self._lock, ordinary_tensors():
+        with self._lock, ordinary_tensors(), explained(self._masters):
             yield
 
     def known_variant(self, arguments: Arguments, failed: Mapping[Variant, str]) -> Variant | None:
@@ -194,6 +149,11 @@ class CompiledModule(nn.Module):
         """See `Variants.learn`."""
         self._variants.learn(failure, arguments, failed)
 
+    @property
+    def written_buffers(self) -> frozenset[str]:
+        """Names of the buffers that forwards captured so far write."""
+        return frozenset(key for variant in self._variants for _, key in variant.program.buffers)
+
     def bind(self) -> None:
         """Looks up the model's state anew, if modules were changed since."""
         if self._bound_version != self._variants.tree_version:
@@ -204,8 +164,12 @@ class CompiledModule(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Variant:
         """Compiles for the signature of these arguments without running."""
-        with self._lock, ordinary_tensors():
-            return self._variant_for(Arguments.of(args, kwargs))
+        with self.exclusively():
+            return self._variant_for(self.cast(Arguments.of(args, kwargs)))
+
+    def cast(self, arguments: Arguments) -> Arguments:
+        """Returns the arguments of a call with fp32 tensors as bf16, if the model was fp32 and computes in bf16."""
+        return arguments.converted(torch.float32, torch.bfloat16) if self._masters.casts_inputs else arguments
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model; the result has the model's own output structure.
@@ -215,13 +179,14 @@ class CompiledModule(nn.Module):
             WeightsError: If this call is to read the weights and can't.
             TraceError: If this signature of inputs can't be captured.
         """
-        arguments = Arguments.of(args, kwargs)
+        own = Arguments.of(args, kwargs)
+        arguments = self.cast(own)
         with self.exclusively():
             self._complete_updates()
             self._check_inputs(arguments)
             variant, tensors = self._run(arguments)
-            variant.traced.leave(tensors, arguments.tensors)
-        return variant.traced.result(tensors, arguments.tensors)
+            variant.traced.leave(tensors, own.tensors)
+        return variant.traced.result(tensors, own.tensors)
 
     def _run(self, arguments: Arguments) -> tuple[Variant, list[torch.Tensor]]:
         """Runs the variant whose assumptions hold; some show in mid-step, before anything is committed."""
@@ -275,7 +240,12 @@ class CompiledModule(nn.Module):
         if self._engine is None:
             model = self.__dict__["model"]
             self._engine = Engine(
-                model, self.options.device, chaos=self._chaos, recording=self._recording, weights=self._weights
+                model,
+                self.options.device,
+                chaos=self._chaos,
+                recording=self._recording,
+                weights=self._weights,
+                moving=self._masters.moving,
             )
             self._weights = None
         return self._engine
@@ -299,9 +269,22 @@ class CompiledModule(nn.Module):
         return self.__dict__["model"].state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `load_state_dict`; the next call streams the new values."""
+        """The model's own `load_state_dict`, which sets masters exactly; the next call streams the new values."""
         self._complete_updates()
-        return self.__dict__["model"].load_state_dict(*args, **kwargs)
+        with self._masters.loading():
+            return self.__dict__["model"].load_state_dict(*args, **kwargs)
+
+    def master_state_dict(self) -> dict[str, Source]:
+        """The model's `state_dict` in fp32: exact masters, and all else that is bf16 converted.
+
+        Each value is a `megatrain.saving.Source`, made piece by piece when it is read: `megatrain.saving.save` takes
+        them as weights. Extra states of modules that are no tensors are left out.
+
+        Raises:
+            ExecuteError: If parameters have no values yet.
+        """
+        self._complete_updates()
+        return self._masters.state_sources()
 
     def __getattr__(self, name: str) -> Any:
         self._complete_updates()  # it may be a parameter, or a method that saves them

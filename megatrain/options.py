@@ -9,10 +9,12 @@ import psutil
 import torch
 
 from megatrain.errors import OptionError
+from megatrain.optim.masters import Kind
 from megatrain.runtime.checkpoint import WeightFiles, read_paths
 from megatrain.sizes import parse_bytes
 
-PRECISIONS = ("fp32",)
+PRECISIONS = ("fp32", "bf16")
+MASTERS = ("exact", "rounded")
 ACTIVATIONS = ("auto", "recompute", "keep", "offload")
 TRANSFERS = ("auto", "copy", "bind")
 _MARGIN = 0.9
@@ -25,11 +27,12 @@ class Options:
     Args:
         device: Compute device.
         memory: Device-memory budget in bytes; None until the first call, when it becomes what is free then.
-        precision: `"fp32"`.
+        precision: `"fp32"` or `"bf16"`.
         activations: What happens to saved values.
         transfer: `"copy"` or `"bind"`.
         block_bytes: Target bytes of a block's state, or None.
         weights: Files and folders with the model's state, or None.
+        masters: What bf16 parameters have: `"whole"` (nothing, as precision is fp32), `"exact"` or `"rounded"`.
     """
 
     device: torch.device
@@ -39,6 +42,7 @@ class Options:
     transfer: str
     block_bytes: int | None
     weights: tuple[Path, ...] | None = None
+    masters: Kind = "whole"
 
     @staticmethod
     def read(
@@ -49,6 +53,7 @@ class Options:
         transfer: str,
         block_bytes: int | str | None,
         weights: WeightFiles | None = None,
+        masters: str = "exact",
     ) -> Options:
         """Checks the options of `compile`.
 
@@ -57,6 +62,13 @@ class Options:
         """
         target = _read_device(device)
         _one_of("precision", precision, PRECISIONS)
+        _one_of("masters", masters, MASTERS)
+        if masters == "rounded" and precision != "bf16":
+            raise OptionError(
+                'masters="rounded" needs precision="bf16".\n'
+                "  It says how bf16 parameters take an update; fp32 ones are their own masters.\n"
+                '  Give precision="bf16" as well, or leave masters out.'
+            )
         _one_of("activations", activations, ACTIVATIONS)
         _one_of("transfer", transfer, TRANSFERS)
         if transfer == "bind" and target.type != "cpu":
@@ -70,7 +82,8 @@ class Options:
             transfer = "bind" if target.type == "cpu" and budget is None else "copy"
         size = None if block_bytes is None else parse_bytes(block_bytes, "block_bytes")
         paths = None if weights is None else read_paths(weights)
-        return Options(target, budget, precision, activations, transfer, size, paths)
+        kind: Kind = "whole" if precision == "fp32" else "rounded" if masters == "rounded" else "exact"
+        return Options(target, budget, precision, activations, transfer, size, paths, kind)
 
     def budget(self) -> int:
         """The device-memory budget in bytes: as given, or what is free now less a tenth."""

@@ -47,7 +47,13 @@ static inline uint32_t as_bits(float value) {
         STORE                                                                                                  \
     }
 
-#define JOIN as_float(((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i])
+/* Where something else wrote the high half, the low one may not belong to it: next to a zero the sum would be NaN. */
+static inline float join(uint16_t high, int16_t low) {
+    uint32_t upper = (uint32_t)high << 16, bits = upper + (uint32_t)(int32_t)low;
+    return as_float((bits & 0x7fffffffu) > 0x7f800000u ? upper : bits);
+}
+
+#define JOIN join(high[i], low[i])
 #define SPLIT                                                                                                  \
     uint32_t bits = as_bits(p);                                                                                \
     int is_nan = (bits & 0x7fffffffu) > 0x7f800000u;                                                           \

@@ -4,6 +4,10 @@ In halves, the high half is the bf16 value nearest to the master; an exact tie g
 even, 65537 masters would share some high halves and 65535 others, and 16 bits could not tell them apart.) The low half
 is the signed distance in units of the master's last place. Together they are the master's bits: `(high << 16) + low`.
 A NaN becomes a quiet NaN, so that the high half shows it too.
+
+A low half that belongs to another high half (someone wrote the parameter unseen) moves the value by at most half the
+distance to the next bf16 value, so the master still rounds to what was written. Only beside a zero or an infinity can
+the sum be NaN; then the high half counts alone.
 """
 
 from __future__ import annotations
@@ -88,6 +92,10 @@ class SplitMaster:
         values.copy_(self.high)
         spare.copy_(self.low)
         values.view(torch.int32).add_(spare)
+        if _may_hold_nan(values):
+            # Where something else wrote the high half, the low one may not belong to it: see the module.
+            is_nan = values.isnan()
+            values[is_nan] = self.high[is_nan].float()
 
     def store(self, values: torch.Tensor, spare: torch.Tensor) -> None:
         """Takes fp32 values over."""
@@ -191,6 +199,14 @@ def write_(master: Master, values: torch.Tensor) -> None:
     spare = torch.empty(min(flat.numel(), CHUNK * torch.get_num_threads()), dtype=torch.int32)
     for start, end in pieces(flat.numel()):
         master.part(start, end).store(flat[start:end], spare[: end - start])
+
+
+@torch.no_grad()
+def set_halves(high: torch.Tensor, low: torch.Tensor, values: torch.Tensor) -> None:
+    """Splits floating-point values into a bf16 and an int16 tensor of their shape, of any strides; for a piece."""
+    halves = SplitMaster.of(values.to("cpu", torch.float32))
+    high.copy_(halves.high)
+    low.copy_(halves.low)
 
 
 def _check(half: torch.Tensor, dtype: torch.dtype) -> None:

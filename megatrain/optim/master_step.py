@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from megatrain.errors import OptimizerError
 from megatrain.optim.adamw import AdamWOptions, Kernel, Moments, adamw_, native_reason
+from megatrain.optim.layout import in_memory, laid_out_like, memory_order, out_of_memory_order
 from megatrain.optim.master import Master, RoundedMaster, WholeMaster, read_, write_
+from megatrain.optim.masters import Masters
 from megatrain.optim.whole_step import Optimizer, StepCode, step_code
 
 GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
@@ -29,8 +33,9 @@ class MasterStep:
         scale: Factor of every gradient, such as the coefficient of clipping; set it before the updates of a step.
 
     Args:
-        masters: By parameter, whose memory is that of the master (of the high half, if it has halves). Parameters
-            without one are updated by the optimizer's own code, and so are whole ones unless it says `fused=True`.
+        masters: By parameter, whose memory is that of the master (of the high half, if it has halves), in the order
+            of that memory. Parameters without one are updated by the optimizer's own code, and so are whole ones
+            unless it says `fused=True`.
         gradient_of: Returns a parameter's gradient, of its shape; None is `.grad`.
         kernel: Of AdamW; see `adamw_`.
         threads: Of AdamW's native kernel.
@@ -54,10 +59,10 @@ class MasterStep:
         """Updates all parameters in the optimizer's groups that have a gradient."""
         fused = list(self._fusable(optimizer))
         # Whatever can fail comes before the first write.
-        for fusable in fused:
-            _make_moments(fusable.master, optimizer.state[fusable.parameter])
+        for parameter, _, _, _ in fused:
+            _make_moments(parameter, optimizer.state[parameter])
         for parameter, master, gradient, options in fused:
-            self._adamw(master, gradient, optimizer.state[parameter], options)
+            self._adamw(parameter, master, gradient, optimizer.state[parameter], options)
         _without(optimizer, [fusable.parameter for fusable in fused], self._by_its_own_code)
 
     def cannot_fail(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
@@ -83,53 +88,81 @@ class MasterStep:
                     continue
                 yield _Fusable(parameter, master, gradient, options)
 
-    def _adamw(self, master: Master, gradient: torch.Tensor, state: dict[str, Any], options: AdamWOptions) -> None:
-        moments = Moments(state["exp_avg"], state["exp_avg_sq"])
+    def _adamw(
+        self,
+        parameter: torch.Tensor,
+        master: Master,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        options: AdamWOptions,
+    ) -> None:
+        order = memory_order(parameter)
+        for name in ("exp_avg", "exp_avg_sq"):  # what was loaded may be laid out otherwise
+            state[name] = laid_out_like(state[name], parameter)
         state["step"] += 1
-        adamw_(
-            master,
-            moments,
-            gradient,
-            step=int(state["step"].item()),
-            options=options,
-            scale=self.scale,
-            kernel=self._kernel,
-            threads=self._threads,
-        )
+        try:
+            adamw_(
+                master,
+                Moments(in_memory(state["exp_avg"], order), in_memory(state["exp_avg_sq"], order)),
+                in_memory(gradient, order),
+                step=int(state["step"].item()),
+                options=options,
+                scale=self.scale,
+                kernel=self._kernel,
+                threads=self._threads,
+            )
+        finally:
+            self._wrote(parameter)
 
     def _by_its_own_code(self, optimizer: Optimizer) -> None:
-        taken: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        taken: list[_Taken] = []
         try:
             for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
                 gradient = self._gradient_of(parameter)
                 if gradient is not None:
-                    taken.append((parameter, parameter.data, parameter.grad))
-                    self._prepare(parameter, gradient)
+                    master = self._masters.get(parameter)
+                    narrow = None if isinstance(master, WholeMaster) else master
+                    taken.append(_Taken(parameter, parameter.data, parameter.grad, narrow))
+                    self._prepare(taken[-1], gradient)
             step_code(optimizer)(optimizer)
-            for parameter, _, _ in taken:
-                master = self._narrow_master(parameter)
-                if master is not None:
-                    write_(master, parameter.detach())
+            for item in taken:
+                if item.master is not None:
+                    write_(item.master, in_memory(item.parameter.detach(), memory_order(item.home)))
         finally:
-            for parameter, home, gradient in taken:
-                parameter.grad = None
-                parameter.data = home
-                parameter.grad = gradient
+            for item in taken:
+                item.parameter.grad = None
+                item.parameter.data = item.home
+                item.parameter.grad = item.gradient
+                if item.master is not None:
+                    self._wrote(item.parameter)
 
-    def _prepare(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _prepare(self, item: _Taken, gradient: torch.Tensor) -> None:
         """Gives a parameter its gradient, both fp32 if it has halves, for the time of the optimizer's own code."""
-        parameter.grad = None
-        master = self._narrow_master(parameter)
-        if master is None:
+        item.parameter.grad = None
+        if item.master is None:
             # Not in place: after a failure the same gradient comes once more.
-            parameter.grad = gradient if self.scale == 1.0 else gradient * self.scale
+            item.parameter.grad = gradient if self.scale == 1.0 else gradient * self.scale
         else:
-            parameter.data = read_(torch.empty(master.shape), master)
-            parameter.grad = gradient.to(torch.float32, copy=True).mul_(self.scale)
+            values = read_(torch.empty(item.master.shape), item.master)
+            item.parameter.data = out_of_memory_order(values, memory_order(item.home))
+            item.parameter.grad = gradient.to(torch.float32, copy=True).mul_(self.scale)
 
-    def _narrow_master(self, parameter: torch.Tensor) -> Master | None:
-        master = self._masters.get(parameter)
-        return None if isinstance(master, WholeMaster) else master
+    def _wrote(self, parameter: torch.Tensor) -> None:
+        """Lets everyone see that a parameter has changed; its masters know that it was us."""
+        if not parameter.is_inference():
+            increment_version(parameter)
+        if isinstance(self._masters, Masters):
+            self._masters.wrote(parameter)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Taken:
+    """A parameter in the hands of an optimizer's own code, and what it gets back: its memory and its gradient."""
+
+    parameter: torch.Tensor
+    home: torch.Tensor
+    gradient: torch.Tensor | None
+    master: Master | None
 
 
 class _Fusable(NamedTuple):
@@ -139,14 +172,13 @@ class _Fusable(NamedTuple):
     options: AdamWOptions
 
 
-def _make_moments(master: Master, state: dict[str, Any]) -> None:
+def _make_moments(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     if not state:
-        zeros = Moments.zeros(master)
-        state.update(step=torch.tensor(0.0), exp_avg=zeros.exp_avg, exp_avg_sq=zeros.exp_avg_sq)
-    dtype = state["exp_avg"].dtype
-    if dtype != torch.float32:
+        zeros = (torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False) for _ in range(2))
+        state.update(step=torch.tensor(0.0), exp_avg=next(zeros), exp_avg_sq=next(zeros))
+    if state["exp_avg"].dtype != torch.float32:
         raise OptimizerError(
-            f"the moments of a {tuple(master.shape)} parameter are {dtype}.\n"
+            f"the moments of a {tuple(parameter.shape)} parameter are {state['exp_avg'].dtype}.\n"
             "  Over bf16 masters they stay fp32; load_state_dict turns state into the parameter's dtype.\n"
             "  Put the fp32 tensors into optimizer.state after loading."
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatrain.optim.master import Master, SplitMaster
+from megatrain.optim.masters import Masters
 from megatrain.optim.whole_step import Optimizer, own_copy
 
 
@@ -24,6 +25,7 @@ class Undo:
         self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], masters: Mapping[torch.Tensor, Master]
     ):
         self._optimizer = optimizer
+        self._masters = masters
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._state: dict[torch.Tensor, dict[Any, Any] | None] = {}
         for parameter in parameters:
@@ -43,3 +45,5 @@ class Undo:
                 self._optimizer.state.pop(parameter, None)
             else:
                 self._optimizer.state[parameter] = state
+            if isinstance(self._masters, Masters):
+                self._masters.wrote(parameter)  # both halves

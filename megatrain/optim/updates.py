@@ -141,7 +141,6 @@ class Updates:
         for parameter in owned:
             del self._using.by_parameter[parameter]
             parameter.grad = None
-            torch.autograd.graph.increment_version(parameter)
         self._left.remove(block)
 
     def finish(self) -> None:

@@ -68,6 +68,12 @@ class Stored:
         kind = self.kind if self.dtype is None else dtype_name(self.dtype)
         return f"{kind}[{', '.join(map(str, self.shape))}] in {self.file.name}"
 
+    @property
+    def piece_numel(self) -> int:
+        """How many elements are read at a time where they are converted."""
+        assert self.dtype is not None
+        return PIECE_BYTES // self.dtype.itemsize
+
     def fits(self, dtype: torch.dtype) -> bool:
         """Tells whether values can be read as `dtype`: the same one, or both floating-point."""
         if self.dtype is None:
@@ -87,7 +93,7 @@ class Stored:
         if out.dtype == self.dtype and out.is_contiguous():
             self._fill(out, self.start)
             return
-        for part, values in self._pieces(out):
+        for part, values in self.pieces(out):
             part.copy_(values)
 
     def equals(self, tensor: torch.Tensor) -> bool:
@@ -96,19 +102,25 @@ class Stored:
         Raises:
             WeightsError: As `read`.
         """
-        for part, values in self._pieces(tensor):
+        for part, values in self.pieces(tensor):
             expected = part.contiguous().reshape(-1).view(torch.uint8)
             if not torch.equal(values.to(part.dtype).reshape(-1).view(torch.uint8), expected):
                 return False
         return True
 
-    def _pieces(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of `tensor` in the order of its elements, each with the values that the file has for it."""
+    def pieces(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields parts of a tensor of this shape, each with the values that the file has for it.
+
+        They are those of `parts(tensor, limit)`, with as many elements at the most as a piece of the file has.
+
+        Raises:
+            WeightsError: As `read`.
+        """
         assert self.dtype is not None
         assert tuple(tensor.shape) == self.shape
         start = self.start
         buffer = torch.empty(0, dtype=self.dtype, device="cpu")
-        for part in parts(tensor, PIECE_BYTES // self.dtype.itemsize):
+        for part in parts(tensor, self.piece_numel):
             if buffer.numel() < part.numel():
                 buffer = torch.empty(part.numel(), dtype=self.dtype, device="cpu")
             values = buffer[: part.numel()].view(part.shape)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Engine:
         chaos: Random delays, poisoned slots and injected faults, for tests.
         recording: Log of what was issued and what it waited for, for tests.
         weights: Files that hold the model's state; read once, when the first program is adopted.
+        moving: Entered while parameters get other memory, and what the user put into them is taken in.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Engine:
         chaos: Chaos | None = None,
         recording: Recording | None = None,
         weights: Weights | None = None,
+        moving: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self._model = model
+        self._moving = moving
         self._weights = weights
         self.tensors: dict[str, torch.Tensor] = {}
         self._holders: list[tuple[Mapping[str, torch.Tensor | None], str, str]] = []
@@ -100,7 +103,8 @@ class Engine:
         """
         self.find_replaced()
         assert self.store is not None
-        self.store.refresh(self.tensors if self._has_replaced else None)
+        with self._moving():
+            self.store.refresh(self.tensors if self._has_replaced else None)
         self._has_replaced = False
 
     def find_replaced(self) -> None:
@@ -116,7 +120,8 @@ class Engine:
         self.tensors = inventory(self._model)[1]
         self._holders = _holders(self._model, self.tensors)
         assert self.store is not None
-        self.store.refresh(self.tensors)
+        with self._moving():
+            self.store.refresh(self.tensors)
 
     def set_chaos(self, chaos: Chaos | None) -> None:
         """Replaces the streams by new ones, disturbed by `chaos` or not at all; for tests, between calls."""
@@ -135,13 +140,14 @@ class Engine:
         self._check_state(program)
         layouts = (state_image([program.state[key] for key in block.binding]) for block in program.blocks)
         images = [self._images.setdefault(layout, layout) for layout in layouts]
-        if self._weights is not None:
-            self._load(images, self._weights)
-        elif self.store is None:
-            self.store = HostStore(images, self.tensors, self.device)
-        else:
-            self.store.extend(images, self.tensors)
-            self._has_replaced = True  # what was replaced before this inventory, no comparison with it can find
+        with self._moving():
+            if self._weights is not None:
+                self._load(images, self._weights)
+            elif self.store is None:
+                self.store = HostStore(images, self.tensors, self.device)
+            else:
+                self.store.extend(images, self.tensors)
+                self._has_replaced = True  # what was replaced before this inventory, no comparison with it can find
         return images
 
     def _load(self, images: list[BlockImage], weights: Weights) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import psutil
 import torch
 
 from megatrain.errors import ExecuteError
 from megatrain.runtime.image import BlockImage, Entry, aligned, image, stored_stride, views
+from megatrain.runtime.overlap import check_unshared
 from megatrain.runtime.pages import HostArena
 from megatrain.runtime.weights import Weights, check_replaceable, replace_memory
 from megatrain.sizes import format_bytes
@@ -259,7 +259,6 @@ def _check_movable(
     tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], weights: Weights | None
 ) -> None:
     """Refuses what can't be moved faithfully: no values, another spec, or memory shared between two keys."""
-    ranges: list[tuple[int, int, int, str]] = []
     for key, tensor in tensors.items():
         spec = specs[key]
         if tensor.is_meta and (weights is None or key not in weights):
@@ -267,21 +266,7 @@ def _check_movable(
         check_replaceable(key, tensor)
         if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
             raise ExecuteError(f"`{key}` is {TensorSpec.of(tensor)}, but the model was compiled for {spec}.")
-        if tensor.numel():
-            span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            # Tensors on meta have no addresses, but know their storage and where they start in it.
-            storage = tensor.untyped_storage()._cdata if tensor.is_meta else 0
-            start = int(tensor.storage_offset()) * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
-            ranges.append((storage, start, start + span * tensor.element_size(), key))
-    ranges.sort()
-    for (one, _, end, first), (other, start, _, second) in pairwise(ranges):
-        if one == other and start < end:
-            raise ExecuteError(
-                f"`{first}` and `{second}` share memory, but not as one tied tensor.\n"
-                "  Each tensor of the state gets its own place on the host; a write to one would no longer\n"
-                "  reach the other.\n"
-                "  Tie them (assign the same Parameter to both), or clone one."
-            )
+    check_unshared(tensors)
 
 
 def _check_memory(moves: Sequence[tuple[torch.Tensor, TensorSpec]]) -> None:

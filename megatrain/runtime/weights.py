@@ -79,14 +79,20 @@ class Weights:
                 different values.
         """
         first, *others = self._sources[key]
-        first.read(out)
+        self._fill(first, key, out)
         for other in others:
-            if not other.equals(out):
+            if not self._is_same(other, key, out):
                 raise WeightsError(
                     f"`{first.name}` and `{other.name}` differ in the files, but are one tensor in the model.\n"
                     "  Tied names share their values.\n"
                     "  Untie them in the model, or save the files with one of the two names."
                 )
+
+    def _fill(self, source: Stored, key: str, out: torch.Tensor) -> None:
+        source.read(out)
+
+    def _is_same(self, source: Stored, key: str, out: torch.Tensor) -> bool:
+        return source.equals(out)
 
     def _match(self, model: nn.Module) -> None:
         entries, tensors = inventory(model)

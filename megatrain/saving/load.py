@@ -52,6 +52,11 @@ class Checkpoint:
         stored = self._tensors(self._stem("extra"))
         return decode(self.manifest.extra, lambda name: _fresh(stored[name]))
 
+    @cached_property
+    def tensors(self) -> Mapping[str, Saved]:
+        """What `save` was given as `tensors`, by name; none is read yet."""
+        return self._tensors(self._stem("tensors"))
+
     def check(self) -> None:
         """Reads every byte and compares it with its checksum.
 

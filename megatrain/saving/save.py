@@ -39,6 +39,7 @@ def save(
     optimizer: Optimizer | OptimizerState | None = None,
     names: Mapping[str, torch.Tensor] | None = None,
     extra: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, torch.Tensor | Source] | None = None,
     shard_bytes: int | str = "5GB",
     more: Callable[[Path], object] | None = None,
 ) -> None:
@@ -51,6 +52,8 @@ def save(
         names: The optimizer's parameters by name; None takes `weights`, if those are the parameters themselves.
         extra: Values to come back from `load`: None, numbers, texts, tensors, arrays, and dicts, lists, tuples and
             Counters of these.
+        tensors: More of the training state, too large to come back all at once: `Checkpoint.tensors` gives each on its
+            own. Such as `compiled.masters.sources()`.
         shard_bytes: Limit of a file, in bytes or as `"5GB"`; a larger tensor gets a file of its own.
         more: Called with the folder being written, to add files of its own, such as
             `model.config.save_pretrained`.
@@ -61,7 +64,7 @@ def save(
         OptionError: If `shard_bytes` is no size.
     """
     place = Path(folder).resolve()
-    draft = _Draft.of(weights, optimizer, names, extra, parse_bytes(shard_bytes, "shard_bytes"))
+    draft = _Draft.of(weights, optimizer, names, extra, tensors or {}, parse_bytes(shard_bytes, "shard_bytes"))
     if place.exists() and not (place.is_dir() and (Path(place, FILE).exists() or not any(place.iterdir()))):
         raise CheckpointError(
             f"`{place}` exists and is no checkpoint.\n  Saving replaces the folder as a whole.\n"
@@ -96,9 +99,11 @@ class _Draft:
         optimizer: Optimizer | OptimizerState | None,
         names: Mapping[str, torch.Tensor] | None,
         extra: Mapping[str, Any] | None,
+        tensors: Mapping[str, torch.Tensor | Source],
         shard_bytes: int,
     ) -> _Draft:
         sources, problems = _sources(weights)
+        apart, others = _sources(tensors)
         stored, ties = without_ties(sources)
         if isinstance(optimizer, Optimizer):
             known = {name: t for name, t in weights.items() if isinstance(t, torch.Tensor)}
@@ -106,7 +111,7 @@ class _Draft:
         moments, values = Encoder(), Encoder()
         state = None if optimizer is None else optimizer.encode(moments)
         encoded = {str(key): values.encode(value, str(key)) for key, value in (extra or {}).items()}
-        problems += [*moments.problems, *values.problems]
+        problems += [*others, *moments.problems, *values.problems]
         if problems:
             lines = [
                 f"{len(problems)} values can't be stored in a checkpoint.",
@@ -118,6 +123,7 @@ class _Draft:
         training = [
             *shards(f"{TRAINING}/optimizer", moments.tensors, shard_bytes),
             *shards(f"{TRAINING}/extra", values.tensors, shard_bytes),
+            *shards(f"{TRAINING}/tensors", apart, shard_bytes),
         ]
         return _Draft(shards("model", stored, shard_bytes), ties, training, state, encoded)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -134,6 +134,12 @@ class Arguments:
     def literals(self) -> tuple[Any, ...]:
         """The leaves with every tensor replaced by None."""
         return tuple(None if isinstance(x, torch.Tensor) else x for x in self.leaves)
+
+    def converted(self, source: torch.dtype, target: torch.dtype) -> Arguments:
+        """Returns the arguments with tensors of one dtype as another; one that stands twice is converted once."""
+        made = {id(t): t.to(target) for t in self.tensors if t.dtype == source}
+        tensors = tuple(made.get(id(t), t) for t in self.tensors)
+        return replace(self, tensors=tensors, leaves=tuple(made.get(id(x), x) for x in self.leaves))
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns `(args, kwargs)` with other tensors in the places of these."""

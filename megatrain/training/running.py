@@ -85,13 +85,13 @@ class Running:
 
     def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """See `Trainer`."""
-        variant, arguments = self._setting.variants[micro_batch], self._setting.arguments[micro_batch]
+        variant, own = self._setting.variants[micro_batch], self._setting.own[micro_batch]
         program = variant.program
         is_trained = [ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs]
         leaves = [t.requires_grad_(trained) for t, trained in zip(outputs, is_trained, strict=True)]
         with torch.enable_grad():
-            variant.traced.leave(leaves, arguments.tensors)
-            result = variant.traced.result(leaves, arguments.tensors)
+            variant.traced.leave(leaves, own.tensors)
+            result = variant.traced.result(leaves, own.tensors)
             loss = loss_of(result, self._setting.batches[micro_batch], self._loss)
             share = self._shares[micro_batch]
             shared = loss if share == 1.0 else loss * share

@@ -27,13 +27,15 @@ class Setting:
 
     Args:
         batches: The micro-batches.
-        arguments: Their arguments, flattened.
+        own: Their arguments, flattened.
+        arguments: The same as the model computes with them.
         variants: Their captures.
         mode: Where updates are.
         schedule: Of the whole step.
     """
 
     batches: Sequence[MicroBatch]
+    own: Sequence[Arguments]
     arguments: Sequence[Arguments]
     variants: Sequence[Variant]
     mode: Mode
@@ -100,14 +102,15 @@ class Setup:
             TraceError: If a call can't be captured.
             ScheduleError: If the memory is too small, or the micro-batches can't share blocks.
         """
-        arguments = [self._compiled.cast(Arguments.of(batch.args, dict(batch.kwargs))) for batch in batches]
+        own = [Arguments.of(batch.args, dict(batch.kwargs)) for batch in batches]
+        arguments = [self._compiled.cast(given) for given in own]
         variants: list[Variant] = []
         for given, unfit in zip(arguments, failed, strict=True):
             if self._compiled.known_variant(given, unfit) is None:
                 self.complete()  # a capture may read the parameters
             variants.append(self._compiled.variant_for(given, unfit))
         programs, mode = [variant.program for variant in variants], self._mode()
-        return Setting(batches, arguments, variants, mode, self._tables.schedule(programs, mode))
+        return Setting(batches, own, arguments, variants, mode, self._tables.schedule(programs, mode))
 
     def _mode(self) -> Mode:
         is_serial = not self._overlap or has_hooks(self._optimizer)

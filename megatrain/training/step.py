@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +19,10 @@ from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.table import Position, Schedule
 from megatrain.tracer.expect import GuardFailedError
+from megatrain.training import checkpoint
 from megatrain.training.batch import Loss, Weight, micro_batches, shares
 from megatrain.training.boundary import Boundary, Progress
+from megatrain.training.checkpoint import Scheduler
 from megatrain.training.completion import Completion
 from megatrain.training.running import Running
 from megatrain.training.setup import Setting, Setup
@@ -62,6 +66,9 @@ class TrainStep:
     Raises:
         OptimizerError: If the optimizer needs all parameters at once, or holds none of the model's.
         OptionError: If an option is unknown.
+
+    Attributes:
+        user: What `save` was given, after `load`.
     """
 
     def __init__(
@@ -97,6 +104,8 @@ class TrainStep:
             needs_norm=max_grad_norm is not None or on_nonfinite is not None,
         )
         self._boundary = Boundary(on_nonfinite)
+        self._optimizer = optimizer
+        self.user: Mapping[str, Any] = {}
         self._schedule: Schedule | None = None
         self._is_running = False
         self._failed_at = 0
@@ -220,6 +229,79 @@ class TrainStep:
             self._setup.complete()
         finally:
             self._is_running = False
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        scheduler: Scheduler | None = None,
+        user: Mapping[str, Any] | None = None,
+        shard_bytes: int | str = "5GB",
+        more: Callable[[Path], object] | None = None,
+    ) -> None:
+        """Writes all that the next step depends on; see docs/checkpoints.md for what lies where.
+
+        The weights are safetensors files under the model's own names. Nothing is copied in memory, and at each moment a
+        whole checkpoint is at `folder`, the previous one or this.
+
+        Args:
+            folder: Where it shall be; a checkpoint that is there is replaced.
+            scheduler: An LR scheduler, or whatever else has a `state_dict` and `load_state_dict`.
+            user: Values to find again in `user` after `load`: numbers, texts, tensors, and dicts and lists of these.
+            shard_bytes: Limit of a file, in bytes or as `"5GB"`.
+            more: Adds files of its own to the folder, such as `model.config.save_pretrained`.
+
+        Raises:
+            CheckpointError: If something can't be stored, or the disk lacks room or fails; nothing is lost then.
+            ExecuteError: If a failure left the model between two steps.
+        """
+        self._check_whole()
+        self.flush()
+        with self._compiled.exclusively():
+            checkpoint.save(
+                folder,
+                self._compiled,
+                self._optimizer,
+                self.progress,
+                scheduler=scheduler,
+                user=self.user if user is None else user,
+                shard_bytes=shard_bytes,
+                more=more,
+            )
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        compiled: CompiledModule,
+        optimizer: Optimizer,
+        *,
+        scheduler: Scheduler | None = None,
+        **options: Any,
+    ) -> TrainStep:
+        """Reads a checkpoint and returns a step that goes on as if it had never stopped, to the bit.
+
+        The device, its memory, the size of blocks and of micro-batches may be others. What was not saved must be
+        as it was: the model's code, `options`, and the batches to come.
+
+        Args:
+            folder: Written by `save`.
+            compiled: The model built as it was, with any weights; or on meta, compiled with `weights=folder` and for
+                example arguments.
+            optimizer: Of the same class, with the same parameters in the same groups.
+            scheduler: As given to `save`, if it was.
+            options: Of `TrainStep`.
+
+        Raises:
+            CheckpointError: If the checkpoint is damaged, with file and tensor, or of something else. Names, shapes
+                and dtypes are compared before anything is read.
+        """
+        step = cls(compiled, optimizer, **options)
+        with compiled.exclusively():
+            step._boundary.progress, step.user = checkpoint.restore(folder, compiled, optimizer, scheduler)
+        return step
 
     def _check_whole(self) -> None:
         if self._boundary.broken is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.compiled import compile as compile_model
+from megatrain.compiling import compile as compile_model
 from megatrain.errors import OptionError
 from megatrain.tracer.structure import Arguments
 from megatrain.verify.bisect import find_first_difference
@@ -20,7 +20,7 @@ from megatrain.verify.compare import Tolerance, compare, has_nan
 from megatrain.verify.owners import Owners
 from megatrain.verify.report import Difference, FirstDifference, Report
 from megatrain.verify.trial import Observation, Trial, update
-from megatrain.verify.untouched import left_alone
+from megatrain.verify.untouched import copied_model, left_alone
 
 
 def verify(  # the options of compile() beside its own
@@ -68,7 +68,8 @@ def verify(  # the options of compile() beside its own
         activations: See `compile`.
         transfer: See `compile`.
         block_bytes: See `compile`.
-        compile_options: More options of `compile`; those given on their own win.
+        compile_options: More options of `compile`; those given on their own win. With `precision="bf16"`, eager is a
+            bf16 copy as well, and gets the inputs in bf16.
         **kwargs: Keyword arguments of its forward.
 
     Returns:
@@ -117,11 +118,18 @@ def verify_call(
 ) -> Report:
     """Does what `verify` does, for a call whose arguments stay apart from the options of `compile`."""
     _check_numbers(steps, learning_rate, tolerance)
-    # Reads the options without touching the model.
-    device = compile_model(model, **options).options.device
+    # Reads the options without touching the model; precision="bf16" would change it.
+    compiled = None if _is_narrowing(model, options) else compile_model(model, **options)
     with left_alone(model):
-        trial = Trial(model, Arguments.of(args, dict(kwargs)), options, device, seed, learning_rate, loss)
+        tried = copied_model(model) if compiled is None else model
+        compiled = compiled or compile_model(tried, **options)
+        arguments = compiled.cast(Arguments.of(args, dict(kwargs)))
+        trial = Trial(tried, arguments, options, compiled.options.device, seed, learning_rate, loss)
         return _report(trial, steps, tolerance)
+
+
+def _is_narrowing(model: object, options: Mapping[str, Any]) -> bool:
+    return isinstance(model, nn.Module) and options.get("precision") == "bf16"
 
 
 @dataclass(frozen=True, slots=True)

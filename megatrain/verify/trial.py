@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatrain.compiled import CompiledModule
-from megatrain.compiled import compile as compile_model
+from megatrain.compiling import compile as compile_model
 from megatrain.errors import OptionError
 from megatrain.tracer.structure import Arguments
 from megatrain.verify.leaves import named_leaves

@@ -13,7 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.saving import load, save
-from tests.saving.training import Tied, adamw, refusal, same, save_trained, state_of, trained
+from tests.saving.training import Tied, adamw, known, refusal, same, save_trained, state_of, trained
 
 # -- read by others ----------------------------------------------------------------------------------------------
 
@@ -43,6 +43,29 @@ def test_any_reader_finds_weights_and_state_by_name_in_files_of_limited_size(tmp
         moments |= load_file(file)
     assert same(moments["body.weight.exp_avg"], optimizer.state[model.body.weight]["exp_avg"])
     assert load(tmp_path / "run").check() is None
+
+
+def test_tensors_apart_are_read_one_by_one_and_are_no_weights(tmp_path: Path):
+    model, _ = known(0)
+    more = {
+        "low": torch.arange(6, dtype=torch.int16).view(2, 3).t(),
+        "empty": torch.empty(0, 3),
+        "one": torch.tensor(7),
+    }
+    save(tmp_path / "run", state_of(model), tensors=more, extra={"low": torch.ones(2)}, shard_bytes=16)
+    checkpoint = load(tmp_path / "run")
+    checkpoint.check()
+    assert checkpoint.weights.keys() == model.state_dict().keys()
+    assert checkpoint.tensors.keys() == more.keys()
+    for name, saved in checkpoint.tensors.items():
+        out = torch.empty_like(more[name])
+        saved.read(out)
+        assert same(out, more[name])
+    assert len(list((tmp_path / "run/training").glob("tensors-*"))) > 1
+    save(tmp_path / "run", state_of(model))
+    assert load(tmp_path / "run").tensors == {}
+    problem = refusal(lambda: save(tmp_path / "run", {}, tensors={"far": torch.empty(2, device="meta")}))
+    assert "`far` is on the meta device" in problem
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,0 +1,78 @@
+"""compile(): a model whose calls run on a static schedule, with its state in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.compiled import CompiledModule
+from megatrain.errors import TraceError
+from megatrain.optim.narrow import narrowed
+from megatrain.options import Options
+from megatrain.runtime.checkpoint import WeightFiles
+from megatrain.runtime.streams import Chaos, Recording
+
+
+def compile(  # the name torch users expect
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    memory: int | str | None = None,
+    precision: str = "fp32",
+    activations: str = "auto",
+    transfer: str = "auto",
+    block_bytes: int | str | None = None,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    weights: WeightFiles | None = None,
+    masters: str = "exact",
+    chaos: Chaos | None = None,
+    recording: Recording | None = None,
+) -> CompiledModule:
+    """Makes a model train with its parameters in host memory, a few blocks at a time on the device.
+
+    Args:
+        model: Any nn.Module. Parameters on the CPU, or on meta to plan without weights.
+        device: Compute device; default: the accelerator if there is one, else the CPU.
+        memory: Device-memory budget: bytes, or text like `"10GiB"`; None takes what is free, less a margin.
+        precision: `"fp32"`: compute in the parameters' own dtype. `"bf16"`: fp32 parameters become bf16 now, staying
+            the same objects, and fp32 inputs are cast at each call; what trained ones lose is kept in
+            `compiled.masters`. A model that has bf16 parameters stays as it is, and its inputs too.
+        activations: What happens to a block's saved values: `"keep"` holds them on the device, `"recompute"`
+            holds the block's inputs and recomputes, `"offload"` parks those inputs on the host, `"auto"` keeps
+            as much as the budget allows.
+        transfer: `"copy"` weights into slots, or `"bind"` them in place where the compute device is the host;
+            `"auto"` binds on the CPU unless a `memory` budget is given.
+        block_bytes: Target size of a block's state; None takes the model's own repeated modules.
+        example_args: With `example_kwargs`: compile for this call now, else at the first call.
+        example_kwargs: See `example_args`.
+        weights: Safetensors files with the values of all parameters and persistent buffers: a file, a folder, an
+            index, or a list of them. Checked now from their headers; read at the first call, or by
+            `load_weights`, straight into host memory. What the model holds already is replaced.
+        masters: With `precision="bf16"`: `"exact"` fp32 masters, or `"rounded"` for none beside the bf16 parameters:
+            updates round by chance.
+        chaos: Random delays, poisoned slots and injected faults; for tests.
+        recording: Collects what the executor issued; for tests.
+
+    Returns:
+        A module to call like the model. Its parameters are the model's own.
+
+    Raises:
+        OptionError: If an option is unknown or unreadable, or a parameter has no place in that precision.
+        TraceError: If the model can't be captured faithfully (now, or at the first call).
+        ScheduleError: If `memory` is too small for the largest block.
+        WeightsError: If `weights` can't be read, or don't fit the model.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
+        raise TraceError(f"compile takes an nn.Module, not {type(model).__qualname__}.\n  Pass the model itself.")
+    options = Options.read(device, memory, precision, activations, transfer, block_bytes, weights, masters)
+    compiled = CompiledModule(model, options, chaos, recording)
+    with narrowed(model, compiled.masters):
+        if compiled._weights is not None:
+            compiled._weights.remember(model)
+        if example_args or example_kwargs:
+            compiled.prepare(*example_args, **dict(example_kwargs or {}))
+    return compiled

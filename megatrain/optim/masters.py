@@ -1,0 +1,296 @@
+"""Masters: the exact values of a model's parameters, which blocks compute with in bf16."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from megatrain.errors import ExecuteError
+from megatrain.optim.layout import dense, in_memory, laid_out_like, memory_order
+from megatrain.optim.master import Master, RoundedMaster, SplitMaster, WholeMaster, set_halves
+from megatrain.optim.master_sources import PIECE, check_saved, generator_source, low_source, master_source
+from megatrain.runtime.checkpoint import parts
+from megatrain.runtime.start import version
+from megatrain.saving import Saved, Source
+from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.state import inventory
+
+Kind = Literal["whole", "exact", "rounded"]
+"""What bf16 parameters have: no masters, low halves beside them, or themselves, rounded by chance."""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """One parameter.
+
+    `low` is what it lacks to its master, of its shape; None is zero. `mark` is its version and address when `low` was
+    last known to belong to it.
+    """
+
+    key: str
+    parameter: torch.Tensor
+    low: torch.Tensor | None = None
+    mark: tuple[int, int] = (0, 0)
+    generator: torch.Generator | None = None
+
+
+class Masters(Mapping[torch.Tensor, Master]):
+    """The master of each trainable parameter; `compiled.masters`.
+
+    An fp32 parameter is its own master. A bf16 one is the high half of an exact master, whatever memory it uses at
+    present; the low half is kept here. Someone who writes into such a parameter has set its master: the low half is
+    zero from then on. Version counters and addresses tell, so a write through `.data` is only seen if it puts other
+    memory in place; otherwise the master is what was written, to within its rounding.
+
+    Masters lie in the order of memory: `master.shape` is the parameter's, its dimensions sorted by stride.
+
+    Args:
+        model: Whose parameters these are.
+        kind: What bf16 parameters have.
+        casts_inputs: Whether the model was written for fp32 inputs.
+    """
+
+    def __init__(self, model: nn.Module, kind: Kind, *, casts_inputs: bool = False):
+        self.kind: Kind = kind
+        self.casts_inputs = casts_inputs
+        self._model = weakref.ref(model)
+        self._seed = torch.initial_seed()
+        self._held: dict[int, _Held] = {}
+        self._by_key: dict[str, _Held] = {}
+
+    # -- the mapping --------------------------------------------------------------------------------------
+
+    def __getitem__(self, parameter: torch.Tensor) -> Master:
+        """Returns the master, as views of the parameter's present memory.
+
+        Raises:
+            KeyError: If it isn't a trainable parameter of the model, in fp32 or bf16.
+            ExecuteError: If it is on meta and has no values.
+        """
+        if id(parameter) not in self._held:
+            self.find()  # it may have been put in another's place
+        held = self._held.get(id(parameter))
+        if held is None or not self._has_master(held):
+            raise KeyError("no trainable parameter of this model")
+        return self._master(held)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.find()
+        return iter([held.parameter for held in self._held.values() if self._has_master(held)])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"Masters({self.kind}, {len(self)} parameters, {self.low_bytes} B of low halves)"
+
+    @property
+    def low_bytes(self) -> int:
+        """Bytes of the low halves when each was written once."""
+        return sum(2 * held.parameter.numel() for held in self._halved())
+
+    # -- keeping both halves together ----------------------------------------------------------------------
+
+    def find(self) -> None:
+        """Looks up the model's parameters anew; what was known of those that are still there stays known."""
+        model = self._model()
+        if model is None:
+            return
+        entries, tensors = inventory(model)
+        found: dict[int, _Held] = {}
+        for key in (key for key, entry in entries.items() if entry.kind == "parameter"):
+            held = self._held.get(id(tensors[key])) or _Held(key, tensors[key])
+            held.key = key
+            found[id(tensors[key])] = held
+        self._held = found
+        self._by_key = {held.key: held for held in found.values()}
+
+    def wrote(self, parameter: torch.Tensor) -> None:
+        """Notes that what the parameter holds now was written together with its low half."""
+        held = self._held.get(id(parameter))
+        if held is not None:
+            held.mark = _mark(held.parameter)
+
+    @contextmanager
+    def moving(self) -> Generator[None]:
+        """In its body, parameters may get other memory with the same values."""
+        for held in self._held.values():
+            self._drop_old_low(held)
+        try:
+            yield
+        finally:
+            for held in self._held.values():
+                if held.low is not None:
+                    held.mark = _mark(held.parameter)
+
+    @torch.no_grad()
+    def take(self, parameter: torch.Tensor, values: torch.Tensor) -> bool:
+        """Sets a master in halves to floating-point values of its shape, piece by piece.
+
+        Returns:
+            False if this parameter has no such master: then nothing was done.
+        """
+        held = self._held.get(id(parameter))
+        if held is None or held.parameter.is_meta or not self._has_halves(held):
+            return False
+        if not values.is_floating_point() or values.shape != parameter.shape or values.is_meta:
+            return False
+        whole = (parameter.detach(), self._room(held), values.detach())
+        for high, low, piece in zip(*(parts(tensor, PIECE) for tensor in whole), strict=True):
+            set_halves(high, low, piece)
+        self.wrote(parameter)
+        return True
+
+    def room_for(self, key: str) -> torch.Tensor | None:
+        """Returns the low half of a parameter whose values are about to be set; None if it has none to set."""
+        held = self._by_key.get(key)
+        return None if held is None or not self._has_halves(held) else self._room(held)
+
+    def loading(self) -> TorchFunctionMode:
+        """While it is active, `parameter.copy_(values)` sets the exact master."""
+        self.find()
+        return _Exactly(self)
+
+    # -- to and from files ---------------------------------------------------------------------------------
+
+    def sources(self) -> dict[str, Source]:
+        """Returns what a checkpoint needs beside the parameters, to go on with the same bits.
+
+        `<parameter>.low` is an int16 tensor of its shape; masters that are rounded have `<parameter>.generator`.
+        The parameters themselves are the high halves.
+        """
+        self.find()
+        with self.moving():
+            found = {f"{held.key}.low": low_source(held.parameter, held.low) for held in self._halved()}
+        found |= {f"{held.key}.generator": generator_source(g) for held, g in self._generators()}
+        return found
+
+    def restore(self, saved: Mapping[str, Saved]) -> None:
+        """Reads what `sources` gave, after the parameters have been read.
+
+        Args:
+            saved: By name, such as `load(folder).tensors`.
+
+        Raises:
+            CheckpointError: Before anything is read, if names or shapes are others; or if a tensor is damaged.
+            ExecuteError: If a parameter has no values yet.
+        """
+        expected = self.sources()
+        check_saved(expected, saved)
+        for held in self._halved():
+            _check_values(held)
+        for held in self._halved():
+            saved[f"{held.key}.low"].read(self._room(held))
+            self.wrote(held.parameter)
+        for held, generator in self._generators():
+            state = generator.get_state()
+            saved[f"{held.key}.generator"].read(state)
+            generator.set_state(state)
+
+    def state_sources(self) -> dict[str, Source]:
+        """Returns the model's state dict with all bf16 parameters as fp32, values made as they are read.
+
+        Extra states of modules that are no tensors are left out.
+        """
+        self.find()
+        model = self._model()
+        assert model is not None, "a compiled model holds its model"
+        with self.moving():
+            state = model.state_dict(keep_vars=True)
+            return {name: self._source(t) for name, t in state.items() if isinstance(t, torch.Tensor)}
+
+    # -- one parameter -------------------------------------------------------------------------------------
+
+    def _halved(self) -> list[_Held]:
+        return [held for held in self._held.values() if self._has_halves(held)]
+
+    def _has_halves(self, held: _Held) -> bool:
+        # A parameter that was trained before it was frozen keeps what it has learnt.
+        is_narrow = held.parameter.dtype == torch.bfloat16
+        return self.kind == "exact" and is_narrow and (held.parameter.requires_grad or held.low is not None)
+
+    def _has_master(self, held: _Held) -> bool:
+        if held.parameter.dtype == torch.bfloat16 and self.kind == "rounded":
+            return held.parameter.requires_grad
+        is_whole = held.parameter.dtype == torch.float32 and held.parameter.requires_grad
+        return is_whole or self._has_halves(held)
+
+    def _master(self, held: _Held) -> Master:
+        parameter = held.parameter
+        _check_values(held)
+        self._drop_old_low(held)
+        values = parameter.detach()
+        if (moved := dense(values)) is not values:
+            parameter.data = moved  # as the host store does when it takes it in
+            self.wrote(parameter)
+            values = parameter.detach()
+        order = memory_order(values)
+        if parameter.dtype == torch.float32:
+            return WholeMaster(in_memory(values, order))
+        if self.kind == "rounded":
+            return RoundedMaster(in_memory(values, order), self._generator(held))
+        return SplitMaster(in_memory(values, order), in_memory(self._room(held), order))
+
+    def _drop_old_low(self, held: _Held) -> None:
+        if held.low is not None and held.mark != _mark(held.parameter):
+            held.low.zero_()
+            self.wrote(held.parameter)
+
+    def _room(self, held: _Held) -> torch.Tensor:
+        """Returns the low half, laid out like the parameter."""
+        values = held.parameter.detach()
+        if held.low is None:
+            held.low = torch.zeros_like(values, dtype=torch.int16, device="cpu")
+        held.low = laid_out_like(held.low, values)
+        return held.low
+
+    def _generators(self) -> Iterator[tuple[_Held, torch.Generator]]:
+        if self.kind == "rounded":
+            for held in self._held.values():
+                if held.parameter.dtype == torch.bfloat16 and held.parameter.requires_grad:
+                    yield held, self._generator(held)
+
+    def _generator(self, held: _Held) -> torch.Generator:
+        # One for each parameter: the bits hang on no order of updates.
+        if held.generator is None:
+            held.generator = torch.Generator().manual_seed((self._seed + zlib.crc32(held.key.encode())) % 2**63)
+        return held.generator
+
+    def _source(self, tensor: torch.Tensor) -> Source:
+        held = self._held.get(id(tensor))
+        if held is None or tensor.dtype != torch.bfloat16:
+            return Source.of(tensor)
+        _check_values(held)
+        return master_source(tensor, held.low)
+
+
+class _Exactly(TorchFunctionMode):
+    def __init__(self, masters: Masters):
+        super().__init__()
+        self._masters = masters
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and len(args) > 1 and self._masters.take(args[0], args[1]):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _mark(parameter: torch.Tensor) -> tuple[int, int]:
+    return version(parameter), parameter.data_ptr()
+
+
+def _check_values(held: _Held) -> None:
+    if held.parameter.is_meta:
+        raise ExecuteError(
+            f"parameter `{held.key}` {TensorSpec.of(held.parameter)} is on the meta device and has no values.\n"
+            "  A master is what a parameter holds.\n"
+            "  Call load_weights() first, or the model."
+        )

@@ -1,0 +1,567 @@
+"""precision="bf16": training equals fp32 masters with bf16 compute, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import megatrain
+from megatrain.errors import ExecuteError, OptionError, TraceError, WeightsError
+from megatrain.runtime.streams import Chaos
+from megatrain.saving import save
+from tests.models import MODELS, Gpt
+from tests.optim.reference import MAKERS, Loop, Reference, assert_same_bits, assert_same_training, loss_of, values_of
+from tests.runtime.twins import seeded
+
+ROOT = Path(__file__).parent.parent
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bind": {},
+    "budget": {"memory": "48KiB"},
+    "offload": {"transfer": "copy", "activations": "offload", "block_bytes": 1},
+}
+
+
+def with_own_norms() -> Any:
+    """A GPT whose user made it bf16, but for its norms."""
+    model, args, kwargs = MODELS["gpt_loss"]()
+    model.bfloat16()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.float()
+    return model, args, kwargs
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained correction."""
+
+    def __init__(self, width: int = 16, rank: int = 2):
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def low_rank() -> Any:
+    model = seeded(lambda: nn.Sequential(*(LowRank() for _ in range(4))))
+    return model, (torch.randn(4, 16, generator=torch.Generator().manual_seed(0)),), {}
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def channels_last() -> Any:
+    """Weights that lie in memory in another order than that of their dimensions."""
+    model = seeded(Convolutions).to(memory_format=torch.channels_last)
+    return model, (torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0)),), {}
+
+
+CASES = {
+    "gpt": MODELS["gpt_loss"],  # its head is tied to its embedding
+    "llama": MODELS["llama_labels"],
+    "own norms": with_own_norms,
+    "low rank": low_rank,
+    "channels last": channels_last,
+}
+
+
+def small_gpt() -> Any:
+    model = seeded(Gpt)
+    ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+    return model, (ids, ids.roll(-1, 1))
+
+
+# -- training ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+@pytest.mark.parametrize("optimizer", MAKERS)
+@pytest.mark.parametrize("name", CASES)
+def test_twenty_steps_leave_the_bits_of_fp32_masters_with_bf16_compute(name: str, optimizer: str, how: str):
+    model, args, kwargs = CASES[name]()
+    reference = Reference(model, MAKERS[optimizer])
+    compiled = megatrain.compile(model, device="cpu", precision="bf16", **OPTIONS[how])
+    loop = Loop(model, compiled, MAKERS[optimizer])
+    torch.manual_seed(7)
+    expected = [reference.step(args, kwargs) for _ in range(20)]
+    end = torch.get_rng_state()
+    torch.manual_seed(7)
+    assert [loop.step(args, kwargs) for _ in range(20)] == expected
+    assert torch.equal(end, torch.get_rng_state())
+    assert_same_training(reference, loop)
+    lows = [compiled.masters[p].low for p in model.parameters() if p.dtype == torch.bfloat16 and p.requires_grad]
+    assert lows
+    assert all(bool(low.any()) for low in lows)
+
+
+def test_disturbed_streams_leave_the_same_bits():
+    model, args, kwargs = CASES["gpt"]()
+    reference = Reference(model, MAKERS["adamw"])
+    options = {"device": "cpu", "precision": "bf16", "memory": "48KiB"}
+    compiled = megatrain.compile(model, chaos=Chaos(seed=3), **options)
+    loop = Loop(model, compiled, MAKERS["adamw"])
+    for train in (reference, loop):
+        torch.manual_seed(7)
+        for _ in range(5):
+            train.step(args, kwargs)
+    assert_same_training(reference, loop)
+
+
+def test_small_updates_are_not_lost():
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.02, generator=generator)
+    plain = copy.deepcopy(model).bfloat16()
+    start = [p.detach().clone() for p in model.parameters()]
+    narrow = [p.detach().clone() for p in plain.parameters()]
+    x = torch.randn(16, 64, generator=generator)
+    compiled = megatrain.compile(model, device="cpu", precision="bf16")
+    loop = Loop(model, compiled, lambda ps: torch.optim.AdamW(ps, lr=1e-5, weight_decay=0.0, fused=True))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
+    for _ in range(30):
+        loop.step((x,), {})
+        plain.zero_grad()
+        loss_of(plain(x.bfloat16())).backward()
+        optimizer.step()
+    moved = [float((a != b).float().mean()) for a, b in zip(values_of(compiled).values(), start, strict=True)]
+    others = [float((a != b).float().mean()) for a, b in zip(plain.parameters(), narrow, strict=True)]
+    assert min(moved) > 0.999
+    assert max(others) < 0.4
+
+
+def test_a_tied_parameter_has_one_master():
+    model, args = small_gpt()
+    compiled = megatrain.compile(model, device="cpu", precision="bf16")
+    assert model.head.weight is model.embed.weight
+    assert len(compiled.masters) == len(list(model.parameters()))
+    assert compiled.masters[model.head.weight].low is compiled.masters[model.embed.weight].low
+    compiled(*args)[1].backward()
+    assert model.embed.weight.grad.dtype == torch.bfloat16
+
+
+def test_transfers_move_half_the_bytes():
+    schedules = []
+    for precision in ("fp32", "bf16"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+        compiled = megatrain.compile(
+            model,
+            device="cpu",
+            precision=precision,
+            transfer="copy",
+            activations="offload",
+            example_args=(torch.ones(8, 64),),
+        )
+        schedules.append(compiled.schedule)
+    wide, narrow = schedules
+    assert wide.h2d_bytes == 2 * narrow.h2d_bytes > 0
+    assert wide.d2h_bytes == 2 * narrow.d2h_bytes > 0
+
+
+# -- what becomes of the model ---------------------------------------------------------------------------------------
+
+
+def test_parameters_stay_the_same_objects_and_buffers_their_dtype():
+    model, _, kwargs = MODELS["llama"]()
+    next(model.parameters()).requires_grad_(False)
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    dtypes = {name: b.dtype for name, b in model.named_buffers()}
+    compiled = megatrain.compile(model, device="cpu", precision="bf16")
+    compiled(**kwargs)
+    assert dtypes
+    assert {name: b.dtype for name, b in model.named_buffers()} == dtypes
+    masters = values_of(compiled)
+    for name, p in model.named_parameters():
+        assert p is before[name][0]
+        assert p.dtype == torch.bfloat16
+        if p.requires_grad:
+            assert_same_bits(before[name][1], masters[name], name)
+        else:  # what is not trained has no low half
+            assert_same_bits(before[name][1].bfloat16(), p, name)
+            assert p not in compiled.masters
+    assert compiled.masters.low_bytes == sum(2 * p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_gradients_that_were_there_are_converted_and_added_to():
+    model, args = small_gpt()
+    loss_of(model(*args)).backward()
+    before = model.norm.weight.grad.clone()
+    compiled = megatrain.compile(model, device="cpu", precision="bf16")
+    assert_same_bits(before.bfloat16(), model.norm.weight.grad, "gradient")
+    loss_of(compiled(*args)).backward()
+    assert not torch.equal(before.bfloat16(), model.norm.weight.grad)
+
+
+def test_a_model_that_is_compiled_again_goes_on_with_its_masters():
+    model, args = small_gpt()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for memory in (None, "48KiB"):
+        compiled = megatrain.compile(model, device="cpu", precision="bf16", memory=memory)
+        compiled(*args)
+        for name, values in values_of(compiled).items():
+            assert_same_bits(start[name], values, name)
+    x = torch.randn(2, 3)
+    layer = nn.Sequential(nn.Linear(3, 3))
+    for _ in range(2):  # and inputs are still cast
+        assert megatrain.compile(layer, device="cpu", precision="bf16")(x).dtype == torch.bfloat16
+
+
+class Fussy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.fixed = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, x):
+        if self.layer.weight.grad is not None:
+            x = x + self.layer.weight.grad.sum()
+        return self.layer(x) * self.fixed
+
+
+def test_a_compile_that_fails_gives_the_fp32_model_back():
+    model = Fussy()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(TraceError):
+        megatrain.compile(model, device="cpu", precision="bf16", example_args=(torch.ones(2, 3),))
+    for name, p in model.named_parameters():
+        expected = start[name] if p.requires_grad else start[name].bfloat16().float()
+        assert_same_bits(expected, p, name)
+
+
+def test_a_module_that_needs_fp32_parameters_is_named_and_may_keep_them():
+    model, args, kwargs = MODELS["cnn"]()
+    with pytest.raises(RuntimeError, match="expected scalar type") as caught:
+        megatrain.compile(copy.deepcopy(model), device="cpu", precision="bf16")(*args)
+    assert "as BatchNorm does" in caught.value.__notes__[0]
+    for module in model.modules():
+        for p in () if isinstance(module, nn.BatchNorm2d) else module.parameters(recurse=False):
+            p.data = p.data.bfloat16()
+    args = tuple(a.bfloat16() for a in args)
+    reference = Reference(model, MAKERS["sgd"])
+    loop = Loop(model, megatrain.compile(model, device="cpu", precision="bf16"), MAKERS["sgd"])
+    for _ in range(3):
+        assert reference.step(args, kwargs) == loop.step(args, kwargs)
+    assert_same_training(reference, loop)
+
+
+# -- inputs --------------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, y=None, index=None):
+        assert x.dtype == self.layer.weight.dtype
+        out = self.layer(x)
+        out = out if y is None else out + y
+        return out if index is None else out[index]
+
+
+def test_fp32_inputs_are_cast_and_get_fp32_gradients():
+    x = torch.randn(3, 4, requires_grad=True)
+    y = torch.randn(3, 4, dtype=torch.float64)
+    compiled = megatrain.compile(Plain(), device="cpu", precision="bf16")
+    result = compiled(x, y=y, index=torch.tensor([0, 2]))
+    assert result.dtype == torch.float64  # y is none of fp32, and stays
+    result.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    expected = torch.ones(2, 4).bfloat16() @ compiled.model.layer.weight.detach()
+    assert_same_bits(expected.float(), x.grad[[0, 2]], "gradient of x")
+    assert compiled(x, x).dtype == torch.bfloat16
+
+
+class Writing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x.mul_(2)
+        return self.layer(x), x
+
+
+def test_what_a_forward_writes_into_a_cast_input_reaches_the_callers_tensor():
+    x = torch.randn(3, 4)
+    start = x.clone()
+    _, same = megatrain.compile(Writing(), device="cpu", precision="bf16")(x)
+    assert same is x
+    assert_same_bits(2 * start.bfloat16().float(), x, "x")
+
+
+def test_inputs_of_a_model_that_the_user_made_bf16_stay_as_they_are():
+    compiled = megatrain.compile(nn.Sequential(nn.Linear(4, 4)).bfloat16(), device="cpu", precision="bf16")
+    with pytest.raises(RuntimeError, match="same dtype"):
+        compiled(torch.ones(2, 4))
+    assert compiled(torch.ones(2, 4).bfloat16()).dtype == torch.bfloat16
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def meta_gpt() -> Gpt:
+    with torch.device("meta"):
+        return Gpt()
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_files_give_a_model_on_meta_exact_masters(tmp_path: Path, stored: torch.dtype):
+    reference, args = small_gpt()
+    state = {name: t.to(stored) for name, t in reference.state_dict().items()}  # both of the tied names
+    save_file({name: t.clone() for name, t in state.items()}, tmp_path / "a.safetensors")
+    model = meta_gpt()
+    model.positions.weight.requires_grad_(False)
+    compiled = megatrain.compile(model, device="cpu", precision="bf16", weights=tmp_path)
+    optimizer = torch.optim.SGD(model.parameters())
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
+    compiled(*args)
+    masters = values_of(compiled)
+    for name, values in masters.items():
+        assert_same_bits(state[name].float(), values, name)
+    assert_same_bits(state["positions.weight"].bfloat16(), model.positions.weight, "positions")
+    assert masters.keys() == dict(model.named_parameters()).keys() - {"positions.weight"}
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+
+
+def test_a_model_from_files_trains_as_one_with_values(tmp_path: Path):
+    reference, args = small_gpt()
+    save_file({n: t for n, t in reference.state_dict().items() if n != "head.weight"}, tmp_path / "a.safetensors")
+    expected = Reference(reference, MAKERS["adamw"])
+    model = meta_gpt()
+    compiled = megatrain.compile(model, device="cpu", precision="bf16", weights=tmp_path, memory="48KiB")
+    loop = Loop(model, compiled, MAKERS["adamw"])
+    for train in (expected, loop):
+        torch.manual_seed(3)
+        for _ in range(4):
+            train.step(args, {})
+    assert_same_training(expected, loop)
+
+
+def test_values_that_were_there_give_way_to_those_in_files_with_their_low_halves(tmp_path: Path):
+    model, args = small_gpt()
+    other = seeded(lambda: (torch.manual_seed(5), Gpt())[1]).bfloat16()
+    save_file({n: t for n, t in other.state_dict().items() if n != "head.weight"}, tmp_path / "a.safetensors")
+    compiled = megatrain.compile(model, device="cpu", precision="bf16", weights=tmp_path)
+    compiled(*args)
+    for name, values in values_of(compiled).items():
+        assert_same_bits(other.state_dict()[name].float(), values, name)
+
+
+def test_tied_names_must_agree_in_every_bit_of_the_master(tmp_path: Path):
+    reference, args = small_gpt()
+    state = {name: t.clone() for name, t in reference.state_dict().items()}
+    state["embed.weight"][0, 0] = state["head.weight"][0, 0] = 1.0 + 2**-8  # a tie, which torch rounds otherwise
+    save_file(state, tmp_path / "a.safetensors")
+    megatrain.compile(meta_gpt(), device="cpu", precision="bf16", weights=tmp_path)(*args)
+    state["head.weight"][0, 0] += 2**-20
+    save_file(state, tmp_path / "a.safetensors")
+    compiled = megatrain.compile(meta_gpt(), device="cpu", precision="bf16", weights=tmp_path)
+    with pytest.raises(WeightsError, match=r"`embed.weight` and `head.weight` differ in the files"):
+        compiled(*args)
+
+
+# A process of its own, because the peak of resident memory belongs to a process.
+SCRIPT = """
+import json, sys, torch, megatrain
+from torch import nn
+
+def usage(field):
+    for line in open("/proc/self/status"):
+        if line.startswith(field):
+            return 1024 * int(line.split()[1])
+
+with torch.device("meta"):
+    model = nn.Sequential(*(nn.Linear(1280, 1280) for _ in range(48)))
+x = torch.ones(1, 1280)
+# What the first call of any model brings into memory is part of the baseline.
+megatrain.compile(nn.Linear(1280, 1280), device="cpu", precision="bf16")(x)
+compiled = megatrain.compile(model, device="cpu", precision="bf16", example_args=(x,), weights=sys.argv[1])
+open("/proc/self/clear_refs", "w").write("5")
+before = usage("VmRSS")
+compiled.load_weights()
+loaded = usage("VmHWM") - before
+open("/proc/self/clear_refs", "w").write("5")
+before = usage("VmRSS")
+for source in compiled.master_state_dict().values():
+    for piece in source.pieces():
+        pass
+read = usage("VmHWM") - before
+print(json.dumps({"model": 4 * sum(p.numel() for p in model.parameters()), "loaded": loaded, "read": read}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with Linux's /proc")
+def test_reading_masters_takes_no_copy_of_the_model_in_fp32(tmp_path: Path):
+    state = {}
+    for i in range(48):
+        state |= {f"{i}.weight": torch.randn(1280, 1280), f"{i}.bias": torch.randn(1280)}
+    save_file(state, tmp_path / "a.safetensors")
+    del state
+    gc.collect()
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=240, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found["model"] > 300e6
+    assert 0.95 * found["model"] < found["loaded"] < 1.1 * found["model"]  # both halves
+    assert found["read"] < 0.1 * found["model"]
+
+
+def test_a_model_on_meta_is_planned_and_loaded_later():
+    reference, args = small_gpt()
+    model = meta_gpt()
+    compiled = megatrain.compile(model, device="cpu", precision="bf16", example_args=args)
+    assert "t0" in str(compiled.program)
+    with pytest.raises(ExecuteError, match="is on the meta device"):
+        compiled(*args)
+    model.to_empty(device="cpu")
+    model.head.weight = model.embed.weight
+    compiled.load_state_dict(reference.state_dict())
+    compiled(*args)
+    for name, values in values_of(compiled).items():
+        assert_same_bits(reference.state_dict()[name], values, name)
+
+
+# -- state dicts -----------------------------------------------------------------------------------------------------
+
+
+def test_an_fp32_state_dict_sets_masters_exactly():
+    model, args = small_gpt()
+    compiled = megatrain.compile(model, device="cpu", precision="bf16")
+    for seed, is_running in ((5, False), (6, True)):
+        other = seeded(lambda seed=seed: (torch.manual_seed(seed), Gpt())[1])
+        assert not compiled.load_state_dict(other.state_dict()).missing_keys
+        if is_running:
+            compiled(*args)
+        for name, values in values_of(compiled).items():
+            assert_same_bits(other.state_dict()[name], values, name)
+    assert {t.dtype for t in compiled.state_dict().values()} == {torch.bfloat16}
+    compiled.load_state_dict(compiled.state_dict())
+    assert not any(bool(compiled.masters[p].low.any()) for p in model.parameters())
+    with pytest.raises(RuntimeError, match=r"Missing key.*norm.weight"):
+        compiled.load_state_dict({n: t for n, t in other.state_dict().items() if n != "norm.weight"})
+
+
+def test_a_state_dict_that_hooks_rename_sets_masters_exactly():
+    other = seeded(Gpt)
+    model = Gpt()
+
+    def rename(module, state, prefix, *_):
+        for name in [name for name in state if name.startswith("old.")]:
+            state[name.removeprefix("old.")] = state.pop(name)
+
+    model.register_load_state_dict_pre_hook(rename)
+    compiled = megatrain.compile(model, device="cpu", precision="bf16")
+    compiled.load_state_dict({f"old.{name}": t for name, t in other.state_dict().items()})
+    for name, values in values_of(compiled).items():
+        assert_same_bits(other.state_dict()[name], values, name)
+
+
+def test_the_state_dict_of_masters_is_fp32_and_goes_to_files(tmp_path: Path):
+    model, args = small_gpt()
+    model.positions.weight.requires_grad_(False)
+    start = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    start["positions.weight"] = start["positions.weight"].bfloat16().float()
+    compiled = megatrain.compile(model, device="cpu", precision="bf16")
+    compiled(*args)
+    sources = compiled.master_state_dict()
+    assert list(sources) == list(start)
+    save(tmp_path / "run", sources)
+    (file,) = (tmp_path / "run").glob("*.safetensors")
+    found = load_file(file)
+    assert found.keys() == start.keys() - {"head.weight"}
+    for name, values in found.items():
+        assert_same_bits(start[name], values, name)
+    other = Gpt()
+    megatrain.compile(other, device="cpu", precision="fp32", weights=tmp_path / "run")(*args)
+    assert_same_bits(start["norm.weight"], other.norm.weight, "norm.weight")
+
+
+def test_masters_without_values_are_refused(tmp_path: Path):
+    reference, args = small_gpt()
+    save_file({n: t for n, t in reference.state_dict().items() if n != "head.weight"}, tmp_path / "a.safetensors")
+    model = meta_gpt()
+    compiled = megatrain.compile(model, device="cpu", precision="bf16", weights=tmp_path)
+    for action in (lambda: compiled.masters[model.norm.weight], compiled.master_state_dict):
+        with pytest.raises(ExecuteError, match=r"bf16\[.*is on the meta device and has no values"):
+            action()
+    compiled.prepare(*args)
+    compiled.load_weights()
+    assert len(compiled.master_state_dict()) == len(reference.state_dict())
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
+def test_parameters_of_other_dtypes_are_refused_before_anything_changes(dtype: torch.dtype):
+    model = Plain()
+    model.register_parameter("extra", nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False))
+    model.register_parameter("more", nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False))
+    with pytest.raises(OptionError, match=r"`extra` \w+\[3\] is neither fp32 nor bf16, nor are 1 others"):
+        megatrain.compile(model, device="cpu", precision="bf16")
+    assert model.layer.weight.dtype == torch.float32
+
+
+def test_other_refusals_leave_the_model_as_it_is(tmp_path: Path):
+    model = Plain()
+    for options, kind, message in [
+        ({"masters": "rounded"}, OptionError, 'masters="rounded" needs precision="bf16"'),
+        ({"masters": "half", "precision": "bf16"}, OptionError, "masters='half' is not known"),
+        ({"weights": tmp_path / "none", "precision": "bf16"}, WeightsError, "does not exist"),
+    ]:
+        with pytest.raises(kind, match=message):
+            megatrain.compile(model, device="cpu", **options)
+    model.register_buffer("view", model.layer.weight.detach()[0])
+    with pytest.raises(ExecuteError, match=r"`view` and `layer.weight` share memory"):
+        megatrain.compile(model, device="cpu", precision="bf16")
+    with pytest.raises(TraceError, match="not initialized yet"):
+        megatrain.compile(nn.Sequential(nn.LazyLinear(3)), device="cpu", precision="bf16")
+    assert model.layer.weight.dtype == torch.float32
+
+
+# -- verify, and the page --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt_loss", "llama_labels", "lstm", "input_requires_grad", "mixture_of_experts"])
+def test_verify_compares_with_a_bf16_copy_and_leaves_the_model_alone(name: str):
+    model, args, kwargs = MODELS[name]()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    report = megatrain.verify(
+        model, *args, device="cpu", memory="1MiB", tolerance=0.0, compile_options={"precision": "bf16"}, **kwargs
+    )
+    assert report.ok, report
+    for n, p in model.named_parameters():
+        assert_same_bits(before[n], p, n)
+
+
+def test_the_page_on_precision_does_what_it_says():
+    page = (ROOT / "docs" / "precision.md").read_text()
+    found: dict[str, Any] = {"F": F}
+    for code in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        exec(compile(code, "precision.md", "exec"), found)
+    assert found["model"][0][0].weight.dtype == torch.bfloat16
