@@ -89,7 +89,8 @@ class Measured:
 
         Args:
             schedule: What ran.
-            seconds: Of every op. Of a kind that recurs (a `W` in forward and backward), the median counts.
+            seconds: Of every op, from the moment when its stream was free and its waits were done, so that waking up
+                counts, until its end. Of a kind that recurs (a `W` in forward and backward), the median counts.
 
         Raises:
             OptionError: If a time is negative or no number.
