@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from megatrain.errors import OptimizerError
 from megatrain.optim.blockwise import BlockOptimizer
@@ -123,7 +125,8 @@ class Updates:
         """Lets hooks before the step see gradients where they look for them, clipped."""
         found = self.arriving
         for parameter, gradient in found.by_parameter.items():
-            parameter.grad = gradient if found.scale == 1.0 else gradient.mul_(found.scale)
+            # A copy, which the hooks may keep: gradients lie where the next step's will.
+            parameter.grad = found.by_parameter[parameter] = gradient.clone().mul_(found.scale)
         found.scale = 1.0
 
     def update(self, block: int) -> None:
@@ -139,7 +142,7 @@ class Updates:
                 undo.restore()
             raise
         for parameter in owned:
-            del self._using.by_parameter[parameter]
+            _own(self._optimizer.state.get(parameter, {}), self._using.by_parameter.pop(parameter))
             parameter.grad = None
         self._left.remove(block)
 
@@ -175,6 +178,20 @@ class Updates:
         found = self.arriving.nonfinite
         assert found is not None
         return f"the gradient of `{self._names[found.parameter]}`, of block {found.block},"
+
+
+def _own(state: dict[Any, Any], gradient: torch.Tensor) -> None:
+    """Copies what an optimizer kept of a gradient by reference: its memory will be that of the next step's."""
+    if gradient.layout != torch.strided:
+        return
+    place = gradient.untyped_storage().data_ptr()
+
+    def own(value: Any) -> Any:
+        is_kept = isinstance(value, torch.Tensor) and value.layout == torch.strided
+        return value.clone() if is_kept and value.untyped_storage().data_ptr() == place else value
+
+    for name, value in state.items():
+        state[name] = pytree.tree_map(own, value)
 
 
 def check_max_norm(max_norm: float | None) -> float | None:

@@ -8,6 +8,7 @@ import torch
 
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.host import HostArena
+from megatrain.runtime.landing import Landing
 from megatrain.runtime.loaded import Loaded
 from megatrain.scheduler.table import Schedule
 from megatrain.tracer.state import StateEntry
@@ -29,6 +30,7 @@ class GradientSink:
             device is the host.
         parts: Parts of parameters; the gradient of each becomes rows of the parameter's, whose other rows are zero.
         in_place: Adopt the device's gradients instead of copying them (the compute device is the host).
+        landing: Places that gradients are copied to, and stay in; None makes new tensors.
     """
 
     def __init__(
@@ -39,36 +41,47 @@ class GradientSink:
         parts: Sequence[StateEntry] = (),
         *,
         in_place: bool,
+        landing: Landing | None = None,
     ):
         self._parameter_of = parameter_of
         self._device = device
         self._in_place = in_place
         self._parts = {part.key: part for part in parts}
-        self._slab = None if device.type == "cpu" else HostArena(max(1, slab_bytes), pin=device)
+        self._landing = landing
+        self._reuses_places = True
+        needs_slab = device.type != "cpu" and landing is None
+        self._slab = HostArena(max(1, slab_bytes), pin=device) if needs_slab else None
         self._sums: dict[str, torch.Tensor] = {}
         self._take: Take = self._accumulate
 
     @staticmethod
-    def of(loaded: Loaded, engine: Engine, schedule: Schedule) -> GradientSink:
-        """Makes the sink of a schedule's backward."""
+    def of(loaded: Loaded, engine: Engine, schedule: Schedule, landing: Landing | None = None) -> GradientSink:
+        """Makes the sink of a schedule's backward, with places of its own where gradients are copied."""
         return GradientSink(
             lambda key: engine.tensors[key],
             engine.device,
             slab_bytes=max((image.nbytes for image in loaded.images), default=0),
             parts=loaded.facts.parts,
             in_place=schedule.transfer == "bind",
+            landing=None if schedule.transfer == "bind" else landing,
         )
 
     def begin(self, take: Take | None = None) -> None:
         """Starts a backward, whose gradients `take` gets; None adds them to `.grad`."""
         self._sums.clear()  # of a backward that failed
+        self._reuses_places = True
         self._take = take or self._accumulate
+
+    def stop_reuse(self) -> None:
+        """Lets all further gradients of this backward have new memory: updates don't keep up with them any more."""
+        self._reuses_places = False
 
     def _accumulate(self, key: str, gradient: torch.Tensor) -> None:
         accumulate(self._parameter_of(key), gradient)
 
     def receive(
         self,
+        block: int,
         keys: Sequence[str],
         gradients: Sequence[tuple[torch.Tensor | None, bool]],
         completes: Iterable[str],
@@ -76,12 +89,13 @@ class GradientSink:
         """Takes one block's gradients.
 
         Args:
+            block: Which it is.
             keys: Parameters, in the order of `gradients`.
             gradients: On the compute device, None where nothing flowed, each with whether others hold its memory
                 too, so that it may not be adopted.
             completes: Keys whose sum is complete with this block.
         """
-        landed = self._land(gradients)
+        landed = self._land(block, gradients)
         for key, gradient in zip(keys, landed, strict=True):
             if gradient is None:
                 continue
@@ -107,9 +121,13 @@ class GradientSink:
         start, end = part.rows
         whole[start:end] = gradient.to_dense() if gradient.layout != torch.strided else gradient
 
-    def _land(self, gradients: Sequence[tuple[torch.Tensor | None, bool]]) -> list[torch.Tensor | None]:
+    def _land(self, block: int, gradients: Sequence[tuple[torch.Tensor | None, bool]]) -> list[torch.Tensor | None]:
+        if self._landing is not None and self._reuses_places:
+            return _copied(self._landing.places(block), [gradient for gradient, _ in gradients])
         if self._slab is not None:
             return self._land_through_slab([gradient for gradient, _ in gradients])
+        if self._device.type != "cpu":  # there is no slab beside places
+            return [gradient if gradient is None else gradient.to("cpu") for gradient, _ in gradients]
         seen: set[int] = set()
         landed: list[torch.Tensor | None] = []
         for gradient, is_shared in gradients:
@@ -137,6 +155,23 @@ class GradientSink:
             offset += -(-gradient.nbytes // 64) * 64
         torch.accelerator.current_stream().synchronize()
         return [p.clone() if p is not None and p.layout == torch.strided else p for p in places]
+
+
+def _copied(
+    places: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Copies gradients to their places, in one burst; sparse ones, and those of another dtype, have none."""
+    landed: list[torch.Tensor | None] = []
+    for place, gradient in zip(places, gradients, strict=True):
+        if gradient is None or gradient.layout != torch.strided:
+            landed.append(gradient if gradient is None else gradient.to("cpu"))
+        elif place is None or place.dtype != gradient.dtype:
+            landed.append(gradient.to("cpu", copy=True))
+        else:
+            landed.append(place.copy_(gradient, non_blocking=True))
+    if any(gradient is not None and gradient.device.type != "cpu" for gradient in gradients):
+        torch.accelerator.current_stream().synchronize()
+    return landed
 
 
 def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

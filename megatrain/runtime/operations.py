@@ -242,7 +242,7 @@ class Operations:
         """G."""
         loaded, block = calls[0].loaded, calls[0].loaded.program.blocks[step.op.block]
         gradients = calls[0].parameter_gradients[block.index]
-        self._sink.receive(block.binding, gradients, loaded.facts.completes[block.index])
+        self._sink.receive(block.index, block.binding, gradients, loaded.facts.completes[block.index])
 
 
 def _added(before: Landing, now: Landing) -> Landing:

@@ -12,6 +12,7 @@ from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, Call
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients import GradientSink
+from megatrain.runtime.landing import Landing, LandingArena
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.plan import plan_step
@@ -48,9 +49,10 @@ class StepExecutor:
         programs: One per micro-batch, of the same structure: captures for inputs of other sizes.
         schedule: A checked schedule of a whole step for their merged workload.
         engine: Holds the model.
+        arena: Where gradients wait for their updates.
     """
 
-    def __init__(self, programs: Sequence[Program], schedule: Schedule, engine: Engine):
+    def __init__(self, programs: Sequence[Program], schedule: Schedule, engine: Engine, arena: LandingArena):
         assert len(programs) == schedule.micro_batches
         self.schedule = schedule
         self.engine = engine
@@ -58,7 +60,7 @@ class StepExecutor:
         self.loaded = [by_program[id(p)] for p in programs]
         self.slots = Slots(schedule, self.loaded[0].images, engine)
         self.plan = plan_step(schedule)
-        self.sink = GradientSink.of(self.loaded[0], engine, schedule)
+        self.sink = GradientSink.of(self.loaded[0], engine, schedule, Landing(schedule, self.loaded[0], arena))
         self.operations = Operations(schedule, self.slots, engine, self.sink)
 
     @property
@@ -132,6 +134,7 @@ class StepRun:
         """
         host = (step.position for step in self._executor.plan.backward if step.op.stream == "host")
         self._done.update(host)
+        self._executor.sink.stop_reuse()
         self._run(trainer, is_recovery=True)
 
     def _run(self, trainer: Trainer, *, is_recovery: bool = False) -> None:

@@ -121,11 +121,13 @@ class Running:
     def receive(self, key: str, gradient: torch.Tensor) -> None:
         """See `Trainer`. Hooks on the parameter run as in a backward."""
         parameter = self._parameters[key]
+        post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+        if parameter._backward_hooks or post:  # pyright: ignore[reportPrivateUsage]
+            gradient = gradient.clone()  # whoever keeps it shall not see the next step's
         for hook in (parameter._backward_hooks or {}).values():  # pyright: ignore[reportPrivateUsage]
             replaced = hook(gradient)
             gradient = gradient if replaced is None else replaced
         gradient = laid_out(gradient, parameter)
-        post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
         if post:
             parameter.grad = gradient
             for hook in post.values():

@@ -10,6 +10,7 @@ from megatrain.errors import ExecuteError
 from megatrain.options import Options
 from megatrain.passes.program import Program
 from megatrain.runtime.engine import Engine
+from megatrain.runtime.landing import LandingArena
 from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.table import Schedule
@@ -40,6 +41,7 @@ class StepTables:
 
     def __init__(self, options: Options):
         self._options = options
+        self._arena = LandingArena(options.device)
         self._schedules: OrderedDict[object, tuple[Sequence[Program], Schedule]] = OrderedDict()
         self._executors: dict[object, StepExecutor] = {}
 
@@ -67,7 +69,7 @@ class StepTables:
         """Returns what runs that schedule; the model moves into the engine's store with the first."""
         planned, key = self.schedule(programs, mode), self._key(programs, mode)
         if key not in self._executors:
-            self._executors[key] = StepExecutor(programs, planned, engine)
+            self._executors[key] = StepExecutor(programs, planned, engine, self._arena)
         return self._executors[key]
 
     @staticmethod
