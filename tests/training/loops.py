@@ -1,0 +1,272 @@
+"""What the tests of training steps share: small tasks, the plain eager loop, and comparisons to the bit."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import megatrain
+from megatrain.runtime.rng import micro_batch_seed
+from tests.models import MODELS, Stack
+
+LossOf = Callable[[Any, Any], torch.Tensor] | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to train.
+
+    Args:
+        build: Makes the model; equal ones each time.
+        batch: Makes the batch of a step; the second number is its size.
+        loss: As in `TrainStep`.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], Any]
+    loss: LossOf = None
+
+
+def seeded(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 + step)
+
+
+def ids(step: int, size: int, length: int = 7, vocab: int = 32) -> torch.Tensor:
+    return torch.randint(3, vocab, (size, length), generator=seeded(step))
+
+
+def gpt_batch(step: int, size: int) -> Any:
+    return {"ids": ids(step, size), "targets": ids(step + 50, size)}
+
+
+def labelled(step: int, size: int) -> Any:
+    return {"input_ids": ids(step, size), "labels": ids(step, size)}
+
+
+def image_batch(step: int, size: int) -> Any:
+    return (torch.randn(size, 3, 8, 8, generator=seeded(step)),)
+
+
+def image_loss(result: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(result, torch.arange(result.shape[0], device=result.device) % 5)
+
+
+def stack_batch(step: int, size: int) -> Any:
+    return torch.randn(size, 3, generator=seeded(step))
+
+
+def square(result: Any, batch: Any) -> torch.Tensor:
+    return result.square().mean()
+
+
+def second(result: Any, batch: Any) -> torch.Tensor:
+    return result[1]
+
+
+def lora() -> nn.Module:
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft asks transformers for what that calls deprecated
+        import peft
+
+        torch.manual_seed(1234)
+        model = peft.get_peft_model(
+            MODELS["llama_labels"]()[0],
+            peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"]),
+        ).train()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # at zero, as they begin, the other half would get no gradient
+                nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+TASKS: dict[str, Task] = {
+    "gpt": Task(lambda: MODELS["gpt_loss"]()[0], gpt_batch, second),
+    "llama": Task(lambda: MODELS["llama_labels"]()[0], labelled),
+    "t5": Task(lambda: MODELS["t5_labels"]()[0], labelled),
+    "cnn": Task(lambda: MODELS["cnn"]()[0], image_batch, image_loss),
+    "lora": Task(lora, labelled),
+    "stack": Task(lambda: seeded_stack(4), stack_batch, square),
+}
+
+
+def seeded_stack(depth: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1234)
+        return Stack(depth)
+
+
+# -- the plain loop ------------------------------------------------------------------------------------------
+
+
+def call(model: Any, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def own_loss(result: Any, loss: LossOf, batch: Any) -> torch.Tensor:
+    return result.loss if loss is None else loss(result, batch)
+
+
+def eager_gradients(
+    model: nn.Module, batches: Sequence[Any], *, loss: LossOf = None, counts: Sequence[float] | None = None
+) -> torch.Tensor:
+    """Fills `.grad` by a loop over micro-batches and returns the loss.
+
+    Each micro-batch but the first draws from a generator of its own, seeded when the step begins.
+    """
+    seeds = [micro_batch_seed(number) for number in range(len(batches))]
+    after_first = None
+    counts = [1.0] * len(batches) if counts is None else counts
+    losses = []
+    for number, batch in enumerate(batches):
+        if number:
+            torch.manual_seed(seeds[number])
+        share = counts[number] / sum(counts)
+        found = own_loss(call(model, batch), loss, batch)
+        found = found if share == 1.0 else found * share
+        found.backward()
+        losses.append(found.detach().reshape(()))
+        after_first = torch.get_rng_state() if after_first is None else after_first
+    torch.set_rng_state(after_first)
+    return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0])
+
+
+def eager_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Any,
+    *,
+    loss: LossOf = None,
+    counts: Sequence[float] | None = None,
+    max_norm: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One step of the loop that a `TrainStep` stands for; returns the loss and the norm."""
+    model.zero_grad()
+    optimizer.zero_grad()
+    batches = batches if isinstance(batches, list) else [batches]
+    found = eager_gradients(model, batches, loss=loss, counts=counts)
+    norm = None if max_norm is None else nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    model.zero_grad()
+    return found, norm
+
+
+# -- comparing -----------------------------------------------------------------------------------------------
+
+
+def snapshot(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything that training changes, copied; the model's own objects, so nothing is completed by reading it."""
+    return {
+        "parameters": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "buffers": {name: b.detach().clone() for name, b in model.named_buffers()},
+        "optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers],
+        "generator": torch.get_rng_state(),
+    }
+
+
+def difference(one: Any, other: Any, path: str = "") -> str | None:
+    """Names the first place where two values differ by as much as a bit; the order of dictionaries doesn't count."""
+    if type(one) is not type(other):
+        return f"{path}: {type(one).__name__} against {type(other).__name__}"
+    if isinstance(one, torch.Tensor):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return f"{path}: {tuple(one.shape)} against {tuple(other.shape)}"
+        bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+        return None if torch.equal(*bits) else f"{path}: by {(one.double() - other.double()).abs().max():.2e}"
+    if isinstance(one, dict):
+        if one.keys() != other.keys():
+            return f"{path}: keys {sorted(map(str, one.keys() ^ other.keys()))}"
+        found = (difference(one[key], other[key], f"{path}/{key}") for key in one)
+    elif isinstance(one, list | tuple):
+        if len(one) != len(other):
+            return f"{path}: {len(one)} against {len(other)} items"
+        found = (difference(a, b, f"{path}/{i}") for i, (a, b) in enumerate(zip(one, other, strict=True)))
+    else:
+        return None if one == other else f"{path}: {one!r} against {other!r}"
+    return next((text for text in found if text is not None), None)
+
+
+def assert_same(expected: Any, found: Any, what: object = "") -> None:
+    text = difference(expected, found)
+    assert text is None, f"{what} {text}"
+
+
+# -- both sides ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pair:
+    """A model trained eagerly, and a copy of it trained by a `TrainStep`; `stepped` is the copy itself."""
+
+    eager: nn.Module
+    stepped: nn.Module
+    compiled: megatrain.CompiledModule
+    eager_optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer
+    step: megatrain.TrainStep
+    loss: LossOf
+    max_norm: float | None
+
+    @staticmethod
+    def of(
+        task: Task,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        *,
+        compile_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Pair:
+        eager, stepped = task.build(), task.build()
+        compiled = megatrain.compile(stepped, device="cpu", **{"transfer": "copy"} | dict(compile_options or {}))
+        own = optimizer(stepped)
+        step = megatrain.TrainStep(compiled, own, loss=task.loss, **options)
+        return Pair(eager, stepped, compiled, optimizer(eager), own, step, task.loss, options.get("max_grad_norm"))
+
+    def expect(self, batches: Any, counts: Sequence[float] | None = None) -> torch.Tensor:
+        """Takes a step of the eager copy."""
+        return eager_step(
+            self.eager, self.eager_optimizer, batches, loss=self.loss, counts=counts, max_norm=self.max_norm
+        )[0]
+
+    def take(self, batches: Any, *, seed: int, counts: Sequence[float] | None = None) -> None:
+        """Takes the same step on both sides and compares losses and generators; updates may stay due."""
+        torch.manual_seed(seed)
+        expected, drawn = self.expect(batches, counts), torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert_same(expected, self.step(batches), f"loss of step {seed}")
+        assert_same(drawn, torch.get_rng_state(), f"generator after step {seed}")
+
+    def assert_same(self, what: object = "") -> None:
+        """Compares everything after the latest step."""
+        self.step.flush()
+        assert_same(snapshot(self.eager, self.eager_optimizer), snapshot(self.stepped, self.optimizer), what)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Matrices decay, the rest doesn't."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0, "lr": 2e-2},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=1e-2)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "overlap": {"overlap": True},
+    "deferred": {"overlap": True, "max_grad_norm": 0.5},
+    "serial": {"overlap": False},
+    "serial_clipped": {"overlap": False, "max_grad_norm": 0.5},
+}
