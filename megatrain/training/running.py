@@ -23,7 +23,7 @@ class Running:
         shares: Factors of the micro-batches' losses.
         loss: Makes a loss of a result, if that is none itself.
         updates: Takes the gradients.
-        parameters: Those that are trained, by key.
+        parameters: All of the model's, by key.
         threads: How many threads the work of the host may take.
         looks_for_nonfinite: Whether a gradient that isn't finite keeps the updates from being taken.
 
@@ -88,7 +88,9 @@ class Running:
         variant, own = self._setting.variants[micro_batch], self._setting.own[micro_batch]
         program = variant.program
         is_trained = [ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs]
-        leaves = [t.requires_grad_(trained) for t, trained in zip(outputs, is_trained, strict=True)]
+        # A loss of a parameter that the model returns shows by the gradient that it gets here.
+        returned = [ref.kind == "state" and self._is_trained(ref.name) for ref in program.outputs]
+        leaves = [t.requires_grad_(a or b) for t, a, b in zip(outputs, is_trained, returned, strict=True)]
         with torch.enable_grad():
             variant.traced.leave(leaves, own.tensors)
             result = variant.traced.result(leaves, own.tensors)
@@ -102,19 +104,24 @@ class Running:
                     "  Make it of the model's result, without detach() and no_grad."
                 )
             shared.backward()
-        self._check_own_gradients()
+        pairs = zip(program.outputs, leaves, strict=True)
+        self._check_own_gradients([ref.name for ref, leaf in pairs if ref.kind == "state" and leaf.grad is not None])
         self._losses.append(shared.detach().reshape(()))
         return [leaf.grad if trained else None for leaf, trained in zip(leaves, is_trained, strict=True)]
 
-    def _check_own_gradients(self) -> None:
-        for key, parameter in self._parameters.items():
-            if parameter.grad is not None:  # pyright: ignore[reportUnnecessaryComparison]
-                parameter.grad = None
-                raise ExecuteError(
-                    f"the loss reads the parameter `{key}` itself.\n"
-                    "  Gradients come from the results of the model; what a loss reads beside them has another path.\n"
-                    "  Compute that term in the model's forward, and return it."
-                )
+    def _is_trained(self, key: str) -> bool:
+        return key in self._parameters and self._parameters[key].requires_grad
+
+    def _check_own_gradients(self, returned: Sequence[str]) -> None:
+        filled = [key for key, p in self._parameters.items() if p.grad is not None]  # pyright: ignore
+        for key in filled:
+            self._parameters[key].grad = None
+        for key in (*filled, *returned):
+            raise ExecuteError(
+                f"the loss reads the parameter `{key}` itself.\n"
+                "  Gradients come from the results of the model; what a loss reads beside them has another path.\n"
+                "  Compute that term in the model's forward, and return it."
+            )
 
     # -- on other threads -----------------------------------------------------------------------------------
 

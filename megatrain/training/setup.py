@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +104,8 @@ class Setup:
         """
         own = [Arguments.of(batch.args, dict(batch.kwargs)) for batch in batches]
         arguments = [self._compiled.cast(given) for given in own]
+        for given in own:
+            _check_untrained(given)
         variants: list[Variant] = []
         for given, unfit in zip(arguments, failed, strict=True):
             if self._compiled.known_variant(given, unfit) is None:
@@ -145,7 +147,7 @@ class Setup:
                 max_norm=self._max_norm,
                 threads=self.threads,
             )
-        _check_no_gradients(executor)
+        _check_no_gradients(engine.tensors)
         return executor
 
     def _check_held(self, blocks: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -157,9 +159,19 @@ class Setup:
             )
 
 
-def _check_no_gradients(executor: StepExecutor) -> None:
-    for key in (key for keys in executor.trained for key in keys):
-        if executor.engine.tensors[key].grad is not None:
+def _check_untrained(arguments: Arguments) -> None:
+    for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
+        if tensor.requires_grad:
+            raise ExecuteError(
+                f"input `{name}` requires grad.\n"
+                "  A step trains the parameters of the model; nothing of the gradient of an input would be left.\n"
+                "  Detach it; make it a parameter of the model if it is to be trained."
+            )
+
+
+def _check_no_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
+    for key, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
             raise ExecuteError(
                 f"parameter `{key}` has a `.grad` already.\n"
                 "  A step takes the gradients of its own batch, all micro-batches included, and leaves none.\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatrain.compiled import CompiledModule, Variant
 from megatrain.errors import ExecuteError, OptionError
@@ -205,7 +206,7 @@ class TrainStep:
             factors,
             self._loss,
             updates,
-            {key: engine.tensors[key] for keys in executor.trained for key in keys},
+            {key: tensor for key, tensor in engine.tensors.items() if isinstance(tensor, nn.Parameter)},
             self._setup.threads,
             looks_for_nonfinite=self._on_nonfinite is not None,
         )

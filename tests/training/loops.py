@@ -181,16 +181,12 @@ def difference(one: Any, other: Any, path: str = "") -> str | None:
             return f"{path}: {tuple(one.shape)} against {tuple(other.shape)}"
         bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
         return None if torch.equal(*bits) else f"{path}: by {(one.double() - other.double()).abs().max():.2e}"
-    if isinstance(one, dict):
-        if one.keys() != other.keys():
-            return f"{path}: keys {sorted(map(str, one.keys() ^ other.keys()))}"
-        found = (difference(one[key], other[key], f"{path}/{key}") for key in one)
-    elif isinstance(one, list | tuple):
-        if len(one) != len(other):
-            return f"{path}: {len(one)} against {len(other)} items"
-        found = (difference(a, b, f"{path}/{i}") for i, (a, b) in enumerate(zip(one, other, strict=True)))
-    else:
+    if not isinstance(one, dict | list | tuple):
         return None if one == other else f"{path}: {one!r} against {other!r}"
+    ones, others = (v if isinstance(v, dict) else dict(enumerate(v)) for v in (one, other))
+    if ones.keys() != others.keys():
+        return f"{path}: only one has {sorted(map(str, ones.keys() ^ others.keys()))}"
+    found = (difference(ones[key], others[key], f"{path}/{key}") for key in ones)
     return next((text for text in found if text is not None), None)
 
 

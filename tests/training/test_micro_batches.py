@@ -1,0 +1,337 @@
+"""Lists of micro-batches: the sums of a loop over them, each weight moved as often as for one, and clear refusals."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.errors import ExecuteError, MegatrainError, OptimizerError, OptionError
+from megatrain.runtime.host import HostStore
+from megatrain.runtime.streams import Chaos
+from tests.models import MODELS
+from tests.training.loops import (
+    MODES,
+    TASKS,
+    Pair,
+    adamw,
+    assert_same,
+    eager_gradients,
+    ids,
+    labelled,
+    sgd,
+    snapshot,
+    square,
+)
+
+CHAOS = {"chaos": Chaos(seed=3, max_delay_s=0.0001)}
+
+
+def llama_batches(step: int) -> list[Any]:
+    """Of other sizes, and other lengths: 2 x 7, 3 x 7 and 2 x 5 tokens."""
+    return [labelled(step, 2), labelled(step + 1, 3), {key: ids(step + 2, 2, 5) for key in ("input_ids", "labels")}]
+
+
+def tokens(batch: Any) -> int:
+    return batch["input_ids"].numel()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("weight", [None, tokens], ids=["mean", "by_tokens"])
+def test_lists_of_other_sizes_have_the_bits_of_a_loop(mode: str, weight: Callable[[Any], int] | None) -> None:
+    """Nothing is shared by blocks, so each sum has one order: that of the micro-batches. Dropout is on."""
+    options = {"activations": "offload" if mode == "deferred" else "recompute"} | CHAOS
+    pair = Pair.of(TASKS["llama"], adamw, compile_options=options, weight=weight, **MODES[mode])
+    for number, count in enumerate((2, 3, 1, 3)):  # also in turns with other numbers of micro-batches
+        batches = llama_batches(number)[:count]
+        counts = None if weight is None else [float(weight(batch)) for batch in batches]
+        pair.take(batches, seed=number, counts=counts)
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "deferred"])
+def test_buffers_go_from_one_micro_batch_to_the_next(mode: str) -> None:
+    pair = Pair.of(TASKS["cnn"], sgd, compile_options=CHAOS, **MODES[mode])
+    for number in range(3):
+        pair.take([TASKS["cnn"].batch(number * 3 + i, size) for i, size in enumerate((2, 3, 2))], seed=number)
+    pair.assert_same()
+    assert pair.stepped.stem[1].num_batches_tracked == 9
+
+
+def test_a_list_of_one_is_that_micro_batch() -> None:
+    pair = Pair.of(TASKS["gpt"], adamw)
+    for number in range(3):
+        pair.take([TASKS["gpt"].batch(number, 2)], seed=number)
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3, 2, 3)])
+def test_a_tied_matrix_differs_by_the_order_of_its_sum(sizes: tuple[int, ...]) -> None:
+    """The loop adds embedding and head within each micro-batch, the step all embeddings and all heads first.
+
+    n terms added in two orders differ by less than 2 n roundings (2**-24) of the sum of their sizes; `p - g` of plain
+    SGD adds a rounding of the result on each side. All other parameters have the same bits.
+    """
+    task = TASKS["gpt"]
+    pair = Pair.of(task, lambda model: torch.optim.SGD(model.parameters(), lr=1.0), compile_options=CHAOS)
+    batches = [task.batch(i, size) for i, size in enumerate(sizes)]
+    apart = copy.deepcopy(pair.eager)
+    apart.head.weight = nn.Parameter(apart.head.weight.detach().clone())
+    terms = torch.zeros_like(apart.head.weight)
+    for number in range(len(batches)):  # a weight of 1 for one micro-batch leaves its own terms
+        apart.zero_grad()
+        torch.manual_seed(0)
+        counts = [float(number == other) for other in range(len(batches))]
+        eager_gradients(apart, batches, loss=task.loss, counts=counts)
+        terms += (apart.head.weight.grad.abs() + apart.embed.weight.grad.abs()) / len(batches)
+    before = pair.eager.embed.weight.detach().abs()
+    torch.manual_seed(0)
+    pair.expect(batches)
+    torch.manual_seed(0)
+    pair.step(batches)
+    left, right = snapshot(pair.eager)["parameters"], snapshot(pair.stepped)["parameters"]
+    gap = (left.pop("embed.weight") - right.pop("embed.weight")).abs()
+    assert bool((gap <= 2**-24 * (2 * 2 * len(batches) * terms + 2 * (before + terms))).all())
+    assert_same(left, right)
+
+
+# -- what moves ----------------------------------------------------------------------------------------------
+
+
+def moved(monkeypatch: pytest.MonkeyPatch, count: int, mode: str, **options: Any) -> tuple[Counter[int], int, Any]:
+    """Runs two steps of `count` micro-batches; returns W per block, the bytes copied in a step, and the table."""
+    copied: list[int] = []
+    original = HostStore.prefetch
+
+    def counting(self: HostStore, layout: Any, out: torch.Tensor, **rest: Any) -> None:
+        copied.append(sum(run.end - run.start for run in self._placed(layout).runs))
+        original(self, layout, out, **rest)
+
+    monkeypatch.setattr(HostStore, "prefetch", counting)
+    pair = Pair.of(TASKS["stack"], sgd, compile_options=options, **MODES[mode])
+    for number in range(2):
+        copied.clear()
+        pair.take([TASKS["stack"].batch(number * 8 + i, 2) for i in range(count)], seed=number)
+    pair.assert_same()
+    schedule = pair.step.schedule
+    return Counter(op.block for _, op in schedule.positions() if op.what == "W"), sum(copied), schedule
+
+
+@pytest.mark.parametrize("mode", ["overlap", "deferred", "serial"])
+@pytest.mark.parametrize("activations", ["recompute", "offload", "keep"])
+def test_eight_micro_batches_move_each_weight_as_often_as_one(
+    monkeypatch: pytest.MonkeyPatch, mode: str, activations: str
+) -> None:
+    one, bytes_of_one, _ = moved(monkeypatch, 1, mode, activations=activations)
+    eight, bytes_of_eight, _ = moved(monkeypatch, 8, mode, activations=activations)
+    assert one == eight
+    assert bytes_of_one == bytes_of_eight > 0
+    assert max(eight.values()) <= 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_in_the_least_memory_each_weight_moves_twice_at_most(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    _, _, roomy = moved(monkeypatch, 8, "overlap", activations="offload")
+    model = TASKS["stack"].build()
+    program = megatrain.lower(megatrain.trace(model, (TASKS["stack"].batch(0, 2),)))
+    least = megatrain.schedule(
+        program, num_slots=1, keep=0, activations="offload", micro_batches=8, updates="overlap", outputs="release"
+    ).device_bytes
+    budget = least + int(share * max(0, roomy.device_bytes - least))
+    weights, _, schedule = moved(monkeypatch, 8, "overlap", memory=budget)
+    assert schedule.device_bytes <= budget
+    assert max(weights.values()) == 2
+
+
+def test_memory_held_is_within_the_schedules_figure() -> None:
+    for activations in ("recompute", "offload", "keep"):
+        pair = Pair.of(TASKS["llama"], adamw, compile_options={"activations": activations}, max_grad_norm=1.0)
+        for number in range(2):
+            pair.step(llama_batches(number))
+        assert 0 < pair.compiled.peak_bytes <= pair.step.schedule.device_bytes
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+def refused(
+    step: megatrain.TrainStep, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, error: type, match: str
+) -> None:
+    """Asserts that a step is refused with nothing changed, and that a good one follows."""
+    before = snapshot(model, optimizer)
+    with pytest.raises(error, match=match):
+        step(batch)
+    assert_same(before, snapshot(model, optimizer))
+    assert all(p.grad is None for p in model.parameters())
+
+
+GOOD = TASKS["stack"].batch(0, 2)
+LEAKY: list[tuple[str, Any, str]] = [
+    ("not_a_scalar", lambda result, batch: result, r"loss= returned a Tensor of shape \[2, 2\], which is no loss"),
+    ("not_a_tensor", lambda result, batch: 1.0, "loss= returned a float, which is no loss"),
+    ("detached", lambda result, batch: result.detach().mean(), "the loss doesn't depend on what the model computes"),
+    ("constant", lambda result, batch: torch.ones(()), "the loss doesn't depend on what the model computes"),
+]
+
+
+@pytest.mark.parametrize(("loss", "match"), [pytest.param(*rest, id=name) for name, *rest in LEAKY])
+@pytest.mark.parametrize("mode", ["overlap", "deferred"])
+def test_what_is_no_loss_is_refused(loss: Any, match: str, mode: str) -> None:
+    fails = False
+
+    def moody(result: Any, batch: Any) -> Any:
+        return loss(result, batch) if fails else square(result, batch)
+
+    model = TASKS["stack"].build()
+    optimizer = sgd(model)
+    compiled = megatrain.compile(model, device="cpu")
+    step = megatrain.TrainStep(compiled, optimizer, loss=moody, **MODES[mode])
+    step(GOOD)
+    step.flush()
+    fails = True
+    refused(step, model, optimizer, [GOOD, GOOD], ExecuteError, match)
+    fails = False
+    step([GOOD, GOOD])
+
+
+class Unlabelled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"loss": None, "logits": super().forward(x)}
+
+
+def test_a_model_without_loss_is_refused() -> None:
+    model = TASKS["stack"].build()
+    optimizer = sgd(model)
+    step = megatrain.TrainStep(megatrain.compile(model, device="cpu"), optimizer)
+    refused(step, model, optimizer, GOOD, ExecuteError, r"the model returned a Tensor of shape \[2, 2\], which is no")
+    model = Unlabelled(3, 2)  # as models of transformers are without labels
+    optimizer = sgd(model)
+    step = megatrain.TrainStep(megatrain.compile(model, device="cpu"), optimizer)
+    refused(step, model, optimizer, GOOD, ExecuteError, "the model returned a NoneType")
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "match"),
+    [
+        pytest.param([], ExecuteError, "a step was called with an empty list", id="empty"),
+        pytest.param({"nonsense": GOOD}, TypeError, "nonsense", id="unknown_argument"),
+        pytest.param((GOOD, GOOD), TypeError, "argument", id="too_many"),
+        pytest.param(torch.ones(2, 5), RuntimeError, "shapes|size|dim", id="wrong_shape"),
+        pytest.param([GOOD, torch.ones(2, 5)], RuntimeError, "shapes|size|dim", id="second_is_wrong"),
+        pytest.param(GOOD.to("meta"), ExecuteError, "is on meta, the compute device is cpu", id="device"),
+        pytest.param(None, Exception, ".", id="nothing"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["overlap", "deferred"])
+def test_a_wrong_batch_is_refused(batch: Any, error: type, match: str, mode: str) -> None:
+    pair = Pair.of(TASKS["stack"], sgd, **MODES[mode])
+    pair.take(GOOD, seed=0)
+    pair.step.flush()
+    refused(pair.step, pair.stepped, pair.optimizer, batch, error, match)
+    pair.take(GOOD, seed=1)
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_that_reads_parameters_is_refused(mode: str) -> None:
+    """It reads several, and every `.grad` that it fills is taken back."""
+    decays = True
+
+    def decayed(result: Any, batch: Any) -> torch.Tensor:
+        decay = sum(p.square().sum() for p in model.parameters()) if decays else 0.0
+        return result.square().mean() + decay
+
+    model = TASKS["stack"].build()
+    optimizer = sgd(model)
+    step = megatrain.TrainStep(megatrain.compile(model, device="cpu"), optimizer, loss=decayed, **MODES[mode])
+    refused(step, model, optimizer, [GOOD, GOOD], ExecuteError, "the loss reads the parameter `.*` itself")
+    decays = False
+    step([GOOD, GOOD])
+
+
+class ReturnsWeight(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.weight
+
+
+@pytest.mark.parametrize("transfer", ["copy", "bind"])
+def test_a_loss_of_a_parameter_that_the_model_returns_is_refused(transfer: str) -> None:
+    """Its gradient would come beside that of the model, or not at all."""
+    model = ReturnsWeight(3, 2)
+    optimizer = sgd(model)
+    compiled = megatrain.compile(model, device="cpu", transfer=transfer)
+    step = megatrain.TrainStep(compiled, optimizer, loss=lambda r, b: r[0].square().mean() + r[1].square().sum())
+    refused(step, model, optimizer, GOOD, ExecuteError, "the loss reads the parameter `weight` itself")
+    model.weight.requires_grad_(False)  # as a constant it may be read
+    megatrain.TrainStep(compiled, optimizer, loss=lambda r, b: r[0].square().mean() + r[1].square().sum())(GOOD)
+
+
+def test_an_input_that_requires_grad_is_refused() -> None:
+    pair = Pair.of(TASKS["stack"], sgd)
+    refused(pair.step, pair.stepped, pair.optimizer, GOOD.clone().requires_grad_(), ExecuteError, "requires grad")
+    pair.take(GOOD, seed=0)
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_left_over_is_refused(mode: str) -> None:
+    pair = Pair.of(TASKS["stack"], sgd, **MODES[mode])
+    pair.take(GOOD, seed=0)
+    pair.compiled(GOOD).sum().backward()
+    before = snapshot(pair.stepped, pair.optimizer)
+    with pytest.raises(ExecuteError, match=r"parameter `.*` has a `\.grad` already"):
+        pair.step(GOOD)
+    assert_same(before, snapshot(pair.stepped, pair.optimizer))
+    pair.optimizer.zero_grad()
+    pair.take(GOOD, seed=1)
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("name", ["stack", "all_frozen"])
+def test_an_optimizer_of_other_parameters_is_refused(name: str) -> None:
+    model, args, _ = MODELS[name]()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    step = megatrain.TrainStep(megatrain.compile(model, device="cpu"), optimizer, loss=square)
+    before = snapshot(model, optimizer)
+    with pytest.raises(MegatrainError, match=r"no parameter of the model gets|holds none of the parameters"):
+        step(args)
+    assert_same(before, snapshot(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        pytest.param({"max_grad_norm": 0.0}, OptimizerError, "max_grad_norm=0.0 must be a positive", id="norm"),
+        pytest.param({"max_grad_norm": float("nan")}, OptimizerError, "max_grad_norm=nan", id="nan"),
+        pytest.param({"on_nonfinite": "ignore"}, OptionError, "on_nonfinite='ignore' is not known", id="nonfinite"),
+    ],
+)
+def test_a_wrong_option_is_refused(change: dict[str, Any], error: type, match: str) -> None:
+    model = TASKS["stack"].build()
+    with pytest.raises(error, match=match):
+        megatrain.TrainStep(megatrain.compile(model, device="cpu"), sgd(model), **change)
+
+
+def test_what_is_no_compiled_model_or_needs_all_parameters_is_refused() -> None:
+    model = TASKS["stack"].build()
+    with pytest.raises(OptionError, match="TrainStep takes a compiled model, not a Stack"):
+        megatrain.TrainStep(model, sgd(model))
+    with pytest.raises(OptimizerError, match="LBFGS can't update one block at a time"):
+        megatrain.TrainStep(megatrain.compile(model, device="cpu"), torch.optim.LBFGS(model.parameters()))
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (-1, 2), (float("nan"), 1), (float("inf"), 1)])
+def test_weights_that_are_no_counts_are_refused(counts: tuple[float, float]) -> None:
+    rest: list[float] = []
+    pair = Pair.of(TASKS["stack"], sgd, weight=lambda batch: rest.pop(0))
+    rest += counts
+    refused(pair.step, pair.stepped, pair.optimizer, [GOOD, GOOD], OptionError, "weight= counts the micro-batches")
+    rest[:] = [torch.tensor(3), 0]  # a micro-batch may count nothing, and counts may be tensors
+    pair.take([GOOD, GOOD * 2], seed=0, counts=[3.0, 0.0])
+    pair.assert_same()
