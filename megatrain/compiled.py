@@ -150,9 +150,9 @@ class CompiledModule(nn.Module):
         self._variants.learn(failure, arguments, failed)
 
     @property
-    def written_buffers(self) -> frozenset[str]:
-        """Names of the buffers that forwards captured so far write."""
-        return frozenset(key for variant in self._variants for _, key in variant.program.buffers)
+    def written_buffers(self) -> set[str]:
+        """Keys of the buffers that forwards write, as far as is known; a checkpoint adds those that it holds."""
+        return self._variants.written
 
     def bind(self) -> None:
         """Looks up the model's state anew, if modules were changed since."""
@@ -202,6 +202,11 @@ class CompiledModule(nn.Module):
                 failed[variant] = str(failure)
                 self._variants.learn(failure, arguments, failed)
                 variant = self._variant_for(arguments, failed)
+
+    @property
+    def has_unread_weights(self) -> bool:
+        """Whether the files of `compile(weights=...)` are still to be read."""
+        return self._weights is not None or (self._engine is not None and self._engine.has_unread_weights)
 
     def load_weights(self) -> None:
         """Reads the files of `compile(weights=...)` now rather than at the first call.

@@ -104,6 +104,9 @@ class Variants:
     Args:
         model: The model.
         options: How it is compiled.
+
+    Attributes:
+        written: State that forwards write, by key: in any capture so far, also those that are kept no longer.
     """
 
     def __init__(self, model: nn.Module, options: Options):
@@ -112,6 +115,7 @@ class Variants:
         self._known: dict[Hashable, list[Variant]] = {}
         self._watch = ModelWatch(model)
         self._opaque: dict[str, str] = {}
+        self.written: set[str] = set()
 
     @property
     def tree_version(self) -> int:
@@ -140,6 +144,7 @@ class Variants:
                 variant = self._capture(arguments, known)
             variant.reasons = failures
             add_variant(known, variant)
+            self.written.update(key for _, key in variant.program.buffers)
         return variant
 
     def known(self, arguments: Arguments, failed: Mapping[Variant, str]) -> Variant | None:

@@ -173,6 +173,14 @@ class Masters(Mapping[torch.Tensor, Master]):
         found |= {f"{held.key}.generator": generator_source(g) for held, g in self._generators()}
         return found
 
+    def check(self, saved: Mapping[str, Saved]) -> None:
+        """Compares names, shapes and dtypes with what `sources` gave, and reads nothing.
+
+        Raises:
+            CheckpointError: Listing all differences.
+        """
+        check_saved(self.sources(), saved)
+
     def restore(self, saved: Mapping[str, Saved]) -> None:
         """Reads what `sources` gave, after the parameters have been read.
 
@@ -180,11 +188,10 @@ class Masters(Mapping[torch.Tensor, Master]):
             saved: By name, such as `load(folder).tensors`.
 
         Raises:
-            CheckpointError: Before anything is read, if names or shapes are others; or if a tensor is damaged.
+            CheckpointError: As `check`, before anything is read; or if a tensor is damaged.
             ExecuteError: If a parameter has no values yet.
         """
-        expected = self.sources()
-        check_saved(expected, saved)
+        self.check(saved)
         for held in self._halved():
             _check_values(held)
         for held in self._halved():

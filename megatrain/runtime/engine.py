@@ -68,6 +68,11 @@ class Engine:
         self._runners: weakref.WeakValueDictionary[Any, BlockRunner] = weakref.WeakValueDictionary()
         self._images: dict[BlockImage, BlockImage] = {}
 
+    @property
+    def has_unread_weights(self) -> bool:
+        """Whether there are files whose values no program has needed yet, or that couldn't be read."""
+        return self._weights is not None
+
     def give_slots(self, owner: Any) -> None:
         """Notes whose weights the slots hold now; None for nobody's."""
         self._slot_owner = None if owner is None else weakref.ref(owner)

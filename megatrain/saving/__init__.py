@@ -1,8 +1,18 @@
-from megatrain.saving.generators import generators_now, restore_generators
+from megatrain.saving.generators import check_generators, generators_now, restore_generators
 from megatrain.saving.load import Checkpoint, load
 from megatrain.saving.optimizers import OptimizerState
 from megatrain.saving.save import save
 from megatrain.saving.saved import Saved
 from megatrain.saving.source import Source
 
-__all__ = ["Checkpoint", "OptimizerState", "Saved", "Source", "generators_now", "load", "restore_generators", "save"]
+__all__ = [
+    "Checkpoint",
+    "OptimizerState",
+    "Saved",
+    "Source",
+    "check_generators",
+    "generators_now",
+    "load",
+    "restore_generators",
+    "save",
+]

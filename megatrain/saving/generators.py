@@ -22,12 +22,12 @@ def generators_now() -> dict[str, Any]:
     }
 
 
-def restore_generators(state: dict[str, Any]) -> None:
-    """Sets all generators to what `generators_now` read.
+def check_generators(state: dict[str, Any]) -> None:
+    """Tells whether this machine has the generators of a state.
 
     Raises:
-        CheckpointError: If this machine has another number of CUDA devices than the state, unless that was read on
-            a machine without any.
+        CheckpointError: If it has another number of CUDA devices than the state, unless that was read on a machine
+            without any.
     """
     cuda: list[torch.Tensor] = state["cuda"]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -37,8 +37,17 @@ def restore_generators(state: dict[str, Any]) -> None:
             "  Each device draws from a generator of its own, so the numbers would be others.\n"
             "  Resume with as many devices, or seed anew with torch.manual_seed."
         )
+
+
+def restore_generators(state: dict[str, Any]) -> None:
+    """Sets all generators to what `generators_now` read.
+
+    Raises:
+        CheckpointError: As `check_generators`, before anything is set.
+    """
+    check_generators(state)
     torch.set_rng_state(state["torch"])
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

@@ -67,15 +67,14 @@ class Checkpoint:
         problems = [problem for saved in stored for problem in _problems_of(saved)]
         _refuse(self.folder, problems)
 
-    def read_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Reads the weights to where they shall lie, one by one.
+    def check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Compares names, shapes and dtypes with those of the weights, and reads nothing.
 
         Args:
-            tensors: By name, on any device. All names of the checkpoint, and no others; of tied ones, any.
+            tensors: As for `read_weights`.
 
         Raises:
-            CheckpointError: Before anything is read, if names, shapes or dtypes are others; or if a tensor is
-                damaged: those before it are read then.
+            CheckpointError: Listing all differences.
         """
         problems = list(self._mismatches(tensors))
         if problems:
@@ -87,6 +86,18 @@ class Checkpoint:
                 "Build the model as it was, or read single tensors with load(...).weights[name].read(tensor).",
             ]
             raise CheckpointError("\n  ".join(lines))
+
+    def read_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Reads the weights to where they shall lie, one by one.
+
+        Args:
+            tensors: By name, on any device. All names of the checkpoint, and no others; of tied ones, any.
+
+        Raises:
+            CheckpointError: As `check_weights`, before anything is read; or if a tensor is damaged: those before it
+                are read then.
+        """
+        self.check_weights(tensors)
         done: set[object] = set()
         for name, tensor in tensors.items():
             place = Source.of(tensor).place
@@ -94,26 +105,17 @@ class Checkpoint:
                 self.weights[name].read(tensor)
                 done.add(place)
 
-    def read_optimizer(self, optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> None:
-        """Continues with the saved state, options of groups included.
-
-        State that the optimizer has already and that has the saved shape and dtype is overwritten where it lies.
+    def check_optimizer(self, optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> None:
+        """Compares class, groups and parameters with those of the optimizer that was saved, and reads nothing.
 
         Args:
-            optimizer: Of the class that was saved, with the same parameters in the same groups, in any order.
+            optimizer: As for `read_optimizer`.
             names: Its parameters by name.
 
         Raises:
-            CheckpointError: Before anything is read, if there is none, or the two are not alike; or if a tensor
-                is damaged.
+            CheckpointError: If there is none, or the two are not alike, with all differences.
         """
-        saved = self.manifest.optimizer
-        if saved is None:
-            raise CheckpointError(
-                f"`{self.folder}` has no state of an optimizer.\n  Nothing can continue from it as if never stopped.\n"
-                "  Read its weights only, or load a checkpoint that was saved with optimizer=."
-            )
-        stored = self._tensors(self._stem("optimizer"))
+        saved = self._saved_optimizer()
         problems = differences(
             saved["class"], saved["parameters"], [g["params"] for g in saved["param_groups"]], optimizer, names
         )
@@ -126,6 +128,21 @@ class Checkpoint:
                 "Build the optimizer as it was, or go on with a fresh one.",
             ]
             raise CheckpointError("\n  ".join(lines))
+
+    def read_optimizer(self, optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> None:
+        """Continues with the saved state, options of groups included.
+
+        State that the optimizer has already and that has the saved shape and dtype is overwritten where it lies.
+
+        Args:
+            optimizer: Of the class that was saved, with the same parameters in the same groups, in any order.
+            names: Its parameters by name.
+
+        Raises:
+            CheckpointError: As `check_optimizer`, before anything is read; or if a tensor is damaged.
+        """
+        self.check_optimizer(optimizer, names)
+        saved, stored = self._saved_optimizer(), self._tensors(self._stem("optimizer"))
         existing = destinations(optimizer, names)
         state = {
             name: {key: _state(value, stored, existing.get((name, key))) for key, value in values.items()}
@@ -134,6 +151,14 @@ class Checkpoint:
         groups = decode(saved["param_groups"], lambda name: _fresh(stored[name]))
         rest = decode(saved["rest"], lambda name: _fresh(stored[name]))
         put_back(optimizer, names, groups, state, rest)
+
+    def _saved_optimizer(self) -> Mapping[str, Any]:
+        if self.manifest.optimizer is None:
+            raise CheckpointError(
+                f"`{self.folder}` has no state of an optimizer.\n  Nothing can continue from it as if never stopped.\n"
+                "  Read its weights only, or load a checkpoint that was saved with optimizer=."
+            )
+        return self.manifest.optimizer
 
     def _stem(self, kind: str) -> list[str]:
         return [file for file in self.manifest.files if file.startswith(f"{TRAINING}/{kind}-")]

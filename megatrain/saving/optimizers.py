@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from megatrain.errors import CheckpointError
 from megatrain.saving.values import Encoder
@@ -144,10 +145,29 @@ def put_back(
         else:
             group.pop("param_names", None)
         ordered.append(group)
-    optimizer.load_state_dict({**rest, "param_groups": ordered, "state": {ids[n]: dict(s) for n, s in state.items()}})
+    with _Unconverted(state.values()):
+        numbered = {ids[name]: dict(values) for name, values in state.items()}
+        optimizer.load_state_dict({**rest, "param_groups": ordered, "state": numbered})
     for members in named:
         for name, tensor in members.items():
             _keep_dtypes(optimizer.state.get(tensor, {}), state.get(name, {}))
+
+
+class _Unconverted(TorchFunctionMode):
+    """While it is active, `.to` leaves the tensors of a state as they are, if they are on the device asked for.
+
+    `load_state_dict` would make copies of all moments in the dtypes of their parameters, which nobody keeps.
+    """
+
+    def __init__(self, state: Iterable[Mapping[str, Any]]):
+        super().__init__()
+        self._kept = {id(value) for values in state for value in values.values() if isinstance(value, torch.Tensor)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is torch.Tensor.to and id(args[0]) in self._kept and options.get("device") == args[0].device:
+            return args[0]
+        return func(*args, **options)
 
 
 def _keep_dtypes(loaded: dict[Any, Any], state: Mapping[str, Any]) -> None:

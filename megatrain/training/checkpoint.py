@@ -16,6 +16,7 @@ from megatrain.compiled import CompiledModule
 from megatrain.errors import CheckpointError
 from megatrain.optim.whole_step import Optimizer
 from megatrain.training.boundary import Progress
+from megatrain.training.state import HIDDEN, State
 
 
 class Scheduler(Protocol):
@@ -42,18 +43,20 @@ def save(
     more: Callable[[Path], object] | None,
 ) -> None:
     """Writes a checkpoint; see `TrainStep.save`."""
-    tensors, others = _state(compiled)
+    if compiled.has_unread_weights:
+        compiled.load_weights()
+    state = State.of(compiled)
     saving.save(
         folder,
-        tensors,
+        state.weights,
         optimizer=optimizer,
         names=_parameters(compiled),
-        tensors={**compiled.masters.sources(), **_written_buffers(compiled, tensors)},
+        tensors={**compiled.masters.sources(), **state.hidden},
         extra={
             "progress": asdict(progress),
             "generators": saving.generators_now(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "modules": others,
+            "modules": dict(state.others),
             "user": dict(user or {}),
         },
         shard_bytes=shard_bytes,
@@ -70,59 +73,58 @@ def restore(
         What was trained, and the user's values.
 
     Raises:
-        CheckpointError: If it is damaged, or of something else. Before anything is read, where headers tell.
+        CheckpointError: If it is damaged, or of something else. Before anything is changed, where headers tell.
     """
     checkpoint = saving.load(folder)
-    extra = checkpoint.extra
-    if (scheduler is None) != (extra["scheduler"] is None):
-        has, lacks = ("the checkpoint", "load()") if scheduler is None else ("load()", "the checkpoint")
-        raise CheckpointError(
-            f"{has} has a scheduler, {lacks} has none.\n  Learning rates would go on as if another had set them.\n"
-            "  Give save and load the same."
-        )
-    if any(parameter.is_meta for parameter in _parameters(compiled).values()):
+    extra = _extra(checkpoint)
+    _check_scheduler(extra["scheduler"], scheduler)
+    saving.check_generators(extra["generators"])
+    checkpoint.check_optimizer(optimizer, _parameters(compiled))
+    hidden = {name: saved for name, saved in checkpoint.tensors.items() if name.startswith(HIDDEN)}
+    masters = {name: saved for name, saved in checkpoint.tensors.items() if name not in hidden}
+    compiled.masters.check(masters)
+    state = State.of(compiled)
+    state.check_others(extra["modules"])
+    state.places(hidden, compiled)
+    if compiled.has_unread_weights:
         compiled.load_weights()
-    tensors, others = _state(compiled)
-    checkpoint.read_weights(tensors)
+        state = State.of(compiled)
+    checkpoint.check_weights(state.weights)
+
+    if state.others:
+        # First: hooks get the state dict that they know, and what they do to weights is overwritten.
+        compiled.load_state_dict({**state.weights, **extra["modules"]}, strict=False)
+    checkpoint.read_weights(state.weights)
+    for name, tensor in state.places(hidden, compiled).items():
+        hidden[name].read(tensor)
+    compiled.written_buffers.update(name.removeprefix(HIDDEN) for name in hidden)
+    compiled.masters.restore(masters)  # after the parameters: who writes these sets the masters
     checkpoint.read_optimizer(optimizer, _parameters(compiled))
-    _restore_tensors(checkpoint, compiled)
-    if others:
-        compiled.load_state_dict(extra["modules"], strict=False)
     if scheduler is not None:
         scheduler.load_state_dict(extra["scheduler"])
     saving.restore_generators(extra["generators"])
     return Progress(**extra["progress"]), extra["user"]
 
 
+def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
+    missing = {"progress", "generators", "scheduler", "modules", "user"} - checkpoint.extra.keys()
+    if missing:
+        raise CheckpointError(
+            f"`{checkpoint.folder}` was not written by TrainStep.save: it lacks {', '.join(sorted(missing))}.\n"
+            "  A step goes on from all that the next one depends on.\n"
+            "  Read it with megatrain.saving.load, or its weights with megatrain.compile(weights=...)."
+        )
+    return checkpoint.extra
+
+
+def _check_scheduler(saved: Any, scheduler: Scheduler | None) -> None:
+    if (scheduler is None) != (saved is None):
+        has, lacks = ("the checkpoint", "load()") if scheduler is None else ("load()", "the checkpoint")
+        raise CheckpointError(
+            f"{has} has a scheduler, {lacks} has none.\n  Learning rates would go on as if another had set them.\n"
+            "  Give save and load the same."
+        )
+
+
 def _parameters(compiled: CompiledModule) -> dict[str, torch.Tensor]:
     return dict(nn.Module.named_parameters(compiled, remove_duplicate=False))
-
-
-def _state(compiled: CompiledModule) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The model's state dict: its own tensors, and the extra state of modules."""
-    state = compiled.state_dict(keep_vars=True)
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    return tensors, {name: value for name, value in state.items() if name not in tensors}
-
-
-def _written_buffers(compiled: CompiledModule, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Buffers that no state dict has although forwards write them."""
-    written = compiled.written_buffers
-    return {_BUFFER + n: b for n, b in compiled.named_buffers() if n in written and n not in saved}
-
-
-def _restore_tensors(checkpoint: saving.Checkpoint, compiled: CompiledModule) -> None:
-    buffers = dict(compiled.named_buffers())
-    low = dict(checkpoint.tensors)
-    for name in [name for name in low if name.startswith(_BUFFER)]:
-        key, saved = name.removeprefix(_BUFFER), low.pop(name)
-        if key not in buffers:
-            raise CheckpointError(
-                f"the model has no buffer `{key}`, which the checkpoint `{checkpoint.folder}` holds.\n"
-                "  Buffers that a forward writes belong to the state of training.\n  Build the model as it was."
-            )
-        saved.read(buffers[key])
-    compiled.masters.restore(low)
-
-
-_BUFFER = "buffers/"

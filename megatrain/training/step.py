@@ -256,11 +256,17 @@ class TrainStep:
 
         Raises:
             CheckpointError: If something can't be stored, or the disk lacks room or fails; nothing is lost then.
-            ExecuteError: If a failure left the model between two steps.
+            ExecuteError: If a failure left the model between two steps, or a step is running (in a hook, say).
         """
-        self._check_whole()
-        self.flush()
         with self._compiled.exclusively():
+            self._check_whole()
+            if self._is_running:
+                raise ExecuteError(
+                    "save() was called while a step runs.\n"
+                    "  In mid-step some parameters are updated and others are not.\n"
+                    "  Save after the call of the step has returned."
+                )
+            self.flush()
             checkpoint.save(
                 folder,
                 self._compiled,

@@ -1,0 +1,110 @@
+"""State: what a checkpoint stores of a model, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatrain.compiled import CompiledModule
+from megatrain.errors import CheckpointError
+from megatrain.saving import Saved, Source
+from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.state import inventory
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state of a model, no tensor copied.
+
+    Args:
+        weights: Its own tensors under the names of its state dict.
+        hidden: Other tensors that the next step depends on, as `state/<key>`: buffers that no state dict has although
+            forwards write them, and whatever a hook on the state dict left out.
+        others: What else the state dict holds, by name: extra states of modules, and what hooks put there.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    hidden: Mapping[str, torch.Tensor]
+    others: Mapping[str, Any]
+
+    @staticmethod
+    def of(compiled: CompiledModule) -> State:
+        """Reads a model; updates that are due are completed."""
+        listed: Mapping[str, Any] = compiled.state_dict(keep_vars=True)
+        entries, tensors = inventory(compiled.model)
+        own = {_identity(tensor): tensor for tensor in tensors.values()}
+        weights = {
+            name: own[_identity(value)]
+            for name, value in listed.items()
+            if isinstance(value, torch.Tensor) and _identity(value) in own
+        }
+        shown = set(map(id, weights.values()))
+        hidden = {
+            HIDDEN + key: tensors[key]
+            for key, entry in entries.items()
+            if (entry.persistent or key in compiled.written_buffers) and id(tensors[key]) not in shown
+        }
+        return State(weights, hidden, {name: value for name, value in listed.items() if name not in weights})
+
+    def check_others(self, saved: Mapping[str, Any]) -> None:
+        """Compares the names of extra states with those of a checkpoint.
+
+        Raises:
+            CheckpointError: Listing all differences.
+        """
+        problems = [f"missing: `{name}` is not in the checkpoint" for name in self.others if name not in saved]
+        problems += [f"unexpected: `{name}` is not in this model" for name in saved if name not in self.others]
+        _refuse("extra states", problems)
+
+    def places(self, saved: Mapping[str, Saved], compiled: CompiledModule) -> dict[str, torch.Tensor]:
+        """Finds where the hidden tensors of a checkpoint lie in a model.
+
+        Args:
+            saved: Those of a checkpoint, by name.
+            compiled: The model.
+
+        Raises:
+            CheckpointError: If the model lacks one, it is another one there, or the checkpoint lacks a persistent one.
+        """
+        entries, tensors = inventory(compiled.model)
+        _refuse(
+            "state", list(self._mismatches(saved, tensors, {HIDDEN + k for k, e in entries.items() if e.persistent}))
+        )
+        return {name: tensors[name.removeprefix(HIDDEN)] for name in saved}
+
+    def _mismatches(
+        self, saved: Mapping[str, Saved], tensors: Mapping[str, torch.Tensor], needed: set[str]
+    ) -> Iterable[str]:
+        # A written buffer may be missing: the run had made no step when it was saved, and the model has it as built.
+        for name in (name for name in self.hidden if name in needed and name not in saved):
+            yield f"missing: `{name.removeprefix(HIDDEN)}` is not in the checkpoint"
+        for name, stored in saved.items():
+            key = name.removeprefix(HIDDEN)
+            if key not in tensors:
+                yield f"unexpected: `{key}` {stored} is not in this model"
+            elif (spec := TensorSpec(tuple(tensors[key].shape), tensors[key].dtype)) != stored.spec:
+                yield f"differs: `{key}` {stored}, but {spec} here"
+
+
+HIDDEN = "state/"
+"""In front of the names of hidden tensors."""
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    """Equal for a tensor and what shows all of its memory in the same way, such as `tensor.data`."""
+    place = None if tensor.is_meta else Source.of(tensor).place
+    return id(tensor) if place is None else place
+
+
+def _refuse(what: str, problems: list[str]) -> None:
+    if problems:
+        lines = [
+            f"the checkpoint doesn't fit the {what} of this model: {len(problems)} differences.",
+            *problems,
+            "The next step depends on all that was saved.",
+            "Build the model as it was.",
+        ]
+        raise CheckpointError("\n  ".join(lines))

@@ -1,0 +1,37 @@
+"""A run that stops at a checkpoint goes on in a fresh process as if it had never stopped, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.resuming import CASES, STEPS_BEFORE, Run, after, differences
+
+ROOT = Path(__file__).parents[2]
+NARROW = [name for name in CASES if name.startswith(("bf16", "rounded"))]
+# As few fresh processes as share the work well.
+GROUPS = {"fp32": [name for name in CASES if name not in NARROW], "bf16": NARROW}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_fresh_process_goes_on_to_the_bit(tmp_path: Path, group: str):
+    expected: dict[str, dict[str, object]] = {}
+    for name in GROUPS[group]:
+        run = Run(CASES[name])
+        run.train(STEPS_BEFORE)
+        if run.case.between is not None:
+            run.case.between(run.model)
+        run.save(tmp_path / name)
+        expected[name] = after(run)
+    code = [sys.executable, "-m", "tests.training.resuming", str(tmp_path), str(torch.get_num_threads()), *expected]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(code, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in expected}
+    assert {name: differences(expected[name], found[name])[:5] for name in expected} == {name: [] for name in expected}
