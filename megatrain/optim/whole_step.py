@@ -15,7 +15,9 @@ Optimizer = torch.optim.Optimizer
 StepCode = Callable[[Optimizer], object]
 """Updates all parameters in an optimizer's groups, once."""
 
-HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+HOOKS = tuple(
+    f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+)
 ALIGNED = ("params", "param_names")
 """What a group holds per parameter; all else are options."""
 
