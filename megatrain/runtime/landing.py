@@ -68,7 +68,7 @@ class Landing:
             self._memory = memory
             self._places.clear()
         if block not in self._places:
-            layout, start = self._layouts[block], self._offsets[block]
+            layout, start = self._layouts[block], self._offsets.get(block, 0)  # without a G it has no bytes
             found = views(layout, memory[start : start + layout.nbytes])
             by_key = {entry.key: tensor for entry, tensor in zip(layout.entries, found, strict=True)}
             self._places[block] = [by_key.get(key) for key in self._keys[block]]
