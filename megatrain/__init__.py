@@ -20,8 +20,10 @@ from megatrain.errors import (
     TraceError,
     WeightsError,
 )
+from megatrain.host_memory import HostPlan
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Block, Program, Template
+from megatrain.planning import Plan, plan
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.streams import Chaos, Recording
@@ -46,10 +48,12 @@ __all__ = [
     "ExecuteError",
     "Executor",
     "Hardware",
+    "HostPlan",
     "LowerError",
     "MegatrainError",
     "OptimizerError",
     "OptionError",
+    "Plan",
     "Program",
     "Recording",
     "Report",
@@ -64,6 +68,7 @@ __all__ = [
     "Workload",
     "compile",
     "lower",
+    "plan",
     "schedule",
     "trace",
     "verify",

@@ -12,6 +12,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from megatrain.errors import OptimizerError
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.optim.whole_step import Optimizer, StepCode, WholeStep, step_code
+from megatrain.runtime.heap import return_free_memory
 
 
 class BlockOptimizer:
@@ -113,7 +114,10 @@ class BlockOptimizer:
             why = "no step has begun" if self._step is None else f"block {block} has no update left in this step"
             raise OptimizerError(f"{why}.\n  A step is begin(), update() once for each block, finish().")
         if self._owned[block]:
+            num_states = len(self._optimizer.state)
             self._step.update(self._owned[block])
+            if len(self._optimizer.state) > num_states:
+                return_free_memory()  # or what the step used and dropped between new states is never free again
         self._left.remove(block)
 
     def finish(self) -> None:

@@ -197,6 +197,11 @@ def _is_fusable(group: Mapping[str, Any]) -> bool:
     return bool(group["decoupled_weight_decay"]) and not any(group[option] for option in others)
 
 
+def is_one_pass(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether the masters of this group are updated in one pass, rather than by the optimizer's own code."""
+    return step_code(optimizer) is _ADAMW and _is_fusable(group)
+
+
 def _without(optimizer: Optimizer, done: list[torch.Tensor], code: StepCode) -> None:
     """Runs code on the optimizer without the parameters that are done; all else in the groups stays theirs."""
     left = set(done)

@@ -42,7 +42,7 @@ def _differentiable_ports(program: Program) -> dict[str, list[bool]]:
     return found
 
 
-class _LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Follows the bytes of storages made while it is active."""
 
     def __init__(self, known: list[torch.Tensor]) -> None:
@@ -144,7 +144,7 @@ def _empty(device: torch.device, specs: Any) -> Any:
 
 def _measure_forward(code: Code, arguments: list[torch.Tensor]) -> tuple[int, int]:
     counter = FlopCounterMode(display=False)
-    with _LiveBytes(arguments) as live, counter:
+    with LiveBytes(arguments) as live, counter:
         outputs = code(arguments)
     own = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs}.values())
     return max(0, live.peak - own), int(counter.get_total_flops())
@@ -158,7 +158,7 @@ def _measure_backward(code: Code, arguments: list[torch.Tensor], *, runs_backwar
         saved.append(weakref.ref(kept))
         return kept
 
-    with _LiveBytes(arguments) as live:
+    with LiveBytes(arguments) as live:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             outputs = code(arguments)
         # What only a dead branch had saved is gone by now.

@@ -6,15 +6,27 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from megatrain.passes.program import Program
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.host import HostArena
+from megatrain.runtime.host import HostArena, aligned
 from megatrain.runtime.landing import Landing
 from megatrain.runtime.loaded import Loaded
+from megatrain.scheduler.from_program import has_backward
 from megatrain.scheduler.table import Schedule
 from megatrain.tracer.state import StateEntry
 
 Take = Callable[[str, torch.Tensor], None]
 """Takes a parameter's key and its whole gradient."""
+
+
+def landing_bytes(program: Program) -> int:
+    """Returns the bytes that the largest gradients of a block take where they land; frozen state has none."""
+    trained = (
+        [program.state[key] for key in block.binding if program.state[key].requires_grad]
+        for block in program.blocks
+        if has_backward(program, block)
+    )
+    return max((sum(aligned(entry.spec.nbytes) for entry in entries) for entries in trained), default=0)
 
 
 class GradientSink:
@@ -60,7 +72,7 @@ class GradientSink:
         return GradientSink(
             lambda key: engine.tensors[key],
             engine.device,
-            slab_bytes=max((image.nbytes for image in loaded.images), default=0),
+            slab_bytes=landing_bytes(loaded.program),
             parts=loaded.facts.parts,
             in_place=schedule.transfer == "bind",
             landing=None if schedule.transfer == "bind" else landing,

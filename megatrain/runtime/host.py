@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import psutil
 import torch
 
 from megatrain.errors import ExecuteError
+from megatrain.runtime.available import available_bytes
 from megatrain.runtime.image import BlockImage, Entry, aligned, image, stored_stride, views
 from megatrain.runtime.overlap import check_unshared
 from megatrain.runtime.pages import HostArena
@@ -291,7 +291,7 @@ def _check_memory(moves: Sequence[tuple[torch.Tensor, TensorSpec]]) -> None:
         entry = left[tensor.untyped_storage().data_ptr()]
         entry[1] -= 1
         surplus -= entry[0] if entry[1] == 0 else 0
-    available = _available_bytes()
+    available = available_bytes()
     if needed > available:
         raise ExecuteError(
             f"moving the model's state into the host store needs {format_bytes(needed)} more host memory, "
@@ -299,7 +299,3 @@ def _check_memory(moves: Sequence[tuple[torch.Tensor, TensorSpec]]) -> None:
             f"  The store takes {format_bytes(total)}; what the state occupies now is freed one by one.\n"
             "  Free host memory, or use a machine with more."
         )
-
-
-def _available_bytes() -> int:
-    return int(psutil.virtual_memory().available)

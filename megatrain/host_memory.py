@@ -1,0 +1,264 @@
+"""HostPlan: what a training step takes of host memory, row by row, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from megatrain.errors import ExecuteError, OptionError
+from megatrain.optim.need import OptimizerNeed, Updated, made_over, optimizer_need
+from megatrain.passes.program import Program
+from megatrain.runtime.available import available_bytes as available_now
+from megatrain.runtime.facts import Facts
+from megatrain.runtime.image import aligned
+from megatrain.scheduler.table import Schedule
+from megatrain.sizes import format_bytes
+from megatrain.tracer.state import StateEntry, inventory
+
+PRECISIONS = ("fp32", "bf16")
+MASTERS = ("exact", "rounded")
+
+OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
+"""An optimizer, its class, or the class's name in `torch.optim`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """One use of host memory."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """What a step takes of host memory; prints as a table.
+
+    Args:
+        rows: What for, and how many bytes; none of them zero.
+        num_parameters: Elements of all parameters, tied ones once.
+        held_bytes: What the process held of this when the plan was made: weights, existing state, gradients.
+        helps: What would take less, in words.
+        is_estimate: The optimizer's step couldn't say exactly what it will keep.
+    """
+
+    rows: tuple[HostRow, ...]
+    num_parameters: int
+    held_bytes: int = 0
+    helps: tuple[str, ...] = ()
+    is_estimate: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of all rows; a step holds no more at any moment."""
+        return sum(row.nbytes for row in self.rows)
+
+    def bytes_of(self, name: str) -> int:
+        """Returns the bytes of a row, or of all rows `name.*`; 0 if there is none."""
+        return sum(row.nbytes for row in self.rows if row.name == name or row.name.startswith(f"{name}."))
+
+    def check(self, available_bytes: int | None = None) -> None:
+        """Refuses a step that takes more than there is; to be called before anything is allocated.
+
+        Args:
+            available_bytes: What all of the plan may take. None: what this machine, or the control group of this
+                process, has left now, and what of the plan is there already.
+
+        Raises:
+            ExecuteError: With what is needed, what there is, the table, and what would take less.
+        """
+        held = min(self.held_bytes, self.total_bytes)
+        limit = available_now() + held if available_bytes is None else available_bytes
+        if self.total_bytes <= limit:
+            return
+        table = "\n".join(f"  {line}" for line in str(self).splitlines())
+        helps = "".join(f"\n    {what}" for what in (*self.helps, "a machine with more memory"))
+        raise ExecuteError(
+            f"a step needs {format_bytes(self.total_bytes)} of host memory, {format_bytes(limit)} are available.\n"
+            f"{table}\n"
+            f"  {format_bytes(self.total_bytes - limit)} are missing. What helps:{helps}"
+        )
+
+    def __str__(self) -> str:
+        rows = [("what", "bytes", "size", "B/parameter")]
+        total = HostRow("total", self.total_bytes)
+        for row in (*self.rows, total):
+            per_parameter = f"{row.nbytes / max(1, self.num_parameters):.2f}"
+            rows.append((row.name, str(row.nbytes), format_bytes(row.nbytes), per_parameter))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [f"host: {self.total_bytes} B for {self.num_parameters} parameters"]
+        for name, *numbers in rows:
+            cells = (number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True))
+            lines.append("  ".join([name.ljust(widths[0]), *cells]))
+        if self.is_estimate:
+            lines.append("note: the optimizer's rows are estimates: its code runs only on tensors that have memory")
+        return "\n".join(lines)
+
+
+def host_plan(
+    programs: Program | Sequence[Program],
+    schedule: Schedule,
+    model: nn.Module,
+    optimizer: OptimizerLike | None = None,
+    *,
+    precision: str = "fp32",
+    masters: str = "exact",
+    on_host: bool = False,
+) -> HostPlan:
+    """Adds up what the steps of a model take of host memory; allocates nothing.
+
+    Args:
+        programs: All captures of the model that share the store.
+        schedule: Of the step. Without updates or a norm in it, gradients are those that `.grad` holds.
+        model: The model; its parameters may be on meta.
+        optimizer: Over the model's parameters; None for none.
+        precision: `"fp32"`, or `"bf16"` for bf16 parameters over fp32 masters, whether or not they are bf16 yet.
+        masters: What bf16 parameters have: `"exact"` low halves, or `"rounded"` values and nothing beside them.
+        on_host: The compute device is the host, so what the schedule takes of the device lies there too.
+
+    Raises:
+        OptionError: If an option is unknown, or the class of an optimizer can't be made over all parameters.
+        OptimizerError: If the optimizer needs all parameters at once, or what it keeps can't be found out.
+    """
+    check_one_of("precision", precision, PRECISIONS)
+    check_one_of("masters", masters, MASTERS)
+    programs = (programs,) if isinstance(programs, Program) else tuple(programs)
+    entries, tensors = inventory(model)
+    entries = narrow_entries(entries) if precision == "bf16" else entries
+    rows = [*_state_rows(programs, entries)]
+    is_split = precision == "bf16"
+    if is_split and masters == "exact":
+        rows.append(("low halves", sum(2 * e.spec.numel for e in entries.values() if _is_trained_bf16(e))))
+    held: list[torch.Tensor] = [*tensors.values(), *(t.grad for t in tensors.values() if t.grad is not None)]
+    need = OptimizerNeed({}, 0)
+    if optimizer is not None:
+        optimizer, parameters = _over(optimizer, entries, tensors)
+        need = optimizer_need(optimizer, _updates(programs, entries, parameters, is_split=is_split))
+        name = type(optimizer).__name__
+        rows += [(f"{name}.{key}", nbytes) for key, nbytes in need.state.items()]
+        held += [t for state in optimizer.state.values() for t in dict(state).values() if isinstance(t, torch.Tensor)]
+    rows += [*_step_rows(programs, entries, schedule, on_host=on_host), ("update scratch", need.scratch_bytes)]
+    kept = tuple(HostRow(name, nbytes) for name, nbytes in rows if nbytes)
+    num_parameters = sum(e.spec.numel for e in entries.values() if e.kind == "parameter")
+    plan = HostPlan(kept, num_parameters, _held_bytes(held), is_estimate=need.is_estimate)
+    return replace(plan, helps=_helps(plan, schedule, sum(need.state.values()), can_narrow=precision == "fp32"))
+
+
+def check_one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
+    """Refuses an unknown choice.
+
+    Raises:
+        OptionError: Naming the option and what it accepts.
+    """
+    if value not in accepted:
+        choices = ", ".join(f'"{a}"' for a in accepted)
+        raise OptionError(f"{name}={value!r} is not known.\n  {name} is one of {choices}.")
+
+
+def narrow_entries(entries: Mapping[str, StateEntry]) -> dict[str, StateEntry]:
+    """Describes the state with its parameters in bf16, if all of them are fp32; else as it is."""
+    parameters = [entry for entry in entries.values() if entry.kind == "parameter"]
+    if any(entry.spec.dtype != torch.float32 for entry in parameters):
+        return dict(entries)
+    narrow = {e.key: replace(e, spec=replace(e.spec, dtype=torch.bfloat16)) for e in parameters}
+    return {key: narrow.get(key, entry) for key, entry in entries.items()}
+
+
+def _is_trained_bf16(entry: StateEntry) -> bool:
+    return entry.kind == "parameter" and entry.requires_grad and entry.spec.dtype == torch.bfloat16
+
+
+def _state_rows(programs: Sequence[Program], entries: Mapping[str, StateEntry]) -> Iterator[tuple[str, int]]:
+    """The arenas of the store, where each tensor begins at a multiple of 64 bytes, and what stays outside of them."""
+    bound = {p.state[key].owner for p in programs for block in p.blocks for key in block.binding}
+    stored = [entry for key, entry in entries.items() if key in bound]
+    for kind in ("parameter", "buffer"):
+        yield f"{kind}s", sum(aligned(entry.spec.nbytes) for entry in stored if entry.kind == kind)
+    yield "state of no block", sum(aligned(e.spec.nbytes) for key, e in entries.items() if key not in bound)
+    constants = [tensor for program in programs for tensor in program.constants.values() if tensor.device.type == "cpu"]
+    yield "constants", _held_bytes(constants)
+
+
+def _trained(program: Program) -> list[list[str]]:
+    """Keys of the parameters that each block updates: there, their gradients are complete."""
+    facts = Facts.of(program, is_training=True)
+    parts = {part.key for part in facts.parts}
+    return [[key for key in keys if key not in parts] for keys in facts.completes]
+
+
+def _updates(
+    programs: Sequence[Program],
+    entries: Mapping[str, StateEntry],
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    is_split: bool,
+) -> list[list[Updated]]:
+    """The parameters of each update; those that only later captures train join with theirs."""
+    seen: set[str] = set()
+    found: list[list[Updated]] = []
+    for keys in (keys for program in programs for keys in _trained(program)):
+        block: list[Updated] = []
+        for key in (key for key in keys if key not in seen):
+            spec, splits = entries[key].spec, is_split and _is_trained_bf16(entries[key])
+            block.append(Updated(parameters[key], replace(spec, dtype=torch.float32) if splits else spec, splits))
+        seen.update(keys)
+        found.append(block)
+    return found
+
+
+def _over(
+    optimizer: OptimizerLike, entries: Mapping[str, StateEntry], tensors: Mapping[str, torch.Tensor]
+) -> tuple[torch.optim.Optimizer, Mapping[str, torch.Tensor]]:
+    """Returns an optimizer and its parameters by key: the user's, or one over tensors without memory."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer, tensors
+    specs = {key: e.spec for key, e in entries.items() if e.kind == "parameter" and e.requires_grad}
+    return made_over(optimizer, specs)
+
+
+def _step_rows(
+    programs: Sequence[Program], entries: Mapping[str, StateEntry], schedule: Schedule, *, on_host: bool
+) -> Iterator[tuple[str, int]]:
+    """What the schedule says, in rows: gradients that wait, where they land, what is parked."""
+    workload = schedule.known_workload()
+    copies = schedule.transfer == "copy" and schedule.mode == "train"
+    slab = max((b.gradient_bytes for b in workload.blocks if b.has_backward and copies), default=0)
+    parked = [workload.values[value].nbytes for values in schedule.parked().values() for value in values]
+    parks = schedule.micro_batches * sum(parked)
+    waiting = schedule.host_bytes - slab - parks
+    if schedule.mode == "train" and schedule.updates == "none":
+        trained = {key for program in programs for keys in _trained(program) for key in keys}
+        waiting = max(waiting, sum(entries[key].spec.nbytes for key in trained))
+    yield "gradients", waiting
+    # On the host gradients are taken over, or copied, without a page-locked place to land in.
+    yield "slab", 0 if on_host else slab
+    yield "parks", parks
+    yield "device memory", schedule.device_bytes if on_host else 0
+
+
+def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the host's memory behind tensors, each memory once."""
+    real = [t for t in tensors if t.device.type == "cpu" and not isinstance(t, torch._subclasses.FakeTensor)]
+    strided = [t.untyped_storage() for t in real if t.layout == torch.strided]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in strided}.values())
+
+
+def _helps(plan: HostPlan, schedule: Schedule, state_bytes: int, *, can_narrow: bool) -> tuple[str, ...]:
+    """What would take less, and what it is about."""
+    gradients, parks = plan.bytes_of("gradients"), plan.bytes_of("parks")
+    found: list[str] = []
+    if gradients and schedule.updates in ("serial", "deferred"):
+        how = "overlap=True without clipping" if schedule.clip else "overlap=True"
+        found.append(f"{how}: gradients ({format_bytes(gradients)}) then wait for their own update only")
+    if can_narrow and gradients + parks:
+        found.append(f'precision="bf16": gradients and parks ({format_bytes(gradients + parks)}) take half')
+    if parks:
+        found.append(f"fewer or smaller micro-batches, or more device memory: less is parked ({format_bytes(parks)})")
+    if state_bytes > plan.num_parameters:
+        found.append(f"an optimizer with less state ({format_bytes(state_bytes)}), such as Adafactor or SGD")
+    if schedule.mode == "train":
+        found.append("training fewer parameters: requires_grad_(False), adapters")
+    return tuple(found)

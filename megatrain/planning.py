@@ -1,0 +1,231 @@
+"""plan(): what training a model takes of the device and of the host, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.errors import ExecuteError, OptionError, ScheduleError, TraceError
+from megatrain.host_memory import PRECISIONS, HostPlan, OptimizerLike, check_one_of, host_plan, narrow_entries
+from megatrain.passes.pipeline import lower
+from megatrain.passes.program import Program
+from megatrain.runtime.block import outer_hooks_off
+from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.lifetimes import lifetimes
+from megatrain.scheduler.memory import find_peak
+from megatrain.scheduler.table import Schedule
+from megatrain.sizes import format_bytes, parse_bytes
+from megatrain.tracer.collection import paused_collection
+from megatrain.tracer.sandbox import swapped_state
+from megatrain.tracer.state import inventory
+from megatrain.tracer.structure import Arguments
+from megatrain.tracer.trace import trace
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A training step on paper; made by `plan`, printed by `str`.
+
+    Args:
+        program: The model's blocks.
+        schedule: Of the whole step. If `device_memory` is too small, the one that takes least.
+        host: What the step takes of host memory.
+        device_memory: Bytes that the device has for it, or None.
+        host_memory: Bytes that the host has for it, or None.
+        precision: `"fp32"` or `"bf16"`.
+        too_small: Why the device's memory isn't enough, or None.
+    """
+
+    program: Program
+    schedule: Schedule
+    host: HostPlan
+    device_memory: int | None
+    host_memory: int | None
+    precision: str
+    too_small: str | None = field(default=None, repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether `check` passes."""
+        try:
+            self.check()
+        except (ScheduleError, ExecuteError):
+            return False
+        return True
+
+    def check(self) -> None:
+        """Refuses a step that doesn't fit. Without `host_memory` it must fit what this machine has now.
+
+        Raises:
+            ScheduleError: If `device_memory` is too small: what is needed at least, where, and what helps.
+            ExecuteError: If the host's memory is too small, likewise.
+        """
+        if self.too_small is not None:
+            raise ScheduleError(self.too_small)
+        self.host.check(self.host_memory)
+
+    def __str__(self) -> str:
+        table = self.schedule
+        batches = f"{table.micro_batches} micro-batch{'es' if table.micro_batches > 1 else ''}"
+        updates = f"updates {table.updates}{', clipped' if table.clip else ''}"
+        return "\n".join(
+            [
+                f"plan: {self.program.name}, {len(self.program.blocks)} blocks; {self.precision}, {batches}, {updates}",
+                f"device: {_verdict(table.device_bytes, self.device_memory)}",
+                *(f"  {line}" for line in _device_lines(table)),
+                f"host: {_verdict(self.host.total_bytes, self.host_memory)}",
+                *(f"  {line}" for line in str(self.host).splitlines()[1:]),
+            ]
+        )
+
+
+def plan(
+    model: nn.Module,
+    *args: Any,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    optimizer: OptimizerLike | None = None,
+    precision: str = "fp32",
+    micro_batches: int = 1,
+    max_grad_norm: float | None = None,
+    overlap: bool = True,
+    activations: str = "auto",
+    block_bytes: int | str | None = None,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Captures a model and schedules a whole training step of it, to say what that takes.
+
+    Allocates nothing: parameters and inputs may be on meta. (A forward that reads values of weights needs them, and
+    has none if `precision="bf16"` is to convert them.) The model and all generators are left as they were.
+
+    Args:
+        model: Any nn.Module.
+        args: Example arguments of a call of one micro-batch.
+        device_memory: What the device has: bytes, or text like `"10GiB"`. None doesn't bound the step.
+        host_memory: What the host has, likewise. None leaves it to `Plan.check` to ask this machine.
+        optimizer: Over the model's parameters, or a class, or the name of one in `torch.optim`; None for none.
+        precision: `"fp32"`, or `"bf16"` for bf16 compute over fp32 masters.
+        micro_batches: How many of them a step takes.
+        max_grad_norm: Any number means that gradients are clipped, so that updates wait for their norm.
+        overlap: Updates run beside the backward; those that wait for a norm, beside the next step.
+        activations: As for `compile`.
+        block_bytes: As for `compile`.
+        example_args: Another way to give `args`.
+        example_kwargs: Example keyword arguments.
+
+    Raises:
+        OptionError: If an option is unknown or unreadable, or no example was given.
+        TraceError: If the model can't be captured faithfully.
+        ScheduleError: If the model can't be scheduled so in any memory.
+        OptimizerError: If the optimizer can't update block by block.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
+        raise TraceError(f"plan takes an nn.Module, not {type(model).__qualname__}.\n  Pass the model itself.")
+    check_one_of("precision", precision, PRECISIONS)
+    device_limit = None if device_memory is None else parse_bytes(device_memory, "device_memory")
+    host_limit = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+    target = None if block_bytes is None else parse_bytes(block_bytes, "block_bytes")
+    if not (args or example_args or example_kwargs):
+        raise OptionError(
+            "plan needs an example of a call.\n  A capture needs inputs; on meta they take no memory.\n"
+            "  Give the arguments of one micro-batch: plan(model, ids), or plan(model, example_kwargs={...})."
+        )
+    program = _captured(model, Arguments.of(args or example_args, dict(example_kwargs or {})), precision, target)
+    step = _step_options(program, optimizer is not None, micro_batches, max_grad_norm, overlap)
+    table, too_small = _scheduled(program, device_limit, activations, step)
+    table.check()
+    host = host_plan(program, table, model, optimizer, precision=precision)
+    return Plan(program, table, host, device_limit, host_limit, precision, too_small)
+
+
+def _captured(model: nn.Module, arguments: Arguments, precision: str, block_bytes: int | None) -> Program:
+    tensors = list(arguments.tensors)
+    entries, state = inventory(model)
+    narrow = narrow_entries(entries) if precision == "bf16" else entries
+    replaced = {key for key, entry in entries.items() if narrow[key].spec.dtype != entry.spec.dtype}
+    if replaced:
+        tensors = [t.to(torch.bfloat16) if t.dtype == torch.float32 else t for t in tensors]
+    args, kwargs = arguments.rebuild(tensors)
+    with _in_bf16(model, {key: state[key] for key in replaced}), paused_collection(), outer_hooks_off():
+        with torch.autograd.set_detect_anomaly(False), torch.enable_grad():
+            return lower(trace(model, args, kwargs), block_bytes=block_bytes)
+
+
+@contextmanager
+def _in_bf16(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Generator[None]:
+    """Puts bf16 parameters without memory in the places of these."""
+    stand_ins: dict[int, torch.Tensor] = {}
+    for parameter in parameters.values():
+        values = torch.empty_like(parameter, dtype=torch.bfloat16, device="meta", requires_grad=False)
+        stand_in = stand_ins[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        vars(stand_in).update(vars(parameter))
+    with swapped_state(model, stand_ins):
+        yield
+
+
+def _step_options(
+    program: Program, has_updates: bool, micro_batches: int, max_grad_norm: float | None, overlap: bool
+) -> dict[str, Any]:
+    """The options of `schedule` for one step; see `megatrain.TrainStep` for when updates run."""
+    if not any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs):
+        raise OptionError(
+            "nothing that the model returns needs a gradient, so there is no training to plan.\n"
+            "  A step differentiates what the forward returns, by its trainable parameters.\n"
+            "  Call requires_grad_() on those that shall be trained."
+        )
+    clip = max_grad_norm is not None
+    updates = "serial" if not overlap else "deferred" if clip else "overlap"
+    return {
+        "micro_batches": micro_batches,
+        "updates": updates if has_updates else "none",
+        "clip": clip,
+        "outputs": "release",
+    }
+
+
+def _scheduled(
+    program: Program, memory: int | None, activations: str, step: Mapping[str, Any]
+) -> tuple[Schedule, str | None]:
+    """Returns the schedule; if no schedule fits, the one that takes least, and why it isn't enough."""
+    free = schedule(program, activations=activations, **step)  # raises what has nothing to do with memory
+    if memory is None:
+        return free, None
+    try:
+        return schedule(program, memory=memory, activations=activations, **step), None
+    except ScheduleError as error:
+        return schedule(program, num_slots=1, activations=_LEAST.get(activations, activations), **step), str(error)
+
+
+# "auto" and "recompute" end with what "offload" does, before they give up.
+_LEAST = {"auto": "offload", "recompute": "offload"}
+
+
+def _verdict(nbytes: int, memory: int | None) -> str:
+    if memory is None:
+        return format_bytes(nbytes)
+    lacking = nbytes - memory
+    verdict = (
+        f"fits, {format_bytes(-lacking)} left" if lacking <= 0 else f"doesn't fit, {format_bytes(lacking)} missing"
+    )
+    return f"{format_bytes(nbytes)} of {format_bytes(memory)}: {verdict}"
+
+
+def _device_lines(table: Schedule) -> list[str]:
+    workload = table.known_workload()
+    peak = find_peak(table, lifetimes(table))
+    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in peak.parts)
+    slots = ", ".join(format_bytes(slot.nbytes) for slot in table.slots)
+    num_parked = table.micro_batches * sum(map(len, table.parked().values()))
+    kept = f"graphs of {len(table.saves)} of {len(workload.backward_blocks())} blocks, inputs of the last {table.keep}"
+    return [
+        f"peak at {peak.op}: {parts}",
+        f"slots: {slots}",
+        f"keeps: {kept}; parks {num_parked} activations",
+        f"moves: {format_bytes(table.h2d_bytes)} to the device, {format_bytes(table.d2h_bytes)} to the host",
+    ]

@@ -1,0 +1,55 @@
+"""How much host memory there is to take: the machine's, or what a control group leaves of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+# Files of a control group: its limit, its use, and what of that are pages of files, which the system takes back first.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Returns the bytes of host memory that this process can still take without swapping.
+
+    Inside a container that is what its control group leaves, or one above it; the machine may have far more.
+
+    Args:
+        root: Where `proc` and `sys` are mounted; for tests.
+    """
+    return min([int(psutil.virtual_memory().available), *_left_in_groups(root)])
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount, names = (root / "sys/fs/cgroup", _VERSION_2) if not controllers else (_mount_1(root), _VERSION_1)
+        group = Path(path.lstrip("/"))
+        # Every group above limits it too. A container may not see its own path, but then it sees itself at the top.
+        for inner in dict.fromkeys([group, *group.parents]):
+            left = _left(mount / inner, *names)
+            if left is not None:
+                yield left
+
+
+def _mount_1(root: Path) -> Path:
+    return root / "sys/fs/cgroup/memory"
+
+
+def _left(group: Path, limit: str, use: str, reclaimable: str) -> int | None:
+    """Returns what one group leaves; None if it isn't there, or has no limit."""
+    try:
+        most, used = (group / limit).read_text().strip(), (group / use).read_text()
+        stat = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
+        return None if most == "max" else max(0, int(most) - int(used) + int(stat.get(reclaimable, 0)))
+    except (OSError, ValueError):
+        return None
