@@ -83,19 +83,27 @@ class HostPlan:
         )
 
     def __str__(self) -> str:
+        head = f"host: {self.total_bytes} B for {self.num_parameters} parameters"
+        return "\n".join([head, *self.lines()])
+
+    def lines(self) -> list[str]:
+        """The table alone."""
         rows = [("what", "bytes", "size", "B/parameter")]
-        total = HostRow("total", self.total_bytes)
-        for row in (*self.rows, total):
+        for row in (*self.rows, HostRow("total", self.total_bytes)):
             per_parameter = f"{row.nbytes / max(1, self.num_parameters):.2f}"
             rows.append((row.name, str(row.nbytes), format_bytes(row.nbytes), per_parameter))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [f"host: {self.total_bytes} B for {self.num_parameters} parameters"]
-        for name, *numbers in rows:
-            cells = (number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True))
-            lines.append("  ".join([name.ljust(widths[0]), *cells]))
-        if self.is_estimate:
-            lines.append("note: the optimizer's rows are estimates: its code runs only on tensors that have memory")
-        return "\n".join(lines)
+        note = "note: the optimizer's rows are estimates: its code runs only on tensors that have memory"
+        return [*in_columns(rows), *([note] if self.is_estimate else [])]
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns lines of a table: names on the left, numbers aligned at their ends."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for name, *numbers in rows:
+        cells = (number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True))
+        lines.append("  ".join([name.ljust(widths[0]), *cells]))
+    return lines
 
 
 def host_plan(

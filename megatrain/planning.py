@@ -11,7 +11,15 @@ import torch
 from torch import nn
 
 from megatrain.errors import ExecuteError, OptionError, ScheduleError, TraceError
-from megatrain.host_memory import PRECISIONS, HostPlan, OptimizerLike, check_one_of, host_plan, narrow_entries
+from megatrain.host_memory import (
+    PRECISIONS,
+    HostPlan,
+    OptimizerLike,
+    check_one_of,
+    host_plan,
+    in_columns,
+    narrow_entries,
+)
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.runtime.block import outer_hooks_off
@@ -71,15 +79,16 @@ class Plan:
 
     def __str__(self) -> str:
         table = self.schedule
+        model = f"{self.program.name}, {len(self.program.blocks)} blocks, {self.host.num_parameters} parameters"
         batches = f"{table.micro_batches} micro-batch{'es' if table.micro_batches > 1 else ''}"
         updates = f"updates {table.updates}{', clipped' if table.clip else ''}"
         return "\n".join(
             [
-                f"plan: {self.program.name}, {len(self.program.blocks)} blocks; {self.precision}, {batches}, {updates}",
+                f"plan: {model}; {self.precision}, {batches}, {updates}",
                 f"device: {_verdict(table.device_bytes, self.device_memory)}",
                 *(f"  {line}" for line in _device_lines(table)),
                 f"host: {_verdict(self.host.total_bytes, self.host_memory)}",
-                *(f"  {line}" for line in str(self.host).splitlines()[1:]),
+                *(f"  {line}" for line in self.host.lines()),
             ]
         )
 
@@ -219,13 +228,12 @@ def _verdict(nbytes: int, memory: int | None) -> str:
 def _device_lines(table: Schedule) -> list[str]:
     workload = table.known_workload()
     peak = find_peak(table, lifetimes(table))
-    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in peak.parts)
-    slots = ", ".join(format_bytes(slot.nbytes) for slot in table.slots)
-    num_parked = table.micro_batches * sum(map(len, table.parked().values()))
+    rows = [(f"at {peak.op}", "bytes", "size"), *((name, str(n), format_bytes(n)) for name, n in peak.parts)]
     kept = f"graphs of {len(table.saves)} of {len(workload.backward_blocks())} blocks, inputs of the last {table.keep}"
+    num_parked = table.micro_batches * sum(map(len, table.parked().values()))
     return [
-        f"peak at {peak.op}: {parts}",
-        f"slots: {slots}",
+        *in_columns(rows),
+        f"slots: {', '.join(format_bytes(slot.nbytes) for slot in table.slots)}",
         f"keeps: {kept}; parks {num_parked} activations",
         f"moves: {format_bytes(table.h2d_bytes)} to the device, {format_bytes(table.d2h_bytes)} to the host",
     ]

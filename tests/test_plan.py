@@ -1,0 +1,216 @@
+"""megatrain.plan: a training step on paper, also of models that no machine here could hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+import megatrain
+from megatrain.errors import ExecuteError, OptionError, ScheduleError, TraceError
+from tests.models import Gpt
+
+ROOT = Path(__file__).parent.parent
+IDS = torch.randint(0, 32, (2, 8))
+
+
+def on_meta(**options: Any) -> Gpt:
+    with torch.device("meta"):
+        return Gpt(width=64, **options)
+
+
+def test_the_text():
+    plan = megatrain.plan(on_meta(), IDS, device_memory="500KiB", host_memory="1MB", micro_batches=2)
+    assert_expected_inline(
+        str(plan),
+        """\
+plan: Gpt, 5 blocks, 103616 parameters; fp32, 2 micro-batches, updates none
+device: 479.75 KiB of 500.00 KiB: fits, 20.25 KiB left
+  at B3.1                    bytes        size
+  weights                   133888  130.75 KiB
+  workspace                 133888  130.75 KiB
+  gradients of parameters   133888  130.75 KiB
+  retained graphs            52480   51.25 KiB
+  activations                24832   24.25 KiB
+  gradients of activations   12288   12.00 KiB
+  slots: 130.75 KiB
+  keeps: graphs of 2 of 5 blocks, inputs of the last 5; parks 0 activations
+  moves: 817.00 KiB to the device, 412.75 KiB to the host
+host: 940.25 KiB of 976.56 KiB: fits, 36.31 KiB left
+  what         bytes        size  B/parameter
+  parameters  414464  404.75 KiB         4.00
+  gradients   414464  404.75 KiB         4.00
+  slab        133888  130.75 KiB         1.29
+  total       962816  940.25 KiB         9.29""",
+    )
+
+
+def test_a_model_on_meta_gives_the_text_of_the_same_model_with_weights():
+    for precision in ("fp32", "bf16"):
+        options: dict[str, Any] = {"optimizer": "Adafactor", "precision": precision, "host_memory": "1GiB"}
+        assert str(megatrain.plan(on_meta(), IDS, **options)) == str(megatrain.plan(Gpt(width=64), IDS, **options))
+        assert str(megatrain.plan(on_meta(), IDS.to("meta"), **options)) == str(
+            megatrain.plan(on_meta(), IDS, **options)
+        )
+
+
+def test_nothing_of_the_model_changes():
+    model = Gpt()
+    before = {name: (id(p), p.data_ptr(), p.dtype, p.clone()) for name, p in model.named_parameters()}
+    generator = torch.get_rng_state()
+    megatrain.plan(model, IDS, precision="bf16", optimizer=torch.optim.AdamW(model.parameters()))
+    after = {name: (id(p), p.data_ptr(), p.dtype, p) for name, p in model.named_parameters()}
+    assert before.keys() == after.keys()
+    for name, (*identity, values) in before.items():
+        assert identity == list(after[name][:3])
+        assert torch.equal(values, after[name][3])
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+@pytest.mark.parametrize(
+    ("options", "updates", "clip"),
+    [
+        ({}, "overlap", False),
+        ({"max_grad_norm": 1.0}, "deferred", True),
+        ({"overlap": False}, "serial", False),
+        ({"overlap": False, "max_grad_norm": 0.5}, "serial", True),
+        ({"optimizer": None}, "none", False),
+    ],
+)
+def test_updates_run_as_in_a_step(options: dict[str, Any], updates: str, clip: bool):
+    plan = megatrain.plan(on_meta(), IDS, **{"optimizer": "SGD", **options})
+    assert (plan.schedule.updates, plan.schedule.clip) == (updates, clip)
+    assert plan.schedule.outputs == "release"
+    plan.schedule.check()
+
+
+def test_an_optimizer_may_be_a_name_a_class_or_over_the_models_own_parameters():
+    model = on_meta()
+    given = (
+        "SGD",
+        torch.optim.SGD,
+        torch.optim.SGD(model.parameters()),
+        torch.optim.SGD(model.parameters(), momentum=0.9),
+    )
+    state = [megatrain.plan(model, IDS, optimizer=each).host.bytes_of("SGD") for each in given]
+    assert state == [0, 0, 0, 4 * sum(p.numel() for p in model.parameters())]
+
+
+def test_bf16_halves_what_moves_and_keeps_twelve_bytes():
+    wide, narrow = (megatrain.plan(on_meta(), IDS, optimizer="AdamW", precision=p) for p in ("fp32", "bf16"))
+    assert abs(2 * narrow.schedule.h2d_bytes / wide.schedule.h2d_bytes - 1) < 0.02
+    per_parameter = [
+        (p.host.total_bytes - p.host.bytes_of("update scratch") - p.schedule.host_bytes) for p in (wide, narrow)
+    ]
+    assert all(abs(nbytes / wide.host.num_parameters - 12) < 0.1 for nbytes in per_parameter)
+
+
+def test_inputs_of_a_model_that_becomes_bf16_do_too():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    plan = megatrain.plan(model, torch.randn(4, 8), precision="bf16")
+    assert {value.spec.dtype for value in plan.program.values.values()} == {torch.bfloat16}
+    kept = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).bfloat16()
+    assert str(megatrain.plan(kept, torch.randn(4, 8).bfloat16(), precision="bf16")) == str(plan)
+
+
+def test_a_device_that_is_too_small_is_planned_for_and_refused():
+    plan = megatrain.plan(on_meta(), IDS, device_memory="64KiB", host_memory="1GiB")
+    assert not plan.fits
+    assert "KiB of 64.00 KiB: doesn't fit, " in str(plan)
+    with pytest.raises(ScheduleError, match=r"a memory of 65536 B is too small: at least \d+ B") as caught:
+        plan.check()
+    assert f"at least {plan.schedule.device_bytes} B" in str(caught.value), "the schedule shown is the most frugal"
+
+
+def test_a_host_that_is_too_small_is_refused():
+    plan = megatrain.plan(on_meta(), IDS, optimizer="AdamW", host_memory="1MiB")
+    assert not plan.fits
+    with pytest.raises(ExecuteError, match=r"MiB of host memory, 1\.00 MiB are available"):
+        plan.check()
+    assert megatrain.plan(on_meta(), IDS, optimizer="AdamW", host_memory="1GiB").fits
+
+
+def test_without_a_figure_the_host_is_this_machine(monkeypatch: pytest.MonkeyPatch):
+    plan = megatrain.plan(on_meta(), IDS)
+    monkeypatch.setattr("megatrain.host_memory.available_now", lambda: plan.host.total_bytes)
+    assert plan.fits
+    monkeypatch.setattr("megatrain.host_memory.available_now", lambda: plan.host.total_bytes - 1)
+    assert not plan.fits
+    assert "fit" not in str(plan), "a text doesn't hang on what is free at the moment"
+
+
+def test_more_micro_batches_park_more_but_move_no_more_weights():
+    one, four = (megatrain.plan(on_meta(), IDS, micro_batches=n, activations="offload") for n in (1, 4))
+    assert four.host.bytes_of("parks") == 4 * one.host.bytes_of("parks") > 0
+    assert sum(op.what == "W" for op in four.schedule.ops) == sum(op.what == "W" for op in one.schedule.ops)
+
+
+def test_block_bytes_and_activations_reach_the_schedule():
+    plan = megatrain.plan(on_meta(depth=4), IDS, block_bytes="30KB", activations="keep")
+    assert len(plan.program.blocks) > 6
+    assert len(plan.schedule.saves) == len(plan.program.blocks)
+
+
+def test_what_can_not_be_planned_is_refused():
+    model = on_meta()
+    with pytest.raises(OptionError, match="plan needs an example of a call"):
+        megatrain.plan(model)
+    with pytest.raises(OptionError, match="precision='fp8' is not known"):
+        megatrain.plan(model, IDS, precision="fp8")
+    with pytest.raises(OptionError, match="device_memory='much' is not a size"):
+        megatrain.plan(model, IDS, device_memory="much")
+    with pytest.raises(OptionError, match="optimizer='Adamw' is not known"):
+        megatrain.plan(model, IDS, optimizer="Adamw")
+    with pytest.raises(OptionError, match="activations='some' is unknown"):
+        megatrain.plan(model, IDS, activations="some")
+    with pytest.raises(OptionError, match="nothing that the model returns needs a gradient"):
+        megatrain.plan(on_meta().requires_grad_(False), IDS)
+    with pytest.raises(TraceError, match=r"plan takes an nn\.Module, not int"):
+        megatrain.plan(3, IDS)  # type: ignore[arg-type]
+
+
+# A process of its own, because the peak of resident memory belongs to a process.
+SCRIPT = """
+import json, resource, time
+import torch, transformers
+import megatrain
+transformers.logging.set_verbosity_error()
+config = transformers.LlamaConfig(
+    hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, use_cache=False,
+)
+with torch.device("meta"):
+    model = transformers.LlamaForCausalLM(config)
+ids = torch.randint(0, 1000, (1, 2048))
+start = time.perf_counter()
+plan = megatrain.plan(
+    model, example_kwargs={"input_ids": ids, "labels": ids}, device_memory="10GiB", host_memory="64GiB",
+    optimizer="AdamW", precision="bf16", micro_batches=8, max_grad_norm=1.0,
+)
+print(json.dumps({
+    "parameters": plan.host.num_parameters, "seconds": time.perf_counter() - start, "fits": plan.fits,
+    "device": plan.schedule.device_bytes, "rows": {row.name: row.nbytes for row in plan.host.rows},
+    "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+}))
+"""
+
+
+def test_a_llama_of_seven_billion_parameters_is_planned_in_seconds_and_little_memory():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=240, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found["parameters"] == 6738415616
+    assert found["rows"]["AdamW.exp_avg"] == 4 * found["parameters"]
+    assert found["rows"]["parameters"] == found["rows"]["low halves"] == 2 * found["parameters"]
+    assert found["device"] <= 10 * 2**30
+    assert not found["fits"], "12 bytes per parameter are 75 GiB"
+    assert found["peak_bytes"] < 2 * 2**30
+    # 2 seconds on an idle core; the bound leaves room for a loaded machine.
+    assert found["seconds"] < 30
