@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from megatrain.errors import ExecuteError, OptionError
-from megatrain.optim.need import OptimizerNeed, Updated, made_over, optimizer_need
+from megatrain.errors import ExecuteError
+from megatrain.optim.masters import Masters
+from megatrain.optim.need import OptimizerNeed, made_over, optimizer_need
+from megatrain.optim.stand_ins import Updated
+from megatrain.options import MASTERS, PRECISIONS, check_one_of
 from megatrain.passes.program import Program
 from megatrain.runtime.available import available_bytes as available_now
 from megatrain.runtime.facts import Facts
@@ -17,9 +20,6 @@ from megatrain.runtime.image import aligned
 from megatrain.scheduler.table import Schedule
 from megatrain.sizes import format_bytes
 from megatrain.tracer.state import StateEntry, inventory
-
-PRECISIONS = ("fp32", "bf16")
-MASTERS = ("exact", "rounded")
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
 """An optimizer, its class, or the class's name in `torch.optim`."""
@@ -113,7 +113,7 @@ def host_plan(
     optimizer: OptimizerLike | None = None,
     *,
     precision: str = "fp32",
-    masters: str = "exact",
+    masters: Masters | str = "exact",
     on_host: bool = False,
 ) -> HostPlan:
     """Adds up what the steps of a model take of host memory; allocates nothing.
@@ -124,7 +124,8 @@ def host_plan(
         model: The model; its parameters may be on meta.
         optimizer: Over the model's parameters; None for none.
         precision: `"fp32"`, or `"bf16"` for bf16 parameters over fp32 masters, whether or not they are bf16 yet.
-        masters: What bf16 parameters have: `"exact"` low halves, or `"rounded"` values and nothing beside them.
+        masters: What bf16 parameters have: `"exact"` low halves, or `"rounded"` values and nothing beside them. Or
+            the masters themselves, `compiled.masters`.
         on_host: The compute device is the host, so what the schedule takes of the device lies there too.
 
     Raises:
@@ -132,38 +133,30 @@ def host_plan(
         OptimizerError: If the optimizer needs all parameters at once, or what it keeps can't be found out.
     """
     check_one_of("precision", precision, PRECISIONS)
-    check_one_of("masters", masters, MASTERS)
+    kind = masters.kind if isinstance(masters, Masters) else masters
+    check_one_of("masters", kind, ("whole", *MASTERS))
     programs = (programs,) if isinstance(programs, Program) else tuple(programs)
     entries, tensors = inventory(model)
     entries = narrow_entries(entries) if precision == "bf16" else entries
     rows = [*_state_rows(programs, entries)]
     is_split = precision == "bf16"
-    if is_split and masters == "exact":
+    if is_split and kind == "exact":
         rows.append(("low halves", sum(2 * e.spec.numel for e in entries.values() if _is_trained_bf16(e))))
     held: list[torch.Tensor] = [*tensors.values(), *(t.grad for t in tensors.values() if t.grad is not None)]
     need = OptimizerNeed({}, 0)
     if optimizer is not None:
         optimizer, parameters = _over(optimizer, entries, tensors)
-        need = optimizer_need(optimizer, _updates(programs, entries, parameters, is_split=is_split))
+        blocks = _updates(programs, entries, parameters, is_split=is_split)
+        need = optimizer_need(optimizer, blocks, undoes=schedule.updates != "none", scales=schedule.clip)
         name = type(optimizer).__name__
         rows += [(f"{name}.{key}", nbytes) for key, nbytes in need.state.items()]
         held += [t for state in optimizer.state.values() for t in dict(state).values() if isinstance(t, torch.Tensor)]
     rows += [*_step_rows(programs, entries, schedule, on_host=on_host), ("update scratch", need.scratch_bytes)]
     kept = tuple(HostRow(name, nbytes) for name, nbytes in rows if nbytes)
     num_parameters = sum(e.spec.numel for e in entries.values() if e.kind == "parameter")
-    plan = HostPlan(kept, num_parameters, _held_bytes(held), is_estimate=need.is_estimate)
+    held_bytes = _held_bytes(held) + (masters.held_bytes if isinstance(masters, Masters) else 0)
+    plan = HostPlan(kept, num_parameters, held_bytes, is_estimate=need.is_estimate)
     return replace(plan, helps=_helps(plan, schedule, sum(need.state.values()), can_narrow=precision == "fp32"))
-
-
-def check_one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
-    """Refuses an unknown choice.
-
-    Raises:
-        OptionError: Naming the option and what it accepts.
-    """
-    if value not in accepted:
-        choices = ", ".join(f'"{a}"' for a in accepted)
-        raise OptionError(f"{name}={value!r} is not known.\n  {name} is one of {choices}.")
 
 
 def narrow_entries(entries: Mapping[str, StateEntry]) -> dict[str, StateEntry]:

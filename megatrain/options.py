@@ -61,16 +61,16 @@ class Options:
             OptionError: Naming the option, its value, and what it accepts.
         """
         target = _read_device(device)
-        _one_of("precision", precision, PRECISIONS)
-        _one_of("masters", masters, MASTERS)
+        check_one_of("precision", precision, PRECISIONS)
+        check_one_of("masters", masters, MASTERS)
         if masters == "rounded" and precision != "bf16":
             raise OptionError(
                 'masters="rounded" needs precision="bf16".\n'
                 "  It says how bf16 parameters take an update; fp32 ones are their own masters.\n"
                 '  Give precision="bf16" as well, or leave masters out.'
             )
-        _one_of("activations", activations, ACTIVATIONS)
-        _one_of("transfer", transfer, TRANSFERS)
+        check_one_of("activations", activations, ACTIVATIONS)
+        check_one_of("transfer", transfer, TRANSFERS)
         if transfer == "bind" and target.type != "cpu":
             raise OptionError(
                 f'transfer="bind" needs the compute device to be the host, but it is {target}.\n'
@@ -95,7 +95,12 @@ class Options:
         return int(free * _MARGIN)
 
 
-def _one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
+def check_one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
+    """Refuses a choice that is none.
+
+    Raises:
+        OptionError: Naming the option, its value, and what it accepts.
+    """
     if value not in accepted:
         choices = ", ".join(f'"{a}"' for a in accepted)
         raise OptionError(f"{name}={value!r} is not known.\n  {name} is one of {choices}.")

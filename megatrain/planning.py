@@ -11,15 +11,8 @@ import torch
 from torch import nn
 
 from megatrain.errors import ExecuteError, OptionError, ScheduleError, TraceError
-from megatrain.host_memory import (
-    PRECISIONS,
-    HostPlan,
-    OptimizerLike,
-    check_one_of,
-    host_plan,
-    in_columns,
-    narrow_entries,
-)
+from megatrain.host_memory import HostPlan, OptimizerLike, host_plan, in_columns, narrow_entries
+from megatrain.options import PRECISIONS, check_one_of
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.runtime.block import outer_hooks_off

@@ -193,6 +193,29 @@ def test_masters_in_halves_take_four_bytes_and_moments_eight():
     assert as_they_are.bytes_of("AdamW.exp_avg") == 2 * trained
 
 
+@pytest.mark.parametrize("masters", ["exact", "rounded"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adafactor"])
+def test_rows_in_bf16_are_what_a_step_leaves(name: str, masters: str):
+    model, ids = Gpt(width=64), torch.randint(0, 32, (2, 8))
+    model.positions.requires_grad_(False)
+    model.register_parameter("unused", nn.Parameter(torch.zeros(10)))
+    compiled = megatrain.compile(model, device="cpu", precision="bf16", masters=masters)
+    optimizer = getattr(torch.optim, name)(model.parameters(), **({"momentum": 0.9} if name == "SGD" else {}))
+    step = megatrain.TrainStep(compiled, optimizer, loss=lambda logits, _: logits.square().mean())
+    schedule = step.prepare(ids)
+    plan = host_plan(compiled.program, schedule, model, optimizer, precision="bf16", masters=compiled.masters)
+    step(ids)
+    assert compiled.engine.store is not None
+    assert plan.bytes_of("parameters") + plan.bytes_of("buffers") == compiled.engine.store.nbytes
+    assert plan.bytes_of("state of no block") == 64
+    assert plan.bytes_of("low halves") == compiled.masters.low_bytes
+    assert plan.bytes_of(name) == bytes_of(t for state in optimizer.state.values() for t in state.values())
+    again = host_plan(compiled.program, schedule, model, optimizer, precision="bf16", masters=compiled.masters)
+    assert again.rows == plan.rows
+    lasting = ("parameters", "low halves", name)
+    assert 0 <= sum(map(plan.bytes_of, lasting)) - again.held_bytes + 20 < 64 * len(list(model.parameters()))
+
+
 def test_a_model_that_is_still_fp32_counts_as_it_will_be():
     ids = torch.randint(0, 32, (2, 8))
     program, schedule = whole_step(Gpt().bfloat16(), ids, updates="serial")
@@ -326,6 +349,7 @@ from torch import nn
 import megatrain
 from megatrain.host_memory import host_plan
 from megatrain.optim.blockwise import BlockOptimizer
+from megatrain.runtime.heap import map_large_blocks
 torch.set_num_threads(1)
 
 
@@ -342,11 +366,18 @@ def net(width, depth):
     return nn.Sequential(nn.Embedding(4000, width), *(Layer(width) for _ in range(depth)), nn.Linear(width, 4000))
 
 
-def train(model, options):
+def train(model, options, step_options):
     compiled = megatrain.compile(model, device="cpu", **options)
-    variant = compiled.prepare(IDS)
     optimizer = torch.optim.AdamW(model.parameters())
-    plan = host_plan(variant.program, variant.schedule, model, optimizer, on_host=True)
+    known = {"precision": options.get("precision", "fp32"), "masters": compiled.masters, "on_host": True}
+    if step_options is not None:
+        map_large_blocks()
+        step = megatrain.TrainStep(compiled, optimizer, loss=lambda result, _: result.square().mean(), **step_options)
+        for _ in range(4):
+            step([(IDS,), (IDS,)])
+        return compiled, optimizer, host_plan(compiled.program, step.schedule, model, optimizer, **known)
+    variant = compiled.prepare(IDS)
+    plan = host_plan(variant.program, variant.schedule, model, optimizer, **known)
     blocks = BlockOptimizer(optimizer, [list(layer.parameters()) for layer in model])
     compiled(IDS).square().mean().backward()
 
@@ -373,13 +404,13 @@ def most():
     return 1024 * int(line.split()[1])
 
 
-options = json.loads(sys.argv[1])
+options = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 IDS = torch.randint(0, 4000, (2, 8))
-train(net(32, 2), options)
+train(net(32, 2), *options)
 before = now()
 open("/proc/self/clear_refs", "w").write("5")
 resident = most()
-compiled, optimizer, plan = train(net(768, 8), options)
+compiled, optimizer, plan = train(net(768, 8), *options)
 peak = most() - resident
 kept = now() - before
 print(json.dumps({
@@ -389,17 +420,35 @@ print(json.dumps({
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with Linux's /proc")
+def measured(options: dict[str, Any], step_options: dict[str, Any] | None = None) -> Any:
+    arguments = [json.dumps(options), json.dumps(step_options)]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240, check=True
+    )
+    return json.loads(done.stdout)
+
+
+on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with Linux's /proc")
+
+
+@on_linux
 @pytest.mark.parametrize("options", [{}, {"memory": "80MB"}], ids=["in place", "streamed"])
 def test_measured_use_agrees_within_three_percent(options: dict[str, Any]):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(options)],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=True,
-    )  # fmt: skip
-    found = json.loads(done.stdout)
+    found = measured(options)
     passing = ("device memory", "update scratch")
     lasting = sum(nbytes for name, nbytes in found["rows"].items() if name not in passing) + found["arena"]
     assert lasting > 700e6
     assert abs(found["kept"] / lasting - 1) < 0.03, found
     # At no moment of the first step, in which all state is made, was there more than all rows together.
     assert found["peak"] < 1.03 * found["total"], found
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("options", "step_options"),
+    [({}, {}), ({"memory": "80MB"}, {"max_grad_norm": 1.0}), ({"precision": "bf16"}, {"overlap": False})],
+    ids=["overlap", "deferred", "bf16"],
+)
+def test_whole_steps_never_take_more_than_the_plan(options: dict[str, Any], step_options: dict[str, Any]):
+    found = measured(options, step_options)
+    assert 0.9 * found["total"] < found["peak"] < 1.03 * found["total"], found

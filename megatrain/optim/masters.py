@@ -97,6 +97,11 @@ class Masters(Mapping[torch.Tensor, Master]):
         """Bytes of the low halves when each was written once."""
         return sum(2 * held.parameter.numel() for held in self._halved())
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the low halves that exist now."""
+        return sum(held.low.nbytes for held in self._held.values() if held.low is not None)
+
     # -- keeping both halves together ----------------------------------------------------------------------
 
     def find(self) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from megatrain.errors import OptimizerError, OptionError
-from megatrain.optim.need import Updated, made_over, optimizer_need
+from megatrain.optim.need import made_over, optimizer_need
+from megatrain.optim.stand_ins import Updated
 from megatrain.optim.whole_step import step_code
 from megatrain.tracer.spec import TensorSpec
 
@@ -118,6 +119,22 @@ def test_halves_are_joined_unless_the_update_is_one_pass():
     by_code = optimizer_need(torch.optim.AdamW([parameter], amsgrad=True), blocks)
     assert by_code.scratch_bytes == 2 * 4000 + 8000
     assert optimizer_need(torch.optim.SGD([parameter]), blocks).scratch_bytes == 8000
+
+
+@pytest.mark.parametrize("reason", [None, "no compiler"])
+def test_what_is_kept_to_undo_an_update_counts_where_one_may_fail(reason: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatrain.optim.need.native_reason", lambda: reason)
+    narrow = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    halves = [[Updated(narrow, TensorSpec((1000,), torch.float32), is_split=True)]]
+    in_one_pass = optimizer_need(torch.optim.AdamW([narrow]), halves, undoes=True, scales=True)
+    assert in_one_pass.scratch_bytes == (0 if reason is None else 4000 + 8004)
+    wide = nn.Parameter(torch.zeros(1000))
+    fused = optimizer_need(torch.optim.AdamW([wide], fused=True), alone([wide]), undoes=True, scales=True)
+    assert fused.scratch_bytes == in_one_pass.scratch_bytes
+    by_code = torch.optim.AdamW([wide])
+    assert optimizer_need(by_code, alone([wide])).scratch_bytes == 8000
+    assert optimizer_need(by_code, alone([wide]), scales=True).scratch_bytes == 8000 + 4000
+    assert optimizer_need(by_code, alone([wide]), undoes=True).scratch_bytes == 8000 + 4000 + 8004
 
 
 class OverMemory(torch.optim.Optimizer):
