@@ -154,7 +154,7 @@ def _clone(optimizer: Optimizer) -> Optimizer:
         kept = _few(group["params"])
         made = {key: own_copy(value) for key, value in group.items() if key not in ALIGNED}
         made.update({key: [group[key][i] for i in kept] for key in ALIGNED if key in group})
-        made["params"] = [torch.nn.Parameter(_corner(p), p.requires_grad) for p in made["params"]]
+        made["params"] = [torch.nn.Parameter(_stand_in(p, optimizer), p.requires_grad) for p in made["params"]]
         for index, stand_in in zip(kept, made["params"], strict=True):
             if group["params"][index] in optimizer.state:
                 state[stand_in] = _corners(optimizer.state[group["params"][index]])
@@ -169,6 +169,14 @@ def _few(parameters: list[torch.Tensor]) -> list[int]:
     for index, parameter in enumerate(parameters):
         kinds.setdefault((parameter.dim(), parameter.dtype), []).append(index)
     return sorted(index for places in kinds.values() for index in places[:2])
+
+
+def _stand_in(parameter: torch.Tensor, optimizer: Optimizer) -> torch.Tensor:
+    """Returns the corner of a parameter, in fp32 if its state says that an fp32 master is what the code updates."""
+    values: Any = optimizer.state.get(parameter, {}).values()
+    is_wide = any(isinstance(v, torch.Tensor) and v.dim() and v.dtype == torch.float32 for v in values)
+    corner = _corner(parameter)
+    return corner.float() if is_wide and corner.dtype == torch.bfloat16 else corner
 
 
 def _corner(tensor: torch.Tensor) -> torch.Tensor:

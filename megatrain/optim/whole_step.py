@@ -21,7 +21,13 @@ HOOKS = tuple(
 ALIGNED = ("params", "param_names")
 """What a group holds per parameter; all else are options."""
 
-_OWN = ("state", "param_groups", "step", *HOOKS)
+_OF_STATE_DICTS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_OWN = ("state", "param_groups", "step", *HOOKS, *_OF_STATE_DICTS)
 
 
 def step_code(optimizer: Optimizer) -> StepCode:
@@ -31,7 +37,7 @@ def step_code(optimizer: Optimizer) -> StepCode:
 
 
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns what an optimizer holds beside its groups, its state and its hooks."""
+    """Returns what an optimizer holds beside its groups, its state and its hooks: a step may read and change it."""
     return {name: value for name, value in vars(optimizer).items() if name not in _OWN}
 
 
