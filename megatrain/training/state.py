@@ -21,7 +21,7 @@ class State:
 
     Args:
         weights: Its own tensors under the names of its state dict.
-        hidden: Other tensors that the next step depends on, as `state/<key>`: buffers that no state dict has although
+        hidden: Other tensors that the next step depends on, as `.state/<key>`: buffers that no state dict has although
             forwards write them, and whatever a hook on the state dict left out.
         others: What else the state dict holds, by name: extra states of modules, and what hooks put there.
     """
@@ -89,8 +89,8 @@ class State:
                 yield f"differs: `{key}` {stored}, but {spec} here"
 
 
-HIDDEN = "state/"
-"""In front of the names of hidden tensors."""
+HIDDEN = ".state/"
+"""In front of the names of hidden tensors; no name of a module begins with a dot."""
 
 
 def _identity(tensor: torch.Tensor) -> object:
