@@ -77,15 +77,15 @@ def restore(
     """
     checkpoint = saving.load(folder)
     extra = _extra(checkpoint)
-    _check_scheduler(extra["scheduler"], scheduler)
+    _check_scheduler(checkpoint, scheduler)
     saving.check_generators(extra["generators"])
     checkpoint.check_optimizer(optimizer, _parameters(compiled))
     hidden = {name: saved for name, saved in checkpoint.tensors.items() if name.startswith(HIDDEN)}
     masters = {name: saved for name, saved in checkpoint.tensors.items() if name not in hidden}
     compiled.masters.check(masters)
     state = State.of(compiled)
-    state.check_others(extra["modules"])
-    state.places(hidden, compiled)
+    state.check_others(checkpoint, extra["modules"])
+    state.places(checkpoint, hidden, compiled)
     if compiled.has_unread_weights:
         compiled.load_weights()
         state = State.of(compiled)
@@ -95,7 +95,7 @@ def restore(
         # First: hooks get the state dict that they know, and what they do to weights is overwritten.
         compiled.load_state_dict({**state.weights, **extra["modules"]}, strict=False)
     checkpoint.read_weights(state.weights)
-    for name, tensor in state.places(hidden, compiled).items():
+    for name, tensor in state.places(checkpoint, hidden, compiled).items():
         hidden[name].read(tensor)
     compiled.written_buffers.update(name.removeprefix(HIDDEN) for name in hidden)
     compiled.masters.restore(masters)  # after the parameters: who writes these sets the masters
@@ -117,9 +117,10 @@ def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
     return checkpoint.extra
 
 
-def _check_scheduler(saved: Any, scheduler: Scheduler | None) -> None:
-    if (scheduler is None) != (saved is None):
-        has, lacks = ("the checkpoint", "load()") if scheduler is None else ("load()", "the checkpoint")
+def _check_scheduler(checkpoint: saving.Checkpoint, scheduler: Scheduler | None) -> None:
+    if (scheduler is None) != (checkpoint.extra["scheduler"] is None):
+        name = f"the checkpoint `{checkpoint.folder}`"
+        has, lacks = (name, "load()") if scheduler is None else ("load()", name)
         raise CheckpointError(
             f"{has} has a scheduler, {lacks} has none.\n  Learning rates would go on as if another had set them.\n"
             "  Give save and load the same."

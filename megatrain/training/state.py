@@ -10,7 +10,7 @@ import torch
 
 from megatrain.compiled import CompiledModule
 from megatrain.errors import CheckpointError
-from megatrain.saving import Saved, Source
+from megatrain.saving import Checkpoint, Saved, Source
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import inventory
 
@@ -49,30 +49,36 @@ class State:
         }
         return State(weights, hidden, {name: value for name, value in listed.items() if name not in weights})
 
-    def check_others(self, saved: Mapping[str, Any]) -> None:
+    def check_others(self, checkpoint: Checkpoint, saved: Mapping[str, Any]) -> None:
         """Compares the names of extra states with those of a checkpoint.
+
+        Args:
+            checkpoint: For the error.
+            saved: Its extra states by name.
 
         Raises:
             CheckpointError: Listing all differences.
         """
         problems = [f"missing: `{name}` is not in the checkpoint" for name in self.others if name not in saved]
         problems += [f"unexpected: `{name}` is not in this model" for name in saved if name not in self.others]
-        _refuse("extra states", problems)
+        _refuse(checkpoint, "extra states", problems)
 
-    def places(self, saved: Mapping[str, Saved], compiled: CompiledModule) -> dict[str, torch.Tensor]:
+    def places(
+        self, checkpoint: Checkpoint, saved: Mapping[str, Saved], compiled: CompiledModule
+    ) -> dict[str, torch.Tensor]:
         """Finds where the hidden tensors of a checkpoint lie in a model.
 
         Args:
-            saved: Those of a checkpoint, by name.
+            checkpoint: For the error.
+            saved: Its hidden tensors by name.
             compiled: The model.
 
         Raises:
             CheckpointError: If the model lacks one, it is another one there, or the checkpoint lacks a persistent one.
         """
         entries, tensors = inventory(compiled.model)
-        _refuse(
-            "state", list(self._mismatches(saved, tensors, {HIDDEN + k for k, e in entries.items() if e.persistent}))
-        )
+        persistent = {HIDDEN + key for key, entry in entries.items() if entry.persistent}
+        _refuse(checkpoint, "state", list(self._mismatches(saved, tensors, persistent)))
         return {name: tensors[name.removeprefix(HIDDEN)] for name in saved}
 
     def _mismatches(
@@ -99,10 +105,11 @@ def _identity(tensor: torch.Tensor) -> object:
     return id(tensor) if place is None else place
 
 
-def _refuse(what: str, problems: list[str]) -> None:
+def _refuse(checkpoint: Checkpoint, what: str, problems: list[str]) -> None:
     if problems:
         lines = [
             f"the checkpoint doesn't fit the {what} of this model: {len(problems)} differences.",
+            f"checkpoint: `{checkpoint.folder}`",
             *problems,
             "The next step depends on all that was saved.",
             "Build the model as it was.",

@@ -15,7 +15,7 @@ import megatrain
 from megatrain.saving import load
 from tests.models import MODELS
 from tests.saving.training import same
-from tests.training.resuming import BF16, CASES, CLIP, PARKED, Case, Run, labelled, stack, tokens
+from tests.training.resuming import BF16, CASES, CLIP, PARKED, Case, Run, labelled, tokens
 
 TRAINED: dict[str, Case] = {
     "tied": Case(MODELS["gpt_loss"], tokens, step=(CLIP, CLIP)),

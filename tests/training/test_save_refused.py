@@ -1,0 +1,250 @@
+"""A checkpoint that is damaged or of something else is refused by name, before anything is changed if headers tell."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain import saving
+from tests.saving.training import refusal
+from tests.training.resuming import (
+    BF16,
+    CASES,
+    CLIP,
+    OPTIMIZERS,
+    ROUNDED,
+    Case,
+    Run,
+    Running,
+    in_sequence,
+    points,
+    seed,
+    stack,
+    warm_up,
+)
+
+LINEAR = Case(lambda: stack(lambda: nn.Linear(4, 4)), points, scheduler=warm_up, step=(CLIP, CLIP))
+HIDDEN = replace(CASES["running"], compile=({}, {}))
+NARROW = replace(LINEAR, compile=(BF16, BF16))
+HALF = replace(NARROW, build=lambda: LINEAR.build().bfloat16(), batch=lambda step: points(step).bfloat16())
+
+
+def saved(folder: Path, case: Case, **options: Any) -> None:
+    run = Run(case)
+    run.train(2)
+    run.save(folder, **options)
+
+
+def resumed(case: Case) -> Run:
+    """A run with other values, to be read into."""
+    seed(5)
+    return Run(case)
+
+
+def load(run: Run, folder: Path, **options: Any) -> None:
+    loaded = {"scheduler": run.scheduler, "loss": run.step._loss, **options}
+    run.step = megatrain.TrainStep.load(folder, run.compiled, run.optimizer, **loaded)
+
+
+def assert_refused(run: Run, folder: Path, *texts: str, **options: Any) -> None:
+    """Asserts that an error has these texts, and that nothing is changed."""
+    before = run.state()
+    text = refusal(lambda: load(run, folder, **options))
+    assert [part for part in texts if part not in text] == [], text
+    assert len(text.splitlines()) > 2
+    assert run.state() == before
+
+
+# -- damaged -----------------------------------------------------------------------------------------------------
+
+DAMAGED = replace(HIDDEN, compile=(BF16, BF16), build=lambda: stack(Half), scheduler=warm_up)
+
+
+class Half(Running):
+    """A running mean that fits bf16."""
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().float().mean(0), alpha=0.1)
+        return x + torch.tanh(self.fc(x - self.mean.to(x.dtype)))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with each kind of file, in several shards."""
+    folder = tmp_path_factory.mktemp("damaged") / "run"
+    more: Callable[[Path], Any] = lambda place: (place / "config.json").write_text('{"a": 1}')  # noqa: E731
+    saved(folder, DAMAGED, more=more, shard_bytes=200, user={"t": torch.ones(4)})
+    return folder
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_every_cut_or_missing_file_is_named_before_anything_is_changed(whole: Path, tmp_path: Path):
+    run = resumed(DAMAGED)
+    assert len(files_of(whole)) > 12
+    for file in files_of(whole):
+        folder = tmp_path / "run"
+        for keep in (None, 0, 0.5, -1):
+            shutil.copytree(whole, folder)
+            path = folder / file.relative_to(whole)
+            content = path.read_bytes()
+            if keep is None:
+                path.unlink()
+            else:
+                path.write_bytes(content[: int(keep * len(content)) if keep >= 0 else keep])
+            assert_refused(run, folder, path.name)
+            shutil.rmtree(folder)
+
+
+def test_every_flipped_byte_is_found_and_file_and_tensor_are_named(whole: Path, tmp_path: Path):
+    """Three in each tensor, each header and each text; one at a time."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    manifest = json.loads((whole / "checkpoint.json").read_text())["content"]["files"]
+    good, run = resumed(DAMAGED), resumed(DAMAGED)
+    load(good, whole)
+    for file in files_of(whole):
+        name = str(file.relative_to(whole))
+        path, size = folder / name, file.stat().st_size
+        header = manifest.get(name, {"header_bytes": size})["header_bytes"]
+        places: dict[int, str | None] = dict.fromkeys((0, header // 2, header - 1))
+        for tensor, (_, shape, start, _) in manifest.get(name, {"tensors": {}})["tensors"].items():
+            end = start + torch.Size(shape).numel()  # at least that many bytes
+            places |= dict.fromkeys((start, (start + end) // 2, end - 1), tensor)
+        for place, tensor in places.items():
+            content = bytearray(file.read_bytes())
+            content[place] ^= 1 << place % 8
+            path.write_bytes(content)
+            if tensor is None or "/extra-" in name:
+                assert_refused(run, folder, path.name, *([f"`{tensor}`"] if tensor else []))
+            else:
+                text = refusal(lambda: load(run, folder))
+                assert text.startswith(f"`{tensor}` in `{path}` is damaged: "), text
+                assert "Tensors that were read into have other values now" in text
+            assert path.name in refusal(lambda: saving.load(folder).check())
+        shutil.copy(file, path)
+    # What a damaged one left half read, a whole one sets right.
+    load(run, folder)
+    assert run.state() == good.state()
+
+
+# -- of something else -------------------------------------------------------------------------------------------
+
+
+def only_matrices(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.ndim == 2], lr=1e-2)
+
+
+def frozen() -> nn.Module:
+    model = stack(lambda: nn.Linear(4, 4))
+    model[1].weight.requires_grad_(False)
+    return model
+
+
+class Wider(Running):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1, 4), persistent=False)
+
+
+class Plain(nn.Module):
+    """The parameters of `Noted` and `Running`, and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + torch.tanh(self.fc(x))
+
+
+MISMATCHES: dict[str, tuple[Case, Case, tuple[str, ...]]] = {
+    "class": (LINEAR, replace(LINEAR, optimizer="sgd"), ("class: torch.optim.adamw.AdamW", "SGD here")),
+    "groups": (LINEAR, replace(LINEAR, optimizer="amsgrad"), ("group: `0.bias` in group 1 of", "groups: 2 in the")),
+    "parameters": (LINEAR, replace(LINEAR, optimizer="matrices"), ("unexpected: `0.bias` f32[4]",)),
+    "shapes": (LINEAR, replace(LINEAR, build=lambda: nn.Sequential(nn.Linear(3, 5))), ("`0.weight` f32[4, 3]",)),
+    "names": (LINEAR, replace(LINEAR, build=lambda: stack(Running)), ("missing: `1.fc.weight`", "`1.weight`")),
+    "fp32 into bf16": (LINEAR, NARROW, ("`0.weight` f32[4, 3]", "bf16[4, 3] here")),
+    "bf16 into fp32": (NARROW, LINEAR, ("`0.weight` bf16[4, 3]", "f32[4, 3] here")),
+    "masters into none": (
+        HALF,
+        replace(HALF, compile=({}, {})),
+        ("unexpected: `0.weight.low`", "i16[4, 3] in"),
+    ),
+    "none into masters": (replace(HALF, compile=({}, {})), HALF, ("missing: `0.weight.low`",)),
+    "exact into rounded": (NARROW, replace(NARROW, compile=(ROUNDED, ROUNDED)), ("missing: `0.bias.generator`",)),
+    "rounded into exact": (replace(NARROW, compile=(ROUNDED, ROUNDED)), NARROW, ("unexpected: `0.bias.generator`",)),
+    "frozen": (NARROW, replace(NARROW, build=frozen), ("unexpected: `1.weight",)),
+    "no extra state": (
+        CASES["noted"],
+        replace(CASES["noted"], build=lambda: stack(Plain)),
+        ("unexpected: `1._extra_state`",),
+    ),
+    "extra state": (
+        replace(CASES["noted"], build=lambda: stack(Plain)),
+        CASES["noted"],
+        ("missing: `1._extra_state`",),
+    ),
+    "buffer of another shape": (HIDDEN, replace(HIDDEN, build=lambda: stack(Wider)), ("differs: `1.mean` f32[4]",)),
+    "no such buffer": (HIDDEN, replace(HIDDEN, build=lambda: stack(Plain)), ("unexpected: `1.mean` f32[4]",)),
+    "another scheduler": (LINEAR, replace(LINEAR, scheduler=None), ("/run` has a scheduler",)),
+    "a scheduler": (replace(LINEAR, scheduler=None), LINEAR, ("/run` has none",)),
+}
+OPTIMIZERS["matrices"] = only_matrices
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_checkpoint_of_something_else_is_refused_before_anything_is_changed(tmp_path: Path, name: str):
+    one, other, texts = MISMATCHES[name]
+    saved(tmp_path / "run", one)
+    run = resumed(other)
+    is_of_masters = any(".low" in text or ".generator" in text for text in texts)
+    assert_refused(run, tmp_path / "run", *([] if is_of_masters else [str(tmp_path / "run")]), *texts)
+    saved(tmp_path / "own", other)
+    load(run, tmp_path / "own")
+
+
+def test_what_step_save_did_not_write_is_refused(tmp_path: Path):
+    run = resumed(LINEAR)
+    weights = run.model.state_dict(keep_vars=True)
+    saving.save(tmp_path / "run", weights, optimizer=run.optimizer, extra={"generators": saving.generators_now()})
+    assert_refused(run, tmp_path / "run", "was not written by TrainStep.save: it lacks modules, progress")
+    assert_refused(run, tmp_path, "is no checkpoint")
+    assert_refused(run, tmp_path / "nothing", "is no checkpoint")
+
+
+def test_generators_of_other_devices_are_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state = {**saving.generators_now(), "cuda": [torch.zeros(16, dtype=torch.uint8)] * 3}
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "generators_now", lambda: state)
+        saved(tmp_path / "run", LINEAR)
+    assert_refused(resumed(LINEAR), tmp_path / "run", "random states of 3 CUDA devices")
+
+
+def test_a_scheduler_that_can_not_be_stored_is_named_and_nothing_is_lost(tmp_path: Path):
+    run = Run(replace(LINEAR, scheduler=in_sequence))
+    run.train(1)
+    run.save(tmp_path / "run")
+    before = {file: file.read_bytes() for file in files_of(tmp_path)}
+
+    class Strange:
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": 1, "b": {"fn": len}}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    text = refusal(lambda: run.step.save(tmp_path / "run", scheduler=Strange(), user={"x": object()}))
+    assert "`scheduler.b.fn` is a builtins.builtin_function_or_method" in text
+    assert "`user.x` is a builtins.object" in text
+    assert {file: file.read_bytes() for file in files_of(tmp_path)} == before
