@@ -114,9 +114,16 @@ class Updates:
         Raises:
             OptimizerError: See `BlockOptimizer.begin`.
         """
-        if self.blocks.has_hooks:
-            self._show_gradients()
-        self.blocks.begin()
+        has_hooks = self.blocks.has_hooks
+        try:
+            if has_hooks:
+                self._show_gradients()
+            self.blocks.begin()
+        except BaseException:
+            _hide_gradients(self.arriving)
+            raise
+        if has_hooks:
+            self._take_shown_gradients()
         self._using = self.arriving
         self._code.scale = self._using.scale
         self._left = set(range(len(self.blocks)))
@@ -128,6 +135,11 @@ class Updates:
             # A copy, which the hooks may keep: gradients lie where the next step's will.
             parameter.grad = found.by_parameter[parameter] = gradient.clone().mul_(found.scale)
         found.scale = 1.0
+
+    def _take_shown_gradients(self) -> None:
+        """Reads what hooks made of the gradients."""
+        shown: list[tuple[torch.Tensor, torch.Tensor | None]] = [(p, p.grad) for p in self.arriving.by_parameter]
+        self.arriving.by_parameter = {parameter: gradient for parameter, gradient in shown if gradient is not None}
 
     def update(self, block: int) -> None:
         """Updates the parameters of a block. If that fails they are as before, and it may be tried again."""
@@ -159,6 +171,7 @@ class Updates:
     def abandon(self) -> None:
         """Ends the optimizer's step without an update; see `BlockOptimizer.abandon`."""
         self.blocks.abandon()
+        _hide_gradients(self._using)
         self._using = Gradients.none()
         self._left.clear()
 
@@ -192,6 +205,11 @@ def _own(state: dict[Any, Any], gradient: torch.Tensor) -> None:
 
     for name, value in state.items():
         state[name] = pytree.tree_map(own, value)
+
+
+def _hide_gradients(found: Gradients) -> None:
+    for parameter in found.by_parameter:
+        parameter.grad = None
 
 
 def check_max_norm(max_norm: float | None) -> float | None:

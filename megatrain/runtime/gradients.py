@@ -64,6 +64,7 @@ class GradientSink:
         needs_slab = device.type != "cpu" and landing is None
         self._slab = HostArena(max(1, slab_bytes), pin=device) if needs_slab else None
         self._sums: dict[str, torch.Tensor] = {}
+        self._taken: set[str] = set()
         self._take: Take = self._accumulate
 
     @staticmethod
@@ -82,6 +83,7 @@ class GradientSink:
         """Starts a backward, whose gradients `take` gets; None adds them to `.grad`."""
         self._sums.clear()  # of a backward that failed
         self._reuses_places = True
+        self._taken.clear()
         self._take = take or self._accumulate
 
     def stop_reuse(self) -> None:
@@ -98,7 +100,7 @@ class GradientSink:
         gradients: Sequence[tuple[torch.Tensor | None, bool]],
         completes: Iterable[str],
     ) -> None:
-        """Takes one block's gradients.
+        """Takes one block's gradients. If a hook on a parameter fails, the same block may come again.
 
         Args:
             block: Which it is.
@@ -107,7 +109,14 @@ class GradientSink:
                 too, so that it may not be adopted.
             completes: Keys whose sum is complete with this block.
         """
-        landed = self._land(block, gradients)
+        before = dict(self._sums)
+        try:
+            self._receive(keys, self._land(block, gradients), completes)
+        except BaseException:
+            self._sums = before
+            raise
+
+    def _receive(self, keys: Sequence[str], landed: Sequence[torch.Tensor | None], completes: Iterable[str]) -> None:
         for key, gradient in zip(keys, landed, strict=True):
             if gradient is None:
                 continue
@@ -121,8 +130,9 @@ class GradientSink:
                 continue
             if key in self._parts:
                 self._fill_rows(self._parts[key], total)
-            else:
+            elif key not in self._taken:
                 self._take(key, total)
+                self._taken.add(key)
 
     def _fill_rows(self, part: StateEntry, gradient: torch.Tensor) -> None:
         """Puts a part's gradient into the whole, which counts as one once all its parts are complete."""

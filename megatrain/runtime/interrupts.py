@@ -13,9 +13,13 @@ class Interrupts:
 
     Python raises `KeyboardInterrupt` between any two bytecodes of the main thread: half an operation would be done, and
     nobody could tell which half. On other threads nothing is held back, because signals never arrive there.
+
+    Attributes:
+        note: Says in a note of what is raised at the end how far the body came.
     """
 
     def __init__(self) -> None:
+        self.note: str | None = None
         self._previous: Any = None
         self._arrived: tuple[int, FrameType | None] | None = None
 
@@ -42,4 +46,9 @@ class Interrupts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
-            self.check()
+            try:
+                self.check()
+            except BaseException as raised:
+                if self.note is not None:
+                    raised.add_note(self.note)
+                raise

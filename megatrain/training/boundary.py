@@ -81,7 +81,7 @@ class Boundary:
             self._skip(updates)
         elif running.mode.updates in ("none", "deferred"):
             updates.begin()
-        self._close(run, updates)
+        self._close(run, running, updates)
 
     def _skip(self, updates: Updates) -> None:
         text = updates.describe_nonfinite()
@@ -94,10 +94,11 @@ class Boundary:
         self.progress.nonfinite = text
         self.progress.skipped += 1
 
-    def _close(self, run: StepRun, updates: Updates) -> None:
+    def _close(self, run: StepRun, running: Running, updates: Updates) -> None:
         updates.drop_arriving()
         run.commit()
         self.progress.count += 1
+        running.interrupts.note = "  The step was completed."
 
     def _go_back(self, run: StepRun, running: Running, updates: Updates, error: BaseException) -> None:
         """Leaves no trace of a step that has not updated anything; updates of the step before are completed."""
@@ -124,7 +125,7 @@ class Boundary:
             self._end(run, running, updates)
             error.add_note("  Parameters had been updated before it failed, so the step was completed.")
         except BaseException as again:
-            self._close(run, updates)
+            self._close(run, running, updates)
             error.add_note(_still_due(updates, again))
 
     def _give_up(self, run: StepRun, updates: Updates, error: BaseException) -> None:

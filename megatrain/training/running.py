@@ -137,10 +137,12 @@ class Running:
         gradient = laid_out(gradient, parameter)
         if post:
             parameter.grad = gradient
-            for hook in post.values():
-                hook(parameter)
-            left: torch.Tensor | None = parameter.grad
-            parameter.grad = None
+            try:
+                for hook in post.values():
+                    hook(parameter)
+                left: torch.Tensor | None = parameter.grad
+            finally:
+                parameter.grad = None
             if left is None:  # pyright: ignore[reportUnnecessaryComparison]
                 return
             gradient = left

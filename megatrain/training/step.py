@@ -15,6 +15,7 @@ from megatrain.errors import ExecuteError, OptionError
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.optim.updates import check_max_norm
 from megatrain.optim.whole_step import Optimizer
+from megatrain.runtime.interrupts import Interrupts
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.costs import Measured
@@ -227,7 +228,8 @@ class TrainStep:
             return
         self._is_running = True
         try:
-            self._setup.complete()
+            with Interrupts():
+                self._setup.complete()
         finally:
             self._is_running = False
 

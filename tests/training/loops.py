@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from torch import nn
 
 import megatrain
 from megatrain.runtime.rng import micro_batch_seed
+from megatrain.runtime.streams import Chaos
 from tests.models import MODELS, Stack
+from tests.training.hazards import TRAP, hazardous
 
 LossOf = Callable[[Any, Any], torch.Tensor] | None
 
@@ -66,6 +69,11 @@ def square(result: Any, batch: Any) -> torch.Tensor:
     return result.square().mean()
 
 
+def trapped(result: Any, batch: Any) -> torch.Tensor:
+    TRAP.at("loss")
+    return result.square().mean()
+
+
 def second(result: Any, batch: Any) -> torch.Tensor:
     return result[1]
 
@@ -93,6 +101,7 @@ TASKS: dict[str, Task] = {
     "cnn": Task(lambda: MODELS["cnn"]()[0], image_batch, image_loss),
     "lora": Task(lora, labelled),
     "stack": Task(lambda: seeded_stack(4), stack_batch, square),
+    "hazardous": Task(hazardous, stack_batch, trapped),
 }
 
 
@@ -100,6 +109,30 @@ def seeded_stack(depth: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)
         return Stack(depth)
+
+
+@functools.cache
+def _compiled(name: str, options: tuple[tuple[str, Any], ...]) -> megatrain.CompiledModule:
+    return megatrain.compile(TASKS[name].build(), device="cpu", **dict(options))
+
+
+def fresh(name: str, chaos: Chaos | None = None, **options: Any) -> megatrain.CompiledModule:
+    """A task's model, compiled. Its captures, which take most of the time, are shared by all who ask for these options.
+
+    Parameters, buffers and `requires_grad` are those of a new model; `chaos` is its own.
+    """
+    compiled = _compiled(name, tuple(sorted(({"transfer": "copy"} | options).items())))
+    begun = TASKS[name].build()
+    with torch.no_grad():
+        for own, first in zip(compiled.state_dict().values(), begun.state_dict().values(), strict=True):
+            own.copy_(first)
+    for own, first in zip(compiled.model.parameters(), begun.parameters(), strict=True):
+        own.requires_grad_(first.requires_grad)
+    compiled.zero_grad()
+    compiled.train()
+    compiled.engine.set_chaos(chaos)
+    compiled.engine.meter.reset_peak()
+    return compiled
 
 
 # -- the plain loop ------------------------------------------------------------------------------------------
@@ -213,14 +246,16 @@ class Pair:
 
     @staticmethod
     def of(
-        task: Task,
+        name: str,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         *,
         compile_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Pair:
-        eager, stepped = task.build(), task.build()
-        compiled = megatrain.compile(stepped, device="cpu", **{"transfer": "copy"} | dict(compile_options or {}))
+        """Compiles with `compile_options`, all else is for the TrainStep."""
+        task = TASKS[name]
+        compiled = fresh(name, **dict(compile_options or {}))
+        eager, stepped = task.build(), compiled.model
         own = optimizer(stepped)
         step = megatrain.TrainStep(compiled, own, loss=task.loss, **options)
         return Pair(eager, stepped, compiled, optimizer(eager), own, step, task.loss, options.get("max_grad_norm"))

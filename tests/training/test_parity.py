@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 import megatrain
 from megatrain.runtime.streams import Chaos
-from tests.training.loops import MODES, TASKS, adamw, assert_same, eager_step, sgd, snapshot
+from tests.training.loops import MODES, TASKS, adamw, assert_same, eager_step, fresh, sgd, snapshot
 
 STEPS = 20
 
@@ -42,30 +41,6 @@ CASES = [
 ]
 
 
-@functools.cache
-def compiled_model(name: str, transfer: str) -> megatrain.CompiledModule:
-    """Captures are shared by the tests of a model; each begins with the same state and a TrainStep of its own."""
-    return megatrain.compile(
-        TASKS[name].build(),
-        device="cpu",
-        transfer=transfer,
-        activations=ACTIVATIONS[name] if transfer == "copy" else "auto",
-    )
-
-
-def fresh(name: str, transfer: str, chaos: Chaos | None = None) -> megatrain.CompiledModule:
-    compiled = compiled_model(name, transfer)
-    begun = TASKS[name].build()
-    with torch.no_grad():
-        for own, first in zip(compiled.state_dict().values(), begun.state_dict().values(), strict=True):
-            own.copy_(first)
-    for own, first in zip(compiled.model.parameters(), begun.parameters(), strict=True):
-        own.requires_grad_(first.requires_grad)
-    compiled.zero_grad()
-    compiled.engine.set_chaos(chaos)
-    return compiled
-
-
 class Schedule:
     """What a user changes between steps: a warm-up, and hand edits of options in the middle."""
 
@@ -88,7 +63,9 @@ def test_twenty_steps_have_the_bits_of_the_loop(name: str, optimizer: str, mode:
     task, options = TASKS[name], MODES[mode]
     make = OPTIMIZERS[optimizer]
     eager = task.build()
-    compiled = fresh(name, transfer, Chaos(seed=len(name), max_delay_s=0.0001))
+    chaos = Chaos(seed=len(name), max_delay_s=0.0001)
+    activations = ACTIVATIONS[name] if transfer == "copy" else "auto"
+    compiled = fresh(name, chaos, transfer=transfer, activations=activations)
     if optimizer == "muon" and name in ("llama", "cnn"):  # frozen; in the other models they are no business of Muon's
         for parameter in (*eager.parameters(), *compiled.parameters()):
             parameter.requires_grad_(parameter.dim() == 2)

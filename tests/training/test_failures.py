@@ -1,0 +1,403 @@
+"""A step that fails in its middle ends where it began or, if the error says so, at its own end; then all goes on."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import megatrain
+from megatrain.errors import ExecuteError
+from megatrain.runtime.streams import Chaos
+from tests.training.hazards import TRAP, WIDTH, watched
+from tests.training.loops import MODES, Pair, assert_same, seeded, snapshot
+
+FAILING_MODES = ("overlap", "deferred", "serial_clipped")
+UNTIL = 5.0
+
+
+class OwnError(KeyError):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _clear_trap() -> Generator[None]:
+    TRAP.clear()
+    yield
+    TRAP.clear()
+
+
+def batches(step: int) -> list[torch.Tensor]:
+    return [torch.randn(size, WIDTH, generator=seeded(step * 2 + i)) for i, size in enumerate((2, 3))]
+
+
+class Run:
+    """Steps on both sides, numbered, so that a failed one can be taken again."""
+
+    def __init__(self, mode: str, transfer: str = "copy"):
+        options = {"transfer": transfer, "activations": "offload" if transfer == "copy" else "auto"}
+        self.pair = Pair.of("hazardous", watched, compile_options=options, **MODES[mode])
+        self.number = 0
+
+    def take(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.pair.take(batches(self.number), seed=self.number)
+            self.number += 1
+
+    def expected(self) -> dict[str, Any]:
+        """What both sides should be now; reading it completes no update."""
+        return snapshot(self.pair.eager, self.pair.eager_optimizer)
+
+    def found(self) -> dict[str, Any]:
+        self.pair.step.flush()
+        return snapshot(self.pair.stepped, self.pair.optimizer)
+
+    def fail(self, error: Any, what: object, *, heal: Callable[[], None] = TRAP.clear) -> bool:
+        """Takes a step that fails; asserts that it ended at a boundary, and returns whether at its own end."""
+        torch.manual_seed(self.number)
+        before = self.expected()
+        count = self.pair.step.progress.count
+        with pytest.raises(error) as caught:
+            self.pair.step(batches(self.number))
+        drawn = torch.get_rng_state()
+        heal()
+        notes = "\n".join(getattr(caught.value, "__notes__", ()))
+        assert "can't be had" not in notes, what
+        is_completed = "was completed" in notes
+        torch.manual_seed(self.number)
+        if is_completed:
+            self.pair.expect(batches(self.number))
+            self.number += 1
+            before = self.expected()
+        torch.set_rng_state(drawn)
+        assert_same(before, self.found(), f"{what}, completed: {is_completed}:")
+        assert self.pair.step.progress.count == count + is_completed
+        assert all(p.grad is None for p in self.pair.stepped.parameters()), what
+        return is_completed
+
+
+def tokens(schedule: megatrain.Schedule) -> list[str]:
+    """Every operation as `stream:token`, each once."""
+    return list(dict.fromkeys(f"{position.stream}:{op}" for position, op in schedule.positions()))
+
+
+@pytest.mark.parametrize("mode", FAILING_MODES)
+def test_a_failure_of_any_operation_ends_the_step_at_a_boundary(mode: str) -> None:
+    run = Run(mode)
+    run.take(2)
+    chosen = tokens(run.pair.step.schedule)
+    assert {token.split(":")[1][0] for token in chosen} == set("WFBAGU" if mode == "overlap" else "WFBAGUN")
+    assert any(token.startswith("h2d:A") for token in chosen)
+    engine, completed = run.pair.compiled.engine, []
+    for token in chosen:
+        run.take()  # so that a deferred step has updates to take
+        assert token in tokens(run.pair.step.schedule) or mode == "deferred"
+        engine.set_chaos(Chaos(fail=token, max_delay_s=0))
+        if run.fail((ExecuteError, RuntimeError), token, heal=lambda: engine.set_chaos(None)):
+            completed.append(token)
+    run.take(2)
+    run.pair.assert_same(mode)
+    if mode == "deferred":
+        assert not completed
+    else:
+        assert completed  # at least what comes after the first update
+        assert {token.split(":")[1][0] for token in completed} <= set("WBAGU" if mode == "overlap" else "U")
+
+
+@pytest.mark.parametrize("mode", ["deferred", "overlap"])
+def test_a_failure_of_the_very_first_step(mode: str) -> None:
+    run = Run(mode)
+    engine = run.pair.compiled.engine
+    for token in tokens(run.pair.step.prepare(batches(0))):
+        engine.set_chaos(Chaos(fail=token, max_delay_s=0))
+        run.fail((ExecuteError, RuntimeError), token, heal=lambda: engine.set_chaos(None))
+        if run.number:
+            break  # completed: the first step is over
+    run.take(3)
+    run.pair.assert_same()
+
+
+def test_nothing_leaks_over_thirty_failures() -> None:
+    gc.collect()
+    threads = threading.active_count()
+    for mode in FAILING_MODES:
+        run = Run(mode)
+        run.take(2)
+        run.pair.step.flush()
+        engine, names = run.pair.compiled.engine, tokens(run.pair.step.schedule)
+        gc.collect()
+        held, tensors = engine.meter.current, num_tensors()
+        for number in range(30):
+            engine.set_chaos(None)
+            run.pair.step(batches(number))  # so that a deferred step has updates to take
+            engine.set_chaos(Chaos(fail=names[number * len(names) // 30], max_delay_s=0))
+            with pytest.raises((ExecuteError, RuntimeError)):
+                run.pair.step(batches(number))
+            run.pair.step.flush()
+        engine.set_chaos(None)
+        gc.collect()
+        assert engine.meter.current == held
+        assert num_tensors() <= tensors + 2, mode
+        run.take(0)
+        join_streams()
+        assert threading.active_count() <= threads
+
+
+def num_tensors() -> int:
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+
+def join_streams() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("megatrain"):
+            thread.join(timeout=5)
+
+
+# -- errors of the user's own code ---------------------------------------------------------------------------
+
+
+def failing() -> None:
+    raise OwnError("my own error")
+
+
+@contextmanager
+def first_update() -> Generator[Callable[[], None]]:
+    """Gives a function that waits until a block of this step is updated, so that a test doesn't hang on timing."""
+    done = threading.Event()
+    original = megatrain.training.running.Running.update
+
+    def update(self: Any, block: int) -> None:
+        original(self, block)
+        if self.has_updated:
+            done.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatrain.training.running.Running, "update", update)
+
+        def fail() -> None:
+            assert done.wait(UNTIL)
+            failing()
+
+        yield fail
+
+
+@pytest.mark.parametrize("mode", FAILING_MODES)
+@pytest.mark.parametrize("micro_batch", [0, 1])
+def test_an_error_in_the_users_loss_leaves_no_trace(mode: str, micro_batch: int) -> None:
+    run = Run(mode)
+    run.take(2)
+    TRAP.arm("loss", failing, after=micro_batch)
+    assert not run.fail(OwnError, "loss")
+    run.take(2)
+    run.pair.assert_same()
+
+
+@pytest.mark.parametrize("mode", FAILING_MODES)
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("micro_batch", [0, 1])
+def test_an_error_once_in_the_models_own_code(mode: str, place: str, number: int, micro_batch: int) -> None:
+    run = Run(mode)
+    run.take(2)
+    # The backward repeats the forward of all layers but that of the last block, so those come by twice.
+    TRAP.arm((place, number), failing, after=micro_batch)
+    is_completed = run.fail(OwnError, (place, number))
+    assert not is_completed or mode == "overlap"
+    run.take(2)
+    run.pair.assert_same()
+
+
+def test_an_error_once_behind_an_update_completes_the_step() -> None:
+    for micro_batch in (0, 1):
+        run = Run("overlap")
+        run.take(2)
+        with first_update() as fail:
+            TRAP.arm(("backward", 0), fail, after=micro_batch)
+            assert run.fail(OwnError, micro_batch)
+        run.take(2)
+        run.pair.assert_same()
+
+
+def test_an_error_always_behind_an_update_is_the_end() -> None:
+    run = Run("overlap")
+    run.take(2)
+    with first_update() as fail:
+        TRAP.arm(("backward", 0), fail, always=True)
+        with pytest.raises(OwnError, match="my own error") as caught:
+            run.pair.step(batches(2))
+    notes = "\n".join(caught.value.__notes__)
+    assert "the model is in the middle of a step: blocks [0" in notes
+    TRAP.clear()
+    for _ in range(2):
+        with pytest.raises(ExecuteError, match=r"the model is in the middle of a step: blocks \[0.*are not updated"):
+            run.pair.step(batches(2))
+    assert all(p.grad is None for p in run.pair.stepped.parameters())
+    run.pair.compiled.state_dict()  # to look at it is not refused
+    run.pair.step.flush()
+
+
+@pytest.mark.parametrize("mode", ["deferred", "serial", "serial_clipped"])
+def test_an_error_always_ahead_of_all_updates_leaves_no_trace(mode: str) -> None:
+    run = Run(mode)
+    run.take(2)
+    for _ in range(2):
+        TRAP.arm(("backward", 0), failing, always=True)
+        assert not run.fail(OwnError, mode)
+    run.take(2)
+    run.pair.assert_same()
+
+
+# -- errors of the optimizer ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["overlap", "serial", "serial_clipped", "deferred"])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_an_error_once_in_the_optimizer(mode: str, after: int) -> None:
+    """It comes when the parameters of a block and their state are written already."""
+    run = Run(mode)
+    run.take(2)
+    TRAP.arm("update", failing, after=after)
+    is_completed = run.fail(ExecuteError, after)
+    assert is_completed == (after > 0 and mode != "deferred")
+    run.take(2)
+    run.pair.assert_same()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "serial", "serial_clipped"])
+def test_an_error_always_in_the_optimizers_first_update_leaves_no_trace(mode: str) -> None:
+    run = Run(mode)
+    run.take(2)
+    for _ in range(2):
+        TRAP.arm("update", failing, always=True)
+        assert not run.fail(ExecuteError, mode)
+    run.take(2)
+    run.pair.assert_same()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "serial", "deferred"])
+@pytest.mark.parametrize("heals_by", ["flush", "step"])
+def test_an_error_always_in_a_later_update_leaves_the_rest_due(mode: str, heals_by: str) -> None:
+    """Nothing can be said of the step until the rest is taken; once it can be, all goes on."""
+    run = Run(mode)
+    run.take(2)
+    TRAP.arm("update", failing, after=1, always=True)
+    torch.manual_seed(run.number)
+    with pytest.raises(ExecuteError, match="U") as caught:
+        run.pair.step(batches(run.number))
+    assert any("are still due" in note for note in caught.value.__notes__)
+    with pytest.raises(OwnError):
+        run.pair.step.flush()
+    TRAP.clear()
+    if mode != "deferred":  # there it is the step before that isn't complete, and this one left no trace
+        torch.manual_seed(run.number)
+        run.pair.expect(batches(run.number))
+        run.number += 1
+    if heals_by == "flush":
+        run.pair.assert_same()
+    run.take(2)
+    run.pair.assert_same()
+
+
+def test_an_error_in_a_flush_leaves_the_rest_due() -> None:
+    for after in (0, 1):
+        run = Run("deferred")
+        run.take(2)
+        TRAP.arm("update", failing, after=after)
+        with pytest.raises(OwnError):
+            run.pair.step.flush()
+        run.pair.assert_same() if after else run.take(2)
+        run.pair.assert_same()
+
+
+@pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_an_error_once_in_a_hook_of_the_step(hook: str, max_grad_norm: float | None) -> None:
+    run = Run("overlap" if max_grad_norm is None else "deferred")
+    run.take(1)
+    getattr(run.pair.optimizer, hook)(lambda *_: TRAP.at("hook"))
+    run.take(1)
+    TRAP.arm("hook", failing)
+    run.fail((OwnError, ExecuteError), hook)
+    run.take(2)
+    run.pair.assert_same()
+
+
+@pytest.mark.parametrize("mode", FAILING_MODES)
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("name", ["layers.0.fc.weight", "layers.1.norm.weight", "head.weight"])
+def test_an_error_once_in_a_parameters_hook(mode: str, kind: str, name: str) -> None:
+    """The gradients of a block that had come by then come once more, and count once."""
+    run = Run(mode)
+    handle = getattr(run.pair.stepped.get_parameter(name), kind)(lambda _: TRAP.at("parameter"))
+    try:
+        run.take(2)
+        TRAP.arm("parameter", failing)
+        run.fail(ExecuteError, (kind, name))
+        if mode == "overlap":
+            with first_update() as fail:
+                TRAP.arm("parameter", fail)
+                assert run.fail((ExecuteError, AssertionError), (kind, name)) == (name != "head.weight")
+        run.take(2)
+        run.pair.assert_same()
+    finally:
+        handle.remove()
+
+
+# -- Ctrl-C --------------------------------------------------------------------------------------------------
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("mode", FAILING_MODES)
+@pytest.mark.parametrize(
+    "place", ["loss", ("forward", 0), ("forward", 2), ("backward", 2), ("backward", 0), "update", "parameter"], ids=str
+)
+def test_an_interrupt_ends_the_step_at_a_boundary(mode: str, place: object) -> None:
+    run = Run(mode)
+    handle = run.pair.stepped.layers[0].fc.bias.register_hook(lambda _: TRAP.at("parameter"))
+    try:
+        run.take(2)
+        for after in (0, 1):
+            TRAP.arm(place, interrupt, after=0 if place == "parameter" else after)
+            is_completed = run.fail(KeyboardInterrupt, (mode, place, after))
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if mode == "serial_clipped" and place == "update":
+                assert is_completed
+            run.take(2)
+        run.pair.assert_same()
+    finally:
+        handle.remove()
+
+
+def test_an_interrupt_of_a_flush_comes_when_it_is_over() -> None:
+    for after in range(3):
+        run = Run("deferred")
+        run.take(2)
+        TRAP.arm("update", interrupt, after=after)
+        with pytest.raises(KeyboardInterrupt):
+            run.pair.step.flush()
+        assert_same(run.expected(), snapshot(run.pair.stepped, run.pair.optimizer))
+        run.take(2)
+        run.pair.assert_same()
+
+
+def test_a_handler_that_raises_nothing_lets_the_step_go_on() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        run = Run("overlap")
+        run.take(2)
+        TRAP.arm(("backward", 2), interrupt, after=1)
+        run.take(1)
+        assert seen == [signal.SIGINT]
+        run.pair.assert_same()
+    finally:
+        signal.signal(signal.SIGINT, before)
