@@ -84,6 +84,11 @@ class Updates:
         """Whether a step of the optimizer has begun and not ended."""
         return self.blocks.is_under_way
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether such a step has not updated anything yet."""
+        return self.is_under_way and len(self._left) == len(self.blocks)
+
     def receive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Takes a whole gradient."""
         self.arriving.by_parameter[parameter] = gradient

@@ -116,6 +116,8 @@ class Setup:
 
     def _mode(self) -> Mode:
         is_serial = not self._overlap or has_hooks(self._optimizer)
+        if self.updates is not None and self.is_due and not self.updates.is_whole:
+            self.complete()  # of a step that failed some are taken already
         if self._needs_norm and not is_serial:
             return Mode("deferred" if self.is_due else "none", clip=True)
         self.complete()

@@ -36,6 +36,8 @@ class Trap:
 
 
 TRAP = Trap()
+# A capture compares what the code of a model names; a table of this size counts as data, so traps may change in it.
+TABLE: dict[Any, Any] = dict.fromkeys(range(1000)) | {"trap": TRAP.at}
 
 
 class Hazard(torch.autograd.Function):
@@ -44,12 +46,12 @@ class Hazard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, number: int) -> torch.Tensor:
         ctx.number = number
-        TRAP.at(("forward", number))
+        TABLE["trap"](("forward", number))
         return x * 1.0
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        TRAP.at(("backward", ctx.number))
+        TABLE["trap"](("backward", ctx.number))
         return gradient * 1.0, None
 
 

@@ -1,0 +1,190 @@
+"""Gradients that aren't finite: the step is refused or skipped as a whole, and the block is named."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.errors import ExecuteError
+from megatrain.runtime.streams import Chaos
+from tests.training.hazards import WIDTH
+from tests.training.loops import Pair, adamw, assert_same, eager_gradients, seeded, sgd, snapshot
+
+MODES = [
+    pytest.param({"overlap": overlap, "max_grad_norm": norm}, id=f"{'overlap' if overlap else 'serial'}-{norm}")
+    for overlap in (True, False)
+    for norm in (None, 0.5)
+]
+PLACES = {"layers.0.fc.weight": 0, "layers.1.norm.bias": 1, "head.weight": None}
+
+
+def batches(step: int) -> list[torch.Tensor]:
+    return [torch.randn(size, WIDTH, generator=seeded(step * 2 + i)) for i, size in enumerate((2, 3))]
+
+
+class Run:
+    """Steps on both sides; in some, a factor makes an element of one parameter's gradient infinite."""
+
+    def __init__(self, mode: dict[str, Any], optimizer: Any = sgd, **options: Any):
+        chaos = Chaos(seed=1, max_delay_s=0.0001)
+        compiled = {"activations": "offload", "chaos": chaos}
+        self.pair = Pair.of("hazardous", optimizer, compile_options=compiled, **mode, **options)
+        self.bad: str | None = None
+        self.factor = math.inf
+        self.handles = [
+            model.get_parameter(name).register_hook(lambda gradient, name=name: self.spoil(name, gradient))
+            for model in (self.pair.eager, self.pair.stepped)
+            for name in PLACES
+        ]
+        self.number = 0
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def spoil(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        if name != self.bad:
+            return gradient
+        spoilt = gradient.clone()
+        spoilt.view(-1)[0] = self.factor
+        return spoilt
+
+    def take(self, count: int = 1) -> None:
+        self.bad = None
+        for _ in range(count):
+            self.pair.take(batches(self.number), seed=self.number)
+            self.number += 1
+
+    def skip(self, name: str) -> None:
+        """The loop makes gradients, and doesn't use them."""
+        self.bad = name
+        torch.manual_seed(self.number)
+        expected = eager_gradients(self.pair.eager, batches(self.number), loss=self.pair.loss)
+        self.pair.eager.zero_grad()
+        drawn = torch.get_rng_state()
+        torch.manual_seed(self.number)
+        assert_same(expected, self.pair.step(batches(self.number)), f"loss of step {self.number}")
+        assert_same(drawn, torch.get_rng_state(), f"generator after step {self.number}")
+        self.number += 1
+
+    def refuse(self, name: str) -> str:
+        """The step raises, and all is as before."""
+        self.bad = name
+        torch.manual_seed(self.number)
+        drawn = torch.get_rng_state()
+        expected = snapshot(self.pair.eager, self.pair.eager_optimizer)
+        count = self.pair.step.progress.count
+        with pytest.raises(ExecuteError, match="is not finite") as caught:
+            self.pair.step(batches(self.number))
+        assert_same(drawn, torch.get_rng_state(), "generator")
+        self.pair.step.flush()
+        assert_same(expected, snapshot(self.pair.stepped, self.pair.optimizer), name)
+        assert self.pair.step.progress.count == count
+        assert not [key for key, p in self.pair.stepped.named_parameters() if p.grad is not None]
+        return str(caught.value)
+
+
+def block_of(run: Run, name: str) -> int:
+    found = PLACES[name]
+    return max(op.block for op in run.pair.step.schedule.ops if op.what == "G") if found is None else found
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> Any:
+    made = Run(*request.param[:1], **request.param[1])
+    yield made
+    made.close()
+
+
+def cases(on_nonfinite: str | None) -> Any:
+    return pytest.mark.parametrize(
+        "run",
+        [
+            pytest.param(
+                (mode.values[0], {"on_nonfinite": on_nonfinite, "optimizer": optimizer}), id=f"{mode.id}-{name}"
+            )
+            for mode in MODES
+            for name, optimizer in (("sgd", sgd), ("adamw", adamw))
+        ],
+        indirect=True,
+    )
+
+
+@cases("skip")
+def test_skipped_steps_are_those_of_a_loop_that_skips_them(run: Run) -> None:
+    names = list(PLACES)
+    run.take(2)
+    for number, name in enumerate(names):
+        run.skip(name)
+        assert run.pair.step.progress.skipped == number + 1
+        text = run.pair.step.progress.nonfinite
+        assert text == f"the gradient of `{name}`, of block {block_of(run, name)},"
+        if number != 1:
+            run.take(number + 1)  # and after the second, two skipped ones in a row
+    run.pair.assert_same()
+    assert run.pair.step.progress.count == run.number
+    assert run.pair.step.progress.skipped == 3
+
+
+@cases("raise")
+def test_refused_steps_leave_no_trace(run: Run) -> None:
+    for name in PLACES:  # the first ahead of any good step
+        text = run.refuse(name)
+        assert f"the gradient of `{name}`, of block {block_of(run, name)}, is not finite" in text
+        run.take(2)
+    run.pair.assert_same()
+    assert run.pair.step.progress.skipped == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_to_arrive_is_named(mode: dict[str, Any]) -> None:
+    """The last block's gradients come first: what is infinite there is behind all others."""
+    run = Run(mode, on_nonfinite="skip")
+    try:
+        handles = [p.register_hook(lambda gradient: gradient * math.nan) for p in run.pair.stepped.parameters()]
+        run.pair.step(batches(0))
+        assert run.pair.step.progress.nonfinite.endswith(f"of block {block_of(run, 'head.weight')},")
+        for handle in handles:
+            handle.remove()
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("mode", MODES)
+def test_finite_gradients_whose_norm_overflows_are_taken_as_eager_takes_them(
+    mode: dict[str, Any], on_nonfinite: str
+) -> None:
+    run = Run(mode, on_nonfinite=on_nonfinite)
+    run.factor = 1e30
+    try:
+        run.take(1)
+        run.bad = "layers.1.norm.bias"
+        run.pair.take(batches(1)[:1], seed=1)  # a hook on a parameter runs once a step, in the loop with each backward
+        run.number = 2
+        run.take(1)
+        run.pair.assert_same()
+        assert run.pair.step.progress.skipped == 0
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_the_option_infinity_goes_where_eager_lets_it_go(mode: dict[str, Any]) -> None:
+    run = Run(mode)
+    try:
+        run.take(1)
+        run.bad = "layers.1.norm.bias"
+        run.pair.take(batches(1)[:1], seed=1)  # a hook on a parameter runs once a step, in the loop with each backward
+        run.number = 2
+        run.pair.step.flush()
+        left, right = (dict(m.named_parameters()) for m in (run.pair.eager, run.pair.stepped))
+        for name in left:
+            assert torch.equal(left[name].isnan(), right[name].isnan()), name
+            assert torch.equal(left[name].nan_to_num(), right[name].nan_to_num()), name
+        assert not left["layers.1.norm.bias"].isfinite().all()
+    finally:
+        run.close()
