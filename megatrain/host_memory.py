@@ -225,7 +225,8 @@ def _step_rows(
 ) -> Iterator[tuple[str, int]]:
     """What the schedule says, in rows: gradients that wait, where they land, what is parked."""
     workload = schedule.known_workload()
-    copies = schedule.transfer == "copy" and schedule.mode == "train"
+    is_callers = schedule.updates == "none" and not schedule.clip
+    copies = schedule.transfer == "copy" and schedule.mode == "train" and is_callers
     slab = max((b.gradient_bytes for b in workload.blocks if b.has_backward and copies), default=0)
     parked = [workload.values[value].nbytes for values in schedule.parked().values() for value in values]
     parks = schedule.micro_batches * sum(parked)

@@ -222,7 +222,8 @@ def _recount_moved(case: Case) -> tuple[int, int]:
 def _recount_host(case: Case) -> int:
     if case.schedule.transfer == "bind":
         return 0
-    slab = max([0, *(case.workload.blocks[op.block].gradient_bytes for _, op in case.ops if op.what == "G")])
+    sizes = (case.workload.blocks[op.block].gradient_bytes for _, op in case.ops if op.what == "G")
+    slab = max([0, *sizes]) if case.schedule.updates == "none" and not case.schedule.clip else 0
     parks = sum(case.workload.values[v].nbytes for values in case.parked.values() for v in values)
     return slab + len(case.micro_batches) * parks
 

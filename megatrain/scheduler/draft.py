@@ -130,7 +130,14 @@ class Builder:
             d2h_bytes=d2h,
             peak_bytes=max(draft.live, default=0),
             device_bytes=draft.device_bytes,
-            host_bytes=host_bytes(self.workload, parked, self.mode, self.transfer, self.micro_batches)
+            host_bytes=host_bytes(
+                self.workload,
+                parked,
+                self.mode,
+                self.transfer,
+                self.micro_batches,
+                has_slab=self.updates == "none" and not self.clip,
+            )
             + self._waiting_bytes(draft),
             num_blocks=len(self.workload.blocks),
             micro_batches=self.micro_batches,

@@ -108,12 +108,18 @@ def op_bytes(workload: Workload, op: Op, parked: Mapping[int, Sequence[int]], tr
 
 
 def host_bytes(
-    workload: Workload, parked: Mapping[int, Sequence[int]], mode: str, transfer: str, micro_batches: int = 1
+    workload: Workload,
+    parked: Mapping[int, Sequence[int]],
+    mode: str,
+    transfer: str,
+    micro_batches: int = 1,
+    *,
+    has_slab: bool = True,
 ) -> int:
     """Bytes of all parked values of all micro-batches, plus one slab as large as the largest gradients of a block."""
     if transfer == "bind" or mode == "forward":
         return 0
-    slab = max((b.gradient_bytes for b in workload.blocks if b.has_backward), default=0)
+    slab = max((b.gradient_bytes for b in workload.blocks if b.has_backward and has_slab), default=0)
     return slab + micro_batches * sum(workload.values[v].nbytes for values in parked.values() for v in values)
 
 

@@ -93,8 +93,8 @@ class Schedule:
         peak_bytes: Largest of `live_bytes`.
         device_bytes: Largest sum of `live_bytes` and the workspace of the tick's F or B; what budgets bound.
         host_bytes: Bytes of all parked values, each with its own place, plus one slab as large as the largest
-            gradients of a block. A step with updates or a norm also counts the most bytes of gradients that wait
-            for their updates at any tick. Otherwise gradients are the caller's, and not counted; nor is the state.
+            gradients of a block, from which they become the caller's. Of a step with updates or a norm, instead of
+            the slab, the most bytes of gradients that wait for their updates at any tick. State isn't counted.
         num_blocks: Blocks of the model.
         micro_batches: How often each F and B runs. With several, these ops and `A` carry the micro-batch.
         updates: `"none"`, `"overlap"` (each `U` follows its `G`), `"serial"` (all `U` follow all `G`), or

@@ -10,6 +10,7 @@ from torch import nn
 
 from megatrain.compiled import CompiledModule, Variant
 from megatrain.errors import ExecuteError, OptimizerError
+from megatrain.host_memory import HostPlan, host_plan
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.threads import update_threads
 from megatrain.optim.updates import Updates
@@ -123,15 +124,38 @@ class Setup:
         self.complete()
         return Mode("serial" if is_serial else "overlap", self._needs_norm)
 
+    def host_plan(self, setting: Setting) -> HostPlan:
+        """Adds up what steps like this one take of host memory, without allocating it.
+
+        Raises:
+            OptimizerError: If what the optimizer keeps can't be found out.
+        """
+        programs = list({id(variant.program): variant.program for variant in setting.variants}.values())
+        # What a first step leaves due, the next one takes, in a schedule of its own.
+        mode = Mode("deferred", clip=True) if setting.mode.updates == "none" else setting.mode
+        options = self._compiled.options
+        return host_plan(
+            programs,
+            self._tables.schedule([variant.program for variant in setting.variants], mode),
+            self._compiled.model,
+            self._optimizer,
+            precision=options.precision,
+            masters=self._compiled.masters,
+            on_host=options.device.type == "cpu",
+        )
+
     def executor(self, setting: Setting) -> StepExecutor | None:
         """Returns what runs a setting, with `updates` of its blocks; None if they are of others and still due.
 
         Raises:
             OptimizerError: If the optimizer holds none of the parameters.
-            ExecuteError: If a parameter has a gradient already, or no values.
+            ExecuteError: If a parameter has a gradient already, or no values, or the host lacks the memory; the last
+                before anything is allocated.
         """
-        engine = self._compiled.engine
         programs = [variant.program for variant in setting.variants]
+        if not self._tables.has_executor(programs, setting.mode):
+            self.host_plan(setting).check()
+        engine = self._compiled.engine
         executor = self._tables.executor(programs, setting.mode, engine)
         self._compiled.bind()
         engine.find_replaced()

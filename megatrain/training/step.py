@@ -12,6 +12,7 @@ from torch import nn
 
 from megatrain.compiled import CompiledModule, Variant
 from megatrain.errors import ExecuteError, OptionError
+from megatrain.host_memory import HostPlan
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.optim.updates import check_max_norm
 from megatrain.optim.whole_step import Optimizer
@@ -29,6 +30,9 @@ from megatrain.training.completion import Completion
 from megatrain.training.running import Running
 from megatrain.training.setup import Setting, Setup
 
+_NOTHING = (
+    "no step is compiled yet.\n  A schedule needs the sizes of a batch.\n  Call the step, or prepare(batch), once."
+)
 ON_NONFINITE = (None, "raise", "skip")
 
 
@@ -43,15 +47,14 @@ class TrainStep:
     numbers, but one schedule: each block's weights cross to the device at most twice however many micro-batches there
     are, and updates run on the host beside the device's work.
 
-    * Without clipping a block is updated as soon as its gradients have left. Gradients never exist all at once.
-    * With `max_grad_norm` or `on_nonfinite` the updates need all gradients. They are due when the call returns, and run
-      in the next call, each ahead of its block's weights; `flush` takes them at once, and so does whatever reads
-      parameters through the compiled model, or the state dict of model or optimizer.
-    * With `overlap=False`, or hooks on the optimizer's step, all updates follow all gradients, within the call.
+    Without clipping a block is updated as soon as its gradients have left: they never exist all at once. With
+    `max_grad_norm` or `on_nonfinite` the updates need all gradients: they are due when the call returns, and run in the
+    next call, each ahead of its block's weights. `flush` takes them at once, and so does whatever reads parameters
+    through the compiled model, or the state dict of model or optimizer. With `overlap=False`, or hooks on the optimizer's
+    step, all updates follow all gradients, within the call. All three leave the same bits.
 
-    All three leave the same bits. A call that fails before its first update leaves parameters, buffers, state of the
-    optimizer and generators as they were before it; one that fails later (only where updates overlap, or from an
-    optimizer's own error) is completed, and says so in the note of the error.
+    A call that fails before its first update leaves no trace; one that fails later is completed, and says so in a note of
+    the error. See docs/training.md.
 
     Args:
         compiled: From `megatrain.compile`.
@@ -108,14 +111,12 @@ class TrainStep:
         self._boundary = Boundary(on_nonfinite)
         self._optimizer = optimizer
         self.user: Mapping[str, Any] = {}
-        self._schedule: Schedule | None = None
+        self._setting: Setting | None = None
         self._is_running = False
         self._failed_at = 0
         completion = Completion(self)
         compiled.before_reads(completion)
         completion.watch(compiled, optimizer)
-
-    # -- what will run ----------------------------------------------------------------------------------------
 
     @property
     def schedule(self) -> Schedule:
@@ -124,26 +125,32 @@ class TrainStep:
         Raises:
             ExecuteError: Before the first of them.
         """
-        if self._schedule is None:
-            raise ExecuteError(
-                "no step is compiled yet.\n  A schedule needs the sizes of a batch.\n"
-                "  Call the step, or prepare(batch), once."
-            )
-        return self._schedule
+        if self._setting is None:
+            raise ExecuteError(_NOTHING)
+        return self._setting.schedule
 
     @property
     def progress(self) -> Progress:
         """How many steps were taken and skipped, and the latest norm."""
         return self._boundary.progress
 
+    @property
+    def host_plan(self) -> HostPlan:
+        """What steps like the latest, or the one that was prepared, take of host memory.
+
+        Raises:
+            ExecuteError: Before the first of them.
+        """
+        if self._setting is None:
+            raise ExecuteError(_NOTHING)
+        return self._setup.host_plan(self._setting)
+
     def prepare(self, batch: Any) -> Schedule:
-        """Makes the schedule of a batch like this one, without running or moving anything."""
+        """Makes the schedule of a batch like this one, without running, moving or allocating anything."""
         batches = micro_batches(batch)
         with self._compiled.exclusively(), torch.enable_grad():
-            self._schedule = self._setup.setting(batches, [{} for _ in batches]).schedule
-        return self._schedule
-
-    # -- steps --------------------------------------------------------------------------------------------------
+            self._setting = self._setup.setting(batches, [{} for _ in batches])
+        return self.schedule
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Runs a step.
@@ -166,8 +173,8 @@ class TrainStep:
     def measure(self, batch: Any) -> Measured:
         """Runs a step like any other, and returns how long each operation took.
 
-        The result goes into `schedule.simulate`, of this schedule or another one of the same program. On an
-        accelerator each stream waits for the device after every operation, so this step takes a little longer.
+        The result goes into `schedule.simulate`, of this schedule or another one of the same program. On an accelerator
+        each stream waits for the device after every operation.
         """
         seconds: dict[Position, float] = {}
         self._take(batch, seconds)
@@ -199,7 +206,7 @@ class TrainStep:
         factors: Sequence[float],
         seconds: dict[Position, float] | None,
     ) -> torch.Tensor:
-        self._schedule = executor.schedule
+        self._setting = setting
         engine, updates = executor.engine, self._setup.updates
         assert updates is not None
         running = Running(
@@ -232,8 +239,6 @@ class TrainStep:
                 self._setup.complete()
         finally:
             self._is_running = False
-
-    # -- checkpoints --------------------------------------------------------------------------------------------
 
     def save(
         self,
@@ -292,8 +297,7 @@ class TrainStep:
     ) -> TrainStep:
         """Reads a checkpoint and returns a step that goes on as if it had never stopped, to the bit.
 
-        The device, its memory, the size of blocks and of micro-batches may be others. What was not saved must be
-        as it was: the model's code, `options`, and the batches to come.
+        The device, its memory and the size of blocks may be others; model, `options` and batches are as they were.
 
         Args:
             folder: Written by `save`.

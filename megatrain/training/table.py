@@ -65,6 +65,10 @@ class StepTables:
         self._schedules.move_to_end(key)
         return self._schedules[key][1]
 
+    def has_executor(self, programs: Sequence[Program], mode: Mode) -> bool:
+        """Tells whether `executor` was called for these."""
+        return self._key(programs, mode) in self._executors
+
     def executor(self, programs: Sequence[Program], mode: Mode, engine: Engine) -> StepExecutor:
         """Returns what runs that schedule; the model moves into the engine's store with the first."""
         planned, key = self.schedule(programs, mode), self._key(programs, mode)

@@ -51,13 +51,12 @@ class Ledger:
                     self.waiting["old", block] = self.blocks[block].gradient_bytes
 
     def room_to_wait(self, machine: Machine) -> int | None:
-        """Host bytes that are left for gradients, besides parked values and the slab; None if they aren't counted."""
+        """Host bytes that are left for gradients, besides parked values; None if they aren't counted."""
         schedule, values = machine.schedule, machine.workload.values
         if schedule.updates == "none" and not schedule.clip:
             return None
         parks = sum(values[v].nbytes for found in machine.parked.values() for v in found)
-        slab = 0 if self.is_bound else max([0, *(self.blocks[b].gradient_bytes for b in self.offloading)])
-        return schedule.host_bytes - parks * schedule.micro_batches - slab
+        return schedule.host_bytes - parks * schedule.micro_batches
 
     def expect(self, condition: bool, harm: str) -> None:
         if not condition:

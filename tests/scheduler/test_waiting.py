@@ -60,8 +60,7 @@ def test_no_host_however_slow_has_more_gradients_waiting_than_the_figure(plan: S
         return
     workload = plan.known_workload()
     parks = sum(workload.values[v].nbytes for values in plan.parked().values() for v in values)
-    slab = max([0, *(workload.blocks[b].gradient_bytes for b in workload.gradient_blocks())])
-    room = plan.host_bytes - (0 if plan.transfer == "bind" else parks * plan.micro_batches + slab)
+    room = plan.host_bytes - (0 if plan.transfer == "bind" else parks * plan.micro_batches)
     assert most_at_once(plan, machine) <= room
 
 
