@@ -50,11 +50,9 @@ class TrainStep:
     Without clipping a block is updated as soon as its gradients have left: they never exist all at once. With
     `max_grad_norm` or `on_nonfinite` the updates need all gradients: they are due when the call returns, and run in the
     next call, each ahead of its block's weights. `flush` takes them at once, and so does whatever reads parameters
-    through the compiled model, or the state dict of model or optimizer. With `overlap=False`, or hooks on the optimizer's
-    step, all updates follow all gradients, within the call. All three leave the same bits.
-
-    A call that fails before its first update leaves no trace; one that fails later is completed, and says so in a note of
-    the error. See docs/training.md.
+    through the compiled model, or the state dict of model or optimizer. With `overlap=False`, or hooks on the
+    optimizer's step, all updates follow all gradients, within the call. All three leave the same bits. A call that
+    fails before its first update leaves no trace; one that fails later is completed, and a note of the error says so.
 
     Args:
         compiled: From `megatrain.compile`.

@@ -61,7 +61,8 @@ def _host_figure(schedule: Schedule) -> int:
     update = {op.block: p.tick for p, op in schedule.positions() if op.what == "U"}
     waiting = waiting_bytes(workload, offload, update, rows, updates=schedule.updates, clip=schedule.clip)
     parked = schedule.parked()
-    return waiting + host_bytes(workload, parked, schedule.mode, schedule.transfer, schedule.micro_batches)
+    parks = host_bytes(workload, parked, schedule.mode, schedule.transfer, schedule.micro_batches, has_slab=False)
+    return waiting + parks
 
 
 def mutants(schedule: Schedule, random: Random) -> Iterator[tuple[str, Schedule]]:

@@ -62,7 +62,7 @@ class TestPrintedSteps(expecttest.TestCase):
             str(plan),
             """\
 schedule: 4 blocks, 2 slots, keep 1, 20 ticks; h2d 829952 B, d2h 564224 B, peak 589312 B
-device: 630272 B; host: 697088 B
+device: 630272 B; host: 564224 B
 slots: 0 = 0+132864; 1 = 132864+132864
 saves: 3
 micro-batches: 2
@@ -95,7 +95,7 @@ tick  h2d   compute  d2h   host  live_bytes
             str(schedule(trained(3), updates="overlap")),
             """\
 schedule: 3 blocks, 2 slots, keep 3, 9 ticks; h2d 531456 B, d2h 398592 B, peak 564480 B
-device: 597248 B; host: 398592 B
+device: 597248 B; host: 265728 B
 slots: 0 = 0+132864; 1 = 132864+132864
 saves: 2
 updates: overlap

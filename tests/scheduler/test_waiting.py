@@ -25,15 +25,13 @@ MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.sampled_from([0.0, 1e-3])
 
 
 def waiting(plan: Schedule) -> int:
-    """The figure's part for waiting gradients: what a step without updates doesn't have."""
-    alone = schedule(
-        plan.known_workload(),
-        num_slots=plan.num_slots,
-        keep=plan.keep,
-        micro_batches=plan.micro_batches,
-        transfer=plan.transfer,
+    """The figure's part for waiting gradients: all but what is parked."""
+    if plan.transfer == "bind":
+        return plan.host_bytes
+    values = plan.known_workload().values
+    return plan.host_bytes - plan.micro_batches * sum(
+        values[v].nbytes for found in plan.parked().values() for v in found
     )
-    return plan.host_bytes - alone.host_bytes
 
 
 def most_at_once(plan: Schedule, machine: Hardware) -> int:
