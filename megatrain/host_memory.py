@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,10 @@ from megatrain.options import MASTERS, PRECISIONS, check_one_of
 from megatrain.passes.program import Program
 from megatrain.runtime.available import available_bytes as available_now
 from megatrain.runtime.facts import Facts
+from megatrain.runtime.gradients import landing_bytes
 from megatrain.runtime.image import aligned
+from megatrain.runtime.landing import place
+from megatrain.scheduler.from_program import has_backward
 from megatrain.scheduler.table import Schedule
 from megatrain.sizes import format_bytes
 from megatrain.tracer.state import StateEntry, inventory
@@ -223,22 +227,43 @@ def _over(
 def _step_rows(
     programs: Sequence[Program], entries: Mapping[str, StateEntry], schedule: Schedule, *, on_host: bool
 ) -> Iterator[tuple[str, int]]:
-    """What the schedule says, in rows: gradients that wait, where they land, what is parked."""
-    workload = schedule.known_workload()
-    is_callers = schedule.updates == "none" and not schedule.clip
-    copies = schedule.transfer == "copy" and schedule.mode == "train" and is_callers
-    slab = max((b.gradient_bytes for b in workload.blocks if b.has_backward and copies), default=0)
-    parked = [workload.values[value].nbytes for values in schedule.parked().values() for value in values]
-    parks = schedule.micro_batches * sum(parked)
-    waiting = schedule.host_bytes - slab - parks
-    if schedule.mode == "train" and schedule.updates == "none":
+    """What the schedule says, in rows: gradients and where they land, what is parked, what the device holds."""
+    is_train, copies = schedule.mode == "train", schedule.transfer == "copy"
+    gradients = slab = 0
+    if is_train and (schedule.updates != "none" or schedule.clip):
+        gradients = _waiting_bytes(programs[0], entries, schedule)
+    elif is_train:
         trained = {key for program in programs for keys in _trained(program) for key in keys}
-        waiting = max(waiting, sum(entries[key].spec.nbytes for key in trained))
-    yield "gradients", waiting
-    # On the host gradients are taken over, or copied, without a page-locked place to land in.
-    yield "slab", 0 if on_host else slab
-    yield "parks", parks
+        gradients = sum(entries[key].spec.nbytes for key in trained)
+        # On the host they are copied without a page-locked place to land in.
+        slab = 0 if on_host or not copies else max(map(landing_bytes, programs))
+    values = schedule.known_workload().values
+    parked = sum(values[value].nbytes for parked in schedule.parked().values() for value in parked)
+    yield "gradients", gradients
+    yield "slab", slab
+    yield "parks", schedule.micro_batches * parked
     yield "device memory", schedule.device_bytes if on_host else 0
+
+
+def _waiting_bytes(program: Program, entries: Mapping[str, StateEntry], schedule: Schedule) -> int:
+    """Bytes of gradients that wait for updates: the places that they have, and sums and wholes made of them."""
+    trained = [
+        [program.state[key] for key in dict.fromkeys(block.binding) if program.state[key].requires_grad]
+        for block in program.blocks
+    ]
+    wholes = {entry.owner for block in trained for entry in block if entry.base is not None}
+    whole_bytes = sum(entries[key].spec.nbytes for key in wholes)
+    if schedule.transfer == "bind":
+        return schedule.host_bytes + whole_bytes
+    _, in_places = place(schedule, [sum(aligned(entry.spec.nbytes) for entry in block) for block in trained])
+    holders = Counter(
+        entry
+        for block, held in zip(program.blocks, trained, strict=True)
+        if has_backward(program, block)
+        for entry in held
+    )
+    summed = sum(entry.spec.nbytes for entry, number in holders.items() if number > 1)
+    return in_places + summed + whole_bytes
 
 
 def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:

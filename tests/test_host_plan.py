@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from megatrain.host_memory import HostPlan, HostRow, host_plan
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.runtime.facts import Facts
 from megatrain.runtime.gradients import landing_bytes
+from megatrain.runtime.landing import LandingArena
 from tests.models import MODELS, Gpt
 from tests.runtime.harness import loss_of
 
@@ -137,17 +139,44 @@ def whole_step(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, megat
     return program, megatrain.schedule(program, outputs="release", **options)
 
 
+@pytest.mark.parametrize("transfer", ["copy", "bind"])
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("updates", ["overlap", "serial", "deferred"])
-def test_what_the_schedule_says_is_split_into_rows(updates: str, clip: bool):
-    model = Gpt(depth=4)
-    options = {"updates": updates, "clip": clip, "micro_batches": 3, "keep": 1}
-    program, schedule = whole_step(model, torch.randint(0, 32, (2, 8)), **options)
+def test_what_waits_and_what_is_parked_is_what_the_schedule_says(updates: str, clip: bool, transfer: str):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+    options = {"updates": updates, "clip": clip, "micro_batches": 3, "keep": 1, "transfer": transfer}
+    program, schedule = whole_step(model, torch.ones(8, 64), **options)
     plan = host_plan(program, schedule, model)
-    assert plan.bytes_of("parks") > 0
-    assert sum(plan.bytes_of(name) for name in ("gradients", "slab", "parks")) == schedule.host_bytes
-    parked = [program.values[schedule.known_workload().values[v].name] for vs in schedule.parked().values() for v in vs]
-    assert plan.bytes_of("parks") == 3 * sum(value.spec.nbytes for value in parked)
+    slab = landing_bytes(program) if transfer == "copy" else 0
+    assert plan.bytes_of("slab") == 0, "gradients land where they wait"
+    assert plan.bytes_of("gradients") + plan.bytes_of("parks") == schedule.host_bytes - slab
+    assert plan.bytes_of("parks") == (3 * 4 * 8 * 64 * 4 if transfer == "copy" else 0)
+
+
+def test_sums_and_wholes_of_gradients_count_beside_what_they_are_made_of():
+    tied, ids = Gpt(), torch.randint(0, 32, (2, 8))
+    program, schedule = whole_step(tied, ids, updates="serial")
+    landing = sum(block.gradient_bytes for block in schedule.known_workload().blocks)
+    assert host_plan(program, schedule, tied).bytes_of("gradients") == landing + 4 * tied.embed.weight.numel()
+    stacked, ids = Stacked(), torch.randint(0, 40, (5,))
+    program = megatrain.lower(megatrain.trace(stacked, (ids,)), block_bytes=1024)
+    schedule = megatrain.schedule(program, updates="serial", outputs="release")
+    assert host_plan(program, schedule, stacked).bytes_of("gradients") == 2 * 4 * sum(
+        p.numel() for p in stacked.parameters()
+    )
+
+
+@pytest.mark.parametrize("step_options", [{}, {"overlap": False}, {"max_grad_norm": 1.0}], ids=str)
+def test_gradients_are_the_arena_where_they_land(step_options: dict[str, Any]):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+    compiled = megatrain.compile(model, device="cpu", memory="100KB")
+    optimizer = torch.optim.SGD(model.parameters())
+    step = megatrain.TrainStep(compiled, optimizer, loss=lambda out, _: out.square().mean(), **step_options)
+    for _ in range(2):
+        step(torch.ones(8, 64))
+    plan = host_plan(compiled.program, step.schedule, model, optimizer, on_host=True)
+    arenas = [found for found in gc.get_objects() if type(found) is LandingArena and found.nbytes]
+    assert plan.bytes_of("gradients") in [arena.nbytes for arena in arenas]
 
 
 def test_on_the_host_what_the_device_takes_counts_too():
@@ -155,7 +184,7 @@ def test_on_the_host_what_the_device_takes_counts_too():
     program, schedule = whole_step(model, torch.randint(0, 32, (2, 8)), updates="serial")
     apart, together = (host_plan(program, schedule, model, on_host=on_host) for on_host in (False, True))
     assert together.bytes_of("device memory") == schedule.device_bytes
-    assert together.total_bytes - apart.total_bytes == schedule.device_bytes - apart.bytes_of("slab")
+    assert together.total_bytes - apart.total_bytes == schedule.device_bytes
 
 
 def test_captures_that_share_a_store_count_once():
