@@ -11,6 +11,7 @@ import torch
 from megatrain.errors import OptionError
 from megatrain.optim.masters import Kind
 from megatrain.runtime.checkpoint import WeightFiles, read_paths
+from megatrain.saving.replace import present
 from megatrain.sizes import parse_bytes
 
 PRECISIONS = ("fp32", "bf16")
@@ -81,7 +82,8 @@ class Options:
             # A budget on the host is a rehearsal of a device: only copies into slots can respect it.
             transfer = "bind" if target.type == "cpu" and budget is None else "copy"
         size = None if block_bytes is None else parse_bytes(block_bytes, "block_bytes")
-        paths = None if weights is None else read_paths(weights)
+        # A checkpoint whose save was ended between its two renames lies beside its place.
+        paths = None if weights is None else tuple(present(path) for path in read_paths(weights))
         kind: Kind = "whole" if precision == "fp32" else "rounded" if masters == "rounded" else "exact"
         return Options(target, budget, precision, activations, transfer, size, paths, kind)
 

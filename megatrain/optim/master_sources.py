@@ -37,7 +37,7 @@ def generator_source(generator: torch.Generator) -> Source:
 
 
 def _zeros(numel: int) -> Iterator[torch.Tensor]:
-    piece = torch.zeros(min(numel, PIECE), dtype=torch.int16)
+    piece = torch.zeros(min(numel, PIECE), dtype=torch.int16, device="cpu")
     for start in range(0, numel, PIECE):
         yield piece[: numel - start]
 
@@ -48,7 +48,7 @@ def _joined(high: torch.Tensor, low: torch.Tensor | None) -> Iterator[torch.Tens
             yield part.float().contiguous()
         return
     for upper, lower in zip(parts(high, PIECE), parts(low, PIECE), strict=True):
-        yield read_(torch.empty(upper.shape), SplitMaster(upper.contiguous(), lower.contiguous()))
+        yield read_(torch.empty(upper.shape, device="cpu"), SplitMaster(upper.contiguous(), lower.contiguous()))
 
 
 def check_saved(expected: Mapping[str, Source], saved: Mapping[str, Saved]) -> None:
@@ -71,6 +71,6 @@ def check_saved(expected: Mapping[str, Source], saved: Mapping[str, Saved]) -> N
             f"the checkpoint doesn't fit these masters: {len(problems)} differences.",
             *sorted(problems),
             "Each trainable bf16 parameter has a low half, or with masters='rounded' a generator.",
-            "Compile the model with the precision and the masters that were saved.",
+            "Compile the model with the precision and masters that were saved, with the same parameters frozen.",
         ]
         raise CheckpointError("\n  ".join(lines))

@@ -50,7 +50,7 @@ def check_per_parameter(optimizer: Optimizer, *, probe: bool = True) -> None:
         if held is not None:
             raise _refusal(optimizer, f"its attribute `{name}` holds a {type(held).__name__} beside its groups")
     if probe:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
             warnings.simplefilter("ignore")
             difference = _try(optimizer)
         if difference is not None:

@@ -254,7 +254,9 @@ def _refuse(folder: Path, problems: Sequence[str]) -> None:
 def _fresh(saved: Saved, existing: torch.Tensor | None = None) -> torch.Tensor:
     """Reads into `existing` if that is alike, else into new memory on the CPU."""
     fits = existing is not None and (tuple(existing.shape), existing.dtype) == (saved.spec.shape, saved.spec.dtype)
-    out = existing if existing is not None and fits else torch.empty(saved.spec.shape, dtype=saved.spec.dtype)
+    # The caller may have set another default device.
+    spec = saved.spec
+    out = existing if existing is not None and fits else torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
     saved.read(out)
     return out
 

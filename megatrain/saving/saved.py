@@ -50,7 +50,7 @@ class Saved:
             CheckpointError: If the file can't be read, or, after the last piece, if the bytes are not those saved.
         """
         room = max(1, min(self.spec.numel, piece_bytes // self.spec.dtype.itemsize))
-        buffer = torch.empty(room, dtype=self.spec.dtype)
+        buffer = torch.empty(room, dtype=self.spec.dtype, device="cpu")
         left = self.spec.numel
         reader = _Reader(self)
         try:
@@ -84,7 +84,7 @@ class Saved:
         reader = _Reader(self)
         try:
             for part in parts(target, max(1, PIECE_BYTES // out.dtype.itemsize)):
-                values = torch.empty(part.shape, dtype=out.dtype)
+                values = torch.empty(part.shape, dtype=out.dtype, device="cpu")
                 reader.fill(bytes_of(values), PIECE_BYTES)
                 part.copy_(values)
             reader.finish()

@@ -50,7 +50,7 @@ def save(
         folder,
         state.weights,
         optimizer=optimizer,
-        names=_parameters(compiled),
+        names=_parameters(compiled, optimizer),
         tensors={**compiled.masters.sources(), **state.hidden},
         extra={
             "progress": asdict(progress),
@@ -79,7 +79,8 @@ def restore(
     extra = _extra(checkpoint)
     _check_scheduler(checkpoint, scheduler)
     saving.check_generators(extra["generators"])
-    checkpoint.check_optimizer(optimizer, _parameters(compiled))
+    names = _parameters(compiled, optimizer)
+    checkpoint.check_optimizer(optimizer, names)
     hidden = {name: saved for name, saved in checkpoint.tensors.items() if name.startswith(HIDDEN)}
     masters = {name: saved for name, saved in checkpoint.tensors.items() if name not in hidden}
     compiled.masters.check(masters)
@@ -99,7 +100,7 @@ def restore(
         hidden[name].read(tensor)
     compiled.written_buffers.update(name.removeprefix(HIDDEN) for name in hidden)
     compiled.masters.restore(masters)  # after the parameters: who writes these sets the masters
-    checkpoint.read_optimizer(optimizer, _parameters(compiled))
+    checkpoint.read_optimizer(optimizer, names)
     if scheduler is not None:
         scheduler.load_state_dict(extra["scheduler"])
     saving.restore_generators(extra["generators"])
@@ -127,5 +128,15 @@ def _check_scheduler(checkpoint: saving.Checkpoint, scheduler: Scheduler | None)
         )
 
 
-def _parameters(compiled: CompiledModule) -> dict[str, torch.Tensor]:
-    return dict(nn.Module.named_parameters(compiled, remove_duplicate=False))
+def _parameters(compiled: CompiledModule, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """The model's parameters by name: all that the optimizer may hold."""
+    named: dict[str, torch.Tensor] = dict(nn.Module.named_parameters(compiled, remove_duplicate=False))
+    known = set(map(id, named.values()))
+    others = sum(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"])
+    if others:
+        raise CheckpointError(
+            f"{others} parameters of the optimizer are none of the model's.\n"
+            "  A checkpoint holds the model's state, by its names.\n"
+            "  Register them in a module of the model, or give them an optimizer of their own."
+        )
+    return named

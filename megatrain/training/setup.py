@@ -90,7 +90,8 @@ class Setup:
     def complete(self) -> None:
         """Takes the updates that are due."""
         if self.updates is not None and self.updates.is_under_way:
-            self.updates.finish()
+            with torch.device("cpu"):  # as on the thread that usually updates, whatever the caller's default device is
+                self.updates.finish()
 
     def setting(self, batches: Sequence[MicroBatch], failed: Sequence[dict[Variant, str]]) -> Setting:
         """Finds what a step runs, capturing what is new.

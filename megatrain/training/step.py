@@ -263,7 +263,7 @@ class TrainStep:
             CheckpointError: If something can't be stored, or the disk lacks room or fails; nothing is lost then.
             ExecuteError: If a failure left the model between two steps, or a step is running (in a hook, say).
         """
-        with self._compiled.exclusively():
+        with self._compiled.exclusively(), torch.device("cpu"):
             self._check_whole()
             if self._is_running:
                 raise ExecuteError(
@@ -295,7 +295,8 @@ class TrainStep:
     ) -> TrainStep:
         """Reads a checkpoint and returns a step that goes on as if it had never stopped, to the bit.
 
-        The device, its memory and the size of blocks may be others; model, `options` and batches are as they were.
+        Memory, blocks, transfer, activations and `overlap` may be others. What was not saved must be as it was: the
+        model's code, `options`, and the batches to come; see docs/checkpoints.md.
 
         Args:
             folder: Written by `save`.
@@ -307,10 +308,11 @@ class TrainStep:
 
         Raises:
             CheckpointError: If the checkpoint is damaged, with file and tensor, or of something else. Names, shapes
-                and dtypes are compared before anything is read.
+                and dtypes are compared before anything is changed; a tensor found damaged while it is read leaves those
+                before it changed, until a whole checkpoint is loaded.
         """
         step = cls(compiled, optimizer, **options)
-        with compiled.exclusively():
+        with compiled.exclusively(), torch.device("cpu"):
             step._boundary.progress, step.user = checkpoint.restore(folder, compiled, optimizer, scheduler)
         return step
 

@@ -25,7 +25,9 @@ MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.sampled_from([0.0, 1e-3])
 
 
 def waiting(plan: Schedule) -> int:
-    """The figure's part for waiting gradients: all but what is parked."""
+    """The figure's part for waiting gradients: all but what is parked. Without updates and norm there is none."""
+    if plan.updates == "none" and not plan.clip:
+        return 0
     if plan.transfer == "bind":
         return plan.host_bytes
     values = plan.known_workload().values

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
-from tests.saving.training import same
+from tests.saving.training import refusal, same
 from tests.training.resuming import (
     BF16,
     CASES,
@@ -217,6 +219,45 @@ def test_what_a_user_sets_by_hand_comes_back(tmp_path: Path):
     assert differences(expected, after(resumed)) == []
 
 
+@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), torch.inference_mode], ids=["device", "inference"])
+def test_the_callers_modes_do_not_matter(tmp_path: Path, mode: Any):
+    run = Run(MODES["bf16"])
+    run.train(1)
+    with mode():
+        run.save(tmp_path / "run")
+    expected = after(run)
+    run = Run(MODES["bf16"])
+    with mode():
+        run.step = megatrain.TrainStep.load(
+            tmp_path / "run", run.compiled, run.optimizer, scheduler=run.scheduler, loss=run.step._loss, **CLIP
+        )
+    assert differences(expected, after(run)) == []
+
+
+def test_saves_on_another_thread_wait_for_the_end_of_a_step(tmp_path: Path):
+    case = replace(SMALL, scheduler=None)
+    undisturbed = Run(case)
+    undisturbed.train(6)
+    run, is_over = Run(case), threading.Event()
+
+    def save() -> int:
+        count = 0
+        while not is_over.is_set() or not count:
+            run.save(tmp_path / "run")
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(1) as pool:
+        saves = pool.submit(save)
+        run.train(6)
+        is_over.set()
+        assert saves.result() > 0
+    assert differences(undisturbed.state(), run.state()) == []
+    resumed = Run(case, tmp_path / "run")
+    resumed.train(6 - resumed.step.progress.count)
+    assert differences(undisturbed.state(), resumed.state()) == []
+
+
 # -- weights that are not read yet -------------------------------------------------------------------------------
 
 
@@ -246,3 +287,22 @@ def test_files_of_compile_that_are_read_later_do_not_undo_a_checkpoint(tmp_path:
         again = megatrain.TrainStep.load(tmp_path / folder, *made(), **loss)
         losses = [again(points(step)).item() for step in range(first, 4)]
         assert losses[-2:] == expected
+
+
+def test_a_checkpoint_between_its_two_renames_is_resumed_on_meta(tmp_path: Path):
+    """A process was killed just there: `weights=` and `load` both find the new one."""
+    run = Run(CASES["meta"])
+    run.train(1)
+    run.save(tmp_path / "run")
+    expected = after(run)
+    (tmp_path / "run").rename(tmp_path / "run.partial-0123456789ab")
+    (tmp_path / "run.old-0123456789ab").mkdir()
+    assert differences(expected, after(Run(CASES["meta"], tmp_path / "run"))) == []
+
+
+def test_parameters_beside_the_model_are_refused(tmp_path: Path):
+    run = Run(SMALL)
+    run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert refusal(lambda: run.save(tmp_path / "run")).startswith(
+        "1 parameters of the optimizer are none of the model's"
+    )
