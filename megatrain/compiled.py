@@ -117,9 +117,15 @@ class CompiledModule(nn.Module):
         """
         self._before_reads.append(complete)
 
-    def _complete_updates(self) -> None:
+    def complete_updates(self, besides: Callable[[], object] | None = None) -> None:
+        """Takes the updates that are due.
+
+        Args:
+            besides: The function given to `before_reads` by whoever sees to its own.
+        """
         for complete in self.__dict__.get("_before_reads", ()):
-            complete()
+            if complete is not besides:
+                complete()
 
     @contextmanager
     def exclusively(self) -> Generator[None]:
@@ -182,7 +188,7 @@ class CompiledModule(nn.Module):
         own = Arguments.of(args, kwargs)
         arguments = self.cast(own)
         with self.exclusively():
-            self._complete_updates()
+            self.complete_updates()
             self._check_inputs(arguments)
             variant, tensors = self._run(arguments)
             variant.traced.leave(tensors, own.tensors)
@@ -265,17 +271,27 @@ class CompiledModule(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own `named_parameters`."""
-        self._complete_updates()
+        self.complete_updates()
         return super().named_parameters(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `named_modules`; `modules` gets them from here."""
+        self.complete_updates()
+        return super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The model's own `named_children`; `children` and `apply` get them from here."""
+        self.complete_updates()
+        return super().named_children()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `state_dict`."""
-        self._complete_updates()
+        self.complete_updates()
         return self.__dict__["model"].state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `load_state_dict`, which sets masters exactly; the next call streams the new values."""
-        self._complete_updates()
+        self.complete_updates()
         with self._masters.loading():
             return self.__dict__["model"].load_state_dict(*args, **kwargs)
 
@@ -288,11 +304,11 @@ class CompiledModule(nn.Module):
         Raises:
             ExecuteError: If parameters have no values yet.
         """
-        self._complete_updates()
+        self.complete_updates()
         return self._masters.state_sources()
 
     def __getattr__(self, name: str) -> Any:
-        self._complete_updates()  # it may be a parameter, or a method that saves them
+        self.complete_updates()  # it may be a parameter, or a method that saves them
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,9 +36,11 @@ class GradientNorm:
 
     Args:
         parameters: In the order in which `clip_grad_norm_` would get them.
+        masters: Of parameters whose masters are fp32: the norm is that of fp32 gradients then, whatever their dtype.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]):
+    def __init__(self, parameters: Iterable[torch.Tensor], masters: Container[torch.Tensor] = ()):
+        self._masters = masters
         self._place = {parameter: place for place, parameter in enumerate(parameters)}
         self._norms: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
         self._first: NonFinite | None = None
@@ -78,8 +80,9 @@ class GradientNorm:
                     "  Leave max_grad_norm out, or build the embedding with sparse=False."
                 )
             assert place not in self._norms, f"parameter {place} has a whole gradient once a step"
-            norm = torch.linalg.vector_norm(gradient)
-            self._norms[place] = norm, gradient.dtype
+            dtype = torch.float32 if gradient.dtype == torch.bfloat16 and parameter in self._masters else gradient.dtype
+            norm = torch.linalg.vector_norm(gradient, dtype=dtype)
+            self._norms[place] = norm, dtype
             if self._first is None and not math.isfinite(norm.item()) and not _is_finite(gradient):
                 self._first = NonFinite(block, place)
 

@@ -73,7 +73,7 @@ class Updates:
         self.blocks = BlockOptimizer(optimizer, blocks, code=self._code, probe=False)
         self._block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block}
         self._names = list(names.values())
-        self._norm = GradientNorm(names)
+        self._norm = GradientNorm(names, masters)
         self._max_norm = max_norm
         self.arriving = Gradients.none()
         self._using = Gradients.none()
@@ -95,8 +95,11 @@ class Updates:
         self.arriving.arrivals.append((self._block_of[parameter], parameter))
 
     def drop_arriving(self) -> None:
-        """Forgets what has arrived."""
+        """Forgets what has arrived, and the gradients of parameters beside the model."""
         self.arriving = Gradients.none()
+        for parameter in self._parameters():
+            if parameter not in self._block_of:
+                parameter.grad = None
 
     def take_norm(self) -> None:
         """Takes the norm of what has arrived, and what clipping makes of it.
@@ -167,11 +170,11 @@ class Updates:
         """Takes what is left of the optimizer's step, and ends it."""
         for block in sorted(self._left):
             self.update(block)
+        self._code.scale = 1.0  # what is left lies beside the model, and wasn't clipped with it
         self.blocks.finish()
         self._using = Gradients.none()
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        for parameter in self._parameters():
+            parameter.grad = None
 
     def abandon(self) -> None:
         """Ends the optimizer's step without an update; see `BlockOptimizer.abandon`."""
@@ -179,6 +182,9 @@ class Updates:
         _hide_gradients(self._using)
         self._using = Gradients.none()
         self._left.clear()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     @property
     def due(self) -> list[int]:

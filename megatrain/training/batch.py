@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatrain.errors import ExecuteError, OptionError
+from megatrain.tracer.structure import Arguments
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Makes a scalar of the model's result and the micro-batch."""
@@ -54,6 +55,23 @@ def micro_batches(batch: Any) -> list[MicroBatch]:
             "  Leave out steps without data."
         )
     return [MicroBatch.of(given) for given in batch]  # pyright: ignore[reportUnknownVariableType]
+
+
+def untrained(batch: MicroBatch) -> Arguments:
+    """Returns the arguments of a micro-batch, flattened.
+
+    Raises:
+        ExecuteError: If a backward would give one of them a gradient.
+    """
+    arguments = Arguments.of(batch.args, dict(batch.kwargs))
+    for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
+        if tensor.requires_grad:
+            raise ExecuteError(
+                f"input `{name}` requires grad.\n"
+                "  A step trains the parameters of the model; nothing of the gradient of an input would be left.\n"
+                "  Detach it; make it a parameter of the model if it is to be trained."
+            )
+    return arguments
 
 
 def shares(batches: Sequence[MicroBatch], weight: Weight | None) -> list[float]:

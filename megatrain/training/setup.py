@@ -18,7 +18,7 @@ from megatrain.optim.whole_step import Optimizer
 from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.table import Schedule
 from megatrain.tracer.structure import Arguments
-from megatrain.training.batch import MicroBatch
+from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.table import Mode, StepTables
 
 
@@ -104,10 +104,8 @@ class Setup:
             TraceError: If a call can't be captured.
             ScheduleError: If the memory is too small, or the micro-batches can't share blocks.
         """
-        own = [Arguments.of(batch.args, dict(batch.kwargs)) for batch in batches]
+        own = [untrained(batch) for batch in batches]
         arguments = [self._compiled.cast(given) for given in own]
-        for given in own:
-            _check_untrained(given)
         variants: list[Variant] = []
         for given, unfit in zip(arguments, failed, strict=True):
             if self._compiled.known_variant(given, unfit) is None:
@@ -117,13 +115,18 @@ class Setup:
         return Setting(batches, own, arguments, variants, mode, self._tables.schedule(programs, mode))
 
     def _mode(self) -> Mode:
-        is_serial = not self._overlap or has_hooks(self._optimizer)
+        is_serial = not self._overlap or has_hooks(self._optimizer) or (self._needs_norm and self._holds_others())
         if self.updates is not None and self.is_due and not self.updates.is_whole:
             self.complete()  # of a step that failed some are taken already
         if self._needs_norm and not is_serial:
             return Mode("deferred" if self.is_due else "none", clip=True)
         self.complete()
         return Mode("serial" if is_serial else "overlap", self._needs_norm)
+
+    def _holds_others(self) -> bool:
+        """Whether the optimizer has parameters beside the model's, such as a loss's own: the next loss reads them."""
+        own = set(self._compiled.model.parameters())
+        return any(p not in own for group in self._optimizer.param_groups for p in group["params"])
 
     def host_plan(self, setting: Setting) -> HostPlan:
         """Adds up what steps like this one take of host memory, without allocating it.
@@ -170,7 +173,7 @@ class Setup:
                 self._optimizer,
                 blocks,
                 masters=self._compiled.masters,
-                names={p: name for name, p in nn.Module.named_parameters(self._compiled)},
+                names={p: name for name, p in self._compiled.model.named_parameters()},
                 max_norm=self._max_norm,
                 threads=self.threads,
             )
@@ -183,16 +186,6 @@ class Setup:
             raise OptimizerError(
                 "the optimizer holds none of the parameters that the model trains.\n"
                 "  A step updates what the optimizer holds.\n  Make it from compiled.parameters()."
-            )
-
-
-def _check_untrained(arguments: Arguments) -> None:
-    for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
-        if tensor.requires_grad:
-            raise ExecuteError(
-                f"input `{name}` requires grad.\n"
-                "  A step trains the parameters of the model; nothing of the gradient of an input would be left.\n"
-                "  Detach it; make it a parameter of the model if it is to be trained."
             )
 
 

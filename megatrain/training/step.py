@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,6 @@ from megatrain.training.completion import Completion
 from megatrain.training.running import Running
 from megatrain.training.setup import Setting, Setup
 
-_NOTHING = (
-    "no step is compiled yet.\n  A schedule needs the sizes of a batch.\n  Call the step, or prepare(batch), once."
-)
-ON_NONFINITE = (None, "raise", "skip")
-
 
 class TrainStep:
     """Trains a compiled model, a batch at a time.
@@ -50,9 +46,10 @@ class TrainStep:
     Without clipping a block is updated as soon as its gradients have left: they never exist all at once. With
     `max_grad_norm` or `on_nonfinite` the updates need all gradients: they are due when the call returns, and run in the
     next call, each ahead of its block's weights. `flush` takes them at once, and so does whatever reads parameters
-    through the compiled model, or the state dict of model or optimizer. With `overlap=False`, or hooks on the
-    optimizer's step, all updates follow all gradients, within the call. All three leave the same bits. A call that
-    fails before its first update leaves no trace; one that fails later is completed, and a note of the error says so.
+    through the compiled model, or the state dict of model or optimizer. With `overlap=False`, hooks on the optimizer's
+    step, or a norm and parameters of the optimizer beside the model's, all updates follow all gradients, within the
+    call. All three leave the same bits. A call that fails before its first update leaves no trace; one that fails later
+    is completed, and a note of the error says so.
 
     Args:
         compiled: From `megatrain.compile`.
@@ -61,7 +58,7 @@ class TrainStep:
         loss: `loss(result, batch)` makes the scalar to differentiate; None takes the result itself, or its `loss`.
         weight: `weight(batch)` says how much a micro-batch counts, such as its number of targets; None counts all the
             same. Losses and gradients are those of the weighted mean.
-        max_grad_norm: Largest norm of the gradients of all parameters, as in `clip_grad_norm_`; None doesn't clip.
+        max_grad_norm: Largest norm of all gradients, as in `clip_grad_norm_(model.parameters())`; None doesn't clip.
         overlap: Whether updates may run beside the device's work.
         on_nonfinite: What happens if a gradient has an infinite or undefined element: `"raise"` an error, `"skip"` the
             update; None doesn't look.
@@ -90,10 +87,6 @@ class TrainStep:
                 f"TrainStep takes a compiled model, not a {type(compiled).__qualname__}.\n"
                 "  It runs the model's schedule.\n  Pass megatrain.compile(model)."
             )
-        if on_nonfinite not in ON_NONFINITE:
-            raise OptionError(
-                f'on_nonfinite={on_nonfinite!r} is not known.\n  on_nonfinite is one of None, "raise", "skip".'
-            )
         check_per_parameter(optimizer)
         self._compiled = compiled
         self._loss = loss
@@ -112,9 +105,9 @@ class TrainStep:
         self._setting: Setting | None = None
         self._is_running = False
         self._failed_at = 0
-        completion = Completion(self)
-        compiled.before_reads(completion)
-        completion.watch(compiled, optimizer)
+        self._completion = Completion(self)
+        compiled.before_reads(self._completion)
+        self._completion.watch(compiled.model, optimizer)
 
     @property
     def schedule(self) -> Schedule:
@@ -123,9 +116,7 @@ class TrainStep:
         Raises:
             ExecuteError: Before the first of them.
         """
-        if self._setting is None:
-            raise ExecuteError(_NOTHING)
-        return self._setting.schedule
+        return self._known_setting().schedule
 
     @property
     def progress(self) -> Progress:
@@ -139,9 +130,7 @@ class TrainStep:
         Raises:
             ExecuteError: Before the first of them.
         """
-        if self._setting is None:
-            raise ExecuteError(_NOTHING)
-        return self._setup.host_plan(self._setting)
+        return self._setup.host_plan(self._known_setting())
 
     def prepare(self, batch: Any) -> Schedule:
         """Makes the schedule of a batch like this one, without running, moving or allocating anything."""
@@ -184,6 +173,7 @@ class TrainStep:
         factors = shares(batches, self._weight)
         failed: list[dict[Variant, str]] = [{} for _ in batches]
         with self._compiled.exclusively(), torch.enable_grad():
+            self._compiled.complete_updates(besides=self._completion)  # of other steps over this model
             while True:
                 setting = self._setup.setting(batches, failed)
                 executor = self._setup.executor(setting)
@@ -253,7 +243,7 @@ class TrainStep:
         whole checkpoint is at `folder`, the previous one or this.
 
         Args:
-            folder: Where it shall be; a checkpoint that is there is replaced.
+            folder: Where it shall be; one that is there is replaced.
             scheduler: An LR scheduler, or whatever else has a `state_dict` and `load_state_dict`.
             user: Values to find again in `user` after `load`: numbers, texts, tensors, and dicts and lists of these.
             shard_bytes: Limit of a file, in bytes or as `"5GB"`.
@@ -315,6 +305,17 @@ class TrainStep:
         with compiled.exclusively(), torch.device("cpu"):
             step._boundary.progress, step.user = checkpoint.restore(folder, compiled, optimizer, scheduler)
         return step
+
+    def __del__(self) -> None:
+        if hasattr(self, "_is_running") and not sys.is_finalizing():
+            self.flush()  # a function that trains and returns leaves the model trained
+
+    def _known_setting(self) -> Setting:
+        if self._setting is None:
+            raise ExecuteError(
+                "no step is compiled yet.\n  It needs the sizes of a batch.\n  Call the step, or prepare(batch), once."
+            )
+        return self._setting
 
     def _check_whole(self) -> None:
         if self._boundary.broken is not None:
