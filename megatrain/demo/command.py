@@ -1,0 +1,71 @@
+"""`megatrain demo`: the demo from the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+from megatrain.demo.course import FOLDER, Course
+from megatrain.demo.demonstrate import demonstrate
+from megatrain.demo.recipe import Recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `megatrain demo` takes."""
+    add = parser.add_argument
+    add("--folder", type=Path, default=FOLDER, help=f"where its checkpoint lies (default: {FOLDER})")
+    add("--resume", action="store_true", help="go on from the checkpoint, with the recipe that it began with")
+    add("--interrupt-at", type=_part, metavar="PART", help="press Ctrl-C after this part of the steps, between 0 and 1")
+    _add("--device", str, "compute device; None is the accelerator if there is one", parser)
+    _add("--memory", str, "device-memory budget", parser)
+    _add("--steps", _positive(int), "optimizer steps", parser)
+    _add("--seconds", _positive(float), "training ends then at the latest", parser)
+    _add("--micro-batches", _positive(int), "micro-batches per step", parser)
+    _add("--batch-size", _positive(int), "windows of text per micro-batch", parser)
+    _add("--context", _positive(int), "bytes per window", parser)
+    _add("--width", _positive(int), "hidden states, a multiple of 64", parser)
+    _add("--depth", _positive(int), "decoder layers", parser)
+    _add("--sample-bytes", _positive(int), "length of the sample", parser)
+    _add("--seed", int, "fixes weights, batches and sample", parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Begins or resumes the demo.
+
+    Returns:
+        0 if all it shows holds, 1 if not.
+
+    Raises:
+        CheckpointError: If the folder holds no checkpoint to resume, or something else than one to replace.
+        OptionError: If an option contradicts the checkpoint.
+    """
+    # Only what was given on the command line is there: a resumed run has its own.
+    given = {f.name: getattr(options, f.name) for f in fields(Recipe) if f.name in options}
+    course = Course.resume(options.folder, given) if options.resume else Course.begin(Recipe(**given), options.folder)
+    return 0 if demonstrate(course, interrupt_at=options.interrupt_at) else 1
+
+
+def _add(name: str, kind: Callable[[str], object], text: str, parser: argparse.ArgumentParser) -> None:
+    default = getattr(Recipe(), name.removeprefix("--").replace("-", "_"))
+    parser.add_argument(name, type=kind, default=argparse.SUPPRESS, help=f"{text} (default: {default})")
+
+
+def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = kind(text)
+        # `not >` rejects NaN too.
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not above zero")
+        return value
+
+    return number
+
+
+def _part(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value

@@ -1,0 +1,160 @@
+"""Course: how far a demo's training has come, and what its checkpoints keep of that."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import megatrain
+from megatrain import saving
+from megatrain.demo.recipe import Recipe
+from megatrain.demo.text import digest, read_corpus
+from megatrain.errors import CheckpointError, OptionError
+from megatrain.runtime.interrupts import Interrupts
+from megatrain.saving.replace import present
+
+FOLDER = Path("megatrain-demo")
+# A resumed run may have another device or budget: neither is part of what is trained.
+_FREE = ("device", "memory")
+# Of the seconds that a recipe gives, so that the last steps, with their low learning rates, are not cut off.
+_PLANNED = 0.95
+
+
+@dataclass(slots=True)
+class Course:
+    """A training of the demo, from its first step to its last, in as many processes as it takes.
+
+    Args:
+        recipe: What is trained.
+        folder: Where its checkpoint lies.
+        text: Digest of the text it is trained on.
+        num_steps: How many steps it will have; None until the speed is known.
+        seconds: How long it has trained.
+        saved: How many steps its checkpoint has; None if there is none.
+    """
+
+    recipe: Recipe
+    folder: Path
+    text: str
+    num_steps: int | None = None
+    seconds: float = 0.0
+    saved: int | None = None
+
+    @staticmethod
+    def begin(recipe: Recipe, folder: Path) -> Course:
+        """Begins a training; its first checkpoint will replace that of an earlier demo.
+
+        Raises:
+            CheckpointError: If something else lies in the folder.
+        """
+        if _exists(folder):
+            _recorded(folder)
+        return Course(recipe, folder, digest(read_corpus()[0]))
+
+    @staticmethod
+    def resume(folder: Path, given: Mapping[str, Any]) -> Course:
+        """Goes on with the training of a checkpoint.
+
+        Args:
+            folder: Where it lies.
+            given: Fields of the recipe that the caller insists on.
+
+        Raises:
+            CheckpointError: If there is no checkpoint of a demo, or it was trained on another text.
+            OptionError: If the checkpoint's recipe differs from what is given.
+        """
+        if not _exists(folder):
+            raise CheckpointError(
+                f"there is no checkpoint in `{folder}`.\n"
+                "  The demo writes one every minute, when it is interrupted, and at its end.\n"
+                f"  Begin without --resume{'' if folder == FOLDER else ', or name its folder with --folder'}."
+            )
+        count, user = _recorded(folder)
+        recipe = Recipe(**user["recipe"])
+        _check_same(folder, recipe, given)
+        if user["text"] != digest(read_corpus()[0]):
+            raise CheckpointError(
+                f"the training in `{folder}` began with another text.\n"
+                "  The demo learns Python's own help pages, and they differ between versions of Python.\n"
+                "  Resume with the version that it began with, or begin without --resume."
+            )
+        recipe = replace(recipe, **{name: given[name] for name in _FREE if name in given})
+        return Course(recipe, folder, user["text"], user["num_steps"], user["seconds"], saved=count)
+
+    @property
+    def total(self) -> int:
+        """How many steps it will have, as far as is known."""
+        return self.recipe.steps if self.num_steps is None else self.num_steps
+
+    def goes_on(self, count: int) -> bool:
+        """Whether another step follows `count` of them; at least one is made."""
+        return count == 0 or (count < self.total and self.seconds < self.recipe.seconds)
+
+    def spend(self, count: int, seconds: float) -> None:
+        """Notes that `count` steps took these seconds.
+
+        The number of steps is fixed when the warm-up has shown the speed, so that no learning rate hangs on a clock
+        afterwards, and the same steps have the same bits on any day.
+        """
+        self.seconds = seconds
+        recipe = self.recipe
+        if self.num_steps is None and (count >= recipe.warmup_steps or seconds >= recipe.seconds / 4):
+            affordable = int(count * _PLANNED * recipe.seconds / seconds)
+            self.num_steps = min(recipe.steps, max(count, affordable))
+
+    def save(self, step: megatrain.TrainStep, more: Any = None) -> None:
+        """Writes the checkpoint, unless it is there already. Ctrl-C waits for the end of it."""
+        count = step.progress.count
+        if count == self.saved:
+            return
+        user = {"recipe": asdict(self.recipe), "text": self.text, "num_steps": self.num_steps, "seconds": self.seconds}
+        with Interrupts():
+            step.save(self.folder, user=user, more=more)
+            self.saved = count
+
+    def describe_saved(self) -> str:
+        """Says what is saved, and how to go on."""
+        folder = "" if self.folder == FOLDER else f" --folder {shlex.quote(str(self.folder))}"
+        return (
+            f"step {self.saved} of {self.total} is saved in `{self.folder}`, and nothing is left running.\n"
+            f"  Go on with: megatrain demo --resume{folder}"
+        )
+
+
+def _exists(folder: Path) -> bool:
+    # A save that was ended between its two renames left the checkpoint beside its place.
+    return present(folder.resolve()).exists()
+
+
+def _recorded(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Returns how many steps a checkpoint has, and what `Course.save` wrote beside them."""
+    extra = saving.load(folder).extra
+    found: Any = extra.get("user")
+    user: dict[str, Any] = found if isinstance(found, dict) else {}
+    recipe: Any = user.get("recipe")
+    if not isinstance(recipe, dict) or set(recipe) != {field.name for field in fields(Recipe)}:
+        raise CheckpointError(
+            f"`{folder}` is a checkpoint of something else than this version's demo.\n"
+            "  The demo resumes and replaces only what it wrote itself.\n"
+            "  Name another folder with --folder, or remove this one."
+        )
+    return extra["progress"]["count"], user
+
+
+def _check_same(folder: Path, recipe: Recipe, given: Mapping[str, Any]) -> None:
+    differing = [name for name in given if name not in _FREE and given[name] != getattr(recipe, name)]
+    if differing:
+        found = [f"--{n.replace('_', '-')} {given[n]} is given, but {getattr(recipe, n)} was" for n in differing]
+        raise OptionError(
+            "\n  ".join(
+                [
+                    f"the options contradict the checkpoint in `{folder}`:",
+                    *found,
+                    "A resumed run goes on with the recipe it began with; only --device and --memory may change.",
+                    "Leave the options out, or begin anew without --resume.",
+                ]
+            )
+        )

@@ -1,0 +1,87 @@
+"""demonstrate(): the demo from the model to the comparison with eager PyTorch, printed as it goes."""
+
+from __future__ import annotations
+
+import megatrain
+from megatrain.demo.course import Course
+from megatrain.demo.figures import format_losses, format_memory, quoted
+from megatrain.demo.model import build_model, held_out_loss, state_bytes, write_sample
+from megatrain.demo.text import byte_tensor, random_batches, read_corpus, unigram_entropy
+from megatrain.demo.training import Training
+from megatrain.sizes import format_bytes, parse_bytes
+
+
+def demonstrate(course: Course, *, interrupt_at: float | None = None) -> bool:
+    """Trains, measures, samples, shows the schedule that ran and verifies it; prints all of it.
+
+    Args:
+        course: What is trained, from its beginning or from its checkpoint.
+        interrupt_at: After which part of the steps this process interrupts itself; None doesn't.
+
+    Returns:
+        Whether the model learnt, the device stayed within the budget, and the gradients are eager PyTorch's.
+
+    Raises:
+        KeyboardInterrupt: Saying what is saved, if something is.
+    """
+    try:
+        return _demonstrate(course, interrupt_at)
+    except KeyboardInterrupt as interrupt:
+        if course.saved is None:
+            raise
+        raise KeyboardInterrupt(course.describe_saved()) from interrupt
+
+
+def _demonstrate(course: Course, interrupt_at: float | None) -> bool:
+    recipe = course.recipe
+    budget = parse_bytes(recipe.memory)
+    training, held_out = read_corpus()
+    model = build_model(recipe)
+    compiled = megatrain.compile(model, device=recipe.device, memory=budget, transfer="copy")
+    device = compiled.options.device
+    weights = state_bytes(model)
+    size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {format_bytes(weights)}"
+    print(f"model   {type(model).__name__}, {size}")
+    print(f"text    Python's own help pages: {len(training)} bytes to train on, {len(held_out)} held out")
+    print(f"device  {device}, with a budget of {format_bytes(budget)}", flush=True)
+    schedule, measured = _train(compiled, course, training, interrupt_at)
+
+    loss, baseline = held_out_loss(compiled, held_out, recipe, device), unigram_entropy(training, held_out)
+    print(f"\nheld-out loss, nats per byte\n{format_losses(loss, baseline)}", flush=True)
+    print(f"\na sample it wrote\n{quoted(write_sample(compiled, b'The ', recipe, device))}")
+    print(f"\nthe schedule of a training step\n{schedule}")
+    print(f"\ndevice memory\n{format_memory(weights, budget, schedule, measured)}\n", flush=True)
+    report = _verify(compiled, training, course)
+    print(report)
+    return loss < baseline and compiled.peak_bytes <= budget and report.ok
+
+
+def _train(
+    compiled: megatrain.CompiledModule, course: Course, text: bytes, interrupt_at: float | None
+) -> tuple[megatrain.Schedule, int]:
+    """Returns the schedule of a step and the measured peak of all, 0 if no step was left to make."""
+    training = Training(compiled, course, text, interrupt_at=interrupt_at)
+    step, recipe = training.step, course.recipe
+    compiled.train()
+    planned = step.prepare(training.batch())
+    blocks, templates = len(compiled.program.blocks), len(compiled.program.templates)
+    batches = f"{recipe.micro_batches} micro-batches"
+    print(f"plan    {blocks} blocks over {templates} templates, {batches}, {len(planned.ticks)} ticks a step")
+    if course.saved is not None:
+        print(f"resume  from `{course.folder}`: step {course.saved} of {course.total}, after {course.seconds:.0f} s")
+    print(flush=True)
+    training.run()
+    num_steps = step.progress.count
+    num_tokens, seconds = num_steps * recipe.tokens_per_step, course.seconds
+    print(f"\n{num_steps} steps, {num_tokens} tokens in {seconds:.0f} s, {num_tokens / seconds:.0f} tokens/s")
+    print(f"saved in `{course.folder}`: the model for `from_pretrained`, and all that training goes on from")
+    return step.schedule, compiled.peak_bytes
+
+
+def _verify(compiled: megatrain.CompiledModule, text: bytes, course: Course) -> megatrain.Report:
+    """Compares with eager PyTorch under the options that the training ran with."""
+    options = compiled.options
+    ids = next(random_batches(byte_tensor(text), course.recipe)).to(options.device)
+    compiled.train()
+    same = {"device": options.device, "memory": options.memory, "transfer": options.transfer}
+    return megatrain.verify(compiled.model, compile_options=same, input_ids=ids, labels=ids)
