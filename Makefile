@@ -26,7 +26,7 @@ PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/de
 .PHONY: help demo test check format-check lint types fix accept bench gpu zoo clean
 
 help:
-	@echo 'make demo    train a small language model through the whole compiler, in minutes'
+	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in minutes'
 	@echo 'make test    all tests that need neither a GPU nor the network'
 	@echo 'make check   format, lint, strict types, tests with warnings as errors'
 	@echo 'make fix     rewrite what ruff can mend'
@@ -41,8 +41,10 @@ help:
 	.venv/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[test]'
 	@touch $@
 
+# The first process interrupts itself in mid-step, as Ctrl-C would (status 130); the second goes on from its checkpoint.
 demo: $(READY)
-	$(PY) -m megatrain.cli demo $(ARGS)
+	$(PY) -m megatrain.cli demo --interrupt-at 0.5 $(ARGS) || [ $$? -eq 130 ]
+	$(PY) -m megatrain.cli demo --resume $(ARGS)
 
 test: $(READY)
 	$(PYTEST) $(ARGS)

@@ -50,12 +50,12 @@ def build_model(recipe: Recipe) -> nn.Module:
 def held_out_loss(model: nn.Module, text: bytes, recipe: Recipe, device: torch.device) -> float:
     """Returns nats per byte over the text, cut into windows; each window's first byte is only read."""
     ids = byte_tensor(text)
-    num_windows = len(ids) // (recipe.context * recipe.batch_size) * recipe.batch_size
+    num_windows = len(ids) // recipe.tokens_per_step * recipe.windows_per_step
     if num_windows == 0:
         raise OptionError(
-            f"The held-out text has {len(ids)} bytes, too few for one batch. Take a smaller batch or context."
+            f"The held-out text has {len(ids)} bytes, too few for the windows of one step. Take fewer, or shorter ones."
         )
-    batches = ids[: num_windows * recipe.context].view(-1, recipe.batch_size, recipe.context).to(device)
+    batches = ids[: num_windows * recipe.context].view(-1, recipe.windows_per_step, recipe.context).to(device)
     model.eval()
     losses = [model(input_ids=batch, labels=batch).loss.item() for batch in batches]
     return sum(losses) / len(losses)

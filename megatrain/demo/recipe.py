@@ -29,23 +29,28 @@ class Recipe:
 
     device: str | None = None
     memory: int | str = "18MiB"
-    steps: int = 450
+    steps: int = 900
     seconds: float = 200.0
     micro_batches: int = 2
-    batch_size: int = 2
+    batch_size: int = 1
     context: int = 128
     width: int = 256
     depth: int = 12
     learning_rate: float = 2e-3
-    warmup_steps: int = 30
+    warmup_steps: int = 50
     max_grad_norm: float = 1.0
     sample_bytes: int = 400
     seed: int = 0
 
     @property
+    def windows_per_step(self) -> int:
+        """Windows of text in all micro-batches of a step."""
+        return self.micro_batches * self.batch_size
+
+    @property
     def tokens_per_step(self) -> int:
         """Bytes of text in all micro-batches of a step."""
-        return self.micro_batches * self.batch_size * self.context
+        return self.windows_per_step * self.context
 
 
 def learning_rate(recipe: Recipe, step: int, num_steps: int) -> float:

@@ -32,7 +32,7 @@ class SelfInterrupt:
 
     def before_step(self, step: int, num_steps: int) -> None:
         """Finds out whether it is time."""
-        self._is_due = self._first_step < self._at * num_steps <= step
+        self._is_due = self._first_step < max(1, int(self._at * num_steps)) <= step
 
     def __call__(self, result: Any, batch: Any) -> torch.Tensor:
         """Returns the model's own loss."""
