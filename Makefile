@@ -80,4 +80,4 @@ zoo: $(READY)
 	$(PY) -m tests.zoo --markdown docs/models.md $(ARGS)
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	rm -rf megatrain-demo .venv .pytest_cache .ruff_cache .hypothesis
