@@ -9,7 +9,8 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_python_of_the_readme_runs(capsys):
+def test_the_python_of_the_readme_runs(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     assert blocks
     namespace = {"__name__": "readme"}
@@ -19,7 +20,8 @@ def test_the_python_of_the_readme_runs(capsys):
     assert "schedule:" in capsys.readouterr().out
     shown = re.search(r"^```text\n(schedule:.*?)^```$", README, re.DOTALL | re.MULTILINE)
     assert shown is not None
-    assert shown[1] == str(namespace["compiled"].schedule) + "\n"
+    assert shown[1] == str(namespace["step"].schedule) + "\n"
+    assert (tmp_path / "runs" / "first" / "checkpoint.json").exists()
     assert all(p.grad is not None for p in namespace["model"].parameters())
 
 

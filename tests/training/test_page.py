@@ -1,0 +1,96 @@
+"""The code of docs/training.md runs, and prints and leaves what the page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import megatrain
+from megatrain import saving
+from tests.saving.training import same
+
+PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+SCRIPT, WEIGHT, PLAN, SAVING, READING, DROPOUT = SNIPPETS
+
+
+def execute(code: str, found: dict[str, Any]) -> dict[str, Any]:
+    exec(compile(code, "training.md", "exec"), found)
+    return found
+
+
+def test_the_script_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    for name, stops_after in (("undisturbed", None), ("stopped", 8)):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        with monkeypatch.context() as patch:
+            if stops_after is not None:
+                stop(patch, stops_after)
+                with pytest.raises(KeyboardInterrupt):
+                    execute(SCRIPT, {})
+        execute(SCRIPT, {})
+    lines = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["step 5", "step 10", "step 12"] * 2
+    one, other = (saving.load(tmp_path / name / "runs/first") for name in ("undisturbed", "stopped"))
+    assert one.extra["progress"] == other.extra["progress"]
+    assert one.extra["scheduler"] == other.extra["scheduler"]
+    assert one.manifest.optimizer == other.manifest.optimizer
+    files = sorted(path.relative_to(one.folder) for path in one.folder.rglob("*.safetensors"))
+    assert len(files) == 3  # weights, moments, generators
+    for file in files:
+        assert same(load_file(one.folder / file), load_file(other.folder / file))
+
+
+def stop(patch: pytest.MonkeyPatch, count: int) -> None:
+    """Lets the process end when a step is asked for after `count` of them."""
+    take = megatrain.TrainStep.__call__
+
+    def stopping(self: megatrain.TrainStep, batch: Any) -> torch.Tensor:
+        if self.progress.count == count:
+            raise KeyboardInterrupt
+        return take(self, batch)
+
+    patch.setattr(megatrain.TrainStep, "__call__", stopping)
+
+
+def test_the_snippets_behind_the_script_do_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    found = execute(SCRIPT, {})
+    assert re.search(r"^updates: deferred, clipped$", str(found["step"].schedule), re.MULTILINE)
+    for group in found["optimizer"].param_groups:
+        group["lr"] = 1e-3  # the script ends with none
+    for code in (READING, DROPOUT):  # they hold assertions
+        execute(code, found)
+    execute(WEIGHT, found)
+    mixed = [found["batch"](n)[0] for n in range(2)]
+    mixed[0]["labels"] = mixed[0]["labels"].index_fill(1, torch.arange(8), -100)
+    assert [int(found["num_targets"](part)) for part in mixed] == [48, 62]
+    found["step"](mixed)
+
+
+def test_the_handler_of_the_page_saves_scheduler_and_model_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    found = execute(SCRIPT, {})
+    kind = type(found["scheduler"])
+    take = kind.step
+
+    def interrupted(_: Any) -> None:
+        monkeypatch.setattr(kind, "step", take)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kind, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        execute(SAVING, found)
+    saved = saving.load("runs/first").extra
+    assert saved["progress"]["count"] == saved["scheduler"]["last_epoch"] == 13
+
+
+def test_the_plan_on_the_page_is_the_one_that_is_made(capsys: pytest.CaptureFixture[str]):
+    execute(PLAN, {})
+    (shown,) = re.findall(r"^```text\n(plan: .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    assert capsys.readouterr().out == shown
