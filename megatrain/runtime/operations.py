@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients import GradientSink
 from megatrain.runtime.plan import Planned, Release
 from megatrain.runtime.slots import Slots
+from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.runtime.streams import Event
 from megatrain.scheduler.table import Position, Schedule
 
@@ -65,7 +65,7 @@ class Operations:
         around: Around | None = None,
         done: set[Position] | None = None,
         is_recovery: bool = False,
-        seconds: dict[Position, float] | None = None,
+        watch: Stopwatch | None = None,
     ) -> None:
         """Hands transfers and work of the host to their streams and runs compute here, in the table's order.
 
@@ -76,7 +76,7 @@ class Operations:
             around: The rest of a whole step.
             done: Operations that are over, and are left out; the others are added as they succeed.
             is_recovery: What an earlier run left is made up for; tests inject no failures.
-            seconds: Takes how long each operation takes; its stream then waits for the device after each.
+            watch: Takes the time of each operation.
         """
         done = set() if done is None else done
         left = [step for step in steps if step.position not in done]
@@ -95,7 +95,7 @@ class Operations:
                 for step in in_order:
                     waits, over = self._waits(step, events), events[step.position]
                     work = self._work(calls, step, around)
-                    work = work if seconds is None else functools.partial(_timed, work, step.position, seconds)
+                    work = work if watch is None else watch.timed(step, work)
                     queues[step.op.stream](str(step.op), work, waits, over)
         finally:
             done.update(position for position, event in events.items() if event.host_done and not event.has_failed)
@@ -255,14 +255,6 @@ def _added(before: Landing, now: Landing) -> Landing:
         is_swapped = total.is_sparse and not gradient.is_sparse
         return (gradient + total if is_swapped else total + gradient), False
     return total.add_(gradient), False
-
-
-def _timed(work: Callable[[], None], position: Position, seconds: dict[Position, float]) -> None:
-    start = time.perf_counter()
-    work()
-    if position.stream != "host" and torch.accelerator.is_available():
-        torch.accelerator.current_stream().synchronize()
-    seconds[position] = time.perf_counter() - start
 
 
 _OF_VALUES = ("value", "gradient", "original")

@@ -19,6 +19,7 @@ from megatrain.runtime.plan import plan_step
 from megatrain.runtime.rng import OwnGenerators, micro_batch_seed
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.start import Start
+from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.scheduler.table import Position, Schedule
 
 
@@ -70,16 +71,14 @@ class StepExecutor:
         known = set(facts.trained)
         return [[key for key in keys if key in known] for keys in facts.completes]
 
-    def begin(
-        self, inputs: Sequence[Sequence[torch.Tensor]], *, seconds: dict[Position, float] | None = None
-    ) -> StepRun:
+    def begin(self, inputs: Sequence[Sequence[torch.Tensor]], *, watch: Stopwatch | None = None) -> StepRun:
         """Takes the inputs of a step.
 
         Args:
             inputs: Per micro-batch: the model's tensor inputs on the compute device, in order.
-            seconds: Takes how long each operation takes; see `Operations.run`.
+            watch: Takes the time of each operation.
         """
-        return StepRun(self, inputs, seconds)
+        return StepRun(self, inputs, watch)
 
 
 class StepRun:
@@ -92,10 +91,10 @@ class StepRun:
         self,
         executor: StepExecutor,
         inputs: Sequence[Sequence[torch.Tensor]],
-        seconds: dict[Position, float] | None = None,
+        watch: Stopwatch | None = None,
     ):
         self._executor = executor
-        self._seconds = seconds
+        self._watch = watch
         self._done: set[Position] = set()
         engine = executor.engine
         engine.refresh()
@@ -146,7 +145,7 @@ class StepRun:
             around=around,
             done=self._done,
             is_recovery=is_recovery,
-            seconds=self._seconds,
+            watch=self._watch,
         )
 
     @torch.no_grad()

@@ -19,9 +19,10 @@ from megatrain.optim.updates import check_max_norm
 from megatrain.optim.whole_step import Optimizer
 from megatrain.runtime.interrupts import Interrupts
 from megatrain.runtime.rng import RngState
+from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.costs import Measured
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.table import Schedule
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.training import checkpoint
 from megatrain.training.batch import Loss, Weight, micro_batches, shares
@@ -163,11 +164,11 @@ class TrainStep:
         The result goes into `schedule.simulate`, of this schedule or another one of the same program. On an accelerator
         each stream waits for the device after every operation.
         """
-        seconds: dict[Position, float] = {}
-        self._take(batch, seconds)
-        return Measured.of(self.schedule, seconds)
+        watch = Stopwatch()
+        self._take(batch, watch)
+        return Measured.of(self.schedule, watch.seconds)
 
-    def _take(self, batch: Any, seconds: dict[Position, float] | None) -> torch.Tensor:
+    def _take(self, batch: Any, watch: Stopwatch | None) -> torch.Tensor:
         self._check_whole()
         batches = micro_batches(batch)
         factors = shares(batches, self._weight)
@@ -181,18 +182,14 @@ class TrainStep:
                     self.flush()
                     continue
                 try:
-                    return self._run(setting, executor, factors, seconds)
+                    return self._run(setting, executor, factors, watch)
                 except GuardFailedError as failure:
                     at = self._failed_at
                     failed[at][setting.variants[at]] = str(failure)
                     self._compiled.learn(failure, setting.arguments[at], failed[at])
 
     def _run(
-        self,
-        setting: Setting,
-        executor: StepExecutor,
-        factors: Sequence[float],
-        seconds: dict[Position, float] | None,
+        self, setting: Setting, executor: StepExecutor, factors: Sequence[float], watch: Stopwatch | None
     ) -> torch.Tensor:
         self._setting = setting
         engine, updates = executor.engine, self._setup.updates
@@ -210,7 +207,7 @@ class TrainStep:
         with engine.turn(), running.interrupts:
             self._is_running = True
             try:
-                run = executor.begin(running.inputs(), seconds=seconds)
+                run = executor.begin(running.inputs(), watch=watch)
                 self._boundary.run(run, running, updates, before)
             finally:
                 self._is_running = False

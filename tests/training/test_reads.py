@@ -118,7 +118,6 @@ READS_BESIDE = {
 }
 
 
-@pytest.mark.xfail(reason="hooks on state_dict() of the optimizer and of the model itself are to come")
 @pytest.mark.parametrize("read", READS_BESIDE)
 def test_a_state_dict_of_optimizer_or_model_sees_the_updates(read: str) -> None:
     pair = due()
@@ -126,7 +125,6 @@ def test_a_state_dict_of_optimizer_or_model_sees_the_updates(read: str) -> None:
     assert_same(snapshot(pair.eager, pair.eager_optimizer), snapshot(pair.stepped, pair.optimizer))
 
 
-@pytest.mark.xfail(reason="hooks on load_state_dict() of the optimizer are to come")
 def test_an_optimizer_state_that_is_loaded_is_not_updated_from_before() -> None:
     pair = due()
     for optimizer in (pair.eager_optimizer, pair.optimizer):

@@ -1,0 +1,44 @@
+"""Stopwatch: how long the operations of a step take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from megatrain.runtime.plan import Planned
+from megatrain.scheduler.op import Stream
+from megatrain.scheduler.table import Position
+
+
+class Stopwatch:
+    """Times each operation from when it could have begun, its stream free and its waits over, to its end.
+
+    What passes between operations thus belongs to the one that comes next, and a simulation of these times has it.
+
+    Attributes:
+        seconds: By position.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[Position, float] = {}
+        self._ends: dict[Position, float] = {}
+        self._last: dict[Stream, float] = {}
+        self._begin: float | None = None
+
+    def timed(self, step: Planned, work: Callable[[], None]) -> Callable[[], None]:
+        """Returns the work of an operation, with its time taken; on an accelerator its stream waits for the end."""
+        begin = self._begin = time.perf_counter() if self._begin is None else self._begin
+
+        def run() -> None:
+            work()
+            stream = step.position.stream
+            if stream != Stream.HOST and torch.accelerator.is_available():
+                torch.accelerator.current_stream().synchronize()
+            end = self._ends[step.position] = time.perf_counter()
+            free = self._last.get(stream, begin)
+            self._last[stream] = end
+            self.seconds[step.position] = end - max([free, *(self._ends[w] for w in step.waits)])
+
+        return run
