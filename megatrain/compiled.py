@@ -171,7 +171,9 @@ class CompiledModule(nn.Module):
     def prepare(self, *args: Any, **kwargs: Any) -> Variant:
         """Compiles for the signature of these arguments without running."""
         with self.exclusively():
-            return self._variant_for(self.cast(Arguments.of(args, kwargs)))
+            variant = self._variant_for(self.cast(Arguments.of(args, kwargs)))
+            assert variant.schedule  # planned now
+            return variant
 
     def cast(self, arguments: Arguments) -> Arguments:
         """Returns the arguments of a call with fp32 tensors as bf16, if the model was fp32 and computes in bf16."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -37,12 +38,12 @@ MOST_STATES = 8
 
 @dataclass(slots=True, eq=False)
 class Variant:
-    """One capture of the model, for one signature of inputs, with its schedule.
+    """One capture of the model, for one signature of inputs, with the schedule of its calls.
 
     Args:
         traced: The capture.
         program: Its blocks; captures that computed the same share one.
-        schedule: What runs.
+        plan: Makes the schedule of a call.
         guards: Compares what was read from inputs.
         assumptions: Compares what was read from Python state.
         executor: Runs the schedule; made at the first call.
@@ -51,11 +52,23 @@ class Variant:
 
     traced: TracedModule
     program: Program
-    schedule: Schedule
+    plan: Callable[[], Schedule]
     guards: GuardCheck
     assumptions: AssumptionCheck
     executor: Executor | None = None
     reasons: tuple[str, ...] = ()
+    planned: Schedule | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """What a call runs, planned when the first asks for it: a training step may fit where a call doesn't.
+
+        Raises:
+            ScheduleError: If the memory budget is too small for it.
+        """
+        if self.planned is None:
+            self.planned = self.plan()
+        return self.planned
 
     @property
     def opaque(self) -> tuple[Opaque, ...]:
@@ -134,7 +147,6 @@ class Variants:
 
         Raises:
             TraceError: If the call can't be captured.
-            ScheduleError: If the memory budget is too small for it.
         """
         known = self._of_signature(arguments)
         variant, failures = first_fitting(known, arguments.tensors, self.tree_version, failed or {})
@@ -186,20 +198,22 @@ class Variants:
         assumptions = AssumptionCheck(traced.assumptions)
         for other in others:
             if is_same_capture(other.traced, traced):
-                return Variant(traced, other.program, other.schedule, guards, assumptions, other.executor)
+                return Variant(
+                    traced, other.program, other.plan, guards, assumptions, other.executor, planned=other.planned
+                )
         program = lower(traced, block_bytes=self._options.block_bytes)
-        return Variant(traced, program, self._planned(program), guards, assumptions)
+        plan = functools.partial(_planned, program, self._options, is_training=torch.is_grad_enabled())
+        return Variant(traced, program, plan, guards, assumptions)
 
-    def _planned(self, program: Program) -> Schedule:
-        is_training = torch.is_grad_enabled() and any(
-            ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs
-        )
-        planned = schedule(
-            program,
-            memory=self._options.budget(),
-            activations=self._options.activations,
-            transfer=self._options.transfer,
-            mode="train" if is_training else "forward",
-        )
-        planned.check()
-        return planned
+
+def _planned(program: Program, options: Options, *, is_training: bool) -> Schedule:
+    is_differentiable = any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs)
+    planned = schedule(
+        program,
+        memory=options.budget(),
+        activations=options.activations,
+        transfer=options.transfer,
+        mode="train" if is_training and is_differentiable else "forward",
+    )
+    planned.check()
+    return planned

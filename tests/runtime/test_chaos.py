@@ -43,7 +43,7 @@ def assert_chaotic_parity(model, args, kwargs, choice: Choice) -> None:
     compiled = megatrain.compile(streamed, device="cpu", transfer="copy", chaos=chaos, **options)
     variant = compiled.prepare(*args, **kwargs)
     if choice.spare is None:
-        variant.schedule = megatrain.schedule(
+        variant.planned = megatrain.schedule(
             variant.program, num_slots=choice.num_slots, keep=choice.keep, activations=choice.activations
         )
         variant.schedule.check()
