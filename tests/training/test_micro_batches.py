@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import ExecuteError, MegatrainError, OptimizerError, OptionError
+from megatrain.errors import ExecuteError, MegatrainError, OptimizerError, OptionError, ScheduleError
 from megatrain.runtime.host import HostStore
 from megatrain.runtime.streams import Chaos
 from tests.models import MODELS
@@ -25,6 +25,7 @@ from tests.training.loops import (
     eager_gradients,
     ids,
     labelled,
+    second,
     sgd,
     snapshot,
     square,
@@ -154,6 +155,33 @@ def test_memory_held_is_within_the_schedules_figure() -> None:
         for number in range(3):
             pair.step([TASKS["gpt"].batch(number, 2), TASKS["gpt"].batch(number, 3)])
         assert 0 < pair.compiled.peak_bytes <= pair.step.schedule.device_bytes
+
+
+class WideHead(nn.Linear):
+    """Its logits are by far the largest tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 512)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        logits = super().forward(x)
+        return logits, logits.square().mean()
+
+
+def test_a_step_fits_where_a_call_must_hold_its_outputs_and_does_not() -> None:
+    model = nn.Sequential(nn.Linear(4, 2000), nn.Linear(2000, 4), WideHead())
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    program = megatrain.lower(megatrain.trace(model, (x,)))
+    options: dict[str, Any] = {"num_slots": 1, "keep": 0, "activations": "offload"}
+    least = megatrain.schedule(program, updates="overlap", outputs="release", **options).device_bytes
+    assert least < megatrain.schedule(program, **options).device_bytes
+    compiled = megatrain.compile(model, device="cpu", memory=least)
+    step = megatrain.TrainStep(compiled, sgd(model), loss=second)
+    step(x)
+    assert step.schedule.device_bytes <= least
+    with pytest.raises(ScheduleError, match="is too small"):
+        compiled(x)
+    step(x)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------
