@@ -70,6 +70,7 @@ accept: $(READY)
 
 bench: $(READY)
 	$(PY) -m benchmarks.bench $(ARGS)
+	$(PY) -m benchmarks.steps $(STEP_ARGS)
 
 gpu: $(READY)
 	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.accelerator.is_available() else "make gpu: torch finds no accelerator here")'
