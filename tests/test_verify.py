@@ -179,7 +179,7 @@ def test_a_tied_weight_under_autocast_is_within_its_tolerance():
 
 def test_the_options_reach_compile(monkeypatch):
     seen: list[dict[str, Any]] = []
-    real = megatrain.compiled.compile
+    real = megatrain.compile
     monkeypatch.setattr(SIDE_BY_SIDE, "compile_model", lambda m, **o: (seen.append(o), real(m, **o))[1])
     options = {"memory": "1MiB", "activations": "offload", "transfer": "copy", "block_bytes": 100}
     report = verify(

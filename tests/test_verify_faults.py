@@ -173,9 +173,10 @@ def test_a_recompute_with_other_random_numbers_is_found(monkeypatch):
 def test_gradients_lost_behind_the_last_block_are_found(monkeypatch):
     real = GradientSink.receive
 
-    def receive(self, keys, gradients, completes):
+    def receive(self, block, keys, gradients, completes):
         real(
             self,
+            block,
             keys,
             [(None, s) if k == "blocks.1.fc.bias" else (g, s) for k, (g, s) in zip(keys, gradients, strict=True)],
             completes,

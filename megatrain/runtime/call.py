@@ -17,7 +17,7 @@ from megatrain.runtime.parks import Parks
 from megatrain.runtime.rng import OwnGenerators, RngState
 from megatrain.runtime.start import Start, version
 
-Landing = tuple[torch.Tensor | None, bool]
+ParameterGradient = tuple[torch.Tensor | None, bool]
 """A parameter's gradient, or None, and whether others hold its memory too."""
 
 OPEN, DONE, FAILED = "open", "done", "failed"
@@ -63,7 +63,7 @@ class Call:
         self._has_left: set[str] = set()
         self._lock = threading.RLock()
         self.gradients: dict[str, torch.Tensor] = {}
-        self.parameter_gradients: dict[int, list[Landing]] = {}
+        self.parameter_gradients: dict[int, list[ParameterGradient]] = {}
         self.graphs: dict[int, LocalGraph] = {}
         self.slot_of: dict[int, int | None] = {}
         self.rng: dict[int, RngState | None] = {}

@@ -11,7 +11,7 @@ import torch
 
 from megatrain.passes.program import Block
 from megatrain.runtime.block import LocalGraph
-from megatrain.runtime.call import Call, Landing
+from megatrain.runtime.call import Call, ParameterGradient
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients import GradientSink
 from megatrain.runtime.plan import Planned, Release
@@ -245,7 +245,7 @@ class Operations:
         self._sink.receive(block.index, block.binding, gradients, loaded.facts.completes[block.index])
 
 
-def _added(before: Landing, now: Landing) -> Landing:
+def _added(before: ParameterGradient, now: ParameterGradient) -> ParameterGradient:
     """Adds a gradient to the sum of those before; in place where the sum is nobody else's."""
     (total, is_shared), (gradient, _) = before, now
     if total is None or gradient is None:

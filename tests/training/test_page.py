@@ -94,3 +94,29 @@ def test_the_plan_on_the_page_is_the_one_that_is_made(capsys: pytest.CaptureFixt
     execute(PLAN, {})
     (shown,) = re.findall(r"^```text\n(plan: .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     assert capsys.readouterr().out == shown
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict[str, Any]:
+    return execute(PLAN.partition("plan = ")[0], {})
+
+
+@pytest.mark.parametrize(
+    "row", re.findall(r"^\| (\w+) \| (yes|no) \| (\d+) \| (.*) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
+)
+def test_the_other_plans_have_the_figures_of_the_table(row: tuple[str, ...], planned: dict[str, Any]):
+    precision, clips, micro_batches, device, host, per_parameter = row
+    plan = megatrain.plan(
+        planned["model"],
+        device_memory="9GiB",
+        host_memory="58GiB",
+        optimizer=torch.optim.AdamW(planned["model"].parameters(), fused=True),
+        precision=precision,
+        micro_batches=int(micro_batches),
+        max_grad_norm=1.0 if clips == "yes" else None,
+        example_kwargs={"input_ids": planned["ids"], "labels": planned["ids"]},
+    )
+    lines = str(plan).splitlines()
+    assert [line for line in lines if line.startswith(f"device: {device} of 9.00 GiB: fits")]
+    assert [line for line in lines if line.startswith(f"host: {host} of 58.00 GiB: fits")]
+    assert lines[-1].split()[-1] == per_parameter
