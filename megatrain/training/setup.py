@@ -19,6 +19,7 @@ from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.table import Schedule
 from megatrain.tracer.structure import Arguments
 from megatrain.training.batch import MicroBatch, untrained
+from megatrain.training.modes import without_modes
 from megatrain.training.table import Mode, StepTables
 
 
@@ -90,7 +91,7 @@ class Setup:
     def complete(self) -> None:
         """Takes the updates that are due."""
         if self.updates is not None and self.updates.is_under_way:
-            with torch.device("cpu"):  # as on the thread that usually updates, whatever the caller's default device is
+            with without_modes():
                 self.updates.finish()
 
     def setting(self, batches: Sequence[MicroBatch], failed: Sequence[dict[Variant, str]]) -> Setting:

@@ -1,0 +1,63 @@
+"""Updates that are due are the same in whatever mode the code is that takes them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import megatrain
+from tests.optim.reference import assert_same_bits
+from tests.runtime.twins import seeded
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "default device": lambda: torch.device("meta"),
+    "fake tensors": FakeTensorMode,
+    "inference": torch.inference_mode,
+    "no grad": torch.no_grad,
+}
+OPTIMIZERS = {
+    "one pass": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "own code": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+}
+
+
+def start(make: Callable[..., torch.optim.Optimizer]) -> tuple[megatrain.TrainStep, nn.Module, torch.optim.Optimizer]:
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = make(model.parameters())
+    compiled = megatrain.compile(model, device="cpu")
+    step = megatrain.TrainStep(compiled, optimizer, loss=lambda result, _: result.square().mean(), max_grad_norm=1.0)
+    step(torch.ones(2, 4))
+    return step, model, optimizer
+
+
+def dropped(step: megatrain.TrainStep) -> None:
+    step.user = {"step": step}  # a cycle: only the collector finds it
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["flush", "collector"])
+def test_the_first_updates_are_taken_in_any_mode(mode: str, way: str, optimizer: str) -> None:
+    expected, plain, _ = start(OPTIMIZERS[optimizer])
+    expected.flush()
+    step, model, used = start(OPTIMIZERS[optimizer])
+    gc.disable()
+    try:
+        if way == "collector":
+            dropped(step)
+            del step
+        with MODES[mode]():
+            gc.collect() if way == "collector" else step.flush()
+    finally:
+        gc.enable()
+    again = megatrain.TrainStep(megatrain.compile(model, device="cpu"), used, loss=lambda result, _: result.sum())
+    for name, parameter in model.named_parameters():
+        assert_same_bits(parameter, plain.get_parameter(name), name)
+    again(torch.ones(2, 4))  # what the updates made can be written to
+    assert all(state["step"] == 2 for state in used.state.values())
