@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import megatrain
 from megatrain.runtime.rng import micro_batch_seed
 from megatrain.runtime.streams import Chaos
 from tests.models import MODELS, Stack
+from tests.training.adapters import adapted_llama
 from tests.training.hazards import TRAP, hazardous
 
 LossOf = Callable[[Any, Any], torch.Tensor] | None
@@ -79,19 +79,7 @@ def second(result: Any, batch: Any) -> torch.Tensor:
 
 
 def lora() -> nn.Module:
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft asks transformers for what that calls deprecated
-        import peft
-
-        torch.manual_seed(1234)
-        model = peft.get_peft_model(
-            MODELS["llama_labels"]()[0],
-            peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"]),
-        ).train()
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # at zero, as they begin, the other half would get no gradient
-                nn.init.normal_(parameter, std=0.1)
-    return model
+    return adapted_llama(("q_proj", "v_proj", "down_proj"), rank=4, scale=2.0, dropout=0.1)
 
 
 TASKS: dict[str, Task] = {

@@ -6,7 +6,6 @@ import hashlib
 import json
 import random
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.optim import lr_scheduler
 import megatrain
 from megatrain.optim.master import read_
 from tests.models import MODELS, Gpt
+from tests.training.adapters import adapted_llama
 
 Options = Mapping[str, Any]
 STEPS_BEFORE, STEPS_AFTER = 2, 2
@@ -106,12 +106,7 @@ def stack(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def lora() -> nn.Module:
-    import peft
-
-    config = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.2, target_modules=["q_proj", "v_proj"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft asks transformers for something deprecated
-        return peft.get_peft_model(MODELS["llama_labels"]()[0], config).train()
+    return adapted_llama(("q_proj", "v_proj"), rank=2, scale=2.0, dropout=0.2)
 
 
 def matrices() -> nn.Module:
