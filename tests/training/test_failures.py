@@ -125,7 +125,7 @@ def test_a_failure_of_the_very_first_step(mode: str) -> None:
 
 def test_nothing_leaks_over_thirty_six_failures() -> None:
     gc.collect()
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     for mode in FAILING_MODES:
         run = Run(mode)
         run.take(2)
@@ -144,19 +144,21 @@ def test_nothing_leaks_over_thirty_six_failures() -> None:
         gc.collect()
         assert engine.meter.current == held
         assert num_tensors() <= tensors + 2, mode
-        run.take(0)
-        join_streams()
-        assert threading.active_count() <= threads
+        del run, engine
+        gc.collect()
+        assert not living(threads)
 
 
 def num_tensors() -> int:
     return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
 
-def join_streams() -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("megatrain"):
-            thread.join(timeout=5)
+def living(before: set[threading.Thread]) -> list[str]:
+    """Names of the streams' threads that have come since and don't end."""
+    new = [t for t in threading.enumerate() if t not in before and t.name.startswith("megatrain")]
+    for thread in new:
+        thread.join(timeout=5)
+    return [thread.name for thread in new if thread.is_alive()]
 
 
 # -- errors of the user's own code ---------------------------------------------------------------------------
