@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,7 +110,7 @@ class CompiledModule(nn.Module):
     # -- whole training steps -------------------------------------------------------------------------------
 
     def before_reads(self, complete: Callable[[], object]) -> None:
-        """Has a function called before anybody reads or writes the model's state through this object.
+        """Has a function called before a call of this object, or whatever else reads or writes all of its state.
 
         Args:
             complete: Takes updates that are still due; returns at once if there are none.
@@ -271,24 +271,8 @@ class CompiledModule(nn.Module):
         self.training = mode
         return self
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's own `named_parameters`."""
-        self.complete_updates()
-        return super().named_parameters(*args, **kwargs)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `named_modules`; `modules` gets them from here."""
-        self.complete_updates()
-        return super().named_modules(*args, **kwargs)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The model's own `named_children`; `children` and `apply` get them from here."""
-        self.complete_updates()
-        return super().named_children()
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `state_dict`."""
-        self.complete_updates()
         return self.__dict__["model"].state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -310,7 +294,6 @@ class CompiledModule(nn.Module):
         return self._masters.state_sources()
 
     def __getattr__(self, name: str) -> Any:
-        self.complete_updates()  # it may be a parameter, or a method that saves them
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,6 +190,13 @@ class Updates:
     def due(self) -> list[int]:
         """The blocks whose update is not taken yet."""
         return sorted(self._left)
+
+    def changing(self) -> Iterable[torch.Tensor]:
+        """The parameters, and what the optimizer keeps of them, that the updates not taken yet will change."""
+        for block in self.due:
+            for parameter in self.blocks.owned(block) & self._using.by_parameter.keys():
+                yield parameter
+                yield from (v for v in self._optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor))
 
     def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         found = self._using.by_parameter.get(parameter)

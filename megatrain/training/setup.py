@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.threads import update_threads
 from megatrain.optim.updates import Updates
 from megatrain.optim.whole_step import Optimizer
+from megatrain.runtime.interrupts import Interrupts
 from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.table import Schedule
 from megatrain.tracer.structure import Arguments
@@ -91,8 +92,12 @@ class Setup:
     def complete(self) -> None:
         """Takes the updates that are due."""
         if self.updates is not None and self.updates.is_under_way:
-            with without_modes():
+            with Interrupts(), without_modes():
                 self.updates.finish()
+
+    def changing(self) -> Iterable[torch.Tensor]:
+        """The tensors that updates which are due will change."""
+        return self.updates.changing() if self.updates is not None else ()
 
     def setting(self, batches: Sequence[MicroBatch], failed: Sequence[dict[Variant, str]]) -> Setting:
         """Finds what a step runs, capturing what is new.

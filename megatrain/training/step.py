@@ -17,7 +17,6 @@ from megatrain.host_memory import HostPlan
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.optim.updates import check_max_norm
 from megatrain.optim.whole_step import Optimizer
-from megatrain.runtime.interrupts import Interrupts
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.runtime.whole_step import StepExecutor
@@ -46,11 +45,11 @@ class TrainStep:
 
     Without clipping a block is updated as soon as its gradients have left: they never exist all at once. With
     `max_grad_norm` or `on_nonfinite` the updates need all gradients: they are due when the call returns, and run in the
-    next call, each ahead of its block's weights. `flush` takes them at once, and so does whatever reads parameters
-    through the compiled model, or the state dict of model or optimizer. With `overlap=False`, hooks on the optimizer's
-    step, or a norm and parameters of the optimizer beside the model's, all updates follow all gradients, within the
-    call. All three leave the same bits. A call that fails before its first update leaves no trace; one that fails later
-    is completed, and a note of the error says so.
+    next call, each ahead of its block's weights. `flush` takes them at once, and so does the first operation on a
+    parameter whose update is due, whoever holds it. With `overlap=False`, hooks on the optimizer's step, or a norm and
+    parameters of the optimizer beside the model's, all updates follow all gradients, within the call. All three leave
+    the same bits. Hooks on parameters run once a step, with whole gradients. A call that fails before its first update
+    leaves no trace; one that fails later is completed, and a note of the error says so.
 
     Args:
         compiled: From `megatrain.compile`.
@@ -106,9 +105,10 @@ class TrainStep:
         self._setting: Setting | None = None
         self._is_running = False
         self._failed_at = 0
-        self._completion = Completion(self)
+        self._completion = Completion(self, self._setup.changing)
         compiled.before_reads(self._completion)
-        self._completion.watch(compiled.model, optimizer)
+        optimizer.register_state_dict_pre_hook(self._completion)
+        optimizer.register_load_state_dict_pre_hook(self._completion)
 
     @property
     def schedule(self) -> Schedule:
@@ -136,7 +136,7 @@ class TrainStep:
     def prepare(self, batch: Any) -> Schedule:
         """Makes the schedule of a batch like this one, without running, moving or allocating anything."""
         batches = micro_batches(batch)
-        with self._compiled.exclusively(), torch.enable_grad():
+        with self._compiled.exclusively(), torch.enable_grad(), self._completion.suspended():
             self._setting = self._setup.setting(batches, [{} for _ in batches])
         return self.schedule
 
@@ -173,13 +173,13 @@ class TrainStep:
         batches = micro_batches(batch)
         factors = shares(batches, self._weight)
         failed: list[dict[Variant, str]] = [{} for _ in batches]
-        with self._compiled.exclusively(), torch.enable_grad():
+        with self._compiled.exclusively(), torch.enable_grad(), self._completion.suspended():
             self._compiled.complete_updates(besides=self._completion)  # of other steps over this model
             while True:
                 setting = self._setup.setting(batches, failed)
                 executor = self._setup.executor(setting)
                 if executor is None:
-                    self.flush()
+                    self._setup.complete()
                     continue
                 try:
                     return self._run(setting, executor, factors, watch)
@@ -220,7 +220,7 @@ class TrainStep:
             return
         self._is_running = True
         try:
-            with Interrupts():
+            with self._completion.suspended():
                 self._setup.complete()
         finally:
             self._is_running = False
