@@ -31,7 +31,7 @@ help:
 	@echo 'make check   format, lint, strict types, tests with warnings as errors'
 	@echo 'make fix     rewrite what ruff can mend'
 	@echo 'make accept  rewrite the golden texts, to be read as a diff'
-	@echo 'make bench   compare with eager PyTorch under activation checkpointing'
+	@echo 'make bench   compare with eager PyTorch under activation checkpointing; PEERS=folder: with other trainers too'
 	@echo 'make gpu     the tests that need an accelerator'
 	@echo 'make zoo     hundreds of models against eager PyTorch; writes docs/models.md'
 
@@ -71,6 +71,7 @@ accept: $(READY)
 bench: $(READY)
 	$(PY) -m benchmarks.bench $(ARGS)
 	$(PY) -m benchmarks.steps $(STEP_ARGS)
+	$(if $(PEERS),$(PY) -m benchmarks.peers --harness $(PEERS) $(PEER_ARGS))
 
 gpu: $(READY)
 	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.accelerator.is_available() else "make gpu: torch finds no accelerator here")'
