@@ -1,7 +1,7 @@
 """Compares whole training steps with other trainers that offload to the host, through an outside harness.
 
-The harness is a folder with a `bench_peer.py`: it trains one peer on seeded weights and batches in a process of its own,
-and prints a line of JSON at the end. For megatrain it calls `peer_plugin.py`. See README.md beside this file.
+The harness is a folder with a `bench_peer.py`: it trains one peer on seeded weights and batches in a process of its
+own, and prints a line of JSON at the end. For megatrain it calls `peer_plugin.py`. See README.md beside this file.
 """
 
 from __future__ import annotations
