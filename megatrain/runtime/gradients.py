@@ -201,9 +201,7 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
     Hooks on a parameter act on its whole gradient; the streamed copies never carry them.
     """
-    for hook in (parameter._backward_hooks or {}).values():  # pyright: ignore[reportPrivateUsage]
-        replaced = hook(gradient)
-        gradient = gradient if replaced is None else replaced
+    gradient = hooked(parameter, gradient)
     if parameter.grad is None:
         parameter.grad = laid_out(gradient, parameter)
     elif parameter.grad.is_sparse and not gradient.is_sparse:
@@ -213,6 +211,14 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     for hook in (post or {}).values():
         hook(parameter)
+
+
+def hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Returns what the parameter's `register_hook` hooks make of its whole gradient."""
+    for hook in (parameter._backward_hooks or {}).values():  # pyright: ignore[reportPrivateUsage]
+        replaced = hook(gradient)
+        gradient = gradient if replaced is None else replaced
+    return gradient
 
 
 def _sum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

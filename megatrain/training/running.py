@@ -9,7 +9,7 @@ import torch
 
 from megatrain.errors import ExecuteError
 from megatrain.optim.updates import Updates
-from megatrain.runtime.gradients import laid_out
+from megatrain.runtime.gradients import hooked, laid_out
 from megatrain.runtime.interrupts import Interrupts
 from megatrain.training.batch import Loss, loss_of
 from megatrain.training.setup import Setting
@@ -131,10 +131,7 @@ class Running:
         post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
         if parameter._backward_hooks or post:  # pyright: ignore[reportPrivateUsage]
             gradient = gradient.clone()  # whoever keeps it shall not see the next step's
-        for hook in (parameter._backward_hooks or {}).values():  # pyright: ignore[reportPrivateUsage]
-            replaced = hook(gradient)
-            gradient = gradient if replaced is None else replaced
-        gradient = laid_out(gradient, parameter)
+        gradient = laid_out(hooked(parameter, gradient), parameter)
         if post:
             parameter.grad = gradient
             try:
