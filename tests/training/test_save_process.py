@@ -56,12 +56,12 @@ for i in range(30):
             os.write(go, bytes([version]))
             run.save(folder, shard_bytes=50_000)
     expected = {found[-1], os.read(ready, 1)[0]}
-    time.sleep(moments.uniform(0, 1.2 * usual[-1]))
+    time.sleep(moments.uniform(0, (1.2, 6)[i % 2] * usual[-1]))  # the machine may be busier than it was
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     os.set_blocking(ready, False)
     try:
-        expected |= set(os.read(ready, 100)[-2:])  # it was faster than usual, and began the next
+        expected |= set(os.read(ready, 100)[-2:])  # it was done, and began the next
     except BlockingIOError:
         pass
     os.close(ready), os.close(go)
