@@ -25,7 +25,7 @@ class OptimizerNeed:
 
     Args:
         state: Bytes by their name in a parameter's state (`exp_avg`), in order of first appearance.
-        scratch_bytes: Most bytes that the update of one block makes and drops.
+        scratch_bytes: Most bytes that the update of one block makes and drops, and what it copies before.
         is_estimate: The optimizer's code ran on corners of parameters only, for it needs memory behind its tensors.
     """
 
@@ -64,7 +64,7 @@ def optimizer_need(
         return known[kind]
 
     state: dict[str, int] = {}
-    scratch = 0
+    scratch = undo = 0
     for block in blocks:
         mine = [member for member in block if member.parameter in groups]
         by_code = [m for m in mine if not _is_one_pass(optimizer, m, optimizer.param_groups[groups[m.parameter]])]
@@ -74,13 +74,14 @@ def optimizer_need(
             add(state, part.state)
         dropped = parts[-1].scratch_bytes + _prepared_bytes(by_code, scales=scales) if by_code else 0
         if undoes and (by_code or (in_one_pass and native_reason() is not None)):
-            dropped += sum(m.spec.nbytes for m in mine) + sum(sum(part.state.values()) for part in parts)
+            copied = sum(m.spec.nbytes for m in mine) + sum(sum(part.state.values()) for part in parts)
+            undo = max(undo, copied)
         scratch = max(scratch, dropped)
     seen = {member.parameter for block in blocks for member in block}
     for parameter, held in dict(optimizer.state).items():
         if parameter not in seen:
             add(state, bytes_by_name(held))
-    return OptimizerNeed(state, scratch, any(part.is_estimate for part in known.values()))
+    return OptimizerNeed(state, scratch + undo, any(part.is_estimate for part in known.values()))
 
 
 def _is_one_pass(optimizer: Optimizer, member: Updated, group: Mapping[str, Any]) -> bool:

@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from megatrain.optim.master import Master, SplitMaster
 from megatrain.optim.masters import Masters
 from megatrain.optim.whole_step import Optimizer, own_copy
+from megatrain.runtime.image import aligned
 
 
 class Undo:
-    """Copies of some parameters, their masters and their state.
+    """Copies of some parameters, their masters and their state; those of one update at a time.
+
+    The memory stays for the next update: copies that are made and dropped with each block leave holes in the C
+    library's heap.
 
     Args:
         optimizer: Holds the state.
-        parameters: What the update may write.
-        masters: Those that have halves have more to copy.
+        masters: Parameters that have halves have more to copy.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], masters: Mapping[torch.Tensor, Master]
-    ):
+    def __init__(self, optimizer: Optimizer, masters: Mapping[torch.Tensor, Master]):
         self._optimizer = optimizer
         self._masters = masters
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._state: dict[torch.Tensor, dict[Any, Any] | None] = {}
-        for parameter in parameters:
-            master = masters.get(parameter)
-            written = [parameter.detach(), *([master.low] if isinstance(master, SplitMaster) else [])]
-            self._values += [(tensor, tensor.clone()) for tensor in written]
-            state = optimizer.state.get(parameter)
-            self._state[parameter] = None if state is None else {k: own_copy(v) for k, v in state.items()}
+        self._state: dict[torch.Tensor, Any] = {}
+
+    def note(self, parameters: Collection[torch.Tensor]) -> None:
+        """Copies what an update of these parameters may write, over what was noted before."""
+        masters = (self._masters.get(parameter) for parameter in parameters)
+        lows = [master.low for master in masters if isinstance(master, SplitMaster)]
+        written = [*(parameter.detach() for parameter in parameters), *lows]
+        states = {parameter: self._optimizer.state.get(parameter) for parameter in parameters}
+        leaves: list[Any] = pytree.tree_leaves(list(states.values()))
+        needed = sum(aligned(t.nbytes) for t in (*written, *leaves) if _is_dense(t))
+        if needed > self._memory.numel():
+            self._memory = torch.empty(0, dtype=torch.uint8)  # not both at a time
+            self._memory = torch.empty(needed, dtype=torch.uint8)
+        self._used = 0
+        self._values = [(tensor, self._copy(tensor)) for tensor in written]
+        self._state = {parameter: pytree.tree_map(self._copy, state) for parameter, state in states.items()}
+
+    def _copy(self, value: Any) -> Any:
+        if not _is_dense(value):
+            return own_copy(value)
+        place = self._memory[self._used : self._used + value.nbytes].view(value.dtype).view(value.shape)
+        self._used += aligned(value.nbytes)
+        return place.copy_(value.detach())
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -44,6 +64,10 @@ class Undo:
             if state is None:
                 self._optimizer.state.pop(parameter, None)
             else:
-                self._optimizer.state[parameter] = state
+                self._optimizer.state[parameter] = pytree.tree_map(own_copy, state)
             if isinstance(self._masters, Masters):
                 self._masters.wrote(parameter)  # both halves
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided

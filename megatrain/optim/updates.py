@@ -68,7 +68,7 @@ class Updates:
         threads: int | None = None,
     ):
         self._optimizer = optimizer
-        self._masters = masters
+        self._undo = Undo(optimizer, masters)
         self._code = MasterStep(masters, gradient_of=self._gradient_of, threads=threads)
         self.blocks = BlockOptimizer(optimizer, blocks, code=self._code, probe=False)
         self._block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block}
@@ -152,14 +152,14 @@ class Updates:
     def update(self, block: int) -> None:
         """Updates the parameters of a block. If that fails they are as before, and it may be tried again."""
         owned = [p for p in self.blocks.owned(block) if p in self._using.by_parameter]
-        undo = None
-        if owned and not self._code.cannot_fail(self._optimizer, owned):
-            undo = Undo(self._optimizer, owned, self._masters)
+        can_fail = bool(owned) and not self._code.cannot_fail(self._optimizer, owned)
+        if can_fail:
+            self._undo.note(owned)
         try:
             self.blocks.update(block)
         except BaseException:
-            if undo is not None:
-                undo.restore()
+            if can_fail:
+                self._undo.restore()
             raise
         for parameter in owned:
             _own(self._optimizer.state.get(parameter, {}), self._using.by_parameter.pop(parameter))
