@@ -218,12 +218,12 @@ class TrainStep:
         """Takes the updates that are due, so that the parameters are those after the latest call."""
         if self._is_running or not self._setup.is_due:
             return
-        self._is_running = True
-        try:
-            with self._completion.suspended():
+        with self._compiled.exclusively(), self._completion.suspended():
+            self._is_running = True
+            try:
                 self._setup.complete()
-        finally:
-            self._is_running = False
+            finally:
+                self._is_running = False
 
     def save(
         self,

@@ -1,0 +1,133 @@
+"""Completion: a marked tensor flushes what owns it, once, whoever uses it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from megatrain.training.completion import Completion
+from tests.training.loops import Pair, assert_same, sgd, snapshot
+
+
+class Owner:
+    """Adds one to its tensors when it is flushed, and can fail to."""
+
+    def __init__(self, *tensors: torch.Tensor):
+        self.tensors = tensors
+        self.is_due = True
+        self.failures = 0
+        itself = weakref.ref(self)  # what says which tensors are due doesn't keep the step
+        self.completion = Completion(self, lambda: tensors if (owner := itself()) is None or owner.is_due else ())
+        with self.completion.suspended():
+            pass
+
+    def flush(self) -> None:
+        if not self.is_due:
+            return
+        with self.completion.suspended():
+            if self.failures > 0:
+                self.failures -= 1
+                raise RuntimeError("the update failed")
+            with torch.no_grad():
+                for tensor in self.tensors:
+                    tensor.add_(1)
+            self.is_due = False
+
+
+class Named(nn.Parameter):
+    """A user's own class, with its own idea of torch functions."""
+
+    seen: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [nn.Parameter, torch.Tensor.clone, Named], ids=["parameter", "tensor", "own class"])
+def test_of_any_class_and_its_own_again_afterwards(make: Any) -> None:
+    tensor = make(torch.zeros(2))
+    own = type(tensor)
+    owner = Owner(tensor)
+    assert isinstance(tensor, own)
+    assert (tensor.shape, tensor.dtype, tensor.numel(), tensor.grad) == ((2,), torch.float32, 2, None)
+    assert owner.is_due
+    assert type(tensor) is not own
+    assert_same(torch.ones(2) * 3, (tensor * 3).detach())
+    assert type(tensor) is own
+    if own is Named:
+        assert torch.Tensor.mul in Named.seen  # its own function was asked, too
+
+
+def test_one_use_completes_all() -> None:
+    tensors = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    Owner(*tensors)  # gone, and with it what could flush: the tensors are ordinary again at the first use
+    assert_same(torch.zeros(2), tensors[0].detach())
+    owner = Owner(*tensors)
+    assert_same(torch.ones(2), tensors[1].detach())
+    assert not owner.is_due
+    assert all(type(tensor) is nn.Parameter for tensor in tensors)
+
+
+def test_what_fails_stays_due_and_nobody_sees_it_half_done() -> None:
+    tensor = nn.Parameter(torch.zeros(2))
+    owner = Owner(tensor)
+    owner.failures = 2
+    for read in (torch.Tensor.detach, copy.deepcopy):
+        with pytest.raises(RuntimeError, match="the update failed"):
+            read(tensor)
+    assert owner.is_due
+    assert_same(torch.ones(2), tensor.detach())
+
+
+def test_copies_and_pickles_are_ordinary() -> None:
+    tensors = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    for tensor, copied in zip(
+        tensors, (copy.deepcopy, copy.copy, lambda t: pickle.loads(pickle.dumps(t))), strict=True
+    ):
+        owner = Owner(tensor)
+        made = copied(tensor)
+        assert type(made) is nn.Parameter
+        assert_same(torch.ones(2), made.detach())
+        assert not owner.is_due
+    for inert in (copy.deepcopy(owner.completion), pickle.loads(pickle.dumps(owner.completion))):
+        owner.is_due = True
+        inert()
+        assert owner.is_due
+
+
+def test_another_thread_that_looks_between_steps() -> None:
+    """Its look takes the updates, or waits for the step that runs; the numbers are those without it."""
+    pair = Pair.of("hazardous", sgd, max_grad_norm=0.5)
+    found: list[BaseException] = []
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(0.001):
+            try:
+                pair.optimizer.state_dict()
+                next(pair.stepped.parameters()).detach().sum()
+            except BaseException as error:
+                found.append(error)
+                return
+
+    thread = threading.Thread(target=look)
+    for number in range(30):
+        if number == 2:  # a capture lends the parameters out, so it comes before
+            thread.start()
+        pair.take(torch.randn(3, 4, generator=torch.Generator().manual_seed(number)), seed=number)
+    is_over.set()
+    thread.join()
+    assert not found
+    assert_same(snapshot(pair.eager, pair.eager_optimizer), snapshot(pair.stepped, pair.optimizer))
+    gc.collect()
