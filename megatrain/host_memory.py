@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +19,6 @@ from megatrain.runtime.facts import Facts
 from megatrain.runtime.gradients import landing_bytes
 from megatrain.runtime.image import aligned
 from megatrain.runtime.landing import place
-from megatrain.scheduler.from_program import has_backward
 from megatrain.scheduler.table import Schedule
 from megatrain.sizes import format_bytes
 from megatrain.tracer.state import StateEntry, inventory
@@ -246,7 +244,7 @@ def _step_rows(
 
 
 def _waiting_bytes(program: Program, entries: Mapping[str, StateEntry], schedule: Schedule) -> int:
-    """Bytes of gradients that wait for updates: the places that they have, and sums and wholes made of them."""
+    """Bytes of gradients that wait for updates: the places that they have, and wholes made of parts."""
     trained = [
         [program.state[key] for key in dict.fromkeys(block.binding) if program.state[key].requires_grad]
         for block in program.blocks
@@ -256,14 +254,7 @@ def _waiting_bytes(program: Program, entries: Mapping[str, StateEntry], schedule
     if schedule.transfer == "bind":
         return schedule.host_bytes + whole_bytes
     _, in_places = place(schedule, [sum(aligned(entry.spec.nbytes) for entry in block) for block in trained])
-    holders = Counter(
-        entry
-        for block, held in zip(program.blocks, trained, strict=True)
-        if has_backward(program, block)
-        for entry in held
-    )
-    summed = sum(entry.spec.nbytes for entry, number in holders.items() if number > 1)
-    return in_places + summed + whole_bytes
+    return in_places + whole_bytes
 
 
 def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -64,7 +64,7 @@ class GradientSink:
         needs_slab = device.type != "cpu" and landing is None
         self._slab = HostArena(max(1, slab_bytes), pin=device) if needs_slab else None
         self._sums: dict[str, torch.Tensor] = {}
-        self._taken: set[str] = set()
+        self._received: set[int] = set()
         self._take: Take = self._accumulate
 
     @staticmethod
@@ -83,7 +83,7 @@ class GradientSink:
         """Starts a backward, whose gradients `take` gets; None adds them to `.grad`."""
         self._sums.clear()  # of a backward that failed
         self._reuses_places = True
-        self._taken.clear()
+        self._received.clear()
         self._take = take or self._accumulate
 
     def stop_reuse(self) -> None:
@@ -109,30 +109,36 @@ class GradientSink:
                 too, so that it may not be adopted.
             completes: Keys whose sum is complete with this block.
         """
-        before = dict(self._sums)
-        try:
-            self._receive(keys, self._land(block, gradients), completes)
-        except BaseException:
-            self._sums = before
-            raise
-
-    def _receive(self, keys: Sequence[str], landed: Sequence[torch.Tensor | None], completes: Iterable[str]) -> None:
-        for key, gradient in zip(keys, landed, strict=True):
-            if gradient is None:
-                continue
-            if key in self._sums:
-                self._sums[key] = _sum(self._sums[key], gradient)
-            else:
-                self._sums[key] = gradient
+        if block not in self._received:
+            self._add(keys, self._land(block, gradients))
+            self._received.add(block)
         for key in completes:
-            total = self._sums.pop(key, None)
+            total = self._sums.get(key)
             if total is None:
                 continue
             if key in self._parts:
                 self._fill_rows(self._parts[key], total)
-            elif key not in self._taken:
+            else:
                 self._take(key, total)
-                self._taken.add(key)
+            del self._sums[key]
+
+    def _add(self, keys: Sequence[str], landed: Sequence[torch.Tensor | None]) -> None:
+        """Adds gradients to the sums, in place where that gives the same; if it fails, none is added."""
+        made: dict[str, torch.Tensor] = {}
+        in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for key, gradient in zip(keys, landed, strict=True):
+            if gradient is None:
+                continue
+            total = made.get(key, self._sums.get(key))
+            if total is None:
+                made[key] = gradient
+            elif total.layout == gradient.layout == torch.strided and total.dtype == gradient.dtype:
+                in_place.append((total, gradient))
+            else:
+                made[key] = _sum(total, gradient)
+        for total, gradient in in_place:
+            total.add_(gradient)
+        self._sums.update(made)
 
     def _fill_rows(self, part: StateEntry, gradient: torch.Tensor) -> None:
         """Puts a part's gradient into the whole, which counts as one once all its parts are complete."""

@@ -172,9 +172,9 @@ def test_the_sink_completes_a_parameter_with_its_last_part():
     sink = GradientSink(lambda _: parameter, torch.device("cpu"), 0, parts, in_place=False)
     sink.begin()
     sink.receive(0, ["w[2:6]"], [(None, False)], ["w[2:6]"])
-    sink.receive(0, ["w[0:2]"], [(torch.ones(2, 2), False)], [])
+    sink.receive(1, ["w[0:2]"], [(torch.ones(2, 2), False)], [])
     assert parameter.grad is None
-    sink.receive(0, ["w[0:2]"], [(torch.ones(2, 2), False)], ["w[0:2]", "w"])
+    sink.receive(2, ["w[0:2]"], [(torch.ones(2, 2), False)], ["w[0:2]", "w"])
     assert torch.equal(parameter.grad, torch.tensor([2.0, 2, 0, 0, 0, 0])[:, None].expand(6, 2))
     parameter.grad = None
     sink.begin()
