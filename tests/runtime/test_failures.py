@@ -15,6 +15,7 @@ import megatrain
 from megatrain.errors import ExecuteError, OptionError, TraceError
 from megatrain.runtime.streams import Chaos
 from tests.models import MODELS, Gpt
+from tests.threads import living
 
 IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 
@@ -128,7 +129,7 @@ def test_failure_in_any_operation_surfaces_once_and_the_engine_recovers() -> Non
 
 def test_nothing_leaks_over_a_hundred_engines() -> None:
     gc.collect()
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     alive: list[weakref.ref] = []
     for number in range(100):
         fails = number % 3 == 0
@@ -143,15 +144,14 @@ def test_nothing_leaks_over_a_hundred_engines() -> None:
         del compiled
     gc.collect()
     assert sum(r() is not None for r in alive) == 0
-    _join_streams()
-    assert threading.active_count() <= threads
+    assert not living(threads)
 
 
 def test_nothing_leaks_over_a_hundred_failures_of_one_engine() -> None:
     compiled = compiled_gpt()
     compiled(IDS, targets=IDS)[1].backward()
     gc.collect()
-    held, threads = compiled.engine.meter.current, threading.active_count()
+    held, threads = compiled.engine.meter.current, set(threading.enumerate())
     tensors, names = _num_tensors(), tokens(compiled)
     for number in range(100):
         compiled.engine.set_chaos(Chaos(fail=names[number % len(names)], max_delay_s=0))
@@ -160,8 +160,7 @@ def test_nothing_leaks_over_a_hundred_failures_of_one_engine() -> None:
     compiled.engine.set_chaos(None)
     gc.collect()
     assert compiled.engine.meter.current == held
-    _join_streams()
-    assert threading.active_count() <= threads
+    assert not living(threads)
     assert _num_tensors() <= tensors + 2
 
 
@@ -231,12 +230,6 @@ def test_state_of_another_dtype_is_refused() -> None:
     compiled.model.double()
     with pytest.raises(ExecuteError, match=r"became f64"):
         compiled(IDS)
-
-
-def _join_streams() -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("megatrain"):
-            thread.join(timeout=5)
 
 
 def test_models_in_the_zoo_of_tests_are_what_they_claim() -> None:

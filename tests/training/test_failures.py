@@ -15,6 +15,7 @@ import torch
 import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams import Chaos
+from tests.threads import living
 from tests.training.hazards import TRAP, WIDTH, watched
 from tests.training.loops import MODES, Pair, assert_same, seeded, snapshot
 
@@ -151,14 +152,6 @@ def test_nothing_leaks_over_thirty_six_failures() -> None:
 
 def num_tensors() -> int:
     return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-
-
-def living(before: set[threading.Thread]) -> list[str]:
-    """Names of the streams' threads that have come since and don't end."""
-    new = [t for t in threading.enumerate() if t not in before and t.name.startswith("megatrain")]
-    for thread in new:
-        thread.join(timeout=5)
-    return [thread.name for thread in new if thread.is_alive()]
 
 
 # -- errors of the user's own code ---------------------------------------------------------------------------
