@@ -19,6 +19,7 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import megatrain
+from benchmarks.bench import PeakMemory
 from megatrain.sizes import format_bytes
 
 
@@ -55,8 +56,8 @@ def write_weights(model: nn.Module, path: Path) -> None:
 
 
 def held() -> int:
-    """Bytes of memory that only this process has."""
-    return psutil.Process().memory_full_info().uss
+    """Resident bytes of this process."""
+    return psutil.Process().memory_info().rss
 
 
 class Training:
@@ -105,11 +106,12 @@ class Training:
         """Takes steps."""
         for _ in range(count):
             began = time.perf_counter()
-            loss = self._step(self._batch).item()
-            seconds, taken = time.perf_counter() - began, held() - self._start
+            with PeakMemory(0.05) as peak:
+                loss = self._step(self._batch).item()
+            seconds, planned = time.perf_counter() - began, self._step.host_plan.total_bytes
             print(
-                f"step {self._step.progress.count}: loss {loss.hex()} = {loss:.6f}, {seconds:.1f} s, host "
-                f"{format_bytes(taken)} of {format_bytes(self._step.host_plan.total_bytes)} planned",
+                f"step {self._step.progress.count}: loss {loss.hex()} = {loss:.6f}, {seconds:.1f} s, host at most "
+                f"{format_bytes(peak.nbytes - self._start)} of {format_bytes(planned)} planned",
                 flush=True,
             )
 
