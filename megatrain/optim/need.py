@@ -121,7 +121,7 @@ def made_over(
         parameters = {key: torch.nn.Parameter(empty(spec)) for key, spec in specs.items()}
         try:
             return make(list(parameters.values())), parameters
-        except Exception as error:
+        except Exception as error:  # whatever the constructor of a user's class raises
             raise OptionError(
                 f"optimizer={name} can't be made over all trained parameters of the model: {error}\n"
                 "  A class gets all of them, in one group with its default options.\n"

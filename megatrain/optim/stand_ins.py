@@ -130,10 +130,10 @@ def _estimated(optimizer: Optimizer, members: Sequence[Updated], cause: Exceptio
             continue
         try:
             corner, state = _corner_state(optimizer, member, sparse=False)
-        except Exception:
+        except Exception:  # again of the optimizer's code; if it takes neither, that is refused
             try:
                 corner, state = _corner_state(optimizer, member, sparse=True)  # some take no other gradients
-            except Exception:
+            except Exception:  # the first cause is the one to tell
                 raise _unknown(optimizer, cause) from cause
         add(total, bytes_by_name(state, member.spec.numel / max(1, corner.numel())))
     return Found(total, is_estimate=True)

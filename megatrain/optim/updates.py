@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -236,7 +237,8 @@ def check_max_norm(max_norm: float | None) -> float | None:
     Raises:
         OptimizerError: If it isn't a positive number.
     """
-    if max_norm is not None and not 0 < max_norm:  # NaN, too
+    is_number = isinstance(max_norm, Real) and not isinstance(max_norm, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if max_norm is not None and not (is_number and 0 < max_norm):  # NaN, too
         raise OptimizerError(
             f"max_grad_norm={max_norm!r} must be a positive number.\n  Gradients are scaled down to it.\n"
             "  Leave it out to not clip."

@@ -70,6 +70,12 @@ def save(
             f"`{place}` exists and is no checkpoint.\n  Saving replaces the folder as a whole.\n"
             "  Give a folder that doesn't exist, or remove this one."
         )
+    lowest = next(parent for parent in place.parents if parent.exists())
+    if not lowest.is_dir():
+        raise CheckpointError(
+            f"`{lowest}` is a file, so `{place}` can't lie in it.\n  A checkpoint is a folder in a folder.\n"
+            "  Give another one."
+        )
     try:
         with replaced(place) as partial:
             if more is not None:

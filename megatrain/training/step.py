@@ -24,7 +24,7 @@ from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.table import Schedule
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.training import checkpoint
-from megatrain.training.batch import Loss, Weight, micro_batches, shares
+from megatrain.training.batch import Loss, Weight, check_functions, micro_batches, shares
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.checkpoint import Scheduler
 from megatrain.training.completion import Completion
@@ -65,7 +65,7 @@ class TrainStep:
 
     Raises:
         OptimizerError: If the optimizer needs all parameters at once, or holds none of the model's.
-        OptionError: If an option is unknown.
+        OptionError: If an option isn't what it may be.
 
     Attributes:
         user: What `save` was given, after `load`.
@@ -87,6 +87,7 @@ class TrainStep:
                 f"TrainStep takes a compiled model, not a {type(compiled).__qualname__}.\n"
                 "  It runs the model's schedule.\n  Pass megatrain.compile(model)."
             )
+        check_functions(loss=loss, weight=weight)
         check_per_parameter(optimizer)
         self._compiled = compiled
         self._loss = loss

@@ -139,7 +139,7 @@ def _module(name: str) -> ModuleType:
         missing = importlib.util.find_spec(name) is None
     except (ModuleNotFoundError, ValueError):
         missing = True  # its package is missing, or `name` is no name
-    except Exception as error:
+    except Exception as error:  # a package of the user's is imported to look inside
         raise _failure(f"importing `{name}`", error) from error
     if missing:
         raise OptionError(

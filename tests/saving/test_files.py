@@ -242,6 +242,7 @@ def test_a_folder_with_something_else_is_not_replaced(tmp_path: Path):
     assert (tmp_path / "run/thesis.tex").read_text() == "years of work"
     (tmp_path / "file").write_text("")
     assert "exists and is no checkpoint" in refusal(lambda: save_trained(tmp_path / "file"))
+    assert "file` is a file, so" in refusal(lambda: save_trained(tmp_path / "file" / "deeper" / "run"))
 
 
 def test_new_empty_nested_and_linked_folders(tmp_path: Path):

@@ -336,6 +336,11 @@ def test_an_optimizer_of_other_parameters_is_refused(name: str) -> None:
     [
         pytest.param({"max_grad_norm": 0.0}, OptimizerError, "max_grad_norm=0.0 must be a positive", id="norm"),
         pytest.param({"max_grad_norm": float("nan")}, OptimizerError, "max_grad_norm=nan", id="nan"),
+        pytest.param({"max_grad_norm": "1"}, OptimizerError, "max_grad_norm='1' must be a positive", id="text"),
+        pytest.param({"max_grad_norm": True}, OptimizerError, "max_grad_norm=True must be a positive", id="flag"),
+        pytest.param({"loss": "mse"}, OptionError, "loss='mse' is no function", id="loss"),
+        pytest.param({"weight": 3}, OptionError, "weight=3 is no function", id="weight"),
+        pytest.param({"overlap": "no"}, OptionError, "overlap='no' is neither True nor False", id="overlap"),
         pytest.param({"on_nonfinite": "ignore"}, OptionError, "on_nonfinite='ignore' is not known", id="nonfinite"),
     ],
 )
