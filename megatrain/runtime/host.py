@@ -124,7 +124,7 @@ class HostStore:
         for key, spec in fresh.items():
             tensor = self._tensors[key]
             # A fresh image of this one tensor: the view is the same as in any block.
-            (view,) = views(image([(key, spec)]), arena.tensor[offset : offset + aligned(spec.nbytes)])
+            (view,) = views(image([(key, spec)]), arena.part(offset, offset + spec.nbytes))
             if weights is not None and key in weights:
                 weights.read(key, view)
             else:

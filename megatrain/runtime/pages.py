@@ -58,6 +58,17 @@ class HostArena:
         """Size in bytes; 0 once closed."""
         return self.tensor.numel()
 
+    def part(self, start: int, end: int) -> torch.Tensor:
+        """Returns bytes `start` to `end` as a `uint8` tensor with a storage of its own over the same memory.
+
+        Tools that save tensors go by storages: a slice of `tensor` would take the whole arena along, and two of them
+        would count as one tensor under two names.
+        """
+        if start == end:
+            return torch.empty(0, dtype=torch.uint8)  # there is no buffer of no bytes
+        assert self._pages is not None
+        return torch.frombuffer(self._pages, dtype=torch.uint8, count=end - start, offset=start)
+
     def pin(self, device: torch.device) -> None:
         """Page-locks the memory for transfers with `device`, if that is CUDA; makes all pages resident.
 
