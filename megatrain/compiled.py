@@ -1,4 +1,4 @@
-"""CompiledModule: a model whose calls run on a static schedule, with its state in host memory."""
+"""Compiled: a model with its captures, schedules and engine; what stands behind a `CompiledModule`."""
 
 from __future__ import annotations
 
@@ -23,25 +23,29 @@ from megatrain.runtime.step import run_step
 from megatrain.runtime.streams import Chaos, Recording
 from megatrain.saving import Source
 from megatrain.scheduler.table import Schedule
+from megatrain.sizes import format_bytes
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.structure import Arguments
 from megatrain.tracer.traced import TracedModule
 from megatrain.variants import Variant, Variants
 
 
-class CompiledModule(nn.Module):
-    """A model bound to its schedules; made by `compile`.
+class Compiled:
+    """A model bound to its schedules; `compiled.megatrain` of what `compile` returns.
 
-    It shares the model's parameters, buffers and submodules under their own names, so optimizers,
-    `state_dict()`, `load_state_dict()`, `train()` and `zero_grad()` act on the host's parameters.
+    Args:
+        model: The user's model; its own call stays eager, on the host.
+        options: How it is compiled.
+        chaos: Random delays, poisoned slots and injected faults, for tests.
+        recording: Log of what was issued and what it waited for, for tests.
+
+    Attributes:
+        model: The user's model.
+        options: How it is compiled.
     """
 
     def __init__(self, model: nn.Module, options: Options, chaos: Chaos | None, recording: Recording | None):
-        super().__init__()
-        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[shared] = model.__dict__[shared]
-        self.__dict__["model"] = model
-        self.__dict__["training"] = model.training
+        self.model = model
         self.options = options
         self._chaos = chaos
         self._recording = recording
@@ -54,6 +58,19 @@ class CompiledModule(nn.Module):
         self._bound_version = 0
         self._lock = threading.RLock()
         self._before_reads: list[Callable[[], object]] = []
+
+    def __str__(self) -> str:
+        """One line: what the model is compiled for, and what its latest call ran."""
+        options = self.options
+        memory = "what is free" if options.memory is None else format_bytes(options.memory)
+        asked = f"{options.device}, memory {memory}, {options.precision}, activations {options.activations}"
+        latest = self._latest
+        if latest is None:
+            return f"compiled by megatrain for {asked}: nothing yet"
+        blocks, templates = len(latest.program.blocks), len(latest.program.templates)
+        planned = latest.planned
+        peak = "" if planned is None else f", {planned.num_slots} slots, peak {format_bytes(planned.peak_bytes)}"
+        return f"compiled by megatrain for {asked}: {blocks} blocks, {templates} templates{peak}"
 
     # -- what was compiled --------------------------------------------------------------------------------
 
@@ -123,7 +140,7 @@ class CompiledModule(nn.Module):
         Args:
             besides: The function given to `before_reads` by whoever sees to its own.
         """
-        for complete in self.__dict__.get("_before_reads", ()):
+        for complete in self._before_reads:
             if complete is not besides:
                 complete()
 
@@ -179,7 +196,7 @@ class CompiledModule(nn.Module):
         """Returns the arguments of a call with fp32 tensors as bf16, if the model was fp32 and computes in bf16."""
         return arguments.converted(torch.float32, torch.bfloat16) if self._masters.casts_inputs else arguments
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model; the result has the model's own output structure.
 
         Raises:
@@ -251,9 +268,8 @@ class CompiledModule(nn.Module):
     def engine(self) -> Engine:
         """Streams, host store and slots; made at the first use, shared by all variants."""
         if self._engine is None:
-            model = self.__dict__["model"]
             self._engine = Engine(
-                model,
+                self.model,
                 self.options.device,
                 chaos=self._chaos,
                 recording=self._recording,
@@ -263,23 +279,14 @@ class CompiledModule(nn.Module):
             self._weights = None
         return self._engine
 
-    # -- the model's own interface -----------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------------------
 
-    def train(self, mode: bool = True) -> CompiledModule:
-        """Sets the model's training mode."""
-        self.__dict__["model"].train(mode)
-        self.training = mode
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `state_dict`."""
-        return self.__dict__["model"].state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `load_state_dict`, which sets masters exactly; the next call streams the new values."""
+    @contextmanager
+    def loading(self) -> Generator[None]:
+        """In its body, `load_state_dict` of the model sets masters exactly; the next call streams the new values."""
         self.complete_updates()
         with self._masters.loading():
-            return self.__dict__["model"].load_state_dict(*args, **kwargs)
+            yield
 
     def master_state_dict(self) -> dict[str, Source]:
         """The model's `state_dict` in fp32: exact masters, and all else that is bf16 converted.
@@ -292,12 +299,3 @@ class CompiledModule(nn.Module):
         """
         self.complete_updates()
         return self._masters.state_sources()
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["model"], name)
-
-    def __repr__(self) -> str:
-        return f"CompiledModule({self.__dict__['model']!r})"

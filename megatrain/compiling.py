@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.compiled import CompiledModule
-from megatrain.errors import TraceError
+from megatrain.compiled import Compiled
+from megatrain.compiled_module import CompiledModule, compiled_module
+from megatrain.errors import OptionError, TraceError
 from megatrain.optim.narrow import narrowed
 from megatrain.options import Options
 from megatrain.runtime.checkpoint import WeightFiles
@@ -68,11 +69,16 @@ def compile(  # the name torch users expect
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
         raise TraceError(f"compile takes an nn.Module, not {type(model).__qualname__}.\n  Pass the model itself.")
+    if isinstance(model, CompiledModule):
+        raise OptionError(
+            "the model is compiled already.\n  A compiled model holds its parameters in a host store of its own.\n"
+            "  Use it as it is, or compile the plain model again: compile(compiled.megatrain.model, ...)."
+        )
     options = Options.read(device, memory, precision, activations, transfer, block_bytes, weights, masters)
-    compiled = CompiledModule(model, options, chaos, recording)
+    compiled = Compiled(model, options, chaos, recording)
     with narrowed(model, compiled.masters):
         if compiled._weights is not None:
             compiled._weights.remember(model)
         if example_args or example_kwargs:
             compiled.prepare(*example_args, **dict(example_kwargs or {}))
-    return compiled
+    return compiled_module(compiled)

@@ -22,6 +22,7 @@ from megatrain.scheduler.memory import find_peak
 from megatrain.scheduler.table import Schedule
 from megatrain.sizes import format_bytes, parse_bytes
 from megatrain.tracer.collection import paused_collection
+from megatrain.tracer.own_code import original
 from megatrain.tracer.sandbox import swapped_state
 from megatrain.tracer.state import inventory
 from megatrain.tracer.structure import Arguments
@@ -129,6 +130,7 @@ def plan(
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
         raise TraceError(f"plan takes an nn.Module, not {type(model).__qualname__}.\n  Pass the model itself.")
+    model = original(model)
     check_one_of("precision", precision, PRECISIONS)
     device_limit = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     host_limit = None if host_memory is None else parse_bytes(host_memory, "host_memory")

@@ -51,7 +51,7 @@ def check_figures(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any,
     variant = compiled.prepare(*args, **kwargs)
     plan = host_plan(variant.program, variant.schedule, model, optimizer)
     step(compiled, optimizer, args, kwargs)
-    store = compiled.engine.store
+    store = compiled.megatrain.engine.store
     assert store is not None
     assert plan.bytes_of("parameters") + plan.bytes_of("buffers") == store.nbytes
     arenas = {arena.tensor.untyped_storage().data_ptr() for arena in store._arenas}
@@ -195,7 +195,7 @@ def test_captures_that_share_a_store_count_once():
     plan = host_plan(programs, compiled.schedule, model, "AdamW")
     for call in calls:
         compiled(*call)
-    store = compiled.engine.store
+    store = compiled.megatrain.engine.store
     assert store is not None
     assert store.nbytes == plan.bytes_of("parameters") + plan.bytes_of("buffers")
     assert plan.bytes_of("AdamW.exp_avg") == 4 * plan.num_parameters
@@ -234,8 +234,8 @@ def test_rows_in_bf16_are_what_a_step_leaves(name: str, masters: str):
     schedule = step.prepare(ids)
     plan = host_plan(compiled.program, schedule, model, optimizer, precision="bf16", masters=compiled.masters)
     step(ids)
-    assert compiled.engine.store is not None
-    assert plan.bytes_of("parameters") + plan.bytes_of("buffers") == compiled.engine.store.nbytes
+    assert compiled.megatrain.engine.store is not None
+    assert plan.bytes_of("parameters") + plan.bytes_of("buffers") == compiled.megatrain.engine.store.nbytes
     assert plan.bytes_of("state of no block") == 64
     assert plan.bytes_of("low halves") == compiled.masters.low_bytes
     assert plan.bytes_of(name) == bytes_of(t for state in optimizer.state.values() for t in state.values())
@@ -442,7 +442,7 @@ compiled, optimizer, plan = train(net(**json.loads(sys.argv[3])), *options)
 peak = most() - resident
 kept = now() - before
 print(json.dumps({
-    "kept": kept, "peak": peak, "total": plan.total_bytes, "arena": compiled.engine.arena.nbytes,
+    "kept": kept, "peak": peak, "total": plan.total_bytes, "arena": compiled.megatrain.engine.arena.nbytes,
     "rows": {row.name: row.nbytes for row in plan.rows},
 }))
 """

@@ -290,7 +290,7 @@ def test_fp32_inputs_are_cast_and_get_fp32_gradients():
     result.sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
-    expected = torch.ones(2, 4).bfloat16() @ compiled.model.layer.weight.detach()
+    expected = torch.ones(2, 4).bfloat16() @ compiled.megatrain.model.layer.weight.detach()
     assert_same_bits(expected.float(), x.grad[[0, 2]], "gradient of x")
     assert compiled(x, x).dtype == torch.bfloat16
 

@@ -38,7 +38,7 @@ def _demonstrate(course: Course, interrupt_at: float | None) -> bool:
     training, held_out = read_corpus()
     model = build_model(recipe)
     compiled = megatrain.compile(model, device=recipe.device, memory=budget, transfer="copy")
-    device = compiled.options.device
+    device = compiled.megatrain.options.device
     weights = state_bytes(model)
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {format_bytes(weights)}"
     print(f"model   {type(model).__name__}, {size}")
@@ -53,7 +53,7 @@ def _demonstrate(course: Course, interrupt_at: float | None) -> bool:
     print(f"\ndevice memory\n{format_memory(weights, budget, schedule, measured)}\n", flush=True)
     report = _verify(compiled, training, course)
     print(report)
-    return loss < baseline and compiled.peak_bytes <= budget and report.ok
+    return loss < baseline and compiled.megatrain.peak_bytes <= budget and report.ok
 
 
 def _train(
@@ -64,7 +64,7 @@ def _train(
     step, recipe = training.step, course.recipe
     compiled.train()
     planned = step.prepare(training.batch())
-    blocks, templates = len(compiled.program.blocks), len(compiled.program.templates)
+    blocks, templates = len(compiled.megatrain.program.blocks), len(compiled.megatrain.program.templates)
     batches = f"{recipe.micro_batches} micro-batches"
     print(f"plan    {blocks} blocks over {templates} templates, {batches}, {len(planned.ticks)} ticks a step")
     if course.saved is not None:
@@ -75,13 +75,13 @@ def _train(
     num_tokens, seconds = num_steps * recipe.tokens_per_step, course.seconds
     print(f"\n{num_steps} steps, {num_tokens} tokens in {seconds:.0f} s, {num_tokens / seconds:.0f} tokens/s")
     print(f"saved in `{course.folder}`: the model for `from_pretrained`, and all that training goes on from")
-    return step.schedule, compiled.peak_bytes
+    return step.schedule, compiled.megatrain.peak_bytes
 
 
 def _verify(compiled: megatrain.CompiledModule, text: bytes, course: Course) -> megatrain.Report:
     """Compares with eager PyTorch under the options that the training ran with."""
-    options = compiled.options
+    options = compiled.megatrain.options
     ids = next(random_batches(byte_tensor(text), course.recipe)).to(options.device)
     compiled.train()
     same = {"device": options.device, "memory": options.memory, "transfer": options.transfer}
-    return megatrain.verify(compiled.model, compile_options=same, input_ids=ids, labels=ids)
+    return megatrain.verify(compiled.megatrain.model, compile_options=same, input_ids=ids, labels=ids)

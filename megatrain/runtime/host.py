@@ -227,7 +227,8 @@ def _take_in(home: _Home) -> None:
         raise ExecuteError(
             f"`{home.key}` became {now}; the compiled model holds {home.spec} on {view.device}.\n"
             "  Shape, dtype and device of the state are fixed when the model is compiled.\n"
-            "  Change them first, then compile."
+            "  Module.to, .cuda() and .half() change them; a trainer that moves its model calls these.\n"
+            "  Change them first, then compile; or hand such a tool the compiled model, which stays where it is."
         )
     # Cloned, because the new value may be another view of the very same memory (`p.data = p.data.t()`).
     view.copy_(tensor.detach().clone())

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.keeper import Keeper
 from megatrain.tracer.kept import Kept
+from megatrain.tracer.own_code import own_code
 from megatrain.tracer.refusals import check_everywhere
 from megatrain.tracer.saved_hooks import has_users_hooks
 from megatrain.tracer.structure import Structure, holds_tensors
@@ -118,7 +119,8 @@ class Opaque:
         state = tensors[num_arguments:]
         with _installed(self._holders, state) as stand_ins, _Substitution({**more, **stand_ins}, seen) as calls:
             with ByteCount(lambda: calls.is_calling) if seen is not None else nullcontext() as count:
-                result = self.module(*args, **kwargs)
+                with own_code():
+                    result = self.module(*args, **kwargs)
             now = [self._held(i) for i in range(len(state))]
         if count is not None:
             self.inner_bytes = count.nbytes

@@ -26,6 +26,7 @@ from megatrain.tracer.modules import (
     repeated_modules,
     with_backward_hooks,
 )
+from megatrain.tracer.own_code import original, own_code
 from megatrain.tracer.recorder import Recorder
 from megatrain.tracer.refusals import FOLLOW_HOST, RUN_AGAIN, Obstacle
 from megatrain.tracer.sandbox import Attributes, fake_state, kept_rng, swapped_state
@@ -68,6 +69,7 @@ def trace(
     Raises:
         TraceError: If the forward can't be captured faithfully. The model's own exceptions pass unchanged.
     """
+    model = original(model)
     arguments = Arguments.of(tuple(args), dict(kwargs or {}))
     check_arguments(arguments)
     check_plain_state(model)
@@ -164,6 +166,7 @@ class _Capture:
             stack.enter_context(kept_dtypes(recorder))
             stack.enter_context(opaque_modules(recorder, self._model, self._attempt.opaque))
             stack.enter_context(recorder)
+            stack.enter_context(own_code())
             try:
                 result = self._model(*args, **kwargs)
             except Exception:

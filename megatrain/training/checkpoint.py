@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatrain import saving
-from megatrain.compiled import CompiledModule
+from megatrain.compiled import Compiled
 from megatrain.errors import CheckpointError
 from megatrain.optim.whole_step import Optimizer
 from megatrain.training.boundary import Progress
@@ -33,7 +33,7 @@ class Scheduler(Protocol):
 
 def save(
     folder: str | os.PathLike[str],
-    compiled: CompiledModule,
+    compiled: Compiled,
     optimizer: Optimizer,
     progress: Progress,
     *,
@@ -65,7 +65,7 @@ def save(
 
 
 def restore(
-    folder: str | os.PathLike[str], compiled: CompiledModule, optimizer: Optimizer, scheduler: Scheduler | None
+    folder: str | os.PathLike[str], compiled: Compiled, optimizer: Optimizer, scheduler: Scheduler | None
 ) -> tuple[Progress, dict[str, Any]]:
     """Reads a checkpoint into a model, an optimizer, a scheduler and all generators.
 
@@ -94,7 +94,8 @@ def restore(
 
     if state.others:
         # First: hooks get the state dict that they know, and what they do to weights is overwritten.
-        compiled.load_state_dict({**state.weights, **extra["modules"]}, strict=False)
+        with compiled.loading():
+            compiled.model.load_state_dict({**state.weights, **extra["modules"]}, strict=False)
     checkpoint.read_weights(state.weights)
     for name, tensor in state.places(checkpoint, hidden, compiled).items():
         hidden[name].read(tensor)
@@ -128,9 +129,9 @@ def _check_scheduler(checkpoint: saving.Checkpoint, scheduler: Scheduler | None)
         )
 
 
-def _parameters(compiled: CompiledModule, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+def _parameters(compiled: Compiled, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """The model's parameters by name: all that the optimizer may hold."""
-    named: dict[str, torch.Tensor] = dict(nn.Module.named_parameters(compiled, remove_duplicate=False))
+    named: dict[str, torch.Tensor] = dict(nn.Module.named_parameters(compiled.model, remove_duplicate=False))
     known = set(map(id, named.values()))
     others = sum(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"])
     if others:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatrain.compiled import CompiledModule, Variant
+from megatrain.compiled import Compiled, Variant
 from megatrain.errors import ExecuteError, OptimizerError, OptionError
 from megatrain.host_memory import HostPlan, host_plan
 from megatrain.optim.blockwise import has_hooks
@@ -64,7 +64,7 @@ class Setup:
 
     def __init__(
         self,
-        compiled: CompiledModule,
+        compiled: Compiled,
         optimizer: Optimizer,
         *,
         max_norm: float | None,

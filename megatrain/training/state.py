@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatrain.compiled import CompiledModule
+from megatrain.compiled import Compiled
 from megatrain.errors import CheckpointError
 from megatrain.saving import Checkpoint, Saved, Source
 from megatrain.tracer.spec import TensorSpec
@@ -31,9 +31,9 @@ class State:
     others: Mapping[str, Any]
 
     @staticmethod
-    def of(compiled: CompiledModule) -> State:
+    def of(compiled: Compiled) -> State:
         """Reads a model; updates that are due are completed."""
-        listed: Mapping[str, Any] = compiled.state_dict(keep_vars=True)
+        listed: Mapping[str, Any] = compiled.model.state_dict(keep_vars=True)
         entries, tensors = inventory(compiled.model)
         own = {_identity(tensor): tensor for tensor in tensors.values()}
         weights = {
@@ -63,9 +63,7 @@ class State:
         problems += [f"unexpected: `{name}` is not in this model" for name in saved if name not in self.others]
         _refuse(checkpoint, "extra states", problems)
 
-    def places(
-        self, checkpoint: Checkpoint, saved: Mapping[str, Saved], compiled: CompiledModule
-    ) -> dict[str, torch.Tensor]:
+    def places(self, checkpoint: Checkpoint, saved: Mapping[str, Saved], compiled: Compiled) -> dict[str, torch.Tensor]:
         """Finds where the hidden tensors of a checkpoint lie in a model.
 
         Args:

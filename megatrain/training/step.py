@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.compiled import CompiledModule, Variant
+from megatrain.compiled import Variant
+from megatrain.compiled_module import CompiledModule
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.host_memory import HostPlan
 from megatrain.optim.per_parameter import check_per_parameter
@@ -89,12 +90,12 @@ class TrainStep:
             )
         check_functions(loss=loss, weight=weight)
         check_per_parameter(optimizer)
-        self._compiled = compiled
+        self._compiled = compiled.megatrain
         self._loss = loss
         self._weight = weight
         self._on_nonfinite = on_nonfinite
         self._setup = Setup(
-            compiled,
+            self._compiled,
             optimizer,
             max_norm=check_max_norm(max_grad_norm),
             overlap=overlap,
@@ -107,7 +108,7 @@ class TrainStep:
         self._is_running = False
         self._failed_at = 0
         self._completion = Completion(self, self._setup.changing)
-        compiled.before_reads(self._completion)
+        self._compiled.before_reads(self._completion)
         optimizer.register_state_dict_pre_hook(self._completion)
         optimizer.register_load_state_dict_pre_hook(self._completion)
 
@@ -300,8 +301,9 @@ class TrainStep:
                 before it changed, until a whole checkpoint is loaded.
         """
         step = cls(compiled, optimizer, **options)
-        with compiled.exclusively(), torch.device("cpu"):
-            step._boundary.progress, step.user = checkpoint.restore(folder, compiled, optimizer, scheduler)
+        with step._compiled.exclusively(), torch.device("cpu"):
+            restored = checkpoint.restore(folder, step._compiled, optimizer, scheduler)
+            step._boundary.progress, step.user = restored
         return step
 
     def __del__(self) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megatrain.compiled import CompiledModule, Variant
+from megatrain.compiled import Variant
+from megatrain.compiled_module import CompiledModule
 from megatrain.passes.program import Block
 from megatrain.tracer.state import StateEntry
 from megatrain.verify.boundaries import Watch, watch
@@ -44,7 +45,7 @@ class _Search:
         compiled, streamed = self.trial.compiled()
         self.trial.train(compiled, streamed, self.step)
         args, kwargs, _ = self.trial.fresh_arguments()
-        variant = compiled.prepare(*args, **kwargs)
+        variant = compiled.megatrain.prepare(*args, **kwargs)
         blocks, truth = self._blocks(variant)
         if self._worst(expected, blocks) is not None:
             return self._before_the_runtime(variant, expected, calls, blocks, truth)
@@ -167,7 +168,7 @@ class _Search:
         # On the host the blocks in order and the compiled step are the same bits, or something is wrong.
         is_exact = self.trial.device.type == "cpu"
         watched = Watch(truth, self.step, Tolerance(0.0) if is_exact else self.tolerance)
-        watch(variant, compiled.engine, watched)
+        watch(variant, compiled.megatrain.engine, watched)
         found = self.trial.observe(compiled, streamed, self.step)
         owners = Owners(variant, found.result)
         if watched.first is not None:

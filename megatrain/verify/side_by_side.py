@@ -14,6 +14,7 @@ from torch import nn
 
 from megatrain.compiling import compile as compile_model
 from megatrain.errors import OptionError
+from megatrain.tracer.own_code import original
 from megatrain.tracer.structure import Arguments
 from megatrain.verify.bisect import find_first_difference
 from megatrain.verify.compare import Tolerance, compare, has_nan
@@ -118,13 +119,14 @@ def verify_call(
 ) -> Report:
     """Does what `verify` does, for a call whose arguments stay apart from the options of `compile`."""
     _check_numbers(steps, learning_rate, tolerance)
+    model = original(model)
     # Reads the options without touching the model; precision="bf16" would change it.
     compiled = None if _is_narrowing(model, options) else compile_model(model, **options)
     with left_alone(model):
         tried = copied_model(model) if compiled is None else model
         compiled = compiled or compile_model(tried, **options)
-        arguments = compiled.cast(Arguments.of(args, dict(kwargs)))
-        trial = Trial(tried, arguments, options, compiled.options.device, seed, learning_rate, loss)
+        arguments = compiled.megatrain.cast(Arguments.of(args, dict(kwargs)))
+        trial = Trial(tried, arguments, options, compiled.megatrain.options.device, seed, learning_rate, loss)
         return _report(trial, steps, tolerance)
 
 
@@ -176,8 +178,8 @@ def _compared(trial: Trial, steps: int, given: float | None) -> _Compared:
         # Only now: what compile refuses is refused before anything moves to the device.
         eager = trial.eager() if eager is None else eager
         expected = trial.observe(eager, eager, step)
-        tolerance = Tolerance.of(given, compiled.program)
-        owners = Owners(compiled.variant, found.result)
+        tolerance = Tolerance.of(given, compiled.megatrain.program)
+        owners = Owners(compiled.megatrain.variant, found.result)
         notes |= dict.fromkeys(_notes(expected))
         here = list(compare(expected.values, found.values, step, tolerance, owners))
         update(streamed, trial.learning_rate)
@@ -186,7 +188,7 @@ def _compared(trial: Trial, steps: int, given: float | None) -> _Compared:
         differences += here
         if not all(d.ok for d in here):
             break
-    return _Compared(tuple(differences), tolerance, len(compiled.program.blocks), tuple(notes))
+    return _Compared(tuple(differences), tolerance, len(compiled.megatrain.program.blocks), tuple(notes))
 
 
 def _parameters(model: nn.Module) -> dict[tuple[str, str], Any]:

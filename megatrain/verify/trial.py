@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatrain.compiled import CompiledModule
+from megatrain.compiled_module import CompiledModule
 from megatrain.compiling import compile as compile_model
 from megatrain.errors import OptionError
 from megatrain.tracer.structure import Arguments

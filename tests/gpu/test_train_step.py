@@ -100,11 +100,11 @@ def test_a_failure_in_each_kind_of_operation_leaves_a_step_boundary(mode: str) -
         op = next(op for op in step.schedule.ops if op.what == what)
         step.flush()
         before, count = copy.deepcopy(model.state_dict()), step.progress.count
-        compiled.engine.set_chaos(Chaos(fail=f"{op.stream}:{op}", max_delay_s=0))
+        compiled.megatrain.engine.set_chaos(Chaos(fail=f"{op.stream}:{op}", max_delay_s=0))
         with pytest.raises((megatrain.ExecuteError, RuntimeError)):  # noqa: PT012  # the first leaves updates due
             step(batch)
             step(batch)
-        compiled.engine.set_chaos(None)
+        compiled.megatrain.engine.set_chaos(None)
         step.flush()
         assert step.progress.count - count in (0, 1)
         if step.progress.count == count:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.compiled import CompiledModule
+from megatrain.compiled_module import CompiledModule
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.master import read_
 from megatrain.optim.master_step import MasterStep
@@ -100,7 +100,7 @@ class Loop:
 def values_of(compiled: CompiledModule) -> dict[str, torch.Tensor]:
     """Reads all masters by name, in their parameters' shapes."""
     found: dict[str, torch.Tensor] = {}
-    for name, p in compiled.model.named_parameters():
+    for name, p in compiled.megatrain.model.named_parameters():
         if p in compiled.masters:
             master = compiled.masters[p]
             flat = read_(torch.empty(master.shape), master).flatten()

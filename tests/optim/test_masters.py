@@ -35,7 +35,7 @@ def narrow(model: nn.Module | None = None, **options: object) -> megatrain.Compi
 
 def trained(steps: int = 2, **options: object) -> Loop:
     compiled = narrow(**options)
-    loop = Loop(compiled.model, compiled, MAKERS["adamw"])
+    loop = Loop(compiled.megatrain.model, compiled, MAKERS["adamw"])
     for _ in range(steps):
         loop.step((X,), {})
     return loop
@@ -61,7 +61,7 @@ def test_fp32_parameters_are_their_own_masters():
 
 def test_which_parameters_have_masters_hangs_on_what_is_trained_now():
     compiled = narrow()
-    weight, bias = compiled.model[0].weight, compiled.model[0].bias
+    weight, bias = compiled.megatrain.model[0].weight, compiled.megatrain.model[0].bias
     start = values_of(compiled)
     weight.requires_grad_(False)
     bias.requires_grad_(False)
@@ -82,10 +82,10 @@ def test_which_parameters_have_masters_hangs_on_what_is_trained_now():
 def test_masters_follow_the_memory_of_their_parameters():
     compiled = narrow()
     start = values_of(compiled)
-    before = compiled.model[0].weight.data_ptr()
+    before = compiled.megatrain.model[0].weight.data_ptr()
     compiled(X)
-    assert compiled.model[0].weight.data_ptr() != before
-    for name, p in compiled.model.named_parameters():
+    assert compiled.megatrain.model[0].weight.data_ptr() != before
+    for name, p in compiled.megatrain.model.named_parameters():
         assert compiled.masters[p].high.data_ptr() == p.data_ptr()
         assert_same_bits(start[name], values_of(compiled)[name], name)
 
@@ -110,8 +110,8 @@ def test_a_parameter_with_gaps_in_its_memory_gets_memory_of_its_own():
 def test_a_model_and_its_masters_go_when_nobody_needs_them():
     compiled = narrow()
     compiled(X)
-    low = weakref.ref(compiled.masters[compiled.model[0].weight].low)
-    model = weakref.ref(compiled.model)
+    low = weakref.ref(compiled.masters[compiled.megatrain.model[0].weight].low)
+    model = weakref.ref(compiled.megatrain.model)
     del compiled
     gc.collect()
     assert model() is None
@@ -136,7 +136,7 @@ def replace_memory(p: torch.Tensor, values: torch.Tensor) -> None:
 def test_what_the_user_writes_is_the_master(write, steps: int, calls: int):
     compiled = trained(steps).compiled
     before = values_of(compiled)
-    weight = compiled.model[2].weight
+    weight = compiled.megatrain.model[2].weight
     values = torch.randn(8, 8, generator=torch.Generator().manual_seed(9)).bfloat16()
     write(weight, values.clone())
     for _ in range(calls):
@@ -190,10 +190,10 @@ def test_pruning_through_data_leaves_no_nan():
 def test_a_master_can_be_set_by_itself():
     compiled = trained().compiled
     values = torch.randn(8, 8)
-    assert compiled.masters.take(compiled.model[2].weight, values)
+    assert compiled.masters.take(compiled.megatrain.model[2].weight, values)
     compiled(X)
     assert_same_bits(values, values_of(compiled)["2.weight"], "2.weight")
-    assert not compiled.masters.take(compiled.model[2].weight, values[:2])
+    assert not compiled.masters.take(compiled.megatrain.model[2].weight, values[:2])
     assert not compiled.masters.take(nn.Parameter(values), values)
 
 
@@ -203,7 +203,7 @@ def test_a_master_can_be_set_by_itself():
 @pytest.mark.parametrize("optimizer", MAKERS)
 def test_others_see_an_update(optimizer: str):
     compiled = narrow()
-    loop = Loop(compiled.model, compiled, MAKERS[optimizer])
+    loop = Loop(compiled.megatrain.model, compiled, MAKERS[optimizer])
     result = compiled(X)
     loop.step((X,), {})
     with pytest.raises(ExecuteError, match=r"was modified between forward and backward"):
@@ -221,7 +221,7 @@ def test_an_update_that_fails_keeps_the_low_halves():
                     p.add_(1)
             raise RuntimeError("out of luck")
 
-    optimizer = Failing(compiled.model.parameters(), lr=1.0)
+    optimizer = Failing(compiled.megatrain.model.parameters(), lr=1.0)
     compiled(X).sum().backward()
     with pytest.raises(RuntimeError, match="out of luck"):
         MasterStep(compiled.masters)(optimizer)
@@ -259,7 +259,7 @@ def test_moments_in_another_memory_order_are_laid_out_anew():
 def rounded(order: tuple[int, ...] = (0, 1, 2), seed: int = 0, optimizer: str = "adamw") -> Loop:
     torch.manual_seed(seed)
     compiled = narrow(masters="rounded")
-    loop = Loop(compiled.model, compiled, MAKERS[optimizer])
+    loop = Loop(compiled.megatrain.model, compiled, MAKERS[optimizer])
     for _ in range(3):
         loop.step((X,), {}, order)
     return loop

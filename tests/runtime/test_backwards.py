@@ -116,7 +116,7 @@ def test_outputs_with_a_common_trunk_need_none_either() -> None:
         left, right, _ = call(batch())
         left.sum().backward(retain_graph=keeps)
         right.square().sum().backward()
-    assert_same_state(eager, compiled.model)
+    assert_same_state(eager, compiled.megatrain.model)
 
 
 @modes
@@ -240,11 +240,11 @@ def test_what_a_repeat_needs_is_let_go_of_with_the_last_output() -> None:
     assert call.start is not None
     (right.sum() + trunk.sum()).backward()
     assert call.start is None
-    floor = compiled.engine.meter.current
+    floor = compiled.megatrain.engine.meter.current
     for _ in range(3):
         compiled(batch())[0].sum().backward(retain_graph=True)
     gc.collect()
-    assert compiled.engine.meter.current == floor
+    assert compiled.megatrain.engine.meter.current == floor
 
 
 def test_peak_stays_the_schedules_over_repeats() -> None:

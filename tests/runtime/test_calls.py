@@ -135,13 +135,13 @@ def test_next_call_sees_changed_parameters(change: str) -> None:
 def test_untying_recompiles() -> None:
     eager, compiled, args, kwargs = pair()
     compiled(*args, **kwargs)[1].backward()
-    for model in (eager, compiled.model):
+    for model in (eager, compiled.megatrain.model):
         model.zero_grad()
         model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
     for call in (eager, compiled):
         torch.manual_seed(1)
         call(*args, **kwargs)[1].backward()
-    assert_same_gradients(eager, compiled.model)
+    assert_same_gradients(eager, compiled.megatrain.model)
 
 
 def test_eval_and_no_grad_calls_between_training() -> None:
@@ -180,7 +180,7 @@ def test_other_shapes_compile_variants_over_the_same_weights() -> None:
             call(ids, targets=ids)[1].backward()
         assert compiled.traced.inputs[0].meta["spec"].shape == (2, length)
     assert_same_gradients(eager, compiled)
-    assert len(list(compiled._variants)) == 3
+    assert len(list(compiled.megatrain._variants)) == 3
 
 
 def test_loss_outside_the_model_and_clipping() -> None:
@@ -240,11 +240,11 @@ def test_output_that_no_backward_reads_may_be_written() -> None:
 def test_dropped_outputs_free_what_their_call_held() -> None:
     _, compiled, args, kwargs = pair(activations="offload")
     compiled(*args, **kwargs)[1].backward()
-    floor = compiled.engine.meter.current
+    floor = compiled.megatrain.engine.meter.current
     for _ in range(5):
         compiled(*args, **kwargs)
     gc.collect()
-    assert compiled.engine.meter.current == floor
+    assert compiled.megatrain.engine.meter.current == floor
 
 
 def test_non_differentiable_output_refuses_backward() -> None:
@@ -317,7 +317,7 @@ def test_other_literals_compile_other_variants_and_equal_ones_do_not() -> None:
     for factor in (0.0, -0.0, 1.0, 0.0, float("nan"), float("nan")):
         for part in (slice(0, 2), slice(1, 3), slice(0, 2)):
             assert torch.equal(eager(x, factor, part), compiled(x, factor, part))
-    assert len(list(compiled._variants)) == 8
+    assert len(list(compiled.megatrain._variants)) == 8
 
 
 @pytest.mark.parametrize("first", ["inference", "training"])

@@ -101,7 +101,7 @@ def test_a_large_embedding_is_streamed_in_parts():
     ids = torch.tensor([[3, 999, 0, 250, 249, 999]])
     compiled = assert_parity(Embedded(), (ids,), {}, block_bytes=16000, transfer="copy", chaos=CHAOS)
     assert largest(compiled) <= 16000
-    assert compiled.model.embed.weight.grad[3].abs().sum() == 0
+    assert compiled.megatrain.model.embed.weight.grad[3].abs().sum() == 0
 
 
 # -- gradients -----------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_expert_groups_take_less_device_memory(kind: str):
 def test_parts_lie_in_their_whole_and_a_prefetch_is_one_copy_per_tensor():
     model = layers(Layers.KINDS["bmm"], 1)
     compiled = trained_once(model)
-    store = compiled.engine.store
+    store = compiled.megatrain.engine.store
     image = state_image([compiled.program.state["layers.0.up[8:16]"]])
     store.extend([image])
     assert store.num_copies(image) == 1
@@ -222,7 +222,7 @@ def test_parts_lie_in_their_whole_and_a_prefetch_is_one_copy_per_tensor():
     joined = state_image([compiled.program.state[f"layers.0.up[{a}:{a + 8}]"] for a in (0, 8)])
     store.extend([joined])
     assert store.num_copies(joined) == 1
-    total = sum(-(-t.numel() * t.element_size() // 64) * 64 for t in compiled.engine.tensors.values())
+    total = sum(-(-t.numel() * t.element_size() // 64) * 64 for t in compiled.megatrain.engine.tensors.values())
     assert store.nbytes <= total
 
 

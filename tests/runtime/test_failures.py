@@ -113,12 +113,12 @@ def tokens(compiled) -> list[str]:
 
 def test_failure_in_any_operation_surfaces_once_and_the_engine_recovers() -> None:
     compiled = compiled_gpt()
-    eager = copy.deepcopy(compiled.model)
+    eager = copy.deepcopy(compiled.megatrain.model)
     for number, token in enumerate(tokens(compiled)):
-        compiled.engine.set_chaos(Chaos(fail=token, max_delay_s=0))
+        compiled.megatrain.engine.set_chaos(Chaos(fail=token, max_delay_s=0))
         with pytest.raises((ExecuteError, RuntimeError), match=token.split(":")[1]):
             compiled(IDS, targets=IDS)[1].backward()
-        compiled.engine.set_chaos(None)
+        compiled.megatrain.engine.set_chaos(None)
         for call in (eager, compiled):
             call.zero_grad()
             torch.manual_seed(number)
@@ -140,7 +140,7 @@ def test_nothing_leaks_over_a_hundred_engines() -> None:
                 compiled(IDS, targets=IDS)[1].backward()
         else:
             compiled(IDS, targets=IDS)[1].backward()
-        alive.append(weakref.ref(compiled.engine))
+        alive.append(weakref.ref(compiled.megatrain.engine))
         del compiled
     gc.collect()
     assert sum(r() is not None for r in alive) == 0
@@ -151,15 +151,15 @@ def test_nothing_leaks_over_a_hundred_failures_of_one_engine() -> None:
     compiled = compiled_gpt()
     compiled(IDS, targets=IDS)[1].backward()
     gc.collect()
-    held, threads = compiled.engine.meter.current, set(threading.enumerate())
+    held, threads = compiled.megatrain.engine.meter.current, set(threading.enumerate())
     tensors, names = _num_tensors(), tokens(compiled)
     for number in range(100):
-        compiled.engine.set_chaos(Chaos(fail=names[number % len(names)], max_delay_s=0))
+        compiled.megatrain.engine.set_chaos(Chaos(fail=names[number % len(names)], max_delay_s=0))
         with pytest.raises((ExecuteError, RuntimeError)):
             compiled(IDS, targets=IDS)[1].backward()
-    compiled.engine.set_chaos(None)
+    compiled.megatrain.engine.set_chaos(None)
     gc.collect()
-    assert compiled.engine.meter.current == held
+    assert compiled.megatrain.engine.meter.current == held
     assert not living(threads)
     assert _num_tensors() <= tensors + 2
 
@@ -227,7 +227,7 @@ def test_reentrant_call_is_refused() -> None:
 def test_state_of_another_dtype_is_refused() -> None:
     compiled = compiled_gpt()
     compiled(IDS)
-    compiled.model.double()
+    compiled.megatrain.model.double()
     with pytest.raises(ExecuteError, match=r"became f64"):
         compiled(IDS)
 

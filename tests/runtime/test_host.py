@@ -81,7 +81,9 @@ def test_parameters_become_views_and_stay_the_same_objects():
         assert torch.equal(tensor, before[key])
         assert isinstance(tensor, nn.Parameter) == tensor.requires_grad
         assert tensor.data_ptr() % 64 == 0
-    places = sorted((t.data_ptr(), t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in after.values())
+    places = sorted(
+        (t.data_ptr(), t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in after.values()
+    )
     assert all(start == storage for start, storage, _ in places), "each has a storage of its own"
     assert places[-1][0] + places[-1][2] - places[0][0] <= store.nbytes, "all lie in one arena"
     assert store.nbytes == layout.nbytes

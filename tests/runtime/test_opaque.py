@@ -73,7 +73,7 @@ def test_three_steps_equal_eager(body: Callable[..., Any], activations: str) -> 
     assert all(torch.equal(tensor, ours.state[name]) for name, tensor in eager.state.items())
     assert torch.equal(eager.rng, ours.rng)
     assert host == our_host
-    assert bool(compiled.variant.opaque) == (body in RUN_AGAIN)
+    assert bool(compiled.megatrain.variant.opaque) == (body in RUN_AGAIN)
 
 
 def test_the_program_says_what_is_opaque_and_why() -> None:
@@ -90,7 +90,7 @@ def test_a_value_with_another_outcome_selects_another_capture() -> None:
             model.fc.weight.fill_(scale)
             model.fc.bias.fill_(scale)
             assert torch.equal(compiled(x), model(x))
-    texts = {str(v.traced) for v in compiled._variants}
+    texts = {str(v.traced) for v in compiled.megatrain._variants}
     assert len(texts) == 2
 
 

@@ -190,7 +190,7 @@ class Pair:
     @property
     def count(self) -> int:
         """Captures so far."""
-        return len(list(self.compiled._variants))
+        return len(list(self.compiled.megatrain._variants))
 
 
 @pytest.fixture
@@ -348,10 +348,10 @@ def test_a_value_that_changes_at_every_call_fills_no_memory(pair: Pair) -> None:
         pair.change(lambda m, step=step: setattr(m, "scale", 1.0 + step))
         pair.check()
         assert pair.count == min(step + 1, MOST_STATES)
-    runners = len(pair.compiled.engine._runners)
+    runners = len(pair.compiled.megatrain.engine._runners)
     pair.change(lambda m: setattr(m, "scale", -1.0))
     pair.check()
-    assert len(pair.compiled.engine._runners) == runners
+    assert len(pair.compiled.megatrain.engine._runners) == runners
 
 
 def test_states_that_alternate_are_captured_once_each(pair: Pair) -> None:
@@ -413,7 +413,7 @@ def test_a_module_made_in_the_forward_needs_no_capture_at_each_call() -> None:
         model.kind = kind
         for _ in range(3):
             assert torch.equal(compiled(x), model(x))
-    assert len(list(compiled._variants)) == 2
+    assert len(list(compiled.megatrain._variants)) == 2
 
 
 def test_another_module_in_a_global_variable_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

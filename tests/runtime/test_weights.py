@@ -332,7 +332,7 @@ open("/proc/self/clear_refs", "w").write("5")
 before = usage("VmRSS")
 compiled.load_weights()
 print(json.dumps({
-    "store": compiled.engine.store.nbytes, "peak": usage("VmHWM") - before,
+    "store": compiled.megatrain.engine.store.nbytes, "peak": usage("VmHWM") - before,
     "sum": float(sum(p.double().sum() for p in model.parameters())),
 }))
 """

@@ -11,18 +11,9 @@ import safetensors.torch
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain
-
-
-def llama(*, is_tied: bool = False) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=2, tie_word_embeddings=is_tied, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+from tests.tools.models import IDS, assert_equal, llama, values
 
 
 def trained(model: torch.nn.Module, **options: Any) -> Any:
@@ -33,8 +24,6 @@ def trained(model: torch.nn.Module, **options: Any) -> Any:
     return compiled
 
 
-IDS = torch.arange(16).reshape(2, 8)
-
 # What these libraries deprecate in one another is theirs to mend.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -43,16 +32,6 @@ def saved_bytes(value: Any) -> int:
     file = io.BytesIO()
     torch.save(value, file)
     return len(file.getvalue())
-
-
-def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor), key
 
 
 @pytest.mark.parametrize("options", [{}, {"transfer": "bind"}, {"precision": "bf16"}, {"block_bytes": 2048}], ids=str)

@@ -69,7 +69,7 @@ def test_a_map_over_positions_is_one_call() -> None:
     assert str(compiled.traced).count("vmap(") == 2
     assert not compiled.program.opaque_calls
     assert len(compiled.program.blocks) == 3
-    assert len(list(compiled._variants)) == 1
+    assert len(list(compiled.megatrain._variants)) == 1
 
 
 def test_a_map_over_weights_is_opaque() -> None:

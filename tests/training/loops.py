@@ -114,12 +114,12 @@ def fresh(name: str, chaos: Chaos | None = None, **options: Any) -> megatrain.Co
     with torch.no_grad():
         for own, first in zip(compiled.state_dict().values(), begun.state_dict().values(), strict=True):
             own.copy_(first)
-    for own, first in zip(compiled.model.parameters(), begun.parameters(), strict=True):
+    for own, first in zip(compiled.megatrain.model.parameters(), begun.parameters(), strict=True):
         own.requires_grad_(first.requires_grad)
     compiled.zero_grad()
     compiled.train()
-    compiled.engine.set_chaos(chaos)
-    compiled.engine.meter.reset_peak()
+    compiled.megatrain.engine.set_chaos(chaos)
+    compiled.megatrain.engine.meter.reset_peak()
     return compiled
 
 
@@ -243,7 +243,7 @@ class Pair:
         """Compiles with `compile_options`, all else is for the TrainStep."""
         task = TASKS[name]
         compiled = fresh(name, **dict(compile_options or {}))
-        eager, stepped = task.build(), compiled.model
+        eager, stepped = task.build(), compiled.megatrain.model
         own = optimizer(stepped)
         step = megatrain.TrainStep(compiled, own, loss=task.loss, **options)
         return Pair(eager, stepped, compiled, optimizer(eager), own, step, task.loss, options.get("max_grad_norm"))

@@ -95,7 +95,7 @@ def test_a_failure_of_any_operation_ends_the_step_at_a_boundary(mode: str) -> No
     chosen = tokens(run.pair.step.schedule)
     assert {token.split(":")[1][0] for token in chosen} == set("WFBAGU" if mode == "overlap" else "WFBAGUN")
     assert any(token.startswith("h2d:A") for token in chosen)
-    engine, completed = run.pair.compiled.engine, []
+    engine, completed = run.pair.compiled.megatrain.engine, []
     for token in chosen:
         run.take()  # so that a deferred step has updates to take
         assert token in tokens(run.pair.step.schedule) or mode == "deferred"
@@ -114,7 +114,7 @@ def test_a_failure_of_any_operation_ends_the_step_at_a_boundary(mode: str) -> No
 @pytest.mark.parametrize("mode", ["deferred", "overlap"])
 def test_a_failure_of_the_very_first_step(mode: str) -> None:
     run = Run(mode)
-    engine = run.pair.compiled.engine
+    engine = run.pair.compiled.megatrain.engine
     for token in tokens(run.pair.step.prepare(batches(0))):
         engine.set_chaos(Chaos(fail=token, max_delay_s=0))
         run.fail((ExecuteError, RuntimeError), token, heal=lambda: engine.set_chaos(None))
@@ -131,7 +131,7 @@ def test_nothing_leaks_over_thirty_six_failures() -> None:
         run = Run(mode)
         run.take(2)
         run.pair.step.flush()
-        engine, names = run.pair.compiled.engine, tokens(run.pair.step.schedule)
+        engine, names = run.pair.compiled.megatrain.engine, tokens(run.pair.step.schedule)
         gc.collect()
         held, tensors = engine.meter.current, num_tensors()
         for number in range(12):

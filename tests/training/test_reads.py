@@ -212,7 +212,7 @@ def test_two_steps_take_turns_over_one_model() -> None:
     """Two optimizers over disjoint parameters; each step sees what the other updated."""
     for mode, other in itertools.product(("deferred", "overlap", "serial"), repeat=2):
         eager, compiled = TASK.build(), fresh("hazardous")
-        models = (eager, compiled.model)
+        models = (eager, compiled.megatrain.model)
         halves = [[list(m.layers.parameters()), list(m.head.parameters())] for m in models]
         expected, found = ([torch.optim.SGD(p, lr=0.1, momentum=0.9) for p in half] for half in halves)
         steps = [
@@ -226,7 +226,7 @@ def test_two_steps_take_turns_over_one_model() -> None:
             torch.manual_seed(number)
             assert_same(loss, steps[which](batch(number)), (mode, other, number))
         compiled.state_dict()
-        assert_same(snapshot(eager, *expected), snapshot(compiled.model, *found), (mode, other))
+        assert_same(snapshot(eager, *expected), snapshot(compiled.megatrain.model, *found), (mode, other))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -312,7 +312,7 @@ class Scaled:
 def test_a_loss_with_a_parameter_of_its_own(mode: str) -> None:
     """It isn't of the model, so it isn't clipped with `model.parameters()`; its updates come with all others."""
     eager, compiled = TASK.build(), fresh("hazardous")
-    losses = [Scaled(eager), Scaled(compiled.model)]
+    losses = [Scaled(eager), Scaled(compiled.megatrain.model)]
     expected, found = (torch.optim.SGD([*loss.model.parameters(), loss.scale], lr=0.1, momentum=0.9) for loss in losses)
     step = megatrain.TrainStep(compiled, found, loss=losses[1], **MODES[mode])
     for number in range(4):
@@ -323,7 +323,7 @@ def test_a_loss_with_a_parameter_of_its_own(mode: str) -> None:
         assert_same(loss, step(batches), (mode, number))
     step.flush()
     assert_same(losses[0].scale.detach(), losses[1].scale.detach(), "scale")
-    assert_same(snapshot(eager, expected), snapshot(compiled.model, found), mode)
+    assert_same(snapshot(eager, expected), snapshot(compiled.megatrain.model, found), mode)
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])

@@ -131,7 +131,7 @@ def _streamed(compiled: Any) -> dict[str, Any]:
     """Options that cut the model into small blocks and give it hardly more memory than it needs."""
     block_bytes = max(1, sum(e.spec.nbytes for e in compiled.program.state.values()) // 8)
     options = {"activations": "recompute", "transfer": "copy"}
-    least = max(_least_memory(variant.traced, block_bytes, options) for variant in compiled._variants)
+    least = max(_least_memory(variant.traced, block_bytes, options) for variant in compiled.megatrain._variants)
     return options | {"block_bytes": block_bytes, "memory": least * 21 // 20 + 1024}
 
 

@@ -1,0 +1,48 @@
+"""Tells when a model's own code runs on this thread, and which model an object stands for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+class StandIn(nn.Module):
+    """Another object over a model's own `__dict__`; the model itself is what is captured."""
+
+    @property
+    def __original__(self) -> nn.Module:
+        raise NotImplementedError
+
+
+def original(module: nn.Module) -> nn.Module:
+    """Returns the model that `module` stands for, or `module` itself."""
+    if not isinstance(module, StandIn):
+        return module
+    # Past the hook that records which attributes a forward reads.
+    return object.__getattribute__(module, "__original__")
+
+
+_running = threading.local()
+
+
+@contextmanager
+def own_code() -> Generator[None]:
+    """Marks the body as a run of a model's own code, by a capture or an opaque module.
+
+    A tool that replaces a compiled model's `forward` by a function around the former one (autocast, a fused head) has
+    that former one called here: the model's own forward is meant then, and not another call of the compiled model.
+    """
+    depth = getattr(_running, "depth", 0)
+    _running.depth = depth + 1
+    try:
+        yield
+    finally:
+        _running.depth = depth
+
+
+def runs_own_code() -> bool:
+    """Tells whether a model's own code runs on this thread."""
+    return getattr(_running, "depth", 0) > 0

@@ -1,0 +1,314 @@
+"""A compiled model passes for the model: class, attributes, copies, replaced forwards; never silently eager."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from transformers import LlamaForCausalLM
+
+import megatrain
+from megatrain import ExecuteError, OptionError, TraceError
+from tests.tools.models import IDS, assert_equal, llama, values
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def compiled_llama(**options: Any) -> Any:
+    return megatrain.compile(llama(), device="cpu", transfer="copy", recording=megatrain.Recording(), **options)
+
+
+def streams(compiled: Any, call: Any) -> bool:
+    """Tells whether a call ran the schedule."""
+    recording = compiled.megatrain._recording
+    before = len(recording.issued)
+    call()
+    return len(recording.issued) > before
+
+
+class Plain(nn.Module):
+    """A model with attributes that are named like ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(4, 4)
+        self.schedule = "cosine"
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
+        return self.model(x) * self.scale + shift
+
+
+def test_class_name_signature_and_attributes_are_the_models():
+    compiled = compiled_llama()
+    assert isinstance(compiled, LlamaForCausalLM)
+    assert isinstance(compiled, megatrain.CompiledModule)
+    assert compiled._get_name() == "LlamaForCausalLM"
+    assert type(compiled).__qualname__ == "LlamaForCausalLM"
+    assert inspect.signature(compiled.forward) == inspect.signature(llama().forward)
+    assert inspect.signature(type(compiled).forward) == inspect.signature(LlamaForCausalLM.forward)
+    assert compiled.model is compiled.megatrain.model.model
+    assert compiled.model.layers[1] is compiled.get_submodule("model.layers.1")
+    assert compiled.lm_head.weight is next(p for n, p in compiled.named_parameters() if n == "lm_head.weight")
+    assert list(map(id, compiled.parameters())) == list(map(id, compiled.megatrain.model.parameters()))
+
+
+def test_the_models_own_attributes_come_before_ours():
+    model = Plain()
+    compiled = megatrain.compile(model, device="cpu")
+    assert compiled.schedule == "cosine"
+    compiled(torch.ones(2, 4))
+    assert compiled.megatrain.schedule.num_slots
+    assert compiled.model is model.model
+    assert "3 ticks" not in str(compiled.program)
+    with pytest.raises(AttributeError, match="'Plain' object has no attribute 'nothing'"):
+        compiled.nothing  # noqa: B018
+
+
+def test_attributes_written_on_either_reach_both():
+    model = Plain()
+    compiled = megatrain.compile(model, device="cpu")
+    x = torch.randn(2, 4)
+    assert torch.equal(compiled(x), model(x))
+    compiled.scale = 3.0
+    assert model.scale == 3.0
+    assert torch.equal(compiled(x), model(x))
+    model.extra = nn.Linear(4, 4)
+    assert compiled.extra is model.extra
+    del compiled.extra
+    assert not hasattr(model, "extra")
+    compiled.eval()
+    assert not model.training
+    assert not model.model.training
+    compiled.requires_grad_(False)
+    assert not any(p.requires_grad for p in model.parameters())
+    handle = compiled.register_forward_hook(lambda _, __, result: result + 1)
+    assert torch.equal(compiled(x), model(x))
+    handle.remove()
+
+
+def test_its_text_says_what_it_is():
+    compiled = megatrain.compile(Plain(), device="cpu", memory="1MiB")
+    first = str(compiled).splitlines()
+    assert first[0] == "compiled by megatrain for cpu, memory 1.00 MiB, fp32, activations auto: nothing yet"
+    assert first[1] == "Plain("
+    compiled(torch.ones(2, 4))
+    assert str(compiled).splitlines()[0] == (
+        "compiled by megatrain for cpu, memory 1.00 MiB, fp32, activations auto: "
+        f"1 blocks, 1 templates, 1 slots, peak {compiled.megatrain.schedule.peak_bytes} B"
+    )
+
+
+@pytest.mark.parametrize("made", ["deepcopy", "pickle", "torch.save"])
+def test_copies_and_pickles_are_those_of_the_plain_model(made: str):
+    compiled = compiled_llama()
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
+    step = megatrain.TrainStep(compiled, optimizer, max_grad_norm=1.0)
+    for _ in range(2):  # updates are due
+        step({"input_ids": IDS, "labels": IDS})
+    if made == "deepcopy":
+        other = copy.deepcopy(compiled)
+    elif made == "pickle":
+        other = pickle.loads(pickle.dumps(compiled))
+    else:
+        file = io.BytesIO()
+        torch.save(compiled, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert type(other) is LlamaForCausalLM
+    assert_equal(values(other), values(compiled.megatrain.model))
+    assert not {p.data_ptr() for p in other.parameters()} & {p.data_ptr() for p in compiled.parameters()}
+
+
+def test_a_moving_average_of_a_compiled_model():
+    model = Plain()
+    compiled = megatrain.compile(model, device="cpu")
+    average = AveragedModel(compiled)
+    compiled(torch.ones(2, 4)).sum().backward()
+    torch.optim.SGD(compiled.parameters(), 0.1).step()
+    average.update_parameters(compiled)
+    average.update_parameters(compiled)
+    assert torch.equal(average.module.model.weight, model.model.weight)
+
+
+def test_save_pretrained_writes_a_folder_that_from_pretrained_reads(tmp_path: Path):
+    compiled = compiled_llama()
+    compiled(input_ids=IDS, labels=IDS).loss.backward()
+    compiled.save_pretrained(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert again.config.architectures == ["LlamaForCausalLM"]
+    assert_equal(values(again), values(compiled))
+
+
+# -- forward ------------------------------------------------------------------------------------------------------
+
+
+def test_forward_streams_like_the_call():
+    compiled = compiled_llama()
+    assert streams(compiled, lambda: compiled(input_ids=IDS))
+    assert streams(compiled, lambda: compiled.forward(input_ids=IDS))
+    assert not streams(compiled, lambda: compiled.megatrain.model(input_ids=IDS))
+    assert torch.equal(compiled.forward(input_ids=IDS).logits, compiled.megatrain.model(input_ids=IDS).logits)
+
+
+def fused(self: Any, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
+    """What a trainer with a fused head puts in place of a model's forward."""
+    hidden = self.base_model(input_ids).last_hidden_state
+    logits = self.get_output_embeddings()(hidden)
+    return {"loss": logits.square().mean(), "logits": logits}
+
+
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_a_forward_that_a_tool_replaces_is_streamed(is_bound: bool):
+    compiled, eager = compiled_llama(), llama()
+    for model in (compiled, eager):
+        before = values(model)
+        model.forward = MethodType(fused, model) if is_bound else lambda *a, m=model, **k: fused(m, *a, **k)
+        assert list(inspect.signature(model.forward).parameters)[: 1 + is_bound] == (
+            ["input_ids", "labels"] if is_bound else ["a"]
+        )
+        assert_equal(values(model), before)
+    expected = eager(input_ids=IDS)
+    expected["loss"].backward()
+    assert streams(compiled, lambda: compiled(input_ids=IDS)["loss"].backward())
+    assert streams(compiled, lambda: compiled.forward(input_ids=IDS))
+    for (name, p), q in zip(compiled.named_parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+    del compiled.forward
+    del eager.forward
+    assert torch.equal(compiled(input_ids=IDS).logits, eager(input_ids=IDS).logits)
+    with pytest.raises(AttributeError, match="forward"):
+        del compiled.forward
+
+
+def test_a_forward_around_the_former_one_is_streamed():
+    """As accelerate wraps models for mixed precision: the former forward is called inside."""
+    compiled, eager = compiled_llama(), llama()
+    for model in (compiled, eager):
+        former = model.forward
+        assert former.__func__
+        model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(former)
+        again = model.forward
+        model.forward = lambda *args, again=again, **kwargs: again(*args, **kwargs).logits.float()
+    assert streams(compiled, lambda: compiled(input_ids=IDS))
+    assert torch.equal(compiled(input_ids=IDS), eager(input_ids=IDS))
+
+
+def test_a_former_forward_called_alone_is_refused():
+    compiled = compiled_llama()
+    former = compiled.forward
+    compiled.forward = lambda *args, **kwargs: former(*args, **kwargs).logits
+    with pytest.raises(ExecuteError, match="this `forward` of the compiled model was replaced by another"):
+        former(input_ids=IDS)
+
+
+def test_forward_beside_hooks_is_refused():
+    compiled = compiled_llama()
+    compiled.register_forward_hook(lambda *_: None)
+    with pytest.raises(ExecuteError, match="`forward` was called on a compiled model that has forward hooks"):
+        compiled.forward(input_ids=IDS)
+
+
+def test_generate_streams_without_a_cache_and_is_refused_with_one():
+    compiled = compiled_llama()
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    expected = compiled.megatrain.model.generate(IDS, use_cache=False, **options)
+    assert streams(compiled, lambda: compiled.generate(IDS, use_cache=False, **options))
+    assert torch.equal(compiled.generate(IDS, use_cache=False, **options), expected)
+    with pytest.raises(TraceError, match="past_key_values"):
+        compiled.generate(IDS, use_cache=True, **options)
+
+
+# -- moves ----------------------------------------------------------------------------------------------------------
+
+
+def test_moves_to_where_it_computes_change_nothing():
+    compiled = compiled_llama()
+    compiled(input_ids=IDS)
+    places = [p.data_ptr() for p in compiled.parameters()]
+    assert compiled.to("cpu") is compiled
+    assert compiled.to(torch.float32).cpu().float() is compiled
+    assert [p.data_ptr() for p in compiled.parameters()] == places
+
+
+@pytest.mark.parametrize(
+    ("move", "message"),
+    [
+        (lambda m: m.half(), "can't be converted from torch.float32 to torch.float16"),
+        (lambda m: m.to("meta"), "can't be moved to meta: it computes on cpu"),
+        (lambda m: m.share_memory(), "can't be put into shared memory"),
+    ],
+    ids=["half", "meta", "shared"],
+)
+def test_moves_that_it_can_not_follow_are_refused(move: Any, message: str):
+    compiled = compiled_llama()
+    before = values(compiled)
+    with pytest.raises(ExecuteError, match=message):
+        move(compiled)
+    assert_equal(values(compiled), before)
+
+
+def test_a_move_of_the_plain_model_says_who_moves_models():
+    compiled = compiled_llama()
+    compiled(input_ids=IDS)
+    compiled.megatrain.model.to("meta")
+    with pytest.raises(ExecuteError, match=r"(?s)became f32.* on meta.*Module\.to.*trainer"):
+        compiled(input_ids=IDS)
+
+
+# -- compilers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_model_is_not_compiled_again():
+    compiled = compiled_llama()
+    with pytest.raises(OptionError, match="compiled already"):
+        megatrain.compile(compiled)
+    again = megatrain.compile(compiled.megatrain.model, device="cpu")
+    assert torch.equal(again(input_ids=IDS).logits, compiled(input_ids=IDS).logits)
+
+
+def test_torch_compile_over_a_compiled_model_leaves_it_alone():
+    compiled = compiled_llama()
+    over = torch.compile(compiled, backend="eager")
+    assert streams(compiled, lambda: over(input_ids=IDS, labels=IDS).loss.backward())
+    gradients = [p.grad.clone() for p in compiled.parameters()]
+    eager = llama()
+    eager(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(torch.equal(g, p.grad) for g, p in zip(gradients, eager.parameters(), strict=True))
+
+
+def test_a_compiled_model_inside_a_compiled_models_forward_is_refused():
+    inner = megatrain.compile(Plain(), device="cpu")
+    outer = Plain()
+    outer.forward = lambda x: inner(x) + 1
+    with pytest.raises(ExecuteError, match="called in the forward of a compiled model"):
+        megatrain.compile(outer, device="cpu")(torch.ones(2, 4))
+
+
+def test_trace_verify_and_plan_take_a_compiled_model_for_the_model():
+    compiled = megatrain.compile(Plain(), device="cpu")
+    x = torch.randn(2, 4)
+    assert str(megatrain.trace(compiled, (x,))) == str(megatrain.trace(compiled.megatrain.model, (x,)))
+    assert megatrain.verify(compiled, x, device="cpu").ok
+    optimizer = torch.optim.SGD(compiled.parameters(), 0.1)
+    planned = [
+        str(megatrain.plan(m, x, optimizer=optimizer, device_memory="1MiB", host_memory="1GiB"))
+        for m in (compiled, compiled.megatrain.model)
+    ]
+    assert planned[0] == planned[1]
+
+
+def test_the_class_is_made_once_and_goes_with_its_last_model():
+    one, other = megatrain.compile(Plain(), device="cpu"), megatrain.compile(Plain(), device="cpu")
+    assert type(one) is type(other)
+    with pytest.raises(TypeError, match=r"made by megatrain\.compile"):
+        type(one)()
