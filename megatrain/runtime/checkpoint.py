@@ -12,6 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatrain.errors import OptionError, WeightsError
+from megatrain.runtime.index import exists, indexes_of, read_index
+from megatrain.runtime.rules import regular
 from megatrain.tracer.spec import dtype_name
 
 WeightFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -39,7 +41,6 @@ DTYPES = {
     "C64": torch.complex64,
 }
 """Element types by the names that files have for them."""
-_INDEX = ".safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,15 +195,15 @@ def open_checkpoint(paths: Sequence[Path]) -> dict[str, Stored]:
                 )
             found[name] = stored
     for path in paths:
-        for index in _indexes(path):
+        for index in indexes_of(path):
             _check_index(index, found)
     return found
 
 
 def _files(path: Path) -> list[Path]:
-    if not path.exists():
+    if not exists(path):
         raise WeightsError(f"`{path}` does not exist.\n  weights is a safetensors file, or a folder with such files.")
-    indexes = _indexes(path)
+    indexes = indexes_of(path)
     if len(indexes) > 1:
         names = ", ".join(f"`{index.name}`" for index in indexes)
         raise WeightsError(
@@ -210,7 +211,7 @@ def _files(path: Path) -> list[Path]:
             "  Give weights= the one that you mean."
         )
     if indexes:
-        return list(dict.fromkeys(_read_index(indexes[0]).values()))
+        return list(dict.fromkeys(read_index(indexes[0]).values()))
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise WeightsError(
@@ -220,34 +221,8 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _indexes(path: Path) -> list[Path]:
-    if path.is_dir():
-        return sorted(path.glob(f"*{_INDEX}"))
-    return [path] if path.name.endswith(_INDEX) else []
-
-
-def _read_index(index: Path) -> dict[str, Path]:
-    """Returns the file of each name that an index lists."""
-    try:
-        listed = json.loads(index.read_bytes())["weight_map"]
-        files = {str(name): index.parent / str(file) for name, file in listed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(
-            f"`{index}` is no index of safetensors files: {error!r}.\n"
-            '  An index is JSON with the file of each name under "weight_map".\n'
-            "  Copy it again, or give weights= the list of files."
-        ) from error
-    for file in dict.fromkeys(files.values()):
-        if not file.exists():
-            raise WeightsError(
-                f"`{file}` does not exist, but `{index.name}` names it.\n  Every file of an index is needed.\n"
-                "  Copy the missing file next to the index."
-            )
-    return files
-
-
 def _check_index(index: Path, found: Mapping[str, Stored]) -> None:
-    for name, file in _read_index(index).items():
+    for name, file in read_index(index).items():
         if name not in found or found[name].file != file:
             raise WeightsError(
                 f"`{file}` has no `{name}`, but `{index.name}` says so.\n  Index and files belong together.\n"
@@ -258,6 +233,8 @@ def _check_index(index: Path, found: Mapping[str, Stored]) -> None:
 def _header(path: Path) -> dict[str, Stored]:
     """Lists the tensors of a file; the library checks that the header is sound and the file complete."""
     try:
+        if not regular(path):
+            raise OSError("it is no file")
         with safe_open(str(path), framework="np"):
             pass
         with path.open("rb") as file:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 from torch.optim import Optimizer
 
 from megatrain.errors import CheckpointError
-from megatrain.saving.digest import digest_of
+from megatrain.runtime.checkpoint import PIECE_BYTES
+from megatrain.runtime.rules import regular
+from megatrain.saving.digest import Digest
 from megatrain.saving.manifest import FileRecord, Manifest
-from megatrain.saving.optimizers import destinations, differences, put_back
+from megatrain.saving.optimizers import destinations, differences, misfitting_options, put_back
 from megatrain.saving.replace import present
-from megatrain.saving.save import TRAINING
 from megatrain.saving.saved import Saved
+from megatrain.saving.schema import FILE, TRAINING
 from megatrain.saving.source import Source
 from megatrain.saving.values import decode
 from megatrain.tracer.spec import TensorSpec
@@ -50,7 +53,7 @@ class Checkpoint:
             CheckpointError: If their tensors can't be read.
         """
         stored = self._tensors(self._stem("extra"))
-        return decode(self.manifest.extra, lambda name: _fresh(stored[name]))
+        return {key: decode(value, lambda name: _fresh(stored[name])) for key, value in self.manifest.extra.items()}
 
     @cached_property
     def tensors(self) -> Mapping[str, Saved]:
@@ -119,6 +122,8 @@ class Checkpoint:
         problems = differences(
             saved["class"], saved["parameters"], [g["params"] for g in saved["param_groups"]], optimizer, names
         )
+        if not problems:
+            problems = misfitting_options(self._groups(), optimizer, is_whole=self.is_of_this_torch)
         if problems:
             lines = [
                 f"the checkpoint doesn't fit this optimizer: {len(problems)} differences.",
@@ -148,9 +153,19 @@ class Checkpoint:
             name: {key: _state(value, stored, existing.get((name, key))) for key, value in values.items()}
             for name, values in saved["state"].items()
         }
-        groups = decode(saved["param_groups"], lambda name: _fresh(stored[name]))
+        groups = self._groups()
         rest = decode(saved["rest"], lambda name: _fresh(stored[name]))
         put_back(optimizer, names, groups, state, rest)
+
+    @property
+    def is_of_this_torch(self) -> bool:
+        """Whether the same version of torch wrote it; another one may have fewer options."""
+        return self.manifest.torch_version == str(torch.__version__)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The options of the optimizer's groups; tensors in them are read, such as learning rates."""
+        stored = self._tensors(self._stem("optimizer"))
+        return decode(self._saved_optimizer()["param_groups"], lambda name: _fresh(stored[name]))
 
     def _saved_optimizer(self) -> Mapping[str, Any]:
         if self.manifest.optimizer is None:
@@ -214,18 +229,35 @@ def load(folder: str | os.PathLike[str]) -> Checkpoint:
 
 def _problems_of_file(path: Path, record: FileRecord) -> Iterable[str]:
     try:
-        with path.open("rb") as file:
-            header = file.read(record.header_bytes)
+        if not regular(path):
+            yield f"`{path}` is no file"
+            return
+        with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
+            if size != record.nbytes:
+                behind = [name for name, tensor in record.tensors.items() if tensor.start + tensor.spec.nbytes > size]
+                lost = f": {_listed(behind)}" if behind else ""
+                yield f"`{path}` has {size} B, not {record.nbytes} B{lost}"
+                return
+            digest, header = _header(file, record)
     except OSError as error:
         yield f"`{path}` can't be read: {error.strerror}"
         return
-    if size != record.nbytes:
-        behind = [name for name, tensor in record.tensors.items() if tensor.start + tensor.spec.nbytes > size]
-        lost = f": {_listed(behind)}" if behind else ""
-        yield f"`{path}` has {size} B, not {record.nbytes} B{lost}"
-    elif digest_of(header) != record.digest:
+    if digest != record.digest:
         yield f"`{path}` has another {'header' if record.tensors else 'content'} than the one saved"
+    elif record.tensors and not record.fits(header):
+        yield f"`{path}` has a header that says otherwise than {FILE}"
+
+
+def _header(file: FileIO, record: FileRecord) -> tuple[str, bytes]:
+    """Returns the checksum of what lies in front of the tensors; and that, where there are any."""
+    digest, left, kept = Digest(), record.header_bytes, bytearray()
+    while left and (piece := file.read(min(left, PIECE_BYTES))):
+        digest.begin(memoryview(piece))
+        left -= len(piece)
+        if record.tensors:
+            kept += piece
+    return digest.finish(), bytes(kept)
 
 
 def _listed(names: Sequence[str], limit: int = 8) -> str:

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatrain.errors import CheckpointError
 from megatrain.runtime.checkpoint import DTYPES
+from megatrain.runtime.rules import parse_json, problems, read_json
 from megatrain.saving.digest import digest_of
+from megatrain.saving.schema import ENVELOPE, FILE, NEWEST, READABLE, faults
 from megatrain.saving.source import KINDS
 from megatrain.tracer.spec import TensorSpec
-
-FILE = "checkpoint.json"
-SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,24 @@ class FileRecord:
         tensors = {name: record.to_json() for name, record in self.tensors.items()}
         return {"bytes": self.nbytes, "header_bytes": self.header_bytes, "sha256": self.digest, "tensors": tensors}
 
+    def fits(self, header: bytes) -> bool:
+        """Tells whether the header of the file, which other readers go by, says the same of each tensor."""
+        try:
+            listed = parse_json(header[8:])
+        except ValueError:
+            return False
+        first = self.header_bytes
+        tensors = {
+            name: {
+                "dtype": KINDS[record.spec.dtype],
+                "shape": list(record.spec.shape),
+                "data_offsets": [record.start - first, record.start + record.spec.nbytes - first],
+            }
+            for name, record in self.tensors.items()
+        }
+        is_whole = int.from_bytes(header[:8], "little") == first - 8
+        return is_whole and {**tensors, "__metadata__": {"format": "pt"}} == listed
+
     @staticmethod
     def of_json(entry: Mapping[str, Any]) -> FileRecord:
         """Reads what `to_json` returns."""
@@ -75,62 +94,91 @@ class Manifest:
         ties: For names that are stored under another one: that one.
         optimizer: The optimizer's state as JSON, or None.
         extra: The caller's values as JSON.
+        schema: As which it was written; see `schema.py`.
+        torch_version: Of the process that wrote it; None if that isn't known.
     """
 
     files: Mapping[str, FileRecord]
     weights: tuple[str, ...]
     ties: Mapping[str, str]
     optimizer: Mapping[str, Any] | None
-    extra: Any
+    extra: Mapping[str, Any]
+    schema: int = NEWEST
+    torch_version: str | None = str(torch.__version__)
 
-    def text(self) -> bytes:
-        """Returns the JSON; its length depends on the length of names and values only."""
-        content = {
+    def content(self) -> dict[str, Any]:
+        """Returns all but the checksum as JSON, as the newest schema has it."""
+        return {
+            "torch": self.torch_version,
             "files": {name: record.to_json() for name, record in self.files.items()},
             "weights": {"files": list(self.weights), "ties": dict(self.ties)},
             "optimizer": self.optimizer,
             "extra": self.extra,
         }
-        return _dump({"schema": SCHEMA, "sha256": digest_of(_dump(content)), "content": content})
+
+    def text(self) -> bytes:
+        """Returns the JSON; its length depends on the length of names and values only."""
+        content = self.content()
+        return _dump({"schema": NEWEST, "sha256": _digest(NEWEST, content), "content": content})
 
     @staticmethod
     def read(folder: Path) -> Manifest:
         """Reads the manifest of a checkpoint.
 
         Raises:
-            CheckpointError: If there is none, it is damaged, or of another schema.
+            CheckpointError: If there is none, it is damaged, of another schema, or says what none may say.
         """
         path = folder / FILE
         try:
-            document = json.loads(path.read_bytes())
-            schema, digest, content = document["schema"], document["sha256"], document["content"]
-        except FileNotFoundError as error:
+            document = read_json(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(
                 f"`{folder}` is no checkpoint: it has no {FILE}.\n"
                 "  A checkpoint is a folder that megatrain.saving.save wrote.\n"
                 "  Give that folder; weights alone are read with megatrain.compile(weights=...)."
             ) from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise _damaged(path, repr(error)) from error
-        if schema != SCHEMA:
+        except (OSError, ValueError) as error:
+            raise _damaged(path, str(error)) from error
+        _check(path, problems(ENVELOPE, document, "it"))
+        schema, content = document["schema"], document["content"]
+        if schema not in READABLE:
             raise CheckpointError(
-                f"`{path}` has schema {schema!r}; this version of megatrain reads schema {SCHEMA}.\n"
+                f"`{path}` has schema {schema}; this version of megatrain reads {' and '.join(map(str, READABLE))}.\n"
                 "  A schema says how the rest is to be understood.\n"
                 "  Load it with the version that wrote it. The weights are in safetensors files that any version reads."
             )
-        if digest_of(_dump(content)) != digest:
+        if _digest(schema, content) != document["sha256"]:
             raise _damaged(path, "its checksum is another one")
+        _check(path, faults(content, schema))
         return Manifest(
             {name: FileRecord.of_json(entry) for name, entry in content["files"].items()},
             tuple(content["weights"]["files"]),
             content["weights"]["ties"],
             content["optimizer"],
             content["extra"],
+            schema,
+            content.get("torch"),
         )
+
+
+def _digest(schema: int, content: Any) -> str:
+    """The checksum; the first schema had none of its own number."""
+    return digest_of(_dump(content if schema == 1 else [schema, content]))
 
 
 def _dump(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _check(path: Path, found: list[str]) -> None:
+    if found:
+        lines = [
+            f"`{path}` is damaged: it isn't what a save writes, in {len(found)} places.",
+            *found,
+            "Its checksum is right, or there is none; its fields are checked one by one all the same.",
+            "Copy the checkpoint again, or load an older one.",
+        ]
+        raise CheckpointError("\n  ".join(lines))
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:

@@ -11,8 +11,12 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from megatrain.errors import CheckpointError
+from megatrain.saving.fitting import misfits
 from megatrain.saving.values import Encoder
 from megatrain.tracer.spec import dtype_name
+
+_ALIGNED = ("params", "param_names")
+"""What a group holds per parameter; all else are options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,8 @@ class OptimizerState:
             name: {key: encoder.encode(value, f"{name}.{key}") for key, value in values.items()}
             for name, values in self.state.items()
         }
+        odd = [(name, key) for name, values in state.items() for key in values if type(key) is not str]
+        encoder.problems += [f"`{name}` has state under {key!r}, which is no text" for name, key in odd]
         return {
             "class": self.kind,
             "parameters": dict(self.parameters),
@@ -113,6 +119,24 @@ def differences(
     if len(groups) != len(named):
         found.append(f"groups: {len(groups)} in the checkpoint, but {len(named)} here")
     return sorted(found)
+
+
+def misfitting_options(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, is_whole: bool) -> list[str]:
+    """Says which stored options of groups are of other kinds than this optimizer's, or missing.
+
+    Args:
+        groups: The stored groups, decoded.
+        optimizer: One that `differences` has nothing against.
+        is_whole: Whether the stored groups must have all options that the optimizer is made with.
+    """
+    found: list[str] = []
+    for i, (stored, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        for key, value in own.items():
+            if key in stored and key not in _ALIGNED:
+                found += misfits(value, stored[key], f"{key} of group {i}")
+            elif key not in stored and key in optimizer.defaults and is_whole:
+                found.append(f"`{key} of group {i}` is not in the checkpoint")
+    return found
 
 
 def destinations(optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:

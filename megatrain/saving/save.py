@@ -14,19 +14,17 @@ import torch
 from torch.optim import Optimizer
 
 from megatrain.errors import CheckpointError
+from megatrain.runtime import rules
 from megatrain.saving import disk
 from megatrain.saving.digest import digest_of
-from megatrain.saving.manifest import FILE, FileRecord, Manifest
+from megatrain.saving.manifest import FileRecord, Manifest
 from megatrain.saving.optimizers import OptimizerState
 from megatrain.saving.replace import replaced
+from megatrain.saving.schema import FILE, INDEX, NEWEST, TRAINING, faults
 from megatrain.saving.shards import Shard, shards
 from megatrain.saving.source import Source, obstacle, without_ties
 from megatrain.saving.values import Encoder
 from megatrain.sizes import format_bytes, parse_bytes
-
-INDEX = "model.safetensors.index.json"
-TRAINING = "training"
-"""Folder of what is no weight, so that readers of weights don't meet it."""
 
 _FILE_OVERHEAD = 8192
 """What a file takes on the disk beyond its bytes, at most: a block that isn't full, and its entry."""
@@ -118,6 +116,8 @@ class _Draft:
         state = None if optimizer is None else optimizer.encode(moments)
         encoded = {str(key): values.encode(value, str(key)) for key, value in (extra or {}).items()}
         problems += [*others, *moments.problems, *values.problems]
+        for named in (stored, moments.tensors, values.tensors, apart):
+            problems += [f"`{ascii(str(name))[1:-1]}` is no name that files can hold" for name in named if not _is_name(name)]
         if problems:
             lines = [
                 f"{len(problems)} values can't be stored in a checkpoint.",
@@ -131,7 +131,9 @@ class _Draft:
             *shards(f"{TRAINING}/extra", values.tensors, shard_bytes),
             *shards(f"{TRAINING}/tensors", apart, shard_bytes),
         ]
-        return _Draft(shards("model", stored, shard_bytes), ties, training, state, encoded)
+        draft = _Draft(shards("model", stored, shard_bytes), ties, training, state, encoded)
+        _check(draft.empty_manifest())
+        return draft
 
     @property
     def index(self) -> bytes:
@@ -143,14 +145,22 @@ class _Draft:
     @property
     def nbytes(self) -> int:
         """Bytes of all files, the manifest included; more for what a disk adds."""
-        everything = [*self.weights, *self.training]
-        records = {shard.file: shard.record({}) for shard in everything}
-        manifest = self.manifest({**records, INDEX: _text_record(self.index)})
-        files = [*(shard.nbytes for shard in everything), len(self.index), len(manifest.text())]
+        shards = [*self.weights, *self.training]
+        files = [*(shard.nbytes for shard in shards), len(self.index), len(self.empty_manifest().text())]
         return sum(files) + _FILE_OVERHEAD * len(files)
+
+    def empty_manifest(self) -> Manifest:
+        """The manifest, without files of the caller and with room for checksums."""
+        records = {shard.file: shard.record({}) for shard in [*self.weights, *self.training]}
+        return self.manifest({**records, INDEX: _text_record(self.index)})
 
     def manifest(self, files: Mapping[str, FileRecord]) -> Manifest:
         return Manifest(files, tuple(shard.file for shard in self.weights), self.ties, self.optimizer, self.extra)
+
+
+def _is_name(name: str) -> bool:
+    # safetensors keeps one for itself.
+    return name != "__metadata__" and not rules.problems(rules.name, name, "")
 
 
 def _sources(weights: Mapping[str, torch.Tensor | Source]) -> tuple[dict[str, Source], list[str]]:
@@ -158,13 +168,24 @@ def _sources(weights: Mapping[str, torch.Tensor | Source]) -> tuple[dict[str, So
     problems: list[str] = []
     for name, value in weights.items():
         problem = obstacle(value) if isinstance(value, torch.Tensor) else None
-        if name == "__metadata__":
-            problem = "has a name that safetensors keeps for itself"
         if problem is not None:
             problems.append(f"`{name}` {problem}")
         else:
             sources[name] = Source.of(value) if isinstance(value, torch.Tensor) else value
     return sources, problems
+
+
+def _check(manifest: Manifest) -> None:
+    """Refuses what `load` would: a name that no file can hold, a name twice."""
+    found = faults(manifest.content(), NEWEST)
+    if found:
+        lines = [
+            f"this can't be stored in a checkpoint, in {len(found)} places.",
+            *found,
+            "What is written is what a checkpoint may hold, so that it can be read.",
+            "Give other names, or fewer tensors.",
+        ]
+        raise CheckpointError("\n  ".join(lines))
 
 
 def _write(draft: _Draft, partial: Path, place: Path) -> None:

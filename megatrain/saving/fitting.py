@@ -1,0 +1,73 @@
+"""Fitting: whether a saved value may take the place of one that is there, by their kinds."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from megatrain.runtime.rules import MAX_INT, shown
+
+_KINDS: Sequence[tuple[type | tuple[type, ...], str]] = (
+    (type(None), "None"),
+    (bool, "flag"),
+    ((int, float), "number"),
+    (str, "text"),
+    (torch.Tensor, "tensor"),
+    (np.ndarray, "array"),
+    (collections.Counter, "counter"),
+    (dict, "dict"),
+    (list, "list"),
+    (tuple, "tuple"),
+)
+_ALSO: Mapping[str, Collection[str]] = {
+    # What is None as built may get its value later; a flag that is None lets the optimizer choose.
+    "None": ("flag", "number", "tensor"),
+    "flag": ("None",),
+    "number": ("tensor",),
+    "tensor": ("number",),
+}
+"""What else may take the place of a kind, beside the kind itself."""
+
+
+def misfits(own: Any, saved: Any, place: str, *, is_whole: bool = False) -> Iterator[str]:
+    """Says where a saved value is of another kind than the one that it would replace.
+
+    Args:
+        own: What is there.
+        saved: What was saved.
+        place: What this is the value of.
+        is_whole: Whether dicts within the value must have all names that they have here.
+    """
+    here, there = kind_of(own), kind_of(saved)
+    if there != here and there not in _ALSO.get(here, ()):
+        yield f"`{place}` is a {here} here, but {shown(saved)} in the checkpoint"
+    elif there == "number" and isinstance(saved, int) and abs(saved) > MAX_INT:
+        yield f"`{place}` is {shown(saved)} in the checkpoint, which nothing can compute with"
+    elif "tensor" in (here, there) and {here, there} != {"tensor"} and isinstance(saved, torch.Tensor):
+        if saved.numel() != 1 and here != "None":
+            yield f"`{place}` is a number here, but a tensor of {saved.numel()} in the checkpoint"
+    elif here == there:
+        yield from _inner(own, saved, place, is_whole=is_whole)
+
+
+def _inner(own: Any, saved: Any, place: str, *, is_whole: bool) -> Iterator[str]:
+    if isinstance(own, tuple) and len(cast(tuple[Any, ...], own)) != len(saved):
+        yield f"`{place}` is {shown(own)} here, but {shown(saved)} in the checkpoint"
+    elif isinstance(own, list | tuple):
+        for i, (one, other) in enumerate(zip(cast(Sequence[Any], own), saved, strict=False)):
+            yield from misfits(one, other, f"{place}.{i}", is_whole=is_whole)
+    elif isinstance(own, dict):
+        for key, value in cast(dict[Any, Any], own).items():
+            if key in saved:
+                yield from misfits(value, saved[key], f"{place}.{key}", is_whole=is_whole)
+            elif is_whole and not isinstance(own, collections.Counter):
+                yield f"`{place}.{key}` is not in the checkpoint"
+
+
+def kind_of(value: object) -> str:
+    """Names the kind of a value that a checkpoint can hold; of another one, its class."""
+    return next((name for kinds, name in _KINDS if isinstance(value, kinds)), type(value).__qualname__)
