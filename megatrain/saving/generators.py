@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from megatrain.errors import CheckpointError
+from megatrain.runtime.rules import anything, entries, integer, listing, one_of, optional, problems, record, shown, text
 
 
 def generators_now() -> dict[str, Any]:
-    """Reads torch's generators, of the CPU and of each CUDA device, Python's and NumPy's."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    """Reads torch's generators, of the CPU and of each device of the accelerator, Python's and NumPy's.
+
+    Raises:
+        CheckpointError: If the accelerator doesn't say what state its generators have.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": cuda,
+        "devices": None if accelerator is None else {"type": accelerator.type, "states": _states(accelerator.type)},
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
     }
@@ -25,15 +31,31 @@ def generators_now() -> dict[str, Any]:
 def check_generators(state: dict[str, Any]) -> None:
     """Tells whether this machine has the generators of a state.
 
+    Args:
+        state: From `generators_now`, of this version or an earlier one.
+
     Raises:
-        CheckpointError: If it has another number of CUDA devices than the state, unless that was read on a machine
-            without any.
+        CheckpointError: If it isn't such a state, or was read with an accelerator and here is another one, or another
+            number of them.
     """
-    cuda: list[torch.Tensor] = state["cuda"]
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if cuda and len(cuda) != count:
+    wrong = problems(_OLD_STATE if "cuda" in state else _STATE, state, "generators") or list(_refused(state))
+    if wrong:
         raise CheckpointError(
-            f"the checkpoint has random states of {len(cuda)} CUDA devices, this machine has {count}.\n"
+            "\n  ".join(
+                [
+                    f"the checkpoint's random states are none, in {len(wrong)} places.",
+                    *wrong,
+                    "They are what generators_now() returned.",
+                    "Load an older checkpoint, or seed anew with torch.manual_seed.",
+                ]
+            )
+        )
+    kind, states = _of_devices(state)
+    count = len(_states(kind)) if states and kind == _kind_here() else 0
+    if states and len(states) != count:
+        found = f"{count} {kind.upper()} devices" if count else "none of that kind"
+        raise CheckpointError(
+            f"the checkpoint has random states of {len(states)} {kind.upper()} devices, this machine has {found}.\n"
             "  Each device draws from a generator of its own, so the numbers would be others.\n"
             "  Resume with as many devices, or seed anew with torch.manual_seed."
         )
@@ -47,7 +69,91 @@ def restore_generators(state: dict[str, Any]) -> None:
     """
     check_generators(state)
     torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    kind, states = _of_devices(state)
+    if states:
+        module: Any = torch.get_device_module(kind)
+        if hasattr(module, "set_rng_state_all"):
+            module.set_rng_state_all(states)
+        else:
+            module.set_rng_state(states[0])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
+
+
+# -- devices -------------------------------------------------------------------------------------------------------
+
+
+def _kind_here() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def _states(kind: str) -> list[torch.Tensor]:
+    """Reads the generator of each device of a kind that is here."""
+    module: Any = torch.get_device_module(kind)
+    if hasattr(module, "get_rng_state_all"):
+        return list(module.get_rng_state_all())
+    if hasattr(module, "get_rng_state") and torch.accelerator.device_count() == 1:
+        return [module.get_rng_state()]
+    raise CheckpointError(
+        f"torch.{kind} doesn't say what state its random generators have.\n"
+        "  A run that is resumed would draw other numbers, and nothing would tell.\n"
+        "  Leave generators_now() out of the checkpoint and seed anew after loading, or train on another device."
+    )
+
+
+def _of_devices(state: dict[str, Any]) -> tuple[str, list[torch.Tensor]]:
+    """The kind of the devices and their states; there was a time when they had to be CUDA's."""
+    if "cuda" in state:
+        return "cuda", state["cuda"]
+    return ("cpu", []) if state["devices"] is None else (state["devices"]["type"], state["devices"]["states"])
+
+
+# -- what a state is -----------------------------------------------------------------------------------------------
+
+
+def _bytes(value: Any, place: str) -> Iterator[str]:
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.ndim != 1:
+        yield f"{place} is {shown(value)}, not bytes in a tensor"
+
+
+def _number(value: Any, place: str) -> Iterator[str]:
+    if type(value) not in (int, float):
+        yield f"{place} is {shown(value)}, not a number"
+
+
+def _words(value: Any, place: str) -> Iterator[str]:
+    if not isinstance(value, np.ndarray) or value.dtype != np.uint32 or value.shape != (624,):
+        yield f"{place} is {shown(value)}, not 624 numbers of 32 bits in an array"
+
+
+def _numpy(value: Any, place: str) -> Iterator[str]:
+    """NumPy itself takes any position, and reads beyond the end of its memory."""
+    is_twister = isinstance(value, dict) and value.get("bit_generator") == "MT19937"
+    twister = record({"key": _words, "pos": integer(0, 624)})
+    fields = {"bit_generator": text(), "state": twister if is_twister else anything}
+    others = None if is_twister else anything
+    yield from record({**fields, "has_gauss": integer(0, 1), "gauss": _number}, others)(value, place)
+
+
+_WORDS = entries(*[integer(0, 2**32 - 1)] * 624, integer(0, 624), kind=tuple)
+_COMMON = {"torch": _bytes, "python": entries(one_of((3,)), _WORDS, optional(_number), kind=tuple), "numpy": _numpy}
+_DEVICES = record({"type": text("[a-z0-9]+", "a type of devices"), "states": listing(_bytes)})
+_STATE = record({**_COMMON, "devices": optional(_DEVICES)})
+_OLD_STATE = record({**_COMMON, "cuda": listing(_bytes)})
+
+
+def _refused(state: dict[str, Any]) -> Iterator[str]:
+    """Tries the states on generators that nobody draws from."""
+    try:
+        torch.Generator().set_state(state["torch"])
+    except RuntimeError as error:
+        yield f"generators.torch is refused: {error}"
+    try:
+        np.random.RandomState(type(np.random.get_bit_generator())()).set_state(state["numpy"])  # pyright: ignore
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        yield f"generators.numpy is refused: {error}"
+    kind, states = _of_devices(state)
+    if states and kind == _kind_here():
+        here = {own.numel() for own in _states(kind)}
+        yield from (f"generators.devices has a state of {s.numel()} B" for s in states if s.numel() not in here)

@@ -117,7 +117,9 @@ class _Draft:
         encoded = {str(key): values.encode(value, str(key)) for key, value in (extra or {}).items()}
         problems += [*others, *moments.problems, *values.problems]
         for named in (stored, moments.tensors, values.tensors, apart):
-            problems += [f"`{ascii(str(name))[1:-1]}` is no name that files can hold" for name in named if not _is_name(name)]
+            problems += [
+                f"`{ascii(str(name))[1:-1]}` is no name that files can hold" for name in named if not _is_name(name)
+            ]
         if problems:
             lines = [
                 f"{len(problems)} values can't be stored in a checkpoint.",
