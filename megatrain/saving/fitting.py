@@ -55,7 +55,9 @@ def misfits(own: Any, saved: Any, place: str, *, is_whole: bool = False) -> Iter
 
 
 def _inner(own: Any, saved: Any, place: str, *, is_whole: bool) -> Iterator[str]:
-    if isinstance(own, tuple) and len(cast(tuple[Any, ...], own)) != len(saved):
+    length = len(cast(Sequence[Any], own)) if isinstance(own, list | tuple) else 0
+    # A list may have grown since it was made.
+    if len(saved) != length if isinstance(own, tuple) else isinstance(own, list) and len(saved) < length:
         yield f"`{place}` is {shown(own)} here, but {shown(saved)} in the checkpoint"
     elif isinstance(own, list | tuple):
         for i, (one, other) in enumerate(zip(cast(Sequence[Any], own), saved, strict=False)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,9 @@ from megatrain import saving
 from megatrain.compiled import Compiled
 from megatrain.errors import CheckpointError
 from megatrain.optim.whole_step import Optimizer
+from megatrain.runtime import rules
+from megatrain.runtime.rules import anything, integer, mapping, optional, problems, record, shown, text
+from megatrain.saving.fitting import misfits
 from megatrain.training.boundary import Progress
 from megatrain.training.state import HIDDEN, State
 
@@ -56,6 +59,7 @@ def save(
             "progress": asdict(progress),
             "generators": saving.generators_now(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "scheduler_class": None if scheduler is None else _class_of(scheduler),
             "modules": dict(state.others),
             "user": dict(user or {}),
         },
@@ -77,7 +81,7 @@ def restore(
     """
     checkpoint = saving.load(folder)
     extra = _extra(checkpoint)
-    _check_scheduler(checkpoint, scheduler)
+    _check_scheduler(checkpoint, extra, scheduler)
     saving.check_generators(extra["generators"])
     names = _parameters(compiled, optimizer)
     checkpoint.check_optimizer(optimizer, names)
@@ -103,30 +107,92 @@ def restore(
     compiled.masters.restore(masters)  # after the parameters: who writes these sets the masters
     checkpoint.read_optimizer(optimizer, names)
     if scheduler is not None:
-        scheduler.load_state_dict(extra["scheduler"])
+        _restore_scheduler(checkpoint, scheduler, extra["scheduler"])
     saving.restore_generators(extra["generators"])
     return Progress(**extra["progress"]), extra["user"]
 
 
+def _grad_norm(value: Any, place: str) -> Iterator[str]:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim:
+        yield f"{place} is {shown(value)}, not one floating-point number in a tensor"
+
+
+_PROGRESS = {"count": integer(), "skipped": integer(), "nonfinite": optional(text()), "grad_norm": optional(_grad_norm)}
+_FIELDS = {
+    "progress": record(_PROGRESS),
+    "generators": anything,  # check_generators says more
+    "scheduler": optional(mapping(anything, anything)),
+    "modules": mapping(rules.name, anything),
+    "user": mapping(anything, anything),
+}
+_SCHEMAS = {1: _FIELDS, 2: {**_FIELDS, "scheduler_class": optional(text())}}
+"""What `save` has stored as values, by the schema of the manifest."""
+
+
 def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
-    missing = {"progress", "generators", "scheduler", "modules", "user"} - checkpoint.extra.keys()
+    fields = _SCHEMAS[checkpoint.manifest.schema]
+    missing = fields.keys() - checkpoint.extra.keys()
     if missing:
         raise CheckpointError(
             f"`{checkpoint.folder}` was not written by TrainStep.save: it lacks {', '.join(sorted(missing))}.\n"
             "  A step goes on from all that the next one depends on.\n"
             "  Read it with megatrain.saving.load, or its weights with megatrain.compile(weights=...)."
         )
+    wrong = problems(record(fields, others=anything), checkpoint.extra, "extra")
+    _refuse(f"`{checkpoint.folder}` holds what no step has saved: {len(wrong)} values.", wrong)
     return checkpoint.extra
 
 
-def _check_scheduler(checkpoint: saving.Checkpoint, scheduler: Scheduler | None) -> None:
-    if (scheduler is None) != (checkpoint.extra["scheduler"] is None):
+def _check_scheduler(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], scheduler: Scheduler | None) -> None:
+    if (scheduler is None) != (extra["scheduler"] is None):
         name = f"the checkpoint `{checkpoint.folder}`"
         has, lacks = (name, "load()") if scheduler is None else ("load()", name)
         raise CheckpointError(
             f"{has} has a scheduler, {lacks} has none.\n  Learning rates would go on as if another had set them.\n"
             "  Give save and load the same."
         )
+    if scheduler is not None:
+        wrong = list(_differences(checkpoint, extra, scheduler))
+        _refuse(f"the scheduler of `{checkpoint.folder}` is another one: {len(wrong)} differences.", wrong)
+
+
+def _differences(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], scheduler: Scheduler) -> Iterator[str]:
+    own, saved = scheduler.state_dict(), extra["scheduler"]
+    # The first schema has no class, so the names of the state must tell; other versions of torch have more or fewer.
+    is_named = checkpoint.manifest.schema > 1
+    if is_named and extra["scheduler_class"] != _class_of(scheduler):
+        yield f"class: {extra['scheduler_class']} in the checkpoint, but {_class_of(scheduler)} here"
+        return
+    if not is_named and not (own.keys() <= saved.keys() or saved.keys() <= own.keys()):
+        names = [", ".join(sorted(map(str, state))) for state in (saved, own)]
+        yield f"state: {names[0]} in the checkpoint, but {names[1]} here"
+        return
+    yield from misfits(own, saved, "scheduler", is_whole=checkpoint.is_of_this_torch)
+    for key in saved.keys() - own.keys():
+        if not isinstance(key, str) or hasattr(scheduler, key):
+            yield f"`scheduler.{key}` is state in the checkpoint, but something else here"
+
+
+def _restore_scheduler(checkpoint: saving.Checkpoint, scheduler: Scheduler, state: dict[str, Any]) -> None:
+    try:
+        scheduler.load_state_dict(state)
+    except Exception as error:  # the scheduler's own code, which may raise anything
+        raise CheckpointError(
+            f"{_class_of(scheduler)} refuses its state in `{checkpoint.folder}`: {error!r}.\n"
+            "  The model and its optimizer have the values of the checkpoint by now.\n"
+            "  Load an older checkpoint, or build the scheduler as it was."
+        ) from error
+
+
+def _class_of(scheduler: Scheduler) -> str:
+    return f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"
+
+
+def _refuse(first: str, problems: list[str]) -> None:
+    if problems:
+        rule = "State continues only in what it was saved of."
+        way = "Build the scheduler as it was; or load an older checkpoint, or with megatrain.saving.load what is right."
+        raise CheckpointError("\n  ".join([first, *problems, rule, way]))
 
 
 def _parameters(compiled: Compiled, optimizer: Optimizer) -> dict[str, torch.Tensor]:

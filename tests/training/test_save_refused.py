@@ -225,7 +225,8 @@ def test_what_step_save_did_not_write_is_refused(tmp_path: Path):
 
 
 def test_generators_of_other_devices_are_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    state = {**saving.generators_now(), "cuda": [torch.zeros(16, dtype=torch.uint8)] * 3}
+    devices = {"type": "cuda", "states": [torch.zeros(16, dtype=torch.uint8)] * 3}
+    state = {**saving.generators_now(), "devices": devices}
     with monkeypatch.context() as patch:
         patch.setattr(saving, "generators_now", lambda: state)
         saved(tmp_path / "run", LINEAR)
