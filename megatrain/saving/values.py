@@ -156,7 +156,7 @@ def tensors_in(value: Any, path: str, *, is_known: bool = True) -> Iterator[tupl
                 yield from tensors_in(item, f"{path}.{key}" if is_known else path, is_known=is_known)
 
 
-def decode(encoded: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+def decode(encoded: Any, tensor: Callable[[str], Any]) -> Any:
     """Returns the value that `encode` made JSON of.
 
     Args:

@@ -19,6 +19,7 @@ from megatrain.runtime import rules
 from megatrain.runtime.rules import anything, integer, mapping, optional, problems, record, shown, text
 from megatrain.saving.fitting import misfits
 from megatrain.training.boundary import Progress
+from megatrain.training.config import with_config
 from megatrain.training.state import HIDDEN, State
 
 
@@ -64,7 +65,7 @@ def save(
             "user": dict(user or {}),
         },
         shard_bytes=shard_bytes,
-        more=more,
+        more=with_config(compiled.model, more),
     )
 
 

@@ -238,7 +238,8 @@ class TrainStep:
     ) -> None:
         """Writes all that the next step depends on; see docs/checkpoints.md for what lies where.
 
-        The weights are safetensors files under the model's own names. Nothing is copied in memory, and at each moment a
+        The weights are safetensors files under the model's own names, with the configuration beside them that
+        `from_pretrained` needs if the model's class has one. Nothing is copied in memory, and at each moment a
         whole checkpoint is at `folder`, the previous one or this.
 
         Args:
@@ -246,7 +247,7 @@ class TrainStep:
             scheduler: An LR scheduler, or whatever else has a `state_dict` and `load_state_dict`.
             user: Values to find again in `user` after `load`: numbers, texts, tensors, and dicts and lists of these.
             shard_bytes: Limit of a file, in bytes or as `"5GB"`.
-            more: Adds files of its own to the folder, such as `model.config.save_pretrained`.
+            more: Adds files of its own to the folder, such as `tokenizer.save_pretrained`.
 
         Raises:
             CheckpointError: If something can't be stored, or the disk lacks room or fails; nothing is lost then.

@@ -14,7 +14,7 @@ from torch import nn
 import megatrain
 from megatrain.saving import load
 from tests.models import MODELS
-from tests.saving.training import same
+from tests.saving.training import refusal, same
 from tests.training.resuming import BF16, CASES, CLIP, PARKED, Case, Run, labelled, tokens
 
 TRAINED: dict[str, Case] = {
@@ -62,23 +62,81 @@ def test_weights_of_bf16_are_bf16_and_the_rest_lies_apart(tmp_path: Path):
     assert {t.dtype for t in moments.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("by_hand", [False, True], ids=["by itself", "by hand"])
 @pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["llama_labels", "qwen2_labels"])
-def test_from_pretrained_reads_a_checkpoint(tmp_path: Path, name: str, options: dict[str, Any]):
+def test_from_pretrained_reads_a_checkpoint(tmp_path: Path, name: str, options: dict[str, Any], by_hand: bool):
     """The second ties its head to the embedding."""
     import transformers
 
     run = Run(Case(MODELS[name], labelled, compile=({**options, **PARKED}, {})))
     run.train(1)
-    run.save(tmp_path / "run", more=run.model.config.save_pretrained, shard_bytes="4KB")
+    run.model.config.dtype = torch.float16  # of whoever made it; the weights are something else by now
+    more: Any = run.model.config.save_pretrained if by_hand else None
+    run.save(tmp_path / "run", more=more, shard_bytes="4KB")
+    dtype = "auto" if not by_hand else torch.bfloat16 if options else torch.float32
     again, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "run", dtype="auto" if not options else torch.bfloat16, output_loading_info=True
+        tmp_path / "run", dtype=dtype, output_loading_info=True
     )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert type(again) is type(run.model)
     assert same(dict(again.state_dict()), dict(run.model.state_dict()))
+    if not by_hand:
+        assert same(dict(type(again).from_pretrained(tmp_path / "run").state_dict()), dict(run.model.state_dict()))
+        assert again.config.architectures == [type(again).__name__]
+    checkpoint = load(tmp_path / "run")
+    checkpoint.check()
+    assert checkpoint.manifest.files.keys() >= {"config.json", "generation_config.json"}
+
+
+class Configured(nn.Module):
+    """A model with a configuration, as libraries have them."""
+
+    class Config:
+        def __init__(self, width: Any):
+            self.width = width
+
+        def to_json_file(self, path: Path) -> None:
+            path.write_text(json.dumps({"width": self.width}))
+
+    config_class: Any = Config
+
+    def __init__(self, width: Any = 4):
+        super().__init__()
+        self.config = Configured.Config(width)
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
+
+
+def test_a_config_of_any_library_is_written_unless_the_caller_did(tmp_path: Path):
+    batch = lambda step: torch.ones(2, 4) * step  # noqa: E731
+    run = Run(Case(Configured, batch))
+    run.save(tmp_path / "run")
+    written = json.loads((tmp_path / "run/config.json").read_text())
+    assert written == {"width": 4, "architectures": ["Configured"], "torch_dtype": "float32"}
+    run.save(tmp_path / "run", more=lambda folder: (folder / "config.json").write_text("mine"))
+    assert (tmp_path / "run/config.json").read_text() == "mine"
+    assert not (tmp_path / "run/generation_config.json").exists()
     load(tmp_path / "run").check()
+    # What isn't the model's own is nobody's: an adapter around a model has other names of weights.
+    run = Run(Case(lambda: nn.Sequential(Configured()), batch))
+    run.model.config = Configured.Config(4)
+    run.save(tmp_path / "other")
+    assert not (tmp_path / "other/config.json").exists()
+
+
+def test_a_config_that_can_not_be_written_is_refused_and_the_checkpoint_stays(tmp_path: Path):
+    run = Run(Case(Configured, lambda step: torch.ones(2, 4)))
+    run.save(tmp_path / "run")
+    run.model.config.width = object()
+    text = refusal(lambda: run.save(tmp_path / "run"))
+    assert text.startswith("the model's config can't be written to `config.json`: Object of type object is not JSON")
+    assert "more=lambda folder" in text
+    load(tmp_path / "run").check()
+    run.save(tmp_path / "run", more=lambda folder: (folder / "config.json").write_text("mine"))
 
 
 def test_compile_reads_a_checkpoint_as_weights(tmp_path: Path):
