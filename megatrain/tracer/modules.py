@@ -7,11 +7,8 @@ from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import autograd, nn
-from torch._C import _FunctionBase  # pyright: ignore[reportPrivateUsage]
-from torch.autograd.function import _SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.checkpoint import CheckpointFunction
 
 from megatrain.tracer.recorder import Recorder
 from megatrain.tracer.sandbox import HostRng
@@ -59,34 +56,6 @@ def followed_modules(recorder: Recorder, root: nn.Module) -> Generator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def recorded_functions(recorder: Recorder) -> Generator[None]:
-    """Makes `autograd.Function.apply` one node each, so that the user's own backward is kept.
-
-    No torch-function mode sees `apply`; without this its forward would be recorded and its backward lost. It is
-    caught below `Function.apply`, which modules may have looked up before (`self.quantize = Quantize.apply`).
-    """
-    outer: Any = autograd.Function.__dict__["apply"]
-    inner: Any = _FunctionBase.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if recorder.is_recording:
-            return inner.__get__(None, cls)(*args, **kwargs)
-        bound = outer.__get__(None, cls)
-        if cls is CheckpointFunction:
-            # A reentrant checkpoint hides the parameters of what it runs; blocks are recomputed anyway.
-            function, _, *rest = args
-            return function(*rest)
-        with recorder.paused():
-            return recorder.record(bound, args, kwargs)
-
-    setattr(_SingleLevelFunction, "apply", classmethod(apply))  # noqa: B010  # pyright knows it as a method
-    try:
-        yield
-    finally:
-        delattr(_SingleLevelFunction, "apply")
 
 
 @contextmanager

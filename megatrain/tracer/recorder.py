@@ -123,7 +123,35 @@ class Recorder(TorchFunctionMode):
         with self._located():
             return self._record(func, args, kwargs)
 
-    def _record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record_forward(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        run: Callable[..., Any],
+        has_history: Callable[[torch.Tensor], bool],
+    ) -> Any:
+        """Records the call of an `autograd.Function` from inside, where torch has asked for its forward.
+
+        Args:
+            func: What the node calls.
+            args: Its arguments.
+            run: The forward.
+            has_history: Tells of a result whether torch will give it a history when the forward is over.
+        """
+        with self._located():
+            result = self._record(func, args, {}, run)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and has_history(tensor):
+                self.tape.node_of(tensor).meta["requires_grad"] = True
+        return result
+
+    def _record(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any] | None = None,
+    ) -> Any:
         self.tape.site = (user_line(), call_name(func))
         check_call(func, args, kwargs)
         if is_property_set(func):
@@ -133,7 +161,7 @@ class Recorder(TorchFunctionMode):
             args, kwargs = self._as_recorded(args, kwargs)
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         nodes = [] if is_question else [self.tape.node_of(x) for x in operands]
-        result = self._run(func, args, kwargs, operands)
+        result = self._run(run or func, args, kwargs, operands)
         has_tensors = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result))
         if has_tensors or self.effects.written:
             if self.effects.is_random and not self._attempt.uses_values:

@@ -133,6 +133,8 @@ def _asks_checkpoint() -> bool:
 
 def _changes_nothing(name: str, tensor: torch.Tensor, value: Any) -> bool:
     """Tells whether an assignment to a property leaves everything as it is."""
+    if name == "_backward_hooks":  # torch clears those of a tensor that an autograd.Function has written
+        return value is None and not tensor._backward_hooks  # pyright: ignore[reportPrivateUsage]
     return (name == "data" and value is tensor) or (name == "requires_grad" and value == tensor.requires_grad)
 
 

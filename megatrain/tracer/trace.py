@@ -14,6 +14,7 @@ from megatrain.errors import TraceError
 from megatrain.tracer.assuming import Assuming
 from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.attempt import Attempt, MakeFakeError, WrittenInputError
+from megatrain.tracer.functions import recorded_functions
 from megatrain.tracer.inputs import WrittenInputs, bind_inputs, check_arguments, device_of
 from megatrain.tracer.layouts import check_plain_state
 from megatrain.tracer.maps import recorded_maps
@@ -22,7 +23,6 @@ from megatrain.tracer.modules import (
     host_drawer,
     kept_dtypes,
     opaque_modules,
-    recorded_functions,
     repeated_modules,
     with_backward_hooks,
 )

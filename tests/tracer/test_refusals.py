@@ -285,7 +285,7 @@ def test_an_exception_of_the_model_passes_unharmed_and_the_model_is_restored():
     torch.set_rng_state(state)
     assert model.seen == []
     assert model.fc.weight is weight
-    assert torch.autograd.Function.__dict__["apply"].__func__.__module__ == "torch.autograd.function"
+    assert "__getattribute__" not in vars(type(torch.autograd.Function))
     assert torch.nn.modules.module._global_forward_hooks == {}
     assert torch.nn.modules.module._global_forward_pre_hooks == {}
 

@@ -1,0 +1,184 @@
+"""Custom autograd Functions: whichever way a model calls one, its own backward is what trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.tracer.trace import trace
+from tests.tracer.parity import assert_same_step, eager_step, graph_step
+
+
+class Scaled(torch.autograd.Function):
+    """A gradient that isn't the forward's derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grad * ctx.scale + x, None
+
+
+class WithSetup(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.scale, None
+
+
+class Returned(torch.autograd.Function):
+    """Gives its input back, and halves the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad / 2
+
+
+class Several(torch.autograd.Function):
+    """Two results, of which one has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        rounded, double = x.round(), x * 2
+        ctx.mark_non_differentiable(rounded)
+        return double, rounded, x.argmax(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 3
+
+
+class Written(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * 5
+
+
+class OwnApply(torch.autograd.Function):
+    """Calls torch's `apply` from one of its own."""
+
+    forward = staticmethod(Scaled.forward)
+    backward = staticmethod(Scaled.backward)
+
+    @classmethod
+    def apply(cls, x: torch.Tensor) -> Any:
+        return super().apply(x, 0.25)
+
+
+class Outer(torch.autograd.Function):
+    """A Function whose forward calls another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(x, 1.0) + 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * 7
+
+
+early_scaled, early_setup = Scaled.apply, WithSetup.apply
+early_returned, early_several, early_written, early_outer = Returned.apply, Several.apply, Written.apply, Outer.apply
+
+
+def _several(function: Any, x: torch.Tensor) -> torch.Tensor:
+    double, rounded, index = function(x)
+    return double + rounded + index.unsqueeze(-1)
+
+
+CALLS: dict[str, Any] = {
+    "late": lambda x: Scaled.apply(x, 0.5),
+    "late, setup": lambda x: WithSetup.apply(x, 3.0),
+    "late, returned": lambda x: Returned.apply(x),
+    "late, several": lambda x: _several(Several.apply, x),
+    "late, written": lambda x: Written.apply(x * 1.5),
+    "late, outer": lambda x: Outer.apply(x),
+    "own apply": lambda x: OwnApply.apply(x),
+    "early": lambda x: early_scaled(x, 0.5),
+    "early, setup": lambda x: early_setup(x, 3.0),
+    "early, default": lambda x: early_setup(x),
+    "early, returned": lambda x: early_returned(x),
+    "early, several": lambda x: _several(early_several, x),
+    "early, written": lambda x: early_written(x * 1.5),
+    "early, outer": lambda x: early_outer(x),
+    "forward itself": lambda x: WithSetup.forward(x) + 1,
+}
+if torch.__version__ >= "2.13":  # before, `apply` took no keyword arguments
+    CALLS["late, keyword"] = lambda x: WithSetup.apply(x, scale=3.0)
+    CALLS["early, keyword"] = lambda x: early_setup(x, scale=3.0)
+
+
+class Calling(nn.Module):
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+        self._call = call
+
+    def forward(self, x):
+        with torch.no_grad():
+            offset = self._call(self.inner(x))
+        return self.head(self._call(self.inner(x))) + offset.mean()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_function_trains_with_its_own_backward(name: str):
+    torch.manual_seed(0)
+    model, args = Calling(CALLS[name]), (torch.randn(2, 3),)
+    traced = trace(model, args)
+    assert_same_step(graph_step(traced, model, args, {}), eager_step(model, args, {}))
+    assert "opaque" not in str(traced)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "forward itself"])
+def test_a_call_of_a_function_is_one_node(name: str):
+    text = str(trace(Calling(CALLS[name]), (torch.randn(2, 3),)))
+    assert text.count(".apply(") == 2
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_function_in_a_compiled_model(name: str):
+    torch.manual_seed(0)
+    model = Calling(CALLS[name])
+    report = megatrain.verify(model, torch.randn(2, 3))
+    assert report.ok, report
+
+
+kept: list[Any] = []
+
+
+def test_an_apply_that_was_looked_up_in_a_capture_works_after_it():
+    class Keeping(nn.Linear):
+        def forward(self, x):
+            if not kept:
+                kept.append(Scaled.apply)
+            return super().forward(kept[0](x, 0.5))
+
+    trace(Keeping(3, 3), (torch.randn(2, 3, requires_grad=True),))
+    x = torch.ones(3, requires_grad=True)
+    kept.pop()(x, 0.5).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 1.5))
