@@ -18,6 +18,7 @@ from megatrain.errors import (
     OptimizerError,
     OptionError,
     ScheduleError,
+    TorchError,
     TraceError,
     WeightsError,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "ScheduleError",
     "Template",
     "TensorSpec",
+    "TorchError",
     "TraceError",
     "TracedModule",
     "TrainStep",

@@ -11,6 +11,10 @@ class MegatrainError(Exception):
     """
 
 
+class TorchError(MegatrainError):
+    """This version of torch lacks something on which numbers depend, or does it in another way."""
+
+
 class OptionError(MegatrainError, ValueError):
     """An option is unknown or unreadable: a misspelt name, a size such as `"10 quux"`."""
 

@@ -12,6 +12,7 @@ import torch
 from megatrain.errors import OptimizerError
 from megatrain.optim.master import Master, RoundedMaster, Scratch, SplitMaster, WholeMaster, pieces, read_
 from megatrain.optim.native import LANES, NativeKernel, build
+from megatrain.torch_private import fused_adamw
 
 Kernel = Literal["auto", "plain", "fused", "native"]
 
@@ -171,7 +172,7 @@ def _plain(values: torch.Tensor, gradient: torch.Tensor, moments: Moments, step:
 
 def _fused(values: torch.Tensor, gradient: torch.Tensor, moments: Moments, step: int, options: AdamWOptions) -> None:
     """Torch's own kernel."""
-    torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    fused_adamw(
         [values],
         [gradient],
         [moments.exp_avg],

@@ -13,6 +13,7 @@ from megatrain.errors import OptimizerError
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.optim.whole_step import Optimizer, StepCode, WholeStep, step_code
 from megatrain.runtime.heap import return_free_memory
+from megatrain.torch_features import check_torch
 
 
 class BlockOptimizer:
@@ -49,6 +50,7 @@ class BlockOptimizer:
         code: StepCode | None = None,
         probe: bool = True,
     ):
+        check_torch()
         check_per_parameter(optimizer, probe=probe)
         self._optimizer = optimizer
         self._code = code or step_code(optimizer)

@@ -7,9 +7,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from megatrain.errors import OptimizerError
+from megatrain.torch_private import group_by_dtype
 
 _PIECE = 1 << 20
 
@@ -106,7 +106,7 @@ def _order(dtypes: Sequence[torch.dtype]) -> list[int]:
     if len(set(dtypes)) == 1:
         return list(range(len(dtypes)))
     # Torch's own function, on tensors without elements.
-    groups = _group_tensors_by_device_and_dtype([[torch.empty(0, dtype=dtype) for dtype in dtypes]], with_indices=True)
+    groups = group_by_dtype([[torch.empty(0, dtype=dtype) for dtype in dtypes]], with_indices=True)
     return [index for _, indices in groups.values() for index in indices]
 
 

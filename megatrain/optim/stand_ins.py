@@ -10,18 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.errors import OptimizerError
 from megatrain.optim.whole_step import ALIGNED, Optimizer, attributes, impostor, own_copy, step_code
 from megatrain.passes.measure import LiveBytes
+from megatrain.torch_features import check_torch
+from megatrain.torch_private import DataDependentOutputException, forbid_memory, unset_fake_temporarily
 from megatrain.tracer.spec import TensorSpec
 
 _STEPS = 2
@@ -80,6 +77,7 @@ def step_on_stand_ins(optimizer: Optimizer, members: Sequence[Updated]) -> Found
     Raises:
         OptimizerError: If the code runs on neither.
     """
+    check_torch()
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         try:
@@ -102,7 +100,7 @@ def _stepped(optimizer: Optimizer, members: Sequence[Updated]) -> Found:
         runner = impostor(optimizer, beside, groups, state)
         given = [*stand_ins.values(), *(p.grad for p in stand_ins.values() if p.grad is not None), *_tensors(state)]
         for tensor in given:
-            _forbid_memory(tensor)
+            forbid_memory(tensor)
         with _WithoutValues(), LiveBytes(given) as live:
             for _ in range(_STEPS):
                 step_code(optimizer)(runner)
@@ -215,11 +213,8 @@ class _WithoutValues(TorchDispatchMode):
                 raise
             return _one(args[0].dtype)
         # Else `data_ptr()` is 0, and code of C that trusts it ends the process.
-        pytree.tree_map_only(FakeTensor, _forbid_memory, result)
+        pytree.tree_map_only(FakeTensor, forbid_memory, result)
         return result
-
-
-_forbid_memory: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 
 
 def _one(dtype: torch.dtype) -> Any:

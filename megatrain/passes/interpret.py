@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,6 +82,21 @@ class Code:
                 for dead in step.dead:
                     values[dead] = None
         return tuple(values[i] for i in self._outputs)
+
+    def watched(self, see: Callable[[fx.Node, Any], None]) -> Code:
+        """Returns the same code, which hands each result to `see`, with the node of its call."""
+
+        def seen(step: _Step) -> _Step:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = step.function(*args, **kwargs)
+                see(step.node, result)
+                return result
+
+            return replace(step, function=call)
+
+        watched = copy.copy(self)
+        watched._steps = tuple(map(seen, self._steps))
+        return watched
 
 
 def opaque_calls(graph: fx.Graph) -> tuple[Opaque, ...]:

@@ -14,11 +14,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatrain.errors import LowerError
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.program import Program, Template, TemplateCost
 from megatrain.tracer.expect import Expectation
 from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.targets import call_text
 
 
 def measure(program: Program) -> Program:
@@ -92,10 +94,25 @@ def _measured(template: Template, differentiable: list[bool], program: Program) 
         ]
         with torch.set_grad_enabled(code.has_inner_grad):
             forward_peak, flops = _measure_forward(code, leaves if code.has_inner_grad else arguments)
-        saved, backward_peak = _measure_backward(code, leaves, runs_backward=not _has_users_backward(template))
+        watched = code.watched(_check_history)
+        saved, backward_peak = _measure_backward(watched, leaves, runs_backward=not _has_users_backward(template))
     if backward_peak is None:
         backward_peak = 2 * _result_bytes(template)
     return TemplateCost(saved, forward_peak, backward_peak, flops)
+
+
+def _check_history(node: fx.Node, result: Any) -> None:
+    """Compares with the model's own run whether a result has a history: where one is lost, weights would not train.
+
+    Raises:
+        LowerError: If the result has lost its history.
+    """
+    if isinstance(result, torch.Tensor) and node.meta.get("has_history") and not result.requires_grad:
+        raise LowerError(
+            f"`{node.name} = {call_text(node)}` has no gradient in the program, and has one in the model.\n"
+            f"  It was captured at {node.meta['source']}; every weight before it would train wrongly.\n"
+            "  Put what is called there into a module that runs its own code: trace(opaque=...)."
+        )
 
 
 def _upper_bound(template: Template) -> TemplateCost:

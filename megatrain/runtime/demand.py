@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from megatrain import torch_private
 from megatrain.errors import ExecuteError
 from megatrain.runtime.gradients import accumulate
 
 
 def keeps_graph() -> bool:
     """Tells, inside a backward, whether it was called with `retain_graph`."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # pyright: ignore
+    return bool(torch_private.keeps_graph())
 
 
 class Demand:
@@ -37,7 +38,7 @@ class Demand:
         for key, parameter, node in zip(keys, parameters, nodes, strict=True):
             if not parameter.is_leaf or _is_captured(node):
                 self._returned[key] = None
-            elif not torch._C._will_engine_execute_node(node) or not parameter.requires_grad:
+            elif not torch_private.will_execute_node(node) or not parameter.requires_grad:
                 continue
             elif parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # pyright: ignore
                 self._returned[key] = None
@@ -71,7 +72,7 @@ class Demand:
 def _is_captured(node: Any) -> bool:
     """Tells whether `torch.autograd.grad` asked for the gradient of this leaf; the engine says so by an error."""
     try:
-        torch._C._will_engine_execute_node(node)  # pyright: ignore
+        torch_private.will_execute_node(node)
     except RuntimeError:
         return True
     return False

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatrain.errors import ExecuteError, WeightsError
 from megatrain.runtime.checkpoint import Stored, open_checkpoint
+from megatrain.torch_private import make_subclass
 from megatrain.tracer.state import StateEntry, inventory
 
 
@@ -219,7 +220,7 @@ def replace_memory(key: str, tensor: torch.Tensor, view: torch.Tensor) -> None:
         return
     # `.data =` can't cross devices. Exchanging keeps the object, and with it optimizers that hold it already.
     # `view.data`, because a view counts its changes together with all others of its arena.
-    real = torch.Tensor._make_subclass(type(tensor), view.data, tensor.requires_grad)
+    real = make_subclass(type(tensor), view.data, tensor.requires_grad)
     vars(real).update(vars(tensor))
     try:
         torch.utils.swap_tensors(tensor, real)

@@ -13,11 +13,9 @@ from torch import autograd
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from megatrain.tracer.patches import original_of, replaced_here
+from megatrain.patches import original_of, replaced_here
+from megatrain.torch_private import function_class
 from megatrain.tracer.recorder import Recorder
-
-FUNCTION_CLASS: Any = type(autograd.Function)
-"""The class of all Functions: a look at an attribute of a Function asks it, from Python and from C."""
 
 
 @contextmanager
@@ -28,7 +26,7 @@ def recorded_functions(recorder: Recorder) -> Generator[None]:
     """
     calls = _Calls(recorder)
     try:
-        with replaced_here(FUNCTION_CLASS, "__getattribute__", calls.look_up):
+        with replaced_here(function_class, "__getattribute__", calls.look_up):
             yield
     finally:
         calls.is_over = True
@@ -37,8 +35,8 @@ def recorded_functions(recorder: Recorder) -> Generator[None]:
 class _Calls:
     """Gives the running forward what it looks up in Functions.
 
-    A call begins in one of two ways. `Function.apply(x)` looks `apply` up, and gets one that records. What was looked up
-    before the capture (`self.quantize = Quantize.apply`) goes straight into torch, which looks for the class of the
+    A call begins in one of two ways. `Function.apply(x)` looks `apply` up, and gets one that records. What was looked
+    up before the capture (`self.quantize = Quantize.apply`) goes straight into torch, which looks for the class of the
     context under the caller's grad mode, and then for `forward` without gradients: it gets a `forward` that records.
     """
 
@@ -46,7 +44,7 @@ class _Calls:
         self._recorder = recorder
         self._begun: tuple[Any, bool] | None = None
         self.is_over = False
-        self._found: Any = original_of(FUNCTION_CLASS, "__getattribute__")
+        self._found: Any = original_of(function_class, "__getattribute__")
 
     def look_up(self, function: Any, name: str) -> Any:
         """Looks an attribute of a Function up."""

@@ -8,11 +8,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._functorch import apis
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack  # pyright: ignore
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from megatrain.patches import original_of, replaced_here
+from megatrain.torch_private import function_modes, vmap_home
 from megatrain.tracer.frozen import NotFrozenError, frozen
 from megatrain.tracer.kept import VALUES
 from megatrain.tracer.recorder import Recorder
@@ -68,7 +69,7 @@ class _Replaced(TorchFunctionMode):
 @contextmanager
 def recorded_maps(recorder: Recorder) -> Generator[None]:
     """Makes each outermost call of `vmap` one node, where nothing in it is random or needs a gradient."""
-    original: Any = apis.vmap_impl
+    original: Any = original_of(vmap_home, "vmap_impl")
 
     def vmap(
         function: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Any, *args: Any, **kwargs: Any
@@ -86,15 +87,12 @@ def recorded_maps(recorder: Recorder) -> Generator[None]:
         hidden = _hidden_tensors(recorder, operands, lambda: lasting(*args, **kwargs))
         if hidden is None:
             return call(*args, **kwargs)
-        modes = _get_current_function_mode_stack()
+        modes = function_modes()
         users = modes[modes.index(recorder) + 1 :]
         return recorder.record(Mapped(lasting, (args, kwargs), hidden, users), (*operands, *hidden), {})
 
-    apis.vmap_impl = vmap
-    try:
+    with replaced_here(vmap_home, "vmap_impl", vmap):
         yield
-    finally:
-        apis.vmap_impl = original
 
 
 def _is_lasting(leaf: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from megatrain.torch_private import are_transforms_active
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.keeper import Keeper
 from megatrain.tracer.kept import Kept
@@ -189,7 +190,7 @@ class _Substitution(TorchFunctionMode):
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._stand_ins.get(id(t), t), (args, kwargs))
         if self._seen is None:
             return func(*args, **kwargs)
-        is_transformed = torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage]
+        is_transformed = are_transforms_active()
         self.hides_state |= is_transformed or has_users_hooks()
         self.is_calling = True
         result = func(*args, **kwargs)

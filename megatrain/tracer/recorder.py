@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from megatrain.torch_private import DisableTorchFunction
 from megatrain.tracer.attempt import Attempt, MakeFakeError, WrittenInputError
 from megatrain.tracer.guards import PLAIN, is_metadata_read
 from megatrain.tracer.opaque_call import OpaqueCall
@@ -80,7 +81,7 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def paused(self) -> Generator[None]:
         """Switches the mode off around a call that is recorded by hand."""
-        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        with DisableTorchFunction():
             yield
 
     # -- recording ----------------------------------------------------------------------------------------
@@ -88,7 +89,8 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = call_name(func)
-        if self.is_recording:
+        # `prim` holds questions (the device of a fake tensor) that C++ asks where it can't bear an error.
+        if self.is_recording or getattr(func, "namespace", "") == "prim":
             return func(*args, **kwargs)
         if is_property_get(func) and name not in _RECORDED_PROPERTIES:
             with self._located():
@@ -142,7 +144,7 @@ class Recorder(TorchFunctionMode):
             result = self._record(func, args, {}, run)
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and has_history(tensor):
-                self.tape.node_of(tensor).meta["requires_grad"] = True
+                self.tape.node_of(tensor).meta.update(requires_grad=True, has_history=True)
         return result
 
     def _record(
@@ -160,7 +162,7 @@ class Recorder(TorchFunctionMode):
         if not is_question:
             args, kwargs = self._as_recorded(args, kwargs)
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        nodes = [] if is_question else [self.tape.node_of(x) for x in operands]
+        nodes = [] if is_question else [self.tape.used(x) for x in operands]
         result = self._run(run or func, args, kwargs, operands)
         has_tensors = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result))
         if has_tensors or self.effects.written:
@@ -180,7 +182,7 @@ class Recorder(TorchFunctionMode):
             calls = (*self.tape.calls(), name)
             call = OpaqueCall(name, self._attempt.opaque[name], module, args, kwargs, calls)
             operands = [self._value(x) for x in call.operands]
-            nodes = [self.tape.node_of(x) for x in operands]
+            nodes = [self.tape.used(x) for x in operands]
             fakes = {id(x) for x in call.operands}
             more = {key: self._value(fake) for key, fake in self._originals.items() if id(fake) in fakes}
 

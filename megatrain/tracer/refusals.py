@@ -12,10 +12,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import checkpoint
 
 from megatrain.errors import TraceError
+from megatrain.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    are_transforms_active,
+)
 from megatrain.tracer.saved_hooks import has_users_hooks
 from megatrain.tracer.source import SourceLine, user_line
 from megatrain.tracer.spec import TensorSpec
@@ -90,6 +94,19 @@ def refuse_kept() -> NoReturn:
     )
 
 
+def refuse_other_history(tensor: torch.Tensor, calls: tuple[str, ...]) -> NoReturn:
+    """Raises the obstacle for a tensor whose history the model's own run knows and the graph doesn't, or vice versa."""
+    has_one = "has a history" if tensor.requires_grad else "has no history"
+    raise Obstacle(
+        f"uses a tensor {TensorSpec.of(tensor)} that {has_one} which no recorded call explains",
+        "Gradients flow through the graph as through the model's own run, or not at all.",
+        "Call custom Functions by their `apply`, inside a module of their own.",
+        remedy=RUN_AGAIN,
+        place=user_line(),
+        calls=calls,
+    )
+
+
 def check_call(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Refuses calls whose effect no node of a graph can repeat.
 
@@ -144,7 +161,7 @@ def check_transforms() -> None:
     Raises:
         Obstacle: If one is active.
     """
-    if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportPrivateUsage]
+    if are_transforms_active():
         refuse(
             "uses a transform of torch.func",
             "Calls inside a transform run on wrapped tensors that no graph can name.",

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatrain.torch_private import top_saved_tensors_hooks
+
 
 def has_hooks() -> bool:
     """Tells whether any hooks on saved tensors are active."""
@@ -26,4 +28,4 @@ def has_users_hooks() -> bool:
 
 
 def _active() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+    return top_saved_tensors_hooks(False)

@@ -16,7 +16,7 @@ from megatrain.tracer.expect import Expectation
 from megatrain.tracer.guards import Guard
 from megatrain.tracer.modes import autocast_state
 from megatrain.tracer.opaque import Escapes, Opaque
-from megatrain.tracer.refusals import RUN_AGAIN, Obstacle, refuse_kept, refuse_unknown
+from megatrain.tracer.refusals import RUN_AGAIN, Obstacle, refuse_kept, refuse_other_history, refuse_unknown
 from megatrain.tracer.source import user_line
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.targets import as_call, call_name, is_property_get
@@ -92,6 +92,17 @@ class Tape:
             self.bind_state(tensor, key)
         self.bind_input(tensor, self.table.latest(tensor))
         return self.table.latest(tensor)
+
+    def used(self, tensor: torch.Tensor) -> fx.Node:
+        """Returns the node of a tensor that a call is about to use, or that the model returns.
+
+        Raises:
+            Obstacle: If the model's own run has given it a history that the graph doesn't know.
+        """
+        node = self.node_of(tensor)
+        if node.meta["requires_grad"] != tensor.requires_grad:
+            refuse_other_history(tensor, self.calls() or ("",))
+        return node
 
     def has_computed(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor stems from inputs or state, rather than being the same at each call."""

@@ -38,6 +38,7 @@ class TensorTable:
         node.meta.update(
             spec=TensorSpec.of(tensor),
             requires_grad=tensor.requires_grad,
+            has_history=tensor.requires_grad,  # from the call itself; a later write may make it require a gradient
             storage=number,
             storage_bytes=tensor.untyped_storage().nbytes(),
         )

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.errors import TraceError
+from megatrain.torch_features import check_torch
 from megatrain.tracer.assuming import Assuming
 from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.attempt import Attempt, MakeFakeError, WrittenInputError
@@ -67,8 +68,10 @@ def trace(
         The capture, checked.
 
     Raises:
+        TorchError: If this version of torch can't be used.
         TraceError: If the forward can't be captured faithfully. The model's own exceptions pass unchanged.
     """
+    check_torch()
     model = original(model)
     arguments = Arguments.of(tuple(args), dict(kwargs or {}))
     check_arguments(arguments)
@@ -132,7 +135,7 @@ class _Capture:
         written = [given[index] for index in self._written.indices]
         self._check_written(written)
         everything = (*outputs.placeholders, *left.structure.placeholders, *written)
-        self._recorder.tape.graph.output(tuple(self._recorder.tape.node_of(t) for t in everything))
+        self._recorder.tape.graph.output(tuple(self._recorder.tape.used(t) for t in everything))
         assumptions = assuming.assumptions(self._recorder.tape.constants.values())
         return self._finish(outputs, left, assumptions, rebound)
 

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatrain.torch_private import DisableTorchFunctionSubclass
+
 # What an update doesn't change. All other operations of torch on a tensor whose update is due take the update first.
 _UNCHANGED = (
     "shape dtype device layout requires_grad grad grad_fn is_leaf ndim itemsize nbytes is_meta is_cpu is_cuda "
@@ -98,7 +100,7 @@ class _Due:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in _PASSING:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs or {})
         cls._complete()
         return func(*args, **kwargs or {})

@@ -6,9 +6,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from megatrain.runtime.engine import ordinary_tensors
+from megatrain.torch_private import disable_current_modes
 
 
 @contextmanager
@@ -17,5 +17,5 @@ def without_modes() -> Generator[None]:
 
     A step that is dropped is completed where Python collects it: that may be while another model is made on meta.
     """
-    with ordinary_tensors(), torch.device("cpu"), _disable_current_modes():
+    with ordinary_tensors(), torch.device("cpu"), disable_current_modes():
         yield

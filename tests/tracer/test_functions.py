@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.errors import LowerError
+from megatrain.tracer.tape import Tape
 from megatrain.tracer.trace import trace
 from tests.tracer.parity import assert_same_step, eager_step, graph_step
 
@@ -68,6 +71,22 @@ class Several(torch.autograd.Function):
         return grads[0] * 3
 
 
+class Marked(torch.autograd.Function):
+    """Marks a result where its forward is over."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> Any:
+        return x * 2, x.round(), x.argmax(-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 3
+
+
 class Written(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -104,6 +123,8 @@ class Outer(torch.autograd.Function):
 
 early_scaled, early_setup = Scaled.apply, WithSetup.apply
 early_returned, early_several, early_written, early_outer = Returned.apply, Several.apply, Written.apply, Outer.apply
+
+early_marked = Marked.apply
 
 
 def _several(function: Any, x: torch.Tensor) -> torch.Tensor:
@@ -182,3 +203,52 @@ def test_an_apply_that_was_looked_up_in_a_capture_works_after_it():
     x = torch.ones(3, requires_grad=True)
     kept.pop()(x, 0.5).sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 1.5))
+
+
+class Layered(nn.Module):
+    """Calls a Function in the middle of an inner module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = Calling(CALLS["late"]), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.head(self.inner(x)).relu()
+
+
+def test_a_function_whose_call_goes_by_unseen_is_an_obstacle(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatrain.tracer.trace.recorded_functions", lambda recorder: nullcontext())
+    torch.manual_seed(0)
+    model, args = Layered(), (torch.randn(2, 3),)
+    traced = trace(model, args)
+    assert "opaque inner(" in str(traced)
+    assert_same_step(graph_step(traced, model, args, {}), eager_step(model, args, {}))
+
+
+def test_a_function_whose_result_is_returned_unseen_is_an_obstacle(monkeypatch: pytest.MonkeyPatch):
+    class Last(nn.Linear):
+        def forward(self, x):
+            return Scaled.apply(super().forward(x), 0.5)
+
+    monkeypatch.setattr("megatrain.tracer.trace.recorded_functions", lambda recorder: nullcontext())
+    text = str(trace(Last(3, 3), (torch.randn(2, 3),)))
+    assert "opaque the model(" in text
+
+
+def test_a_graph_that_lost_the_history_of_a_function_is_refused(monkeypatch: pytest.MonkeyPatch):
+    class Forgetting(Tape):
+        def append(self, func: Any, *args: Any) -> None:
+            super().append(func, *args)
+            if getattr(func, "__name__", "") == "apply":
+                list(self.graph.nodes)[-1].meta["grad"] = False
+
+    monkeypatch.setattr("megatrain.tracer.recorder.Tape", Forgetting)
+    with pytest.raises(LowerError, match="has no gradient in the program, and has one in the model") as caught:
+        megatrain.lower(megatrain.trace(Layered(), (torch.randn(2, 3),)))
+    assert "test_functions.py" in str(caught.value)
+
+
+def test_a_function_that_marks_results_behind_its_forward_trains_right():
+    torch.manual_seed(0)
+    model, args = Calling(lambda x: _several(early_marked, x)), (torch.randn(2, 3),)
+    assert_same_step(graph_step(trace(model, args), model, args, {}), eager_step(model, args, {}))

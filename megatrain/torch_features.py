@@ -1,0 +1,103 @@
+"""Tries the private parts of torch by what they do, once a process, before anything is captured."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatrain import torch_private
+from megatrain import torch_probes as probes
+from megatrain.errors import TorchError
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something that torch must do.
+
+    Args:
+        name: The private name, for the error.
+        does: What it must do, for the error.
+        works: Tries it.
+    """
+
+    name: str
+    does: str
+    works: Callable[[], bool]
+
+
+_lock = threading.Lock()
+_tried: list[bool] = []
+
+
+def check_torch() -> None:
+    """Tries all features at the first call in a process.
+
+    Raises:
+        TorchError: If one fails, at each call.
+    """
+    with _lock:
+        if not _tried:
+            check_features()
+            _tried.append(True)
+
+
+def check_features() -> None:
+    """Tries all features now, on a thread of its own: there no mode of the caller is active.
+
+    Raises:
+        TorchError: If one fails.
+    """
+    failed: list[TorchError] = []
+
+    def run() -> None:
+        for feature in FEATURES:
+            problem = _problem(feature)
+            if problem is not None:
+                failed.append(torch_private.unsupported(feature.name, problem))
+                return
+
+    thread = threading.Thread(target=run, name="torch features")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _problem(feature: Feature) -> str | None:
+    try:
+        return None if feature.works() else f"which must {feature.does}, doesn't"
+    except Exception as error:  # whatever an unknown torch raises is the reason to refuse it
+        return f"which must {feature.does}, fails ({type(error).__name__}: {error})"
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("autograd.Function.apply", "look a Function's methods up in its class", probes.functions_are_looked_up),
+    Feature("torch._functorch.apis.vmap_impl", "run every call of torch.vmap", probes.vmap_can_be_replaced),
+    Feature("torch._C._are_functorch_transforms_active", "be False outside of transforms", probes.transforms_are_told),
+    Feature("torch.overrides._get_current_function_mode_stack", "list modes, outermost first", probes.modes_are_listed),
+    Feature("torch._C.DisableTorchFunction", "switch function modes off", probes.functions_can_be_disabled),
+    Feature(
+        "torch._C.DisableTorchFunctionSubclass",
+        "switch only tensor classes off",
+        probes.subclasses_can_be_disabled,
+    ),
+    Feature("torch._C._autograd._top_saved_tensors_default_hooks", "return the hooks", probes.saved_hooks_are_told),
+    Feature(
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+        "tell retain_graph",
+        probes.engine_tells_of_graphs,
+    ),
+    Feature("torch._C._will_engine_execute_node", "tell which gradients are wanted", probes.engine_tells_of_nodes),
+    Feature("torch.Tensor._make_subclass", "give memory to a parameter on meta", probes.meta_gets_memory),
+    Feature("torch.utils._python_dispatch._disable_current_modes", "leave fake tensors", probes.modes_can_be_disabled),
+    Feature("fake_tensor.DataDependentOutputException", "be raised for a value", probes.fakes_tell_of_values),
+    Feature("fake_tensor.DynamicOutputShapeException", "be raised for a shape", probes.fakes_tell_of_shapes),
+    Feature("fake_tensor.unset_fake_temporarily", "make real tensors", probes.fakes_can_be_left),
+    Feature("torch._C._set_throw_on_mutable_data_ptr", "make data_ptr() raise", probes.memory_can_be_forbidden),
+    Feature("torch._fused_adamw_", "take a step of AdamW", probes.fused_adamw_updates),
+    Feature("_foreach_utils._group_tensors_by_device_and_dtype", "group by dtype", probes.norms_are_grouped),
+    Feature("torch.Tensor._version", "count writes into all views of a memory", probes.writes_are_counted),
+    Feature("torch.Tag.nondeterministic_seeded", "mark operations that draw", probes.draws_are_tagged),
+    Feature("torch.nn.Module.__call__", "be what a call of a module runs", probes.calls_of_modules_can_be_replaced),
+)

@@ -1,0 +1,86 @@
+"""The private names of torch on which numbers depend: each is imported here and nowhere else.
+
+A name that this torch doesn't have is no error at import. `torch_features.check_torch` tries each by what it does
+before the first capture, and refuses a torch on which one is missing or does something else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import autograd
+
+from megatrain.errors import TorchError
+
+TESTED = "2.11 to 2.14"
+"""The versions of torch that the tests run on, for errors."""
+
+
+class MissingError(Exception):
+    """Stands for a name that this torch doesn't have: it may be caught or called."""
+
+    name = ""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        """Refuses the call.
+
+        Raises:
+            TorchError: Always.
+        """
+        raise unsupported(cls.name, "it doesn't exist")
+
+
+def unsupported(name: str, problem: str) -> TorchError:
+    """Returns the error for a torch that can't be used."""
+    return TorchError(
+        f"torch {torch.__version__} can't be used: `{name}`, {problem}.\n"
+        "  Gradients depend on this private part of torch, and no other way leads to it.\n"
+        f"  Install a version that megatrain is tested with: {TESTED}."
+    )
+
+
+def _found(home: str, name: str) -> Any:
+    try:
+        owner: Any = importlib.import_module(home)
+        for part in name.split("."):
+            owner = getattr(owner, part)
+    except (ImportError, AttributeError):
+        return type("MissingError", (MissingError,), {"name": f"{home}.{name}"})
+    return owner
+
+
+# A look at an attribute of a custom Function asks this class: so calls of Functions are recorded.
+function_class: Any = type(autograd.Function)
+# `torch.vmap` calls `vmap_impl` in this module: so it becomes one node.
+vmap_home: Any = _found("torch._functorch", "apis")
+# Which of the user's function modes are active: a call of vmap is repeated under them.
+function_modes = _found("torch.overrides", "_get_current_function_mode_stack")
+# Switches the recorder off around what it records by hand.
+DisableTorchFunction = _found("torch", "_C.DisableTorchFunction")
+# Tensors whose update is due are read without taking it again.
+DisableTorchFunctionSubclass = _found("torch", "_C.DisableTorchFunctionSubclass")
+# Inside a transform of torch.func no graph can name the tensors.
+are_transforms_active = _found("torch", "_C._are_functorch_transforms_active")
+# Whether hooks on saved tensors may change what a backward computes with.
+top_saved_tensors_hooks = _found("torch", "_C._autograd._top_saved_tensors_default_hooks")
+# Whether the running backward was called with `retain_graph`.
+keeps_graph = _found("torch", "_C._autograd._get_current_graph_task_keep_graph")
+# Whether the running backward wants the gradient of a node; raises RuntimeError if `torch.autograd.grad` asked for it.
+will_execute_node = _found("torch", "_C._will_engine_execute_node")
+# With `swap_tensors`: a parameter on meta gets memory and stays the same object.
+make_subclass = _found("torch", "Tensor._make_subclass")
+# Updates run outside of whatever dispatch modes the caller is in.
+disable_current_modes = _found("torch.utils._python_dispatch", "_disable_current_modes")
+# A fake tensor says by these that only values can answer.
+DataDependentOutputException = _found("torch._subclasses.fake_tensor", "DataDependentOutputException")
+DynamicOutputShapeException = _found("torch._subclasses.fake_tensor", "DynamicOutputShapeException")
+# A count of steps keeps its value among stand-ins.
+unset_fake_temporarily = _found("torch._subclasses.fake_tensor", "unset_fake_temporarily")
+# Code of C that is given a stand-in fails, rather than write to address 0.
+forbid_memory = _found("torch", "_C._set_throw_on_mutable_data_ptr")
+# Torch's own AdamW kernel: the bits of `AdamW(fused=True)`.
+fused_adamw = _found("torch", "_fused_adamw_")
+# The order in which `clip_grad_norm_` combines norms of several dtypes.
+group_by_dtype = _found("torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype")
