@@ -20,10 +20,13 @@ READY := $(if $(filter file,$(origin VENV)),$(VENV)/.ready)
 endif
 
 # Tests run on all cores where pytest-xdist is installed.
+# One environment per version of torch: constraints.txt with the line of torch replaced.
+TORCH_VENV = .venv-torch-$(TORCH)
+
 PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format-check lint types fix accept bench gpu zoo clean
+.PHONY: help demo test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
 
 help:
 	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in minutes'
@@ -34,6 +37,8 @@ help:
 	@echo 'make bench   compare with eager PyTorch under activation checkpointing; PEERS=folder: with other trainers too'
 	@echo 'make gpu     the tests that need an accelerator'
 	@echo 'make zoo     hundreds of models against eager PyTorch; writes docs/models.md'
+	@echo 'make test-torch TORCH=2.14.1   all tests on another version of torch, in an environment of its own'
+	@echo 'make zoo-torch TORCH=2.14.1    the models, likewise; writes nothing'
 
 .venv/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("megatrain needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -81,5 +86,22 @@ gpu: $(READY)
 zoo: $(READY)
 	$(PY) -m tests.zoo --markdown docs/models.md $(ARGS)
 
+ifdef TORCH
+$(TORCH_VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(TORCH_VENV)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install $(PIP_ARGS) -c $(TORCH_VENV)/constraints.txt -e '.[zoo]'
+	@touch $@
+
+test-torch: $(TORCH_VENV)/.ready
+	$(MAKE) test VENV=$(TORCH_VENV)
+
+zoo-torch: $(TORCH_VENV)/.ready
+	$(TORCH_VENV)/bin/python -m tests.zoo $(ARGS)
+else
+test-torch zoo-torch:
+	@echo 'make $@: name the version, make $@ TORCH=2.14.1'; exit 2
+endif
+
 clean:
-	rm -rf megatrain-demo .venv .pytest_cache .ruff_cache .hypothesis
+	rm -rf megatrain-demo .venv .venv-torch-* .pytest_cache .ruff_cache .hypothesis
