@@ -136,6 +136,18 @@ class Masters(Mapping[torch.Tensor, Master]):
                 if held.low is not None:
                     held.mark = _mark(held.parameter)
 
+    def halves(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter of the model has a low half beside it once it is bf16."""
+        held = self._held[id(parameter)]
+        # A parameter that was trained before it was frozen keeps what it has learnt.
+        return self.kind == "exact" and (parameter.requires_grad or held.low is not None)
+
+    def keep(self, parameter: torch.Tensor, high: torch.Tensor | None, low: torch.Tensor | None) -> None:
+        """Takes over the low half of what a parameter is about to get as its memory; None drops the one it has."""
+        held = self._held[id(parameter)]
+        held.low = low
+        held.mark = (version(parameter), 0 if high is None else high.data_ptr())
+
     @torch.no_grad()
     def take(self, parameter: torch.Tensor, values: torch.Tensor) -> bool:
         """Sets a master in halves to floating-point values of its shape, piece by piece.
@@ -225,9 +237,7 @@ class Masters(Mapping[torch.Tensor, Master]):
         return [held for held in self._held.values() if self._has_halves(held)]
 
     def _has_halves(self, held: _Held) -> bool:
-        # A parameter that was trained before it was frozen keeps what it has learnt.
-        is_narrow = held.parameter.dtype == torch.bfloat16
-        return self.kind == "exact" and is_narrow and (held.parameter.requires_grad or held.low is not None)
+        return held.parameter.dtype == torch.bfloat16 and self.halves(held.parameter)
 
     def _has_master(self, held: _Held) -> bool:
         if held.parameter.dtype == torch.bfloat16 and self.kind == "rounded":

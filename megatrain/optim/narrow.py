@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from megatrain.errors import ExecuteError, OptionError
-from megatrain.optim.layout import dense, in_memory, memory_order
-from megatrain.optim.master import read_
 from megatrain.optim.masters import Kind, Masters
+from megatrain.optim.narrowed import Narrowed
+from megatrain.runtime.interrupts import Interrupts
 from megatrain.runtime.overlap import check_unshared
 from megatrain.tracer.layouts import check_plain_state
 from megatrain.tracer.state import inventory
@@ -64,22 +64,22 @@ def narrowed(model: nn.Module, masters: Masters) -> Generator[None]:
     """Makes the parameters of a model bf16, if all are fp32 and the masters say so; nothing else changes.
 
     They stay the same objects. One after the other is converted and frees its old memory; gradients are converted too.
-    If the body fails they are fp32 again, with the values they had, but for what frozen ones lost.
+    If that or the body fails, they are fp32 again, with all their bits.
     """
     if masters.kind == "whole":
         yield
         return
-    _OF_MODELS[model] = masters
-    masters.find()
-    is_wide = _is_wide(model)
-    if is_wide:
-        _narrow(model, masters)
+    narrowing = _Narrowing(model, masters)
+    # Twice: Ctrl-C may come at any line, also while a failure is undone.
     try:
-        yield
+        try:
+            narrowing.do()
+            yield
+        except BaseException:
+            narrowing.undo()
+            raise
     except BaseException:
-        if is_wide:
-            _widen(model, masters)
-            del _OF_MODELS[model]
+        narrowing.undo()
         raise
 
 
@@ -102,28 +102,53 @@ def _is_wide(model: nn.Module) -> bool:
     return all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
-def _narrow(model: nn.Module, masters: Masters) -> None:
-    with torch.inference_mode(False), torch.no_grad():
-        for parameter in model.parameters():
-            values = dense(parameter.detach())
-            _give(parameter, torch.empty_like(values, dtype=torch.bfloat16))
-            if not parameter.is_meta and not masters.take(parameter, values):
-                parameter.detach().copy_(values)
+class _Narrowing:
+    """Parameters on their way to bf16; what they lose is kept for all of them until nothing can fail any more."""
 
+    def __init__(self, model: nn.Module, masters: Masters):
+        self._model = model
+        self._masters = masters
+        self._known = _OF_MODELS.get(model)
+        self._taken: list[tuple[nn.Parameter, Narrowed, Narrowed | None]] = []
 
-def _widen(model: nn.Module, masters: Masters) -> None:
-    with torch.inference_mode(False), torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.dtype == torch.bfloat16):
-            values = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
-            master = None if parameter.is_meta else masters.get(parameter)
-            if master is None:
-                values.copy_(parameter)
+    def do(self) -> None:
+        """Narrows all parameters, if all are fp32."""
+        _OF_MODELS[self._model] = self._masters
+        self._masters.find()
+        if _is_wide(self._model):
+            with torch.inference_mode(False), torch.no_grad():
+                for parameter in self._model.parameters():
+                    self._narrow(parameter)
+
+    def _narrow(self, parameter: nn.Parameter) -> None:
+        has_halves = self._masters.halves(parameter)
+        values = Narrowed.of(parameter.detach(), is_master=has_halves)
+        gradient = None if parameter.grad is None else Narrowed.of(parameter.grad, is_master=False)
+        self._taken.append((parameter, values, gradient))  # from here on it can be undone, at any line
+        if has_halves and values.low is not None:
+            self._masters.keep(parameter, values.high, values.low)
+        _give(parameter, values.high, None if gradient is None else gradient.high)
+
+    def undo(self) -> None:
+        """Makes them fp32 again, the latest first. What was undone already stays as it is."""
+        with Interrupts(), torch.inference_mode(False), torch.no_grad():
+            while self._taken:
+                self._widen(*self._taken[-1])
+                self._taken.pop()  # its halves are free before the next one gets its memory
+            if self._known is None:
+                _OF_MODELS.pop(self._model, None)
             else:
-                read_(in_memory(values, memory_order(values)), master)
-            _give(parameter, values)
+                _OF_MODELS[self._model] = self._known
+
+    def _widen(self, parameter: nn.Parameter, values: Narrowed, gradient: Narrowed | None) -> None:
+        if parameter.dtype != torch.float32:
+            _give(parameter, values.widened(), None)
+        if gradient is not None and (parameter.grad is None or parameter.grad.dtype != torch.float32):
+            parameter.grad = gradient.widened()
+        self._masters.keep(parameter, None, None)
 
 
-def _give(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    gradient, parameter.grad = parameter.grad, None
+def _give(parameter: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    parameter.grad = None  # it must have the dtype of its parameter
     parameter.data = values
-    parameter.grad = None if gradient is None else gradient.to(values.dtype)
+    parameter.grad = gradient
