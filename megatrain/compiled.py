@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +20,7 @@ from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.step import run_step
 from megatrain.runtime.streams import Chaos, Recording
+from megatrain.runtime.turn import Turn
 from megatrain.saving import Source
 from megatrain.scheduler.table import Schedule
 from megatrain.sizes import format_bytes
@@ -56,7 +56,7 @@ class Compiled:
         self._variants = Variants(model, options)
         self._latest: Variant | None = None
         self._bound_version = 0
-        self._lock = threading.RLock()
+        self._turn = Turn()
         self._before_reads: list[Callable[[], object]] = []
 
     def __str__(self) -> str:
@@ -145,9 +145,9 @@ class Compiled:
                 complete()
 
     @contextmanager
-    def exclusively(self) -> Generator[None]:
-        """Keeps other threads from calling the model meanwhile."""
-        with self._lock, ordinary_tensors(), explained(self._masters):
+    def exclusively(self, what: str = "the model", *, in_child: bool = False) -> Generator[None]:
+        """Keeps other threads from calling the model meanwhile; see `Turn.hold`."""
+        with self._turn.hold(what, in_child=in_child), ordinary_tensors(), explained(self._masters):
             yield
 
     def known_variant(self, arguments: Arguments, failed: Mapping[Variant, str]) -> Variant | None:
@@ -187,7 +187,7 @@ class Compiled:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Variant:
         """Compiles for the signature of these arguments without running."""
-        with self.exclusively():
+        with self.exclusively("prepare()"):
             variant = self._variant_for(self.cast(Arguments.of(args, kwargs)))
             assert variant.schedule  # planned now
             return variant
@@ -242,7 +242,7 @@ class Compiled:
             ExecuteError: If nothing is compiled yet: the plan says where each tensor goes.
             WeightsError: If the files can't be read any more, or the model was changed since `compile`.
         """
-        with self._lock, ordinary_tensors():
+        with self._turn.hold("load_weights()"), ordinary_tensors():
             self._executor(self.variant)
 
     def _executor(self, variant: Variant) -> Executor:
@@ -275,6 +275,7 @@ class Compiled:
                 recording=self._recording,
                 weights=self._weights,
                 moving=self._masters.moving,
+                turn=self._turn,
             )
             self._weights = None
         return self._engine

@@ -82,6 +82,11 @@ class CompiledModule(StandIn):
             )
         return _run(self._megatrain, args, kwargs)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `state_dict`; updates that are due are taken first."""
+        self._megatrain.complete_updates()
+        return super().state_dict(*args, **kwargs)
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `load_state_dict`, which sets masters exactly; the next call streams the new values."""
         with self._megatrain.loading():

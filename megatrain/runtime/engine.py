@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +19,7 @@ from megatrain.runtime.host import BlockImage, HostStore
 from megatrain.runtime.image import image, state_image
 from megatrain.runtime.parks import ParkPool
 from megatrain.runtime.streams import Chaos, Recording, StreamSet
+from megatrain.runtime.turn import Turn
 from megatrain.runtime.weights import Weights
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import inventory
@@ -35,6 +35,7 @@ class Engine:
         recording: Log of what was issued and what it waited for, for tests.
         weights: Files that hold the model's state; read once, when the first program is adopted.
         moving: Entered while parameters get other memory, and what the user put into them is taken in.
+        turn: Of the model.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Engine:
         recording: Recording | None = None,
         weights: Weights | None = None,
         moving: Callable[[], AbstractContextManager[None]] = nullcontext,
+        turn: Turn | None = None,
     ):
         self._model = model
         self._moving = moving
@@ -62,8 +64,7 @@ class Engine:
         self.parks = ParkPool(device)
         # The call whose forward last used the slots; only its backward may find weights in them.
         self._slot_owner: weakref.ref[Any] | None = None
-        self._turn = threading.Lock()
-        self._running_thread: int | None = None
+        self.turn = turn or Turn()
         # Both only grow with what is new: a capture that goes takes its runners along.
         self._runners: weakref.WeakValueDictionary[Any, BlockRunner] = weakref.WeakValueDictionary()
         self._images: dict[BlockImage, BlockImage] = {}
@@ -80,25 +81,6 @@ class Engine:
     def has_slots(self, owner: Any) -> bool:
         """Tells whether the slots are as `owner`'s forward left them."""
         return self._slot_owner is not None and self._slot_owner() is owner
-
-    @contextmanager
-    def turn(self) -> Generator[None]:
-        """Lets one thread at a time run a call; others wait for their turn.
-
-        Raises:
-            ExecuteError: If this very thread runs one already (a hook that calls the model, say).
-        """
-        if self._running_thread == threading.get_ident():
-            raise ExecuteError(
-                "the model was called while it runs.\n  One engine runs one call at a time.\n"
-                "  Call it again when the first call has returned."
-            )
-        with self._turn:
-            self._running_thread = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._running_thread = None
 
     def refresh(self) -> None:
         """Takes in what the user did to the model's state since the last call.

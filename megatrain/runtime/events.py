@@ -9,6 +9,7 @@ from queue import SimpleQueue
 import torch
 
 from megatrain.errors import ExecuteError
+from megatrain.runtime.turn import turns_here
 
 CALLER = "compute"
 """Name under which the caller's thread waits: it runs the compute stream and submits to all the others."""
@@ -115,11 +116,12 @@ class Step:
     work or proves that nothing will come.
     """
 
-    __slots__ = ("_asleep", "_lock", "failure", "is_recovery")
+    __slots__ = ("_asleep", "_lock", "failure", "is_recovery", "turns")
 
     def __init__(self, *, is_recovery: bool = False) -> None:
         self.failure: Failure | None = None
         self.is_recovery = is_recovery
+        self.turns = turns_here()  # of the caller, for whom the streams work
         self._lock = threading.Lock()
         self._asleep: dict[str, tuple[str, Event, Gate]] = {}
 

@@ -65,7 +65,7 @@ class Executor:
                 unchanged.
         """
         engine = self._engine
-        with engine.turn():
+        with engine.turn.run():
             engine.refresh()
             return self._run_forward(Start.of(self.program, inputs, engine.tensors, self._slots.places), commits=True)
 
@@ -114,7 +114,7 @@ class Executor:
             ExecuteError: If one of the outputs was differentiated before without `keep_graph`, or what the backward
                 needs has changed since.
         """
-        with self._engine.turn():
+        with self._engine.turn.run(differentiates=True):
             outputs = [i for i, gradient in enumerate(gradients) if gradient is not None]
             start = call.check_open(outputs)
             call.check_versions()

@@ -13,6 +13,7 @@ import torch
 
 from megatrain.runtime.chaos import Chaos, Probe, Recording
 from megatrain.runtime.events import CALLER, Aborted, Event, Failure, Step
+from megatrain.runtime.turn import work_for
 
 
 class Op(NamedTuple):
@@ -83,6 +84,7 @@ class Lane:
         if op.work is None:
             op.done.settle()
             return
+        work_for(op.step.turns)
         # Whatever an operation raises, SystemExit included, must not end the thread that others rely on.
         with contextlib.suppress(BaseException):
             self.perform(op if self.is_entered else op._replace(work=self._entering(op.work)))

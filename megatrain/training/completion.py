@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,34 +26,31 @@ _PASSING: set[Callable[..., Any]] = {
 }
 
 
-class Flushable(Protocol):
-    """Has updates that may be due."""
-
-    def flush(self) -> None:
-        """Takes them."""
-
-
 class Completion:
-    """Flushes a step, as long as the step exists, when it is called or a marked tensor is used.
+    """Completes a step, as long as the step exists, when it is called or a marked tensor is used.
 
     It serves as a hook; copied or pickled it does nothing.
 
     Args:
-        step: What to flush; not kept alive.
+        complete: Takes the updates that are due. Like `changing` a method, whose object is not kept alive.
         changing: Says which tensors the updates that are due will change.
     """
 
-    def __init__(self, step: Flushable | None = None, changing: Callable[[], Iterable[torch.Tensor]] = tuple):
-        self._step = None if step is None else weakref.ref(step)
-        self._changing = changing
+    def __init__(
+        self,
+        complete: Callable[[], object] | None = None,
+        changing: Callable[[], Iterable[torch.Tensor]] | None = None,
+    ):
+        self._complete = None if complete is None else weakref.WeakMethod(complete)
+        self._changing = None if changing is None else weakref.WeakMethod(changing)
         self._classes: dict[type[torch.Tensor], type[torch.Tensor]] = {}
         self._marked: list[tuple[torch.Tensor, type[torch.Tensor]]] = []
 
     def __call__(self, *_: object) -> None:
         """Takes the updates that are due."""
-        step = None if self._step is None else self._step()
-        if step is not None:
-            step.flush()
+        complete = None if self._complete is None else self._complete()
+        if complete is not None:
+            complete()
 
     def __reduce__(self) -> tuple[type[Completion], tuple[()]]:
         return Completion, ()
@@ -72,7 +69,8 @@ class Completion:
 
     def _mark(self) -> None:
         """Gives them a subclass of their own class, as torch's lazy parameters have one until they have a shape."""
-        for tensor in self._changing():
+        changing = None if self._changing is None else self._changing()
+        for tensor in () if changing is None else changing():
             own = type(tensor)
             if own not in self._classes:
                 self._classes[own] = type(f"{own.__name__}WithUpdateDue", (_Due, own), {"completion": self})

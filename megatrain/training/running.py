@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -52,6 +53,7 @@ class Running:
         self.is_skipped = False
         self.micro_batch = 0
         self._setting = setting
+        self._hooking: int | None = None
         self._losses: list[torch.Tensor] = []
         self._shares = shares
         self._loss = loss
@@ -131,19 +133,42 @@ class Running:
         post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
         if parameter._backward_hooks or post:  # pyright: ignore[reportPrivateUsage]
             gradient = gradient.clone()  # whoever keeps it shall not see the next step's
-        gradient = laid_out(hooked(parameter, gradient), parameter)
-        if post:
-            parameter.grad = gradient
+            self._hooking = threading.get_ident()
             try:
-                for hook in post.values():
-                    hook(parameter)
-                left: torch.Tensor | None = parameter.grad
+                left = self._hooked(parameter, gradient)
             finally:
-                parameter.grad = None
-            if left is None:  # pyright: ignore[reportUnnecessaryComparison]
-                return
-            gradient = left
-        self._updates.receive(parameter, gradient)
+                self._hooking = None
+        else:
+            left = laid_out(gradient, parameter)
+        if left is not None:
+            self._updates.receive(parameter, left)
+
+    def _hooked(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Returns what hooks leave of a gradient."""
+        gradient = laid_out(hooked(parameter, gradient), parameter)
+        post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+        if not post:
+            return gradient
+        parameter.grad = gradient
+        try:
+            for hook in post.values():
+                hook(parameter)
+            return parameter.grad
+        finally:
+            parameter.grad = None
+
+    def check_no_hook(self) -> None:
+        """Refuses what a hook on a gradient must not do.
+
+        Raises:
+            ExecuteError: If this thread runs one.
+        """
+        if self._hooking == threading.get_ident():
+            raise ExecuteError(
+                "a hook on a gradient looks at the state of the model or the optimizer.\n"
+                "  In mid-step some parameters are updated and others are not.\n"
+                "  Look when the call of the step has returned."
+            )
 
     def norm(self) -> None:
         """See `Trainer`."""

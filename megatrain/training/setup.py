@@ -60,6 +60,7 @@ class Setup:
 
     Attributes:
         updates: Take the gradients of the blocks; None before the first step.
+        is_completing: Whether updates that were due are being taken.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Setup:
         self._tables = StepTables(compiled.options)
         self._blocks: list[list[torch.Tensor]] = []
         self.updates: Updates | None = None
+        self.is_completing = False
 
     @property
     def threads(self) -> int:
@@ -100,8 +102,13 @@ class Setup:
     def complete(self) -> None:
         """Takes the updates that are due."""
         if self.updates is not None and self.updates.is_under_way:
-            with Interrupts(), without_modes():
-                self.updates.finish()
+            turn = self._compiled.engine.turn.run("an update", in_child=True)
+            with Interrupts(), without_modes(), turn:
+                self.is_completing = True
+                try:
+                    self.updates.finish()
+                finally:
+                    self.is_completing = False
 
     def changing(self) -> Iterable[torch.Tensor]:
         """The tensors that updates which are due will change."""

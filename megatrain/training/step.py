@@ -105,9 +105,9 @@ class TrainStep:
         self._optimizer = optimizer
         self.user: Mapping[str, Any] = {}
         self._setting: Setting | None = None
-        self._is_running = False
+        self._running: Running | None = None
         self._failed_at = 0
-        self._completion = Completion(self, self._setup.changing)
+        self._completion = Completion(self._complete, self._setup.changing)
         self._compiled.before_reads(self._completion)
         optimizer.register_state_dict_pre_hook(self._completion)
         optimizer.register_load_state_dict_pre_hook(self._completion)
@@ -138,7 +138,7 @@ class TrainStep:
     def prepare(self, batch: Any) -> Schedule:
         """Makes the schedule of a batch like this one, without running, moving or allocating anything."""
         batches = micro_batches(batch)
-        with self._compiled.exclusively(), torch.enable_grad(), self._completion.suspended():
+        with self._compiled.exclusively("prepare()"), torch.enable_grad(), self._completion.suspended():
             self._setting = self._setup.setting(batches, [{} for _ in batches])
         return self.schedule
 
@@ -175,7 +175,7 @@ class TrainStep:
         batches = micro_batches(batch)
         factors = shares(batches, self._weight)
         failed: list[dict[Variant, str]] = [{} for _ in batches]
-        with self._compiled.exclusively(), torch.enable_grad(), self._completion.suspended():
+        with self._compiled.exclusively("the step"), torch.enable_grad(), self._completion.suspended():
             self._compiled.complete_updates(besides=self._completion)  # of other steps over this model
             while True:
                 setting = self._setup.setting(batches, failed)
@@ -206,26 +206,32 @@ class TrainStep:
             looks_for_nonfinite=self._on_nonfinite is not None,
         )
         before = RngState.now(engine.device, [call for variant in setting.variants for call in variant.opaque])
-        with engine.turn(), running.interrupts:
-            self._is_running = True
+        with engine.turn.run(differentiates=True), running.interrupts:
+            self._running = running
             try:
                 run = executor.begin(running.inputs(), watch=watch)
                 self._boundary.run(run, running, updates, before)
             finally:
-                self._is_running = False
+                self._running = None
                 self._failed_at = running.micro_batch
         return running.loss
 
     def flush(self) -> None:
         """Takes the updates that are due, so that the parameters are those after the latest call."""
-        if self._is_running or not self._setup.is_due:
-            return
-        with self._compiled.exclusively(), self._completion.suspended():
-            self._is_running = True
-            try:
+        if self._running is not None or self._setup.is_due:
+            with self._compiled.exclusively("flush()", in_child=True), self._completion.suspended():
                 self._setup.complete()
-            finally:
-                self._is_running = False
+
+    def _complete(self) -> None:
+        """As `flush`, for whoever looks at what is due. In mid-step nothing is.
+
+        Raises:
+            ExecuteError: If a hook on a gradient looks: it would see some of it updated, and some not.
+        """
+        if self._running is not None:
+            self._running.check_no_hook()
+        elif not self._setup.is_completing:
+            self.flush()
 
     def save(
         self,
@@ -253,14 +259,8 @@ class TrainStep:
             CheckpointError: If something can't be stored, or the disk lacks room or fails; nothing is lost then.
             ExecuteError: If a failure left the model between two steps, or a step is running (in a hook, say).
         """
-        with self._compiled.exclusively(), torch.device("cpu"):
+        with self._compiled.exclusively("save()", in_child=True), torch.device("cpu"):
             self._check_whole()
-            if self._is_running:
-                raise ExecuteError(
-                    "save() was called while a step runs.\n"
-                    "  In mid-step some parameters are updated and others are not.\n"
-                    "  Save after the call of the step has returned."
-                )
             self.flush()
             checkpoint.save(
                 folder,
@@ -302,13 +302,13 @@ class TrainStep:
                 before it changed, until a whole checkpoint is loaded.
         """
         step = cls(compiled, optimizer, **options)
-        with step._compiled.exclusively(), torch.device("cpu"):
+        with step._compiled.exclusively("load()"), torch.device("cpu"):
             restored = checkpoint.restore(folder, step._compiled, optimizer, scheduler)
             step._boundary.progress, step.user = restored
         return step
 
     def __del__(self) -> None:
-        if hasattr(self, "_is_running") and not sys.is_finalizing():
+        if hasattr(self, "_running") and not sys.is_finalizing():
             self.flush()  # a function that trains and returns leaves the model trained
 
     def _known_setting(self) -> Setting:

@@ -1,4 +1,4 @@
-"""Completion: a marked tensor flushes what owns it, once, whoever uses it."""
+"""Completion: a marked tensor completes what owns it, once, whoever uses it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import threading
-import weakref
 from typing import Any, ClassVar
 
 import pytest
@@ -24,12 +23,14 @@ class Owner:
         self.tensors = tensors
         self.is_due = True
         self.failures = 0
-        itself = weakref.ref(self)  # what says which tensors are due doesn't keep the step
-        self.completion = Completion(self, lambda: tensors if (owner := itself()) is None or owner.is_due else ())
+        self.completion = Completion(self.complete, self.changing)
         with self.completion.suspended():
             pass
 
-    def flush(self) -> None:
+    def changing(self) -> tuple[torch.Tensor, ...]:
+        return self.tensors if self.is_due else ()
+
+    def complete(self) -> None:
         if not self.is_due:
             return
         with self.completion.suspended():

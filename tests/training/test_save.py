@@ -152,7 +152,7 @@ def test_a_model_in_the_middle_of_a_step_goes_on_from_a_checkpoint(tmp_path: Pat
 def test_a_save_from_within_a_step_is_refused(tmp_path: Path):
     run = Run(replace(SMALL, step=({}, {})))
     run.optimizer.register_step_post_hook(lambda *_: run.save(tmp_path / "run"))
-    with pytest.raises(ExecuteError, match=r"^save\(\) was called while a step runs"):
+    with pytest.raises(ExecuteError, match=r"^save\(\) was called while the model runs"):
         run.train(1)
     assert not (tmp_path / "run").exists()
 

@@ -1,0 +1,231 @@
+"""What a run calls (a hook on a gradient, the loss) and would wait for the end of that run is refused."""
+
+from __future__ import annotations
+
+import _thread
+import re
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatrain
+from megatrain.errors import ExecuteError
+from megatrain.runtime.turn import Turn
+from tests.training.hazards import TRAP
+from tests.training.loops import MODES, Pair, adamw, assert_same, sgd, snapshot, stack_batch
+
+KINDS = ("register_hook", "register_post_accumulate_grad_hook")
+UNTIL = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _clear_trap() -> Generator[None]:
+    TRAP.clear()
+    yield
+    TRAP.clear()
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+
+
+USES: dict[str, Callable[[Pair, Path], object]] = {
+    "save": lambda pair, folder: pair.step.save(folder / "run"),
+    "step": lambda pair, folder: pair.step(batch(5)),
+    "measure": lambda pair, folder: pair.step.measure(batch(5)),
+    "prepare": lambda pair, folder: pair.step.prepare(torch.randn(7, 4)),
+    "flush": lambda pair, folder: pair.step.flush(),
+    "load": lambda pair, folder: megatrain.TrainStep.load(folder / "before", pair.compiled, pair.optimizer),
+    "call": lambda pair, folder: pair.compiled(batch(5)),
+    "compiled.prepare": lambda pair, folder: pair.compiled.prepare(torch.randn(6, 4)),
+    "optimizer's state": lambda pair, folder: pair.optimizer.state_dict(),
+    "model's state": lambda pair, folder: pair.compiled.state_dict(),
+    "load_state_dict": lambda pair, folder: pair.compiled.load_state_dict(pair.stepped.state_dict()),
+}
+
+
+def within(what: Callable[[], Any]) -> Any:
+    """Runs something on a thread of its own, so that a test fails where it would hang."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(what())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(UNTIL)
+    assert not thread.is_alive(), "it hangs"
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(KINDS[0], "overlap"), (KINDS[1], "deferred")])
+@pytest.mark.parametrize("use", USES)
+def test_a_hook_that_would_wait_for_its_own_step_is_refused(use: str, kind: str, mode: str, tmp_path: Path) -> None:
+    pair = Pair.of("hazardous", sgd, **MODES[mode])
+    pair.take(batch(0), seed=0)
+    pair.step.save(tmp_path / "before")
+    pair.take(batch(1), seed=1)
+    before = snapshot(pair.eager, pair.eager_optimizer)
+    TRAP.arm("hook", lambda: USES[use](pair, tmp_path))
+    name = "head.weight" if mode == "overlap" else "layers.1.fc.weight"  # the first: nothing is updated then
+    handle = getattr(pair.stepped.get_parameter(name), kind)(lambda _: TRAP.at("hook"))
+    torch.manual_seed(2)
+    before["generator"] = torch.get_rng_state()
+    try:
+        with pytest.raises(ExecuteError, match=r"^d2h:G. failed: ExecuteError: ") as caught:
+            within(lambda: pair.step(batch(2)))
+    finally:
+        handle.remove()
+    assert re.match("(.* was called while (it|the model) runs|a hook .* looks at)", str(caught.value.__cause__))
+    pair.step.flush()
+    torch.manual_seed(2)
+    assert_same(before, snapshot(pair.stepped, pair.optimizer), "after the refusal")
+    assert not (tmp_path / "run").exists()
+    for number in (2, 3):
+        pair.take(batch(number), seed=number)
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("use", [use for use in USES if "state" not in use])
+def test_a_loss_that_uses_its_own_step_is_refused(use: str, tmp_path: Path) -> None:
+    pair = Pair.of("hazardous", sgd, max_grad_norm=0.5)
+    pair.take(batch(0), seed=0)
+    pair.step.save(tmp_path / "before")
+    pair.take(batch(1), seed=1)
+    TRAP.arm("loss", lambda: USES[use](pair, tmp_path))
+    with pytest.raises(ExecuteError, match=r"^.* was called while (it|the model) runs\."):
+        pair.step(batch(2))
+    for number in (2, 3):
+        pair.take(batch(number), seed=number)
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_that_only_looks_at_gradients_and_parameters_works(kind: str, mode: str) -> None:
+    pair = Pair.of("hazardous", sgd, **MODES[mode])
+    seen: list[Any] = []
+
+    def look(model: torch.nn.Module) -> Callable[[torch.Tensor], None]:
+        weight = model.layers[0].fc.weight
+
+        def hook(given: torch.Tensor) -> None:
+            seen.append(given.detach().clone())
+            seen.append(weight.detach().norm())
+            seen.append(None if weight.grad is None else weight.grad.clone())
+            assert model.layers[1].fc.weight.shape == (4, 4)
+
+        return hook
+
+    handles = [getattr(m.layers[0].fc.weight, kind)(look(m)) for m in (pair.eager, pair.stepped)]
+    try:
+        for number in range(3):
+            pair.take(batch(number), seed=number)
+        pair.assert_same()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for at in range(0, len(seen), 6):
+        assert_same(seen[at : at + 3], seen[at + 3 : at + 6], at)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_of_a_backward_of_ones_own_may_call_the_model(kind: str) -> None:
+    """It runs behind the run, as in eager."""
+    pair = Pair.of("stack", sgd)
+    x, found = stack_batch(0, 2), []
+    for model in (pair.eager, pair.compiled):
+        weight = next(model.parameters())
+        handle = getattr(weight, kind)(lambda _, model=model: found.append(model(x).detach().sum()))
+        try:
+            within(lambda model=model: model(x).sum().backward())
+        finally:
+            handle.remove()
+    assert_same(found[0], found[1])
+
+
+def test_another_model_may_be_used_in_a_hook_unless_that_leads_back() -> None:
+    pair, other = Pair.of("hazardous", sgd), Pair.of("stack", sgd)
+    teacher = megatrain.compile(other.eager, device="cpu", transfer="copy")
+    x, found = stack_batch(0, 2), []
+    weight = next(teacher.parameters())
+    handles = [weight.register_hook(lambda _: TRAP.at("inner"))]
+    taught = megatrain.TrainStep(teacher, adamw(other.eager), loss=lambda result, _: result.mean())
+
+    def hook(_: torch.Tensor) -> None:
+        found.append(teacher(x).detach())
+        taught(x)
+
+    handles.append(pair.stepped.head.weight.register_hook(hook))
+    try:
+        within(lambda: pair.step(batch(0)))
+        TRAP.arm("inner", lambda: pair.compiled(batch(1)))
+        with pytest.raises(ExecuteError, match="the model was called while it runs"):
+            within(lambda: pair.step(batch(0)))
+        within(lambda: pair.step(batch(0)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(found) == 3
+
+
+def test_other_threads_wait_for_their_turn() -> None:
+    turn, order = Turn(), []
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turn.run(differentiates=True):
+            is_held.set()
+            may_end.wait(UNTIL)
+            order.append("first")
+
+    threads = [threading.Thread(target=hold)]
+    threads[0].start()
+    assert is_held.wait(UNTIL)
+
+    def wait() -> None:
+        with turn.hold("the step"), turn.hold("save()"):
+            order.append("second")
+
+    threads.append(threading.Thread(target=wait))
+    threads[1].start()
+    may_end.set()
+    for thread in threads:
+        thread.join(UNTIL)
+    assert order == ["first", "second"]
+
+
+def test_a_thread_of_autograds_engine_does_not_wait_for_a_run_that_waits_for_it() -> None:
+    """Such a thread, of an accelerator, was not started by Python; and it is in the middle of a backward."""
+    turn, found, is_over = Turn(), [], threading.Event()
+
+    def hook(_: torch.Tensor) -> None:
+        try:
+            with turn.hold("save()"):
+                found.append("held")
+        except ExecuteError as error:
+            found.append(str(error))
+
+    def backward() -> None:
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(hook)
+        x.sum().backward()
+        is_over.set()
+
+    with turn.run(differentiates=True):
+        _thread.start_new_thread(backward, ())
+        assert is_over.wait(UNTIL)
+    assert found[0].startswith("save() was called while the model runs.")
+    is_over.clear()
+    _thread.start_new_thread(backward, ())
+    assert is_over.wait(UNTIL)
+    assert found[1:] == ["held"]
