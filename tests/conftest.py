@@ -8,13 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.internal.conjecture import engine
 
 GOLDEN = Path(__file__).parent / "golden"
+SHRINKING_S = 60
 GPU_TESTS = Path(__file__).parent / "gpu"
 
-# A loaded machine may take seconds for an example; a deadline would only report the load.
-settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A loaded machine may take seconds for an example; a deadline would only report the load. Without `explain`, which takes
+# as long as shrinking does, and with a minute for shrinking, a failure is reported long before `faulthandler_timeout`.
+settings.register_profile(
+    "default",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[phase for phase in Phase if phase is not Phase.explain],
+)
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
 
 
@@ -23,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    assert hasattr(engine, "MAX_SHRINKING_SECONDS"), "this hypothesis bounds shrinking in another place"
+    engine.MAX_SHRINKING_SECONDS = SHRINKING_S
     settings.load_profile("ci" if os.environ.get("CI") else "default")
     # Workers share the cores; torch's own pool on top of them would only take turns.
     torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else min(4, os.cpu_count() or 1))
