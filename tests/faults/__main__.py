@@ -1,0 +1,58 @@
+"""`python -m tests.faults`: the campaign; prints a table, and ends with status 1 if anything did not hold."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from tests.faults.configurations import configurations
+from tests.faults.interrupts import interrupts
+from tests.faults.kills import kills
+from tests.faults.lines import BEGUN, lines_of_beginnings, lines_of_operations
+from tests.faults.tally import Tally
+from tests.faults.world import CASES
+
+OPERATIONS = ("step", "flush", "read", "save", "load")
+# How many trials; of lines, every so-maniest of each case: cases take turns, so that each line has its trial.
+COUNTS = {"kills": 300, "interrupts": 300, "lines": len(CASES), "beginnings": 8 * len(BEGUN), "configurations": 1000}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--only", choices=COUNTS, nargs="+", default=list(COUNTS), help="parts of the campaign")
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6, help="what is drawn at random")
+    parser.add_argument("--first", type=int, default=0, help="where to go on")
+    parser.add_argument("--count", type=int, help="how many trials; of lines: every so-maniest")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"seed {options.seed}", flush=True)
+    tally = Tally()
+    with tempfile.TemporaryDirectory() as folder:
+        for part in options.only:
+            run(part, tally, Path(folder) / part, options.seed, options.first, options.count or COUNTS[part])
+    print(tally)
+    return int(tally.has_failed)
+
+
+def run(part: str, tally: Tally, folder: Path, seed: int, first: int, count: int) -> None:
+    began = time.perf_counter()
+    if part == "kills":
+        kills(tally, folder, seed=seed, first=first, count=count)
+    elif part == "interrupts":
+        interrupts(tally, folder, seed=seed, first=first, count=count)
+    elif part == "lines":
+        lines_of_operations(tally, folder, first=first, stride=count, kinds=OPERATIONS)
+    elif part == "beginnings":
+        lines_of_beginnings(tally, folder, first=first, stride=count, kinds=("compile", "first step"))
+    else:
+        configurations(tally, seed=seed, first=first, count=count)
+    print(f"{part}: {time.perf_counter() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
