@@ -16,7 +16,7 @@ SHRINKING_S = 60
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 # A loaded machine may take seconds for an example; a deadline would only report the load. Without `explain`, which
-# takes as long as shrinking does, and with a minute for shrinking, a failure is reported long before `faulthandler_timeout`.
+# takes as long as shrinking does, and with a minute for shrinking, a failure is reported before `faulthandler_timeout`.
 settings.register_profile(
     "default",
     deadline=None,

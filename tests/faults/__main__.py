@@ -18,6 +18,7 @@ from tests.faults.tally import Tally
 from tests.faults.world import CASES
 
 OPERATIONS = ("step", "flush", "read", "save", "load")
+BEGINNINGS = ("compile", "first step")
 # How many trials; of lines, every so-maniest of each case: cases take turns, so that each line has its trial.
 COUNTS = {"kills": 300, "interrupts": 300, "lines": len(CASES), "beginnings": 8 * len(BEGUN), "configurations": 1000}
 
@@ -28,30 +29,35 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6, help="what is drawn at random")
     parser.add_argument("--first", type=int, default=0, help="where to go on")
     parser.add_argument("--count", type=int, help="how many trials; of lines: every so-maniest")
+    parser.add_argument("--cases", nargs="+", help="runs whose lines are interrupted; the names are those of a report")
+    parser.add_argument("--kinds", nargs="+", help="operations whose lines are interrupted")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"seed {options.seed}", flush=True)
     tally = Tally()
     with tempfile.TemporaryDirectory() as folder:
         for part in options.only:
-            run(part, tally, Path(folder) / part, options.seed, options.first, options.count or COUNTS[part])
+            began = time.perf_counter()
+            run(part, tally, Path(folder) / part, options)
+            print(f"{part}: {time.perf_counter() - began:.0f} s", flush=True)
     print(tally)
     return int(tally.has_failed)
 
 
-def run(part: str, tally: Tally, folder: Path, seed: int, first: int, count: int) -> None:
-    began = time.perf_counter()
+def run(part: str, tally: Tally, folder: Path, options: argparse.Namespace) -> None:
+    first, count = options.first, options.count or COUNTS[part]
     if part == "kills":
-        kills(tally, folder, seed=seed, first=first, count=count)
+        kills(tally, folder, seed=options.seed, first=first, count=count)
     elif part == "interrupts":
-        interrupts(tally, folder, seed=seed, first=first, count=count)
+        interrupts(tally, folder, seed=options.seed, first=first, count=count)
     elif part == "lines":
-        lines_of_operations(tally, folder, first=first, stride=count, kinds=OPERATIONS)
+        names, kinds = options.cases or tuple(CASES), options.kinds or OPERATIONS
+        lines_of_operations(tally, folder, first=first, stride=count, kinds=kinds, names=names)
     elif part == "beginnings":
-        lines_of_beginnings(tally, folder, first=first, stride=count, kinds=("compile", "first step"))
+        names, kinds = options.cases or BEGUN, options.kinds or BEGINNINGS
+        lines_of_beginnings(tally, folder, first=first, stride=count, kinds=kinds, names=names)
     else:
-        configurations(tally, seed=seed, first=first, count=count)
-    print(f"{part}: {time.perf_counter() - began:.0f} s", flush=True)
+        configurations(tally, seed=options.seed, first=first, count=count)
 
 
 if __name__ == "__main__":

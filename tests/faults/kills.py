@@ -1,8 +1,8 @@
 """SIGKILL at random moments of a process that trains: the newest whole checkpoint goes on as if nothing had happened.
 
-A process resumes from the folder, trains, and saves every second step. It tells on a pipe what it begins and what it has
-finished, and is killed while it does what was drawn. The next process finds what is there, compares each state with that
-of an undisturbed run, and is killed in its turn.
+A process resumes from the folder, trains, and saves every second step. It tells on a pipe what it begins and what it
+has finished, and is killed while it does what was drawn. The next process finds what is there, compares each state
+with that of an undisturbed run, and is killed in its turn.
 """
 
 from __future__ import annotations

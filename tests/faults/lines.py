@@ -19,7 +19,8 @@ from tests.faults.children import Trial, asked, in_children
 from tests.faults.interrupts import PER_WORLD, ctrl_c
 from tests.faults.tally import Tally
 from tests.faults.world import CASES, Undisturbed, World
-from tests.training.resuming import OPTIMIZERS, Case, Run, differences, scalar, seed as seed_all, text_of
+from tests.training.resuming import OPTIMIZERS, Case, Run, differences, scalar, text_of
+from tests.training.resuming import seed as seed_all
 
 ROOT = str(Path(megatrain.__file__).parent)
 BEGUN = ("fp32 clipped", "bf16 overlap", "bf16 clipped")
@@ -74,16 +75,19 @@ def described(place: Place) -> str:
     return f"megatrain{file.removeprefix(ROOT)}:{line}" + (f", time {times + 1}" if times else "")
 
 
-def interrupted(act: Callable[[], object], place: Place) -> tuple[bool, bool]:
-    """Runs something; returns whether the line was reached, and whether the interrupt came out."""
-    tracer = Tracer(place)
+def interrupted(act: Callable[[], object], place: Place) -> tuple[bool, str | None]:
+    """Runs something; returns whether the line was reached, and what is wrong with how it ended, if something is."""
+    tracer, wrong = Tracer(place), "the interrupt was lost"
     try:
         with tracer:
             act()
     except KeyboardInterrupt:
+        wrong = None
+    except Exception as error:
+        wrong = f"it came out as {type(error).__name__}: {error}".replace("\n", " | ")
+    finally:
         sys.settrace(None)
-        return tracer.has_fired, True
-    return tracer.has_fired, False
+    return tracer.has_fired, wrong
 
 
 # -- a run in progress ---------------------------------------------------------------------------------------------
@@ -142,10 +146,8 @@ class Interrupted:
         if self._trials % PER_WORLD == 0:
             self._world = _fresh(self._name, self._undisturbed, self._folder, self._kind)
         act = self._world.ready(self._kind)
-        is_reached, has_come = interrupted(act, place)
-        complaint = self._world.complaint(self._kind)
-        if is_reached and not has_come:
-            complaint = complaint or "the interrupt was lost"
+        is_reached, wrong = interrupted(act, place)
+        complaint = self._world.complaint(self._kind) or (wrong if is_reached else None)
         return [_trial(self._name, self._kind, place, complaint)] if is_reached or complaint else []
 
 
@@ -206,10 +208,12 @@ class Begun:
         return run.state()
 
 
-def lines_of_beginnings(tally: Tally, folder: Path, *, first: int, stride: int, kinds: Sequence[str]) -> None:
+def lines_of_beginnings(
+    tally: Tally, folder: Path, *, first: int, stride: int, kinds: Sequence[str], names: Sequence[str] = BEGUN
+) -> None:
     """Interrupts `compile` and the first step, a capture included, at every `stride`-th line; then does them again."""
     with ctrl_c():
-        for number, name in enumerate(BEGUN):
+        for number, name in enumerate(names):
             for kind in kinds:
                 found = asked(lambda name=name, kind=kind: _lines_of_beginning(name, kind))
                 chosen = [tuple(place) for place in found[(first + number) % stride :: stride]]
@@ -241,15 +245,13 @@ class _Beginnings:
         is_compile = self._kind == "compile"
         begun = Begun(CASES[self._name], is_compiled=not is_compile)
         before = begun.seen()
-        is_reached, has_come = interrupted(lambda: begun.act(self._kind), place)
+        is_reached, wrong = interrupted(lambda: begun.act(self._kind), place)
         if not is_reached:
             return []
-        complaint = None if has_come else "the interrupt was lost"
-        if is_compile and has_come:
+        if is_compile and begun.compiled is None:
             differs = differences(before, begun.seen())
-            complaint = f"compile left behind: {differs[:3]}" if differs else None
-        complaint = complaint or _goes_on(begun, self._undisturbed)
-        return [_trial(self._name, self._kind, place, complaint)]
+            wrong = f"compile left behind: {differs[:3]}" if differs else wrong
+        return [_trial(self._name, self._kind, place, wrong or _goes_on(begun, self._undisturbed))]
 
 
 def _goes_on(begun: Begun, undisturbed: Undisturbed) -> str | None:
