@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain.checks import checked
 from megatrain.compiled import Compiled
 from megatrain.compiled_module import CompiledModule, compiled_module
-from megatrain.errors import OptionError, TraceError
+from megatrain.errors import OptionError
 from megatrain.optim.narrow import narrowed
-from megatrain.options import Options
+from megatrain.options import COMPILE, Options
 from megatrain.runtime.checkpoint import WeightFiles
 from megatrain.runtime.streams import Chaos, Recording
 
 
+@checked(**COMPILE)
 def compile(  # the name torch users expect
     model: nn.Module,
     *,
@@ -62,13 +64,11 @@ def compile(  # the name torch users expect
         A module to call like the model. Its parameters are the model's own.
 
     Raises:
-        OptionError: If an option is unknown or unreadable, or a parameter has no place in that precision.
+        OptionError: If an option isn't what it may be, or a parameter has no place in that precision.
         TraceError: If the model can't be captured faithfully (now, or at the first call).
         ScheduleError: If `memory` is too small for the largest block.
         WeightsError: If `weights` can't be read, or don't fit the model.
     """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
-        raise TraceError(f"compile takes an nn.Module, not {type(model).__qualname__}.\n  Pass the model itself.")
     if isinstance(model, CompiledModule):
         raise OptionError(
             "the model is compiled already.\n  A compiled model holds its parameters in a host store of its own.\n"

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from megatrain.checks import Rule, checked, one_of, optional
 from megatrain.errors import ExecuteError
 from megatrain.optim.masters import Masters
-from megatrain.optim.need import OptimizerNeed, made_over, optimizer_need
+from megatrain.optim.need import OPTIMIZER, OptimizerNeed, made_over, optimizer_need
 from megatrain.optim.stand_ins import Updated
-from megatrain.options import MASTERS, PRECISIONS, check_one_of
+from megatrain.options import PRECISION
 from megatrain.passes.program import Program
 from megatrain.runtime.available import available_bytes as available_now
 from megatrain.runtime.facts import Facts
@@ -108,6 +109,11 @@ def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
+_KIND = one_of("exact", "rounded", "whole")
+_MASTERS = Rule(_KIND.text, _KIND.way, lambda value: None if isinstance(value, Masters) else _KIND.fault(value))
+
+
+@checked(optimizer=optional(OPTIMIZER), precision=PRECISION, masters=_MASTERS)
 def host_plan(
     programs: Program | Sequence[Program],
     schedule: Schedule,
@@ -131,12 +137,10 @@ def host_plan(
         on_host: The compute device is the host, so what the schedule takes of the device lies there too.
 
     Raises:
-        OptionError: If an option is unknown, or the class of an optimizer can't be made over all parameters.
+        OptionError: If an option isn't what it may be, or the class of an optimizer can't be made over all parameters.
         OptimizerError: If the optimizer needs all parameters at once, or what it keeps can't be found out.
     """
-    check_one_of("precision", precision, PRECISIONS)
     kind = masters.kind if isinstance(masters, Masters) else masters
-    check_one_of("masters", kind, ("whole", *MASTERS))
     programs = (programs,) if isinstance(programs, Program) else tuple(programs)
     entries, tensors = inventory(model)
     entries = narrow_entries(entries) if precision == "bf16" else entries

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
+from megatrain.checks import PATHS, Rule, one_of, optional
 from megatrain.errors import OptionError
 from megatrain.optim.masters import Kind
 from megatrain.runtime.checkpoint import WeightFiles, read_paths
 from megatrain.saving.replace import present
-from megatrain.sizes import parse_bytes
+from megatrain.scheduler.build import STEP
+from megatrain.sizes import SIZE, parse_bytes
+from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 
-PRECISIONS = ("fp32", "bf16")
-MASTERS = ("exact", "rounded")
-ACTIVATIONS = ("auto", "recompute", "keep", "offload")
-TRANSFERS = ("auto", "copy", "bind")
+PRECISION = one_of("fp32", "bf16")
+TRANSFER = one_of("auto", "copy", "bind")
+COMPILE: Mapping[str, Rule] = {
+    "model": MODEL,
+    "device": optional(DEVICE),
+    "memory": optional(SIZE),
+    "precision": PRECISION,
+    "activations": STEP["activations"],
+    "transfer": TRANSFER,
+    "block_bytes": optional(SIZE),
+    "example_args": EXAMPLE_ARGS,
+    "example_kwargs": EXAMPLE_KWARGS,
+    "weights": optional(PATHS),
+    "masters": one_of("exact", "rounded"),
+}
+"""What the options of `compile` may be, one by one."""
 _MARGIN = 0.9
 
 
@@ -56,22 +72,18 @@ class Options:
         weights: WeightFiles | None = None,
         masters: str = "exact",
     ) -> Options:
-        """Checks the options of `compile`.
+        """Resolves the options of `compile`, each of which is right by itself.
 
         Raises:
-            OptionError: Naming the option, its value, and what it accepts.
+            OptionError: If two of them exclude each other, or the device isn't there.
         """
         target = _read_device(device)
-        check_one_of("precision", precision, PRECISIONS)
-        check_one_of("masters", masters, MASTERS)
         if masters == "rounded" and precision != "bf16":
             raise OptionError(
                 'masters="rounded" needs precision="bf16".\n'
                 "  It says how bf16 parameters take an update; fp32 ones are their own masters.\n"
                 '  Give precision="bf16" as well, or leave masters out.'
             )
-        check_one_of("activations", activations, ACTIVATIONS)
-        check_one_of("transfer", transfer, TRANSFERS)
         if transfer == "bind" and target.type != "cpu":
             raise OptionError(
                 f'transfer="bind" needs the compute device to be the host, but it is {target}.\n'
@@ -97,26 +109,12 @@ class Options:
         return int(free * _MARGIN)
 
 
-def check_one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
-    """Refuses a choice that is none.
-
-    Raises:
-        OptionError: Naming the option, its value, and what it accepts.
-    """
-    if value not in accepted:
-        choices = ", ".join(f'"{a}"' for a in accepted)
-        raise OptionError(f"{name}={value!r} is not known.\n  {name} is one of {choices}.")
-
-
 def _read_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         present = torch.accelerator.current_accelerator(check_available=True)
         target = torch.device("cpu") if present is None else present
     else:
-        try:
-            target = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise OptionError(f'device={device!r} is not a device.\n  Use "cpu", "cuda" or "cuda:0".') from error
+        target = torch.device(device)
     if target.type == "meta":
         raise OptionError('device="meta" can\'t compute.\n  To plan without computing, use trace, lower and schedule.')
     if target.type == "cpu":

@@ -10,18 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.errors import ExecuteError, OptionError, ScheduleError, TraceError
+from megatrain.checks import checked, number, optional
+from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.host_memory import HostPlan, OptimizerLike, host_plan, in_columns, narrow_entries
-from megatrain.options import PRECISIONS, check_one_of
+from megatrain.optim.need import OPTIMIZER
+from megatrain.options import PRECISION
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.runtime.block import outer_hooks_off
+from megatrain.scheduler.build import STEP
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.lifetimes import lifetimes
 from megatrain.scheduler.memory import find_peak
 from megatrain.scheduler.table import Schedule
-from megatrain.sizes import format_bytes, parse_bytes
+from megatrain.sizes import SIZE, format_bytes, parse_bytes
 from megatrain.tracer.collection import paused_collection
+from megatrain.tracer.given import EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.own_code import original
 from megatrain.tracer.sandbox import swapped_state
 from megatrain.tracer.state import inventory
@@ -87,6 +91,19 @@ class Plan:
         )
 
 
+@checked(
+    model=MODEL,
+    device_memory=optional(SIZE),
+    host_memory=optional(SIZE),
+    optimizer=optional(OPTIMIZER),
+    precision=PRECISION,
+    micro_batches=STEP["micro_batches"],
+    max_grad_norm=optional(number(above=0)),
+    activations=STEP["activations"],
+    block_bytes=optional(SIZE),
+    example_args=EXAMPLE_ARGS,
+    example_kwargs=EXAMPLE_KWARGS,
+)
 def plan(
     model: nn.Module,
     *args: Any,
@@ -123,15 +140,12 @@ def plan(
         example_kwargs: Example keyword arguments.
 
     Raises:
-        OptionError: If an option is unknown or unreadable, or no example was given.
+        OptionError: If an option isn't what it may be, or no example was given.
         TraceError: If the model can't be captured faithfully.
         ScheduleError: If the model can't be scheduled so in any memory.
         OptimizerError: If the optimizer can't update block by block.
     """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
-        raise TraceError(f"plan takes an nn.Module, not {type(model).__qualname__}.\n  Pass the model itself.")
     model = original(model)
-    check_one_of("precision", precision, PRECISIONS)
     device_limit = None if device_memory is None else parse_bytes(device_memory, "device_memory")
     host_limit = None if host_memory is None else parse_bytes(host_memory, "host_memory")
     target = None if block_bytes is None else parse_bytes(block_bytes, "block_bytes")

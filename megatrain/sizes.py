@@ -6,14 +6,13 @@ import operator
 import re
 from fractions import Fraction
 
-from megatrain.errors import OptionError
+from megatrain.checks import Rule
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _TEXT = re.compile(r"(?P<number>\d+(\.\d+)?)\s*((?P<prefix>[kmgtp]?)(?P<binary>i?)b)?", re.ASCII)
-_ACCEPTED = (
-    "\n  A size is a positive whole number of bytes, or a number and a unit (KiB, MiB, GiB; KB, MB, GB)."
-    '\n  Write for example "10GiB", "1.5 GiB", "512MB" or 1073741824.'
-)
+# More than any machine addresses; and a text of so many digits is no size.
+_MOST_BYTES = 2**63 - 1
+_MOST_CHARACTERS = 40
 
 
 def parse_bytes(size: int | float | str, option: str = "size") -> int:
@@ -26,22 +25,41 @@ def parse_bytes(size: int | float | str, option: str = "size") -> int:
         option: Name of the option it was given for, for the message.
 
     Raises:
-        OptionError: If it can't be read, or is below one byte.
+        OptionError: If it can't be read, is below one byte, or more than a machine has.
 
     >>> parse_bytes("1.5KiB"), parse_bytes("10 MB"), parse_bytes(512)
     (1536, 10000000, 512)
     """
-    num_bytes = _parse_text(size) if isinstance(size, str) else _parse_number(size)
-    if num_bytes is None:
-        raise OptionError(f"{option}={size!r} is not a size in bytes.{_ACCEPTED}")
-    if num_bytes < 1:
-        raise OptionError(f"{option}={size!r} is less than one byte.{_ACCEPTED}")
+    SIZE.check(option, size)
+    num_bytes = _parse(size)
+    assert num_bytes is not None
     return num_bytes
+
+
+def _fault(size: object) -> str | None:
+    num_bytes = _parse(size)
+    if num_bytes is None:
+        return "is not a size in bytes"
+    if num_bytes < 1:
+        return "is less than one byte"
+    return "is more bytes than any machine has" if num_bytes > _MOST_BYTES else None
+
+
+SIZE = Rule(
+    "a positive whole number of bytes, or a text: a number and a unit (KiB, MiB, GiB; KB, MB, GB)",
+    '{name}="10GiB", "1.5 GiB", "512MB" or 1073741824',
+    _fault,
+)
+"""What `parse_bytes` reads."""
+
+
+def _parse(size: object) -> int | None:
+    return _parse_text(size) if isinstance(size, str) else _parse_number(size)
 
 
 def _parse_text(text: str) -> int | None:
     match = _TEXT.fullmatch(text.strip().lower())
-    if match is None or (match["binary"] and not match["prefix"]):
+    if match is None or len(text) > _MOST_CHARACTERS or (match["binary"] and not match["prefix"]):
         return None
     base = 1024 if match["binary"] else 1000
     number = Fraction(match["number"])

@@ -13,6 +13,7 @@ MODULES = sorted((ROOT / "megatrain").rglob("*.py"))
 # A module may import what stands in its own group or left of it; anything unnamed sits at the right end.
 GROUPS = (
     "errors",
+    "checks",
     "sizes",
     "patches",
     "torch_private",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatrain.checks import Rule
 from megatrain.errors import OptionError
 from megatrain.optim.adamw import native_reason
 from megatrain.optim.master_step import is_one_pass
@@ -106,16 +107,10 @@ def made_over(
         The optimizer, and its parameters by key.
 
     Raises:
-        OptionError: If there is no such class, or it can't be made so.
+        OptionError: If it can't be made so.
     """
-    make: Any = getattr(torch.optim, kind, None) if isinstance(kind, str) else kind
-    if not (isinstance(make, type) and issubclass(make, Optimizer)):
-        raise OptionError(
-            f"optimizer={kind!r} is not known.\n"
-            "  It is an optimizer over the model's parameters, its class, or the name of a class in torch.optim.\n"
-            '  Write for example optimizer="AdamW".'
-        )
-    name, make = make.__name__, cast(Any, make)
+    make: Any = _class_of(kind)
+    name = make.__name__
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parameters = {key: torch.nn.Parameter(empty(spec)) for key, spec in specs.items()}
@@ -127,3 +122,21 @@ def made_over(
                 "  A class gets all of them, in one group with its default options.\n"
                 "  Give an optimizer over those that it shall have; on meta neither takes memory."
             ) from error
+
+
+def _class_of(kind: object) -> object:
+    return getattr(torch.optim, kind, None) if isinstance(kind, str) else kind
+
+
+def _fault(value: object) -> str | None:
+    kind = _class_of(value)
+    is_known = isinstance(kind, Optimizer) or (isinstance(kind, type) and issubclass(kind, Optimizer))
+    return None if is_known else "is not known"
+
+
+OPTIMIZER = Rule(
+    "an optimizer over the model's parameters, its class, or the name of a class in torch.optim",
+    '{name}="AdamW"',
+    _fault,
+)
+"""What `made_over` takes, and an optimizer itself."""

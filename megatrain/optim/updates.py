@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from megatrain.errors import OptimizerError
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.master import Master
 from megatrain.optim.master_step import MasterStep
@@ -229,18 +227,3 @@ def _own(state: dict[Any, Any], gradient: torch.Tensor) -> None:
 def _hide_gradients(found: Gradients) -> None:
     for parameter in found.by_parameter:
         parameter.grad = None
-
-
-def check_max_norm(max_norm: float | None) -> float | None:
-    """Returns the option.
-
-    Raises:
-        OptimizerError: If it isn't a positive number.
-    """
-    is_number = isinstance(max_norm, Real) and not isinstance(max_norm, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if max_norm is not None and not (is_number and 0 < max_norm):  # NaN, too
-        raise OptimizerError(
-            f"max_grad_norm={max_norm!r} must be a positive number.\n  Gradients are scaled down to it.\n"
-            "  Leave it out to not clip."
-        )
-    return max_norm

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatrain.errors import OptionError, WeightsError
+from megatrain.errors import WeightsError
 from megatrain.runtime.index import exists, indexes_of, read_index
 from megatrain.runtime.rules import regular
 from megatrain.tracer.spec import dtype_name
@@ -156,18 +156,8 @@ class Stored:
 
 
 def read_paths(weights: WeightFiles) -> tuple[Path, ...]:
-    """Reads what `compile(weights=...)` takes.
-
-    Raises:
-        OptionError: If it is neither a path nor a list of paths.
-    """
+    """Reads what `compile(weights=...)` takes."""
     paths = [weights] if isinstance(weights, str | os.PathLike) else weights
-    is_list = isinstance(paths, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
-    if not is_list or not paths or not all(isinstance(p, str | os.PathLike) for p in paths):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise OptionError(
-            f"weights={weights!r} is not a path.\n"
-            "  weights is a safetensors file, a folder with such files, or a list of them."
-        )
     return tuple(Path(path) for path in paths)
 
 

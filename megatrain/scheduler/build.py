@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from megatrain.checks import Rule, checked, count, one_of, optional
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.budget import choose_draft, first_fit
 from megatrain.scheduler.draft import Builder, Plan
@@ -9,8 +12,23 @@ from megatrain.scheduler.table import MODES, OUTPUTS, TRANSFERS, UPDATES, Schedu
 from megatrain.scheduler.workload import Workload
 
 ACTIVATIONS = ("auto", "recompute", "keep", "offload")
+# A table has some rows for each micro-batch and block, and takes the longer to check the more it has: this many take
+# minutes, and no more slots are of use than a model has blocks.
+MOST = 10_000
+STEP: Mapping[str, Rule] = {
+    "num_slots": optional(count(1, MOST)),
+    "keep": optional(count()),
+    "activations": one_of(*ACTIVATIONS),
+    "transfer": one_of(*TRANSFERS),
+    "mode": one_of(*MODES),
+    "micro_batches": count(1, MOST),
+    "updates": one_of(*UPDATES),
+    "outputs": one_of(*OUTPUTS),
+}
+"""What the options of a step may be, one by one."""
 
 
+@checked(**STEP, memory=optional(count(1)))
 def schedule(
     workload: Workload,
     *,
@@ -67,11 +85,7 @@ def schedule(
     >>> print(*schedule(Workload((layer, layer, layer), (), ()), num_slots=1).ops)
     W0@0 F0 W1@0 F1 W2@0 F2 B2 W1@0 G2 B1 W0@0 G1 B0 G0
     """
-    _check_options(activations=activations, transfer=transfer, mode=mode, updates=updates, outputs=outputs)
     _check_whole_step(mode, micro_batches, updates, clip, outputs)
-    _check_count("num_slots", num_slots, least=1)
-    _check_count("keep", keep, least=0)
-    _check_count("memory", memory, least=1)
     workload.check()
     builder = Builder(
         workload, mode=mode, transfer=transfer, micro_batches=micro_batches, updates=updates, clip=clip, outputs=outputs
@@ -80,6 +94,7 @@ def schedule(
     return builder.finish(draft)
 
 
+@checked(num_slots=STEP["num_slots"], memory=optional(count(1)))
 def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory: int | None = None) -> Schedule:
     """The backward alone of a step whose forward ran as `forward` says and whose slots were since reused.
 
@@ -100,35 +115,15 @@ def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory
             "a schedule of a whole step, with micro-batches, updates, a norm or released outputs, can't be split.\n"
             "  Only one micro-batch whose outputs are kept, without ops of the host, has a backward of its own."
         )
-    _check_count("num_slots", num_slots, least=1)
-    _check_count("memory", memory, least=1)
     builder = Builder(forward.known_workload(), mode="backward", transfer=forward.transfer)
     counts = (2, 1) if num_slots is None else (num_slots,)
     plans = [Plan(count, forward.keep, forward.saves) for count in counts]
     return builder.finish(first_fit(builder, plans, memory))
 
 
-_KNOWN = {"activations": ACTIVATIONS, "transfer": TRANSFERS, "mode": MODES, "updates": UPDATES, "outputs": OUTPUTS}
-
-
-def _check_options(**options: str) -> None:
-    for name, given in options.items():
-        if given not in _KNOWN[name]:
-            listed = ", ".join(f'"{k}"' for k in _KNOWN[name])
-            raise OptionError(f"{name}={given!r} is unknown.\n  Known are {listed}.")
-
-
 def _check_whole_step(mode: str, micro_batches: int, updates: str, clip: bool, outputs: str) -> None:
-    _check_count("micro_batches", micro_batches, least=1)
     if mode != "train" and (micro_batches > 1 or updates != "none" or clip or outputs != "keep"):
         raise OptionError(
             f'mode="{mode}" with micro-batches, updates, a norm or released outputs makes no sense.\n'
             '  They belong to a whole step: use mode="train".'
-        )
-
-
-def _check_count(name: str, given: int | None, *, least: int) -> None:
-    if given is not None and (type(given) is not int or given < least):
-        raise OptionError(
-            f"{name}={given!r} must be an integer of at least {least}.\n  Counts and bytes are plain integers here."
         )

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatrain.checks import checked, optional
 from megatrain.errors import ScheduleError
 from megatrain.passes.program import Block, Program
+from megatrain.scheduler.build import STEP
 from megatrain.scheduler.build import schedule as build_schedule
 from megatrain.scheduler.table import Schedule
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload, merged
-from megatrain.sizes import parse_bytes
+from megatrain.sizes import SIZE, parse_bytes
 from megatrain.tracer.spec import TensorSpec
 
 SLOT_ALIGNMENT = 64
@@ -41,6 +43,7 @@ def workload(program: Program, *, update_traffic: int = UPDATE_TRAFFIC) -> Workl
     )
 
 
+@checked(**STEP, memory=optional(SIZE))
 def schedule(
     program: Program,
     *,
@@ -58,11 +61,11 @@ def schedule(
     """Places one step of `program` on the streams; see `megatrain.scheduler.build.schedule` for the options.
 
     Raises:
-        OptionError: As there, or if `memory` is unreadable.
+        OptionError: As there.
         ScheduleError: As there; or if a buffer can't go from one micro-batch to the next, because a block reads it
             ahead of the one that computes its new value.
     """
-    if type(micro_batches) is int and micro_batches > 1:
+    if micro_batches > 1:
         check_buffers(program)
     return build_schedule(
         workload(program),

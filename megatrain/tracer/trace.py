@@ -10,12 +10,14 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatrain.checks import checked, optional
 from megatrain.errors import TraceError
 from megatrain.torch_features import check_torch
 from megatrain.tracer.assuming import Assuming
 from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.attempt import Attempt, MakeFakeError, WrittenInputError
 from megatrain.tracer.functions import recorded_functions
+from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.inputs import WrittenInputs, bind_inputs, check_arguments, device_of
 from megatrain.tracer.layouts import check_plain_state
 from megatrain.tracer.maps import recorded_maps
@@ -41,6 +43,7 @@ from megatrain.tracer.traced import TracedModule
 from megatrain.tracer.watch import StrayWatch
 
 
+@checked(model=MODEL, args=EXAMPLE_ARGS, kwargs=EXAMPLE_KWARGS, device=optional(DEVICE))
 def trace(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -68,6 +71,7 @@ def trace(
         The capture, checked.
 
     Raises:
+        OptionError: If an option isn't what it may be.
         TorchError: If this version of torch can't be used.
         TraceError: If the forward can't be captured faithfully. The model's own exceptions pass unchanged.
     """

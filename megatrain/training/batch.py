@@ -57,20 +57,6 @@ def micro_batches(batch: Any) -> list[MicroBatch]:
     return [MicroBatch.of(given) for given in batch]  # pyright: ignore[reportUnknownVariableType]
 
 
-def check_functions(**options: object) -> None:
-    """Refuses options that are neither a function nor None.
-
-    Raises:
-        OptionError: Naming the option.
-    """
-    for name, function in options.items():
-        if function is not None and not callable(function):
-            raise OptionError(
-                f"{name}={function!r} is no function.\n  It is called for each micro-batch.\n"
-                f"  Give {name} a function, such as a lambda, or leave it out."
-            )
-
-
 def untrained(batch: MicroBatch) -> Arguments:
     """Returns the arguments of a micro-batch, flattened.
 

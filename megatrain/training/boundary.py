@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.errors import ExecuteError, OptionError
+from megatrain.errors import ExecuteError
 from megatrain.optim.updates import Updates
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.whole_step import StepRun
@@ -36,19 +36,12 @@ class Boundary:
     Args:
         on_nonfinite: As in `TrainStep`.
 
-    Raises:
-        OptionError: If that is unknown.
-
     Attributes:
         progress: What has been trained.
         broken: Why no step can follow; None as long as one can.
     """
 
     def __init__(self, on_nonfinite: str | None):
-        if on_nonfinite not in (None, "raise", "skip"):
-            raise OptionError(
-                f'on_nonfinite={on_nonfinite!r} is not known.\n  on_nonfinite is one of None, "raise", "skip".'
-            )
         self._on_nonfinite = on_nonfinite
         self.progress = Progress()
         self.broken: str | None = None

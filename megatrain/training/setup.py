@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatrain.compiled import Compiled, Variant
-from megatrain.errors import ExecuteError, OptimizerError, OptionError
+from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.host_memory import HostPlan, host_plan
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.threads import update_threads
@@ -55,9 +55,6 @@ class Setup:
         overlap: Whether updates may run beside the device's work.
         needs_norm: Whether updates wait for a norm.
 
-    Raises:
-        OptionError: If `overlap` is no bool.
-
     Attributes:
         updates: Take the gradients of the blocks; None before the first step.
         is_completing: Whether updates that were due are being taken.
@@ -72,11 +69,6 @@ class Setup:
         overlap: bool,
         needs_norm: bool,
     ):
-        if not isinstance(overlap, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise OptionError(
-                f"overlap={overlap!r} is neither True nor False.\n"
-                "  It says whether updates may run beside the device's work."
-            )
         self._compiled = compiled
         self._optimizer = optimizer
         self._max_norm = max_norm

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain.checks import checked, instance_of, number, one_of, optional
 from megatrain.compiled import Variant
 from megatrain.compiled_module import CompiledModule
-from megatrain.errors import ExecuteError, OptionError
+from megatrain.errors import ExecuteError
 from megatrain.host_memory import HostPlan
 from megatrain.optim.per_parameter import check_per_parameter
-from megatrain.optim.updates import check_max_norm
 from megatrain.optim.whole_step import Optimizer
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.stopwatch import Stopwatch
@@ -25,7 +25,7 @@ from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.table import Schedule
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.training import checkpoint
-from megatrain.training.batch import Loss, Weight, check_functions, micro_batches, shares
+from megatrain.training.batch import Loss, Weight, micro_batches, shares
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.checkpoint import Scheduler
 from megatrain.training.completion import Completion
@@ -72,6 +72,12 @@ class TrainStep:
         user: What `save` was given, after `load`.
     """
 
+    @checked(
+        compiled=instance_of(CompiledModule, "a model that megatrain.compile made", "megatrain.compile(model)"),
+        optimizer=instance_of(Optimizer, "an optimizer of torch", "torch.optim.AdamW(compiled.parameters()), say"),
+        max_grad_norm=optional(number(above=0)),
+        on_nonfinite=optional(one_of("raise", "skip")),
+    )
     def __init__(
         self,
         compiled: CompiledModule,
@@ -83,12 +89,6 @@ class TrainStep:
         overlap: bool = True,
         on_nonfinite: str | None = None,
     ):
-        if not isinstance(compiled, CompiledModule):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise OptionError(
-                f"TrainStep takes a compiled model, not a {type(compiled).__qualname__}.\n"
-                "  It runs the model's schedule.\n  Pass megatrain.compile(model)."
-            )
-        check_functions(loss=loss, weight=weight)
         check_per_parameter(optimizer)
         self._compiled = compiled.megatrain
         self._loss = loss
@@ -97,7 +97,7 @@ class TrainStep:
         self._setup = Setup(
             self._compiled,
             optimizer,
-            max_norm=check_max_norm(max_grad_norm),
+            max_norm=max_grad_norm,
             overlap=overlap,
             needs_norm=max_grad_norm is not None or on_nonfinite is not None,
         )

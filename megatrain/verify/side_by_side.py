@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain.checks import checked, count, number, optional
 from megatrain.compiling import compile as compile_model
 from megatrain.errors import OptionError
+from megatrain.tracer.given import MODEL
 from megatrain.tracer.own_code import original
 from megatrain.tracer.structure import Arguments
 from megatrain.verify.bisect import find_first_difference
@@ -77,7 +79,7 @@ def verify(  # the options of compile() beside its own
         The report; `report.ok` is the verdict.
 
     Raises:
-        OptionError: If an option is unreadable, or could as well be an argument of the forward.
+        OptionError: If an option isn't what it may be, or could as well be an argument of the forward.
         TraceError: And whatever else `compile` and a compiled step raise, unchanged.
         ExecuteError: If the model can't be copied.
     """
@@ -91,12 +93,11 @@ def verify(  # the options of compile() beside its own
     own = {"steps": steps != 2, "seed": seed != 0, "learning_rate": learning_rate != 0.05}
     own |= {"tolerance": tolerance is not None, "loss": loss is not None}
     _refuse_ambiguous(model, args, [k for k, v in named.items() if v is not None] + [k for k, v in own.items() if v])
-    options = dict(compile_options or {}) | {k: v for k, v in named.items() if v is not None}
     return verify_call(
         model,
         args,
         kwargs,
-        options,
+        _options(compile_options, named),
         steps=steps,
         seed=seed,
         learning_rate=learning_rate,
@@ -105,6 +106,20 @@ def verify(  # the options of compile() beside its own
     )
 
 
+@checked()
+def _options(compile_options: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `compile`, which checks them one by one."""
+    return {**(compile_options or {}), **{name: value for name, value in named.items() if value is not None}}
+
+
+@checked(
+    model=MODEL,
+    # A report has a line for each tensor of each step, and the weights move on with each.
+    steps=count(1, 10_000),
+    seed=count(-(2**63), 2**63 - 1),
+    learning_rate=number(least=0, below=math.inf, example=0.05),
+    tolerance=optional(number(least=0, below=math.inf, example=1e-5)),
+)
 def verify_call(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -118,7 +133,6 @@ def verify_call(
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Report:
     """Does what `verify` does, for a call whose arguments stay apart from the options of `compile`."""
-    _check_numbers(steps, learning_rate, tolerance)
     model = original(model)
     # Reads the options without touching the model; precision="bf16" would change it.
     compiled = None if _is_narrowing(model, options) else compile_model(model, **options)
@@ -204,18 +218,6 @@ def _notes(expected: Observation) -> list[str]:
     if lost:
         found.append(f"eager PyTorch itself has NaN, which equals NaN, in {lost[0]}" + " and others" * (len(lost) > 1))
     return found
-
-
-def _check_numbers(steps: int, learning_rate: float, tolerance: float | None) -> None:
-    if steps < 1:
-        raise OptionError(f"steps={steps!r} is below one.\n  There must be a step to compare.\n  Use steps=2.")
-    if not 0 <= learning_rate < math.inf:
-        raise OptionError(f"learning_rate={learning_rate!r} is not a size.\n  It is 0 or more.\n  Use 0.05.")
-    if tolerance is not None and not 0 <= tolerance < math.inf:
-        raise OptionError(
-            f"tolerance={tolerance!r} is not a size.\n  It is 0 or more, relative to a tensor's largest value.\n"
-            "  Use 1e-5, or leave it out to go by dtype."
-        )
 
 
 def _refuse_ambiguous(model: nn.Module, args: tuple[Any, ...], given: list[str]) -> None:

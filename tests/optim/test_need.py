@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import OptimizerError, OptionError
-from megatrain.optim.need import made_over, optimizer_need
+from megatrain.optim.need import OPTIMIZER, made_over, optimizer_need
 from megatrain.optim.stand_ins import Updated
 from megatrain.optim.whole_step import step_code
 from megatrain.tracer.spec import TensorSpec
@@ -195,6 +195,6 @@ def test_a_class_is_made_over_parameters_without_memory():
 def test_what_is_no_optimizer_or_takes_other_parameters_is_refused():
     for unknown in ("Adamw", "Optimizers", nn.Linear, 3):
         with pytest.raises(OptionError, match=r"optimizer=.* is not known"):
-            made_over(unknown, {})  # type: ignore[arg-type]
+            OPTIMIZER.check("optimizer", unknown)
     with pytest.raises(OptionError, match="optimizer=Muon can't be made over all trained parameters"):
         made_over("Muon", {"a": TensorSpec((3,), torch.float32)})

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import ExecuteError, OptionError, TraceError
+from megatrain.errors import ExecuteError, OptionError
 from megatrain.runtime.streams import Chaos
 from tests.models import MODELS, Gpt
 from tests.threads import living
@@ -63,8 +63,10 @@ def test_unknown_option() -> None:
 
 
 def test_not_a_module() -> None:
-    with pytest.raises(TraceError, match=r"compile takes an nn\.Module"):
+    with pytest.raises(OptionError, match=r"(?s)^model=<function .* is a function\.\n  model is an nn\.Module\."):
         megatrain.compile(lambda x: x)
+    with pytest.raises(OptionError, match=r"^model=.* is the class itself, not an object of it\."):
+        megatrain.compile(nn.Linear)
 
 
 def test_nothing_compiled_yet() -> None:

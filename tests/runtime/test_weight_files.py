@@ -233,10 +233,12 @@ def test_files_that_are_not_there_or_ambiguous(tmp_path: Path, build, message: s
     assert message in refusal(on_meta(), weights, tmp_path).split("\n")[0]
 
 
-@pytest.mark.parametrize("weights", [5, [], [5], {"a": "b"}])
+@pytest.mark.parametrize("weights", [5, [], {"a": "b"}])
 def test_weights_that_are_no_path(weights: object):
     with pytest.raises(OptionError, match=r"weights=.* is not a path"):
         megatrain.compile(on_meta(), device="cpu", weights=weights)
+    with pytest.raises(OptionError, match=r"weights=\[5\] has 5, which is not a path but an int"):
+        megatrain.compile(on_meta(), device="cpu", weights=[5])
 
 
 def test_a_file_given_twice_is_read_once(tmp_path: Path):

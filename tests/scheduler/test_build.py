@@ -163,13 +163,13 @@ def test_too_little_memory_is_explained():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_slots": 0}, "num_slots=0 must be an integer of at least 1."),
-        ({"keep": -1}, "keep=-1 must be"),
-        ({"memory": 0}, "memory=0 must be"),
-        ({"memory": True}, "memory=True must be"),
-        ({"activations": "drop"}, "activations='drop' is unknown."),
-        ({"transfer": "send"}, "transfer='send' is unknown."),
-        ({"mode": "sideways"}, "mode='sideways' is unknown."),
+        ({"num_slots": 0}, "num_slots=0 is less than 1."),
+        ({"keep": -1}, "keep=-1 is less than 0."),
+        ({"memory": 0}, "memory=0 is less than"),
+        ({"memory": True}, "memory=True is not a"),
+        ({"activations": "drop"}, "activations='drop' is not known."),
+        ({"transfer": "send"}, "transfer='send' is not known."),
+        ({"mode": "sideways"}, "mode='sideways' is not known."),
     ],
 )
 def test_an_unknown_option_is_named(options, message):

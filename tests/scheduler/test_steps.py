@@ -179,9 +179,9 @@ def test_a_simulated_whole_step_is_as_long_as_its_longest_chain(plan: Schedule, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"micro_batches": 0}, "micro_batches=0 must be an integer of at least 1."),
-        ({"updates": "later"}, "updates='later' is unknown."),
-        ({"outputs": "drop"}, "outputs='drop' is unknown."),
+        ({"micro_batches": 0}, "micro_batches=0 is less than 1."),
+        ({"updates": "later"}, "updates='later' is not known."),
+        ({"outputs": "drop"}, "outputs='drop' is not known."),
         ({"mode": "forward", "micro_batches": 2}, 'mode="forward" with micro-batches, updates, a norm'),
         ({"mode": "backward", "clip": True}, 'mode="backward" with micro-batches, updates, a norm'),
     ],

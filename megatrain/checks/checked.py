@@ -1,0 +1,95 @@
+"""checked(): a decorator that refuses what a function's options can't be, before the function does anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast, get_type_hints
+
+from megatrain.checks.hints import rule_of
+from megatrain.checks.rules import Rule
+
+_Checked = TypeVar("_Checked", bound=Callable[..., Any])
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def checked(**rules: Rule) -> Callable[[_Checked], _Checked]:
+    """Checks what a function is called with: by its rules, and where an option has none, by its type.
+
+    Only what the caller gives is checked; defaults are right. What doesn't fit the signature at all, Python refuses
+    itself. A class is checked where an object of it is made.
+
+    Args:
+        rules: By the names of parameters, for what their types don't say.
+
+    Raises:
+        OptionError: From the decorated function; see `Rule.check`.
+
+    >>> from megatrain.checks import count
+    >>> @checked(micro_batches=count(1, 100))
+    ... def plan(micro_batches: int, overlap: bool = True): ...
+    >>> plan(0)
+    Traceback (most recent call last):
+    megatrain.errors.OptionError: micro_batches=0 is less than 1.
+      micro_batches is a whole number from 1 to 100.
+      Give micro_batches=1.
+    """
+
+    def decorate(target: _Checked) -> _Checked:
+        if not isinstance(target, type):
+            return cast(_Checked, _wrapped(target, target, rules))
+        # A frozen class is still open: only its objects are closed.
+        vars_of: Any = target
+        vars_of.__init__ = _wrapped(vars_of.__init__, target if dataclasses.is_dataclass(target) else None, rules)
+        return target
+
+    return decorate
+
+
+def _wrapped(function: Callable[..., Any], annotated: Any, rules: Mapping[str, Rule]) -> Callable[..., Any]:
+    options = _Options(function, function if annotated is None else annotated, rules)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        options.check(args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+class _Options:
+    """The parameters of a function with their rules.
+
+    Args:
+        function: The function.
+        annotated: Whose annotations say the types: the function, or the dataclass that it makes.
+        rules: Those given by hand.
+    """
+
+    def __init__(self, function: Callable[..., Any], annotated: Any, rules: Mapping[str, Rule]):
+        parameters = inspect.signature(function).parameters
+        assert set(rules) <= set(parameters), f"{function.__qualname__} has no {set(rules) - set(parameters)}"
+        self._annotated = annotated
+        self._given = rules
+        self._by_position = [name for name, p in parameters.items() if p.kind in _BY_POSITION]
+        self._names = [name for name, p in parameters.items() if p.kind not in _VARIADIC]
+        self._defaults = {name for name, p in parameters.items() if p.default is not p.empty}
+
+    @functools.cached_property
+    def _rules(self) -> dict[str, Rule]:
+        """Made at the first call: annotations are texts, which may name what is defined further below."""
+        hints = get_type_hints(self._annotated)
+        found = {name: self._given.get(name) or rule_of(hints.get(name, Any)) for name in self._names}
+        return {name: rule for name, rule in found.items() if rule is not None}
+
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Checks the arguments of a call."""
+        rules = self._rules
+        for name, value in (*zip(self._by_position, args, strict=False), *kwargs.items()):
+            rule = rules.get(name)
+            # The rule's own test first: a call that is right costs little more than that.
+            if rule is not None and rule.fault(value) is not None:
+                rule.check(name, value, has_default=name in self._defaults)

@@ -1,0 +1,241 @@
+"""Rule: what a value must be, as a test and as words for those who gave another one."""
+
+from __future__ import annotations
+
+import inspect
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isnan
+from numbers import Real
+from typing import Any
+
+from megatrain.errors import OptionError
+
+Fault = Callable[[Any], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a value must be.
+
+    Args:
+        text: Completes "precision is ...".
+        way: Completes "Give ..."; `{name}` stands for the option's name.
+        fault: Completes "precision='fp8' ..." for a value that breaks the rule; None for any other.
+    """
+
+    text: str
+    way: str
+    fault: Fault
+
+    def check(self, name: str, value: object, *, has_default: bool = False) -> None:
+        """Refuses a value that breaks the rule.
+
+        Args:
+            name: Of the option.
+            value: What was given for it.
+            has_default: The option may be left out.
+
+        Raises:
+            OptionError: What is wrong, the rule, and the way out.
+
+        >>> one_of("fp32", "bf16").check("precision", "fp8", has_default=True)
+        Traceback (most recent call last):
+        megatrain.errors.OptionError: precision='fp8' is not known.
+          precision is "fp32" or "bf16".
+          Give precision="fp32", or leave it out.
+        """
+        fault = self.fault(value)
+        if fault is not None:
+            otherwise = ", or leave it out" if has_default else ""
+            raise OptionError(
+                f"{name}={shown(value)} {fault}.\n  {name} is {self.text}.\n"
+                f"  Give {self.way.format(name=name)}{otherwise}."
+            )
+
+
+def one_of(*choices: str) -> Rule:
+    """One of these words."""
+    *rest, last = (f'"{choice}"' for choice in choices)
+    return Rule(
+        f"{', '.join(rest)} or {last}" if rest else last,
+        f'{{name}}="{choices[0]}"',
+        lambda value: None if isinstance(value, str) and value in choices else "is not known",
+    )
+
+
+def count(least: int = 0, most: int | None = None) -> Rule:
+    """A whole number from `least` to `most`; a bool is none."""
+
+    def fault(value: Any) -> str | None:
+        if not isinstance(value, int) or isinstance(value, bool):
+            return "is not a whole number"
+        if value < least:
+            return f"is less than {least}"
+        return f"is more than {most}" if most is not None and value > most else None
+
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+    return Rule(f"a whole number {bounds}", f"{{name}}={least if least > 0 else max(least, 0)}", fault)
+
+
+def number(*, least: float = -inf, above: float = -inf, below: float = inf, example: float = 1.0) -> Rule:
+    """A number within bounds; NaN and bools are none.
+
+    Args:
+        least: The smallest that is allowed.
+        above: All that are allowed are larger.
+        below: All that are allowed are smaller, so infinity isn't; where it is infinite itself, infinity is allowed.
+        example: One that is allowed.
+    """
+
+    def fault(value: Any) -> str | None:
+        if not isinstance(value, Real) or isinstance(value, bool) or isnan(value):
+            return "is not a number"
+        if value < least or (above != -inf and value <= above):
+            return f"is less than {least:g}" if value < least else f"is not above {above:g}"
+        return f"is not below {below:g}" if below != inf and value >= below else None
+
+    bounds = [f"of at least {least:g}"] * (least != -inf) + [f"above {above:g}"] * (above != -inf)
+    bounds += [f"below {below:g}"] * (below != inf)
+    return Rule(" ".join(["a number", " and ".join(bounds)]).rstrip(), f"{{name}}={example:g}", fault)
+
+
+def function(num_arguments: int | None = None) -> Rule:
+    """Something to call, with so many arguments by position; None for any."""
+
+    def fault(value: Any) -> str | None:
+        if not callable(value):
+            return "is no function"
+        if num_arguments is not None and not _takes(value, num_arguments):
+            return f"can't be called with {num_arguments} argument{'s' * (num_arguments != 1)}"
+        return None
+
+    taken = "" if num_arguments is None else f" of {num_arguments} argument{'s' * (num_arguments != 1)}"
+    return Rule(f"a function{taken}", "a function, such as a lambda", fault)
+
+
+def _takes(called: Callable[..., Any], num_arguments: int) -> bool:
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):
+        return True  # written in C: only a call can tell
+    try:
+        signature.bind(*(None,) * num_arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def instance_of(kind: type, what: str | None = None, way: str | None = None) -> Rule:
+    """An object of a class.
+
+    Args:
+        kind: The class.
+        what: The class in words; default: its name.
+        way: Where such an object comes from.
+    """
+    words = what or _with_article(kind.__qualname__)
+
+    def fault(value: Any) -> str | None:
+        if isinstance(value, kind):
+            return None
+        is_class = isinstance(value, type) and issubclass(value, kind)
+        return "is the class itself, not an object of it" if is_class else f"is {named(value)}"
+
+    return Rule(words, way or f"{{name}} {words}", fault)
+
+
+def optional(rule: Rule) -> Rule:
+    """What a rule says, or None."""
+    return Rule(f"{rule.text}, or None", rule.way, lambda value: None if value is None else rule.fault(value))
+
+
+def either(*rules: Rule) -> Rule:
+    """What one of several rules says."""
+
+    def fault(value: Any) -> str | None:
+        faults = [rule.fault(value) for rule in rules]
+        return None if None in faults else faults[0] if len(set(faults)) == 1 else f"is {named(value)}"
+
+    return Rule(", or ".join(rule.text for rule in rules), rules[0].way, fault)
+
+
+def sequence_of(rule: Rule | None = None, kinds: tuple[type, ...] = (Sequence,), what: str = "a list") -> Rule:
+    """A list or tuple of what a rule says; a text is none.
+
+    Args:
+        rule: For each item; None for anything.
+        kinds: Classes that will do.
+        what: These classes in words.
+    """
+
+    def fault(value: Any) -> str | None:
+        if not isinstance(value, kinds) or isinstance(value, str | bytes | bytearray):
+            return f"is {named(value)}"
+        if rule is None:
+            return None
+        faults = ((f"item {i},", item, rule.fault(item)) for i, item in enumerate(value))
+        return _first(faults)  # pyright: ignore[reportUnknownArgumentType]
+
+    items = "" if rule is None else f", each of them {rule.text}"
+    return Rule(f"{what}{items}", f"{{name}} {what}", fault)
+
+
+def _first(faults: Iterable[tuple[str, object, str | None]]) -> str | None:
+    """Words for the first part of a value that has a fault: what it is, it, and the fault."""
+    return next((f"has {part} {shown(item)}, which {fault}" for part, item, fault in faults if fault is not None), None)
+
+
+def mapping_of(value_rule: Rule | None = None, key_rule: Rule | None = None) -> Rule:
+    """A dict of what a rule says by names.
+
+    Args:
+        value_rule: For each value; None for anything.
+        key_rule: For each key; None for texts.
+    """
+    keys = key_rule or TEXT
+
+    def fault(value: Any) -> str | None:
+        if not isinstance(value, Mapping):
+            return f"is {named(value)}"
+        items: Mapping[Any, Any] = value
+        wrong = _first(("the key", key, keys.fault(key)) for key in items)
+        if wrong is not None or value_rule is None:
+            return wrong
+        return _first((f"at {shown(key)}", found, value_rule.fault(found)) for key, found in items.items())
+
+    values = "" if value_rule is None else f", each value {value_rule.text}"
+    return Rule(f"a dict whose keys are each {keys.text}{values}", "{name} a dict", fault)
+
+
+_NO_FLAG = "is neither True nor False"
+FLAG = Rule(
+    "True or False", "{name}=True", lambda value: None if isinstance(value, bool) else "is neither True nor False"
+)
+TEXT = Rule("a text", "{name} a text", lambda value: None if isinstance(value, str) else f"is {named(value)}")
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 4
+
+
+def shown(value: object) -> str:
+    """A value in one short line, whatever it is."""
+    try:
+        text = _SHORT.repr(value)
+    except Exception:  # whoever wrote its class; a message about something else must not fail by it
+        text = "\n"
+    return text if "\n" not in text else f"<{type(value).__qualname__}>"
+
+
+def named(value: object) -> str:
+    """What a value is, with an article."""
+    if value is None:
+        return "None"
+    return f"the class {value.__qualname__}" if isinstance(value, type) else _with_article(type(value).__qualname__)
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[:1] in 'aeiouAEIO' else 'a'} {name}"
