@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from megatrain.checks import Rule, checked, one_of, optional
+from megatrain.checks import Rule, checked, count, one_of, optional
 from megatrain.errors import ExecuteError
 from megatrain.optim.masters import Masters
 from megatrain.optim.need import OPTIMIZER, OptimizerNeed, made_over, optimizer_need
@@ -36,6 +36,7 @@ class HostRow:
     nbytes: int
 
 
+@checked(num_parameters=count(), held_bytes=count())
 @dataclass(frozen=True, slots=True)
 class HostPlan:
     """What a step takes of host memory; prints as a table.
@@ -59,10 +60,12 @@ class HostPlan:
         """The sum of all rows; a step holds no more at any moment."""
         return sum(row.nbytes for row in self.rows)
 
+    @checked()
     def bytes_of(self, name: str) -> int:
         """Returns the bytes of a row, or of all rows `name.*`; 0 if there is none."""
         return sum(row.nbytes for row in self.rows if row.name == name or row.name.startswith(f"{name}."))
 
+    @checked(available_bytes=optional(count()))
     def check(self, available_bytes: int | None = None) -> None:
         """Refuses a step that takes more than there is; to be called before anything is allocated.
 

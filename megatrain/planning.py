@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import checked, number, optional
+from megatrain.checks import checked, count, number, optional
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.host_memory import HostPlan, OptimizerLike, host_plan, in_columns, narrow_entries
 from megatrain.optim.need import OPTIMIZER
@@ -33,6 +33,7 @@ from megatrain.tracer.structure import Arguments
 from megatrain.tracer.trace import trace
 
 
+@checked(device_memory=optional(count(1)), host_memory=optional(count(1)), precision=PRECISION)
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A training step on paper; made by `plan`, printed by `str`.

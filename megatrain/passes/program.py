@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from megatrain.checks import checked
 from megatrain.passes.interpret import opaque_calls
 from megatrain.tracer.opaque import Opaque
 from megatrain.tracer.spec import TensorSpec
@@ -39,6 +40,7 @@ class TemplateCost:
     forward_flops: int
 
 
+@checked()
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
     """The code of a block without its state.
@@ -86,6 +88,7 @@ class Value:
     storage_bytes: int
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class Block:
     """A contiguous piece of the graph, in execution order.
@@ -115,6 +118,7 @@ class OutputRef:
     name: str
 
 
+@checked()
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """A model as blocks over shared templates; prints itself, one line per block.
@@ -148,6 +152,7 @@ class Program:
     device: torch.device
     provenance: tuple[str, ...] = ()
 
+    @checked()
     def state_bytes(self, block: Block) -> int:
         """Bytes of the elements of a block's state."""
         return sum(self.state[key].spec.nbytes for key in block.binding)
@@ -157,6 +162,7 @@ class Program:
         """All modules that run their own code at each step."""
         return tuple(call for block in self.blocks for call in self.opaque(block))
 
+    @checked()
     def opaque(self, block: Block) -> tuple[Opaque, ...]:
         """Modules in a block that run their own code."""
         return opaque_calls(self.templates[block.template].graph)

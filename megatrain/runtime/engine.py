@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain.checks import checked
 from megatrain.errors import ExecuteError
 from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
@@ -38,6 +39,7 @@ class Engine:
         turn: Of the model.
     """
 
+    @checked()
     def __init__(
         self,
         model: nn.Module,
@@ -110,11 +112,13 @@ class Engine:
         with self._moving():
             self.store.refresh(self.tensors)
 
+    @checked()
     def set_chaos(self, chaos: Chaos | None) -> None:
         """Replaces the streams by new ones, disturbed by `chaos` or not at all; for tests, between calls."""
         self.chaos = chaos
         self.streams = StreamSet(self.device, chaos=chaos, recording=self._recording)
 
+    @checked()
     def adopt(self, program: Program) -> list[BlockImage]:
         """Brings the state of a program's blocks into the host store and returns each block's image.
 
@@ -169,6 +173,7 @@ class Engine:
                     '  Move the model back with model.to("cpu").'
                 )
 
+    @checked()
     def runner(self, template: Template) -> BlockRunner:
         """Returns the runner of a template; variants with equal templates share it."""
         key = template_key(template)

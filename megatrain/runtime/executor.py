@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from megatrain.checks import checked
 from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.engine import Engine
@@ -29,6 +30,7 @@ class Executor:
         model: The model, whose parameters move into a host store; or the engine that holds it already.
     """
 
+    @checked()
     def __init__(self, program: Program, schedule: Schedule, model: nn.Module | Engine):
         engine = model if isinstance(model, Engine) else Engine(model, program.device)
         self.program = program
@@ -51,6 +53,7 @@ class Executor:
         self._engine.find_replaced()
         return [self._engine.tensors[key] for key in self.facts.trained]
 
+    @checked()
     def forward(self, inputs: Sequence[torch.Tensor]) -> Call:
         """Runs the forward half of the schedule.
 
@@ -89,6 +92,7 @@ class Executor:
             call.close(FAILED)
             raise
 
+    @checked()
     def backward(
         self,
         call: Call,
@@ -166,6 +170,7 @@ class Executor:
     def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
         return call.values[name].detach() if kind == "value" else self.state_output(name)
 
+    @checked()
     def state_output(self, key: str) -> torch.Tensor:
         """Returns a parameter or buffer that the model returns: the tensor itself where the device is the host."""
         state = self._engine.tensors[key]

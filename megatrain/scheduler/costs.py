@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from statistics import median
 from typing import NamedTuple
 
+from megatrain.checks import checked, number
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.memory import op_bytes
 from megatrain.scheduler.op import INSTRUCTIONS, PER_MICRO_BATCH, STREAMS, Op, Stream
 from megatrain.scheduler.table import Position, Schedule
 from megatrain.scheduler.workload import Workload
 
+_RATE = number(above=0, example=1e9)
 
+
+@checked(
+    h2d_bytes_per_s=_RATE,
+    d2h_bytes_per_s=_RATE,
+    flops_per_s=_RATE,
+    launch_s=number(least=0, below=inf, example=0.0),
+    host_bytes_per_s=_RATE,
+)
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """Rates of a machine, measured or given.
@@ -36,11 +46,6 @@ class Hardware:
     flops_per_s: float
     launch_s: float = 0.0
     host_bytes_per_s: float = float("inf")
-
-    def __post_init__(self) -> None:
-        rates = (self.h2d_bytes_per_s, self.d2h_bytes_per_s, self.flops_per_s, self.host_bytes_per_s)
-        if min(rates) <= 0 or self.launch_s < 0:
-            raise OptionError(f"{self} isn't a machine: rates are positive, times not negative.")
 
 
 class OpKind(NamedTuple):

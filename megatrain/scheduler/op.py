@@ -31,7 +31,7 @@ PER_MICRO_BATCH = "FBA"
 # The block of an op that concerns no block in particular (`N`).
 NO_BLOCK = -1
 
-_TOKEN = re.compile(r"(?P<what>[WAFBGNU])(?P<block>\d+)?(?:\.(?P<micro>\d+))?(?:@(?P<slot>\d+))?")
+_TOKEN = re.compile(r"(?P<what>[WAFBGNU])(?P<block>\d{1,18})?(?:\.(?P<micro>\d{1,18}))?(?:@(?P<slot>\d{1,18}))?")
 
 
 @dataclass(frozen=True, slots=True)

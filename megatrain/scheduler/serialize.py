@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from megatrain.checks import checked
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.op import STREAMS, parse_op
 from megatrain.scheduler.table import Schedule, Slot, Tick
@@ -32,6 +33,7 @@ def schedule_to_json(schedule: Schedule) -> str:
     return json.dumps(data)
 
 
+@checked()
 def schedule_from_json(text: str) -> Schedule:
     """Reads what `schedule_to_json` wrote.
 
@@ -52,7 +54,7 @@ def schedule_from_json(text: str) -> Schedule:
             **{name: data[name] for name in _FIGURES},
             **{name: data.get(name, default) for name, default in _STEP_FACTS.items()},
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ScheduleError(f"this JSON is no schedule: {type(error).__name__}: {error}") from error
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
+from megatrain.checks import checked
 from megatrain.scheduler.costs import Costs, op_durations
 from megatrain.scheduler.dependency import dependency_graph, derive_waits
 from megatrain.scheduler.op import STREAMS, Stream
@@ -43,6 +44,7 @@ class Simulation:
         return f"step {self.step_s * 1e3:.3f} ms; busy: {busy}; bound by {self.bound}"
 
 
+@checked()
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """Runs every op as soon as its stream is free and what it waits for is done.
 
@@ -69,6 +71,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     return Simulation(step_s, busy, max(STREAMS, key=lambda s: total[s]), tuple(timeline))
 
 
+@checked()
 def critical_path(schedule: Schedule, costs: Costs) -> tuple[float, tuple[Position, ...]]:
     """Seconds and ops of the longest chain of dependencies, the order of streams included.
 
@@ -77,6 +80,7 @@ def critical_path(schedule: Schedule, costs: Costs) -> tuple[float, tuple[Positi
     return _longest_path(dependency_graph(schedule), op_durations(schedule, costs))
 
 
+@checked()
 def lower_bounds(schedule: Schedule, costs: Costs) -> dict[str, float]:
     """Seconds below which these ops can't come, by reason.
 

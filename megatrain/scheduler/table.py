@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatrain.checks import checked, one_of
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.op import STREAMS, Op, Stream
 from megatrain.scheduler.workload import Workload
@@ -74,6 +75,7 @@ class Tick:
                 yield stream, op
 
 
+@checked(mode=one_of(*MODES), transfer=one_of(*TRANSFERS), updates=one_of(*UPDATES), outputs=one_of(*OUTPUTS))
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Everything one step does, in order, and the bytes it takes; made by `schedule`, printed by `str`.
@@ -212,6 +214,7 @@ class Schedule:
 
         return dependency_graph(self)
 
+    @checked()
     def check(self, workload: Workload | None = None) -> None:
         """Proves that the schedule is safe for its workload, or for another one; see `check_schedule`.
 

@@ -6,21 +6,22 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from megatrain.checks import checked
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.op import STREAMS, Op, Stream, parse_op
 from megatrain.scheduler.table import MODES, OUTPUTS, TRANSFERS, UPDATES, Schedule, Slot, Tick
 from megatrain.scheduler.workload import Workload
 
 _HEADER = re.compile(
-    r"schedule: (?P<num_blocks>\d+) blocks, (?P<num_slots>\d+) slots, keep (?P<keep>\d+), "
-    r"(?P<num_ticks>\d+) ticks; "
-    r"h2d (?P<h2d_bytes>\d+) B, d2h (?P<d2h_bytes>\d+) B, peak (?P<peak_bytes>\d+) B"
+    r"schedule: (?P<num_blocks>\d{1,18}) blocks, (?P<num_slots>\d{1,18}) slots, keep (?P<keep>\d{1,18}), "
+    r"(?P<num_ticks>\d{1,18}) ticks; "
+    r"h2d (?P<h2d_bytes>\d{1,18}) B, d2h (?P<d2h_bytes>\d{1,18}) B, peak (?P<peak_bytes>\d{1,18}) B"
 )
-_DEVICE = re.compile(r"device: (?P<device_bytes>\d+) B; host: (?P<host_bytes>\d+) B")
-_SLOT = re.compile(r"(?P<index>\d+) = (?P<offset>\d+)\+(?P<nbytes>\d+)")
-_MICRO_BATCHES = re.compile(r"micro-batches: (?P<count>\d+)")
+_DEVICE = re.compile(r"device: (?P<device_bytes>\d{1,18}) B; host: (?P<host_bytes>\d{1,18}) B")
+_SLOT = re.compile(r"(?P<index>\d{1,18}) = (?P<offset>\d{1,18})\+(?P<nbytes>\d{1,18})")
+_MICRO_BATCHES = re.compile(r"micro-batches: (?P<count>\d{1,18})")
 _UPDATES = re.compile(r"updates: (?P<updates>\w+)(?P<clip>, clipped)?")
-_RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?")
+_RANGE = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?")
 _WIDTH = 100
 
 
@@ -114,6 +115,7 @@ class _Read:
     live_bytes: list[int] = field(default_factory=list[int])
 
 
+@checked()
 def parse_schedule(text: str, workload: Workload | None = None) -> Schedule:
     """Reads what `schedule_text` wrote; spaces between the cells don't matter, nor do empty lines.
 
@@ -268,7 +270,7 @@ def _read_row(line: str, read: _Read) -> None:
         raise ScheduleError(f"expected {len(read.streams) + 2} cells, found {len(cells)}.")
     if cells[0] != str(len(read.ticks)):
         raise ScheduleError(f"expected tick {len(read.ticks)}, found `{cells[0]}`.")
-    if not re.fullmatch(r"\d+", cells[-1]):
+    if not re.fullmatch(r"\d{1,18}", cells[-1]):
         raise ScheduleError(f"`{cells[-1]}` is no number of live bytes.")
     ops = {str(s): _read_cell(c, s, read) for s, c in zip(read.streams, cells[1:-1], strict=True)}
     read.ticks.append(Tick(**ops))

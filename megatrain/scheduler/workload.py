@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from megatrain.checks import checked
 from megatrain.errors import ScheduleError
 
 
@@ -74,6 +75,7 @@ class BlockWork:
 _Work = TypeVar("_Work", BlockWork, ValueWork)
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Blocks in execution order, the values between them, and the storages behind the values.
@@ -181,13 +183,24 @@ class Workload:
         return asdict(self)
 
     @staticmethod
+    @checked()
     def from_dict(data: Mapping[str, Any]) -> Workload:
-        """Reads what `to_dict` wrote."""
-        return Workload(
-            blocks=tuple(_read_block(**block) for block in data["blocks"]),
-            values=tuple(_read_value(**value) for value in data["values"]),
-            storages=tuple(data["storages"]),
-        )
+        """Reads what `to_dict` wrote.
+
+        Raises:
+            ScheduleError: If it is something else.
+        """
+        try:
+            return Workload(
+                blocks=tuple(_read_block(**block) for block in data["blocks"]),
+                values=tuple(_read_value(**value) for value in data["values"]),
+                storages=tuple(data["storages"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ScheduleError(
+                f"these are no data of a workload: {type(error).__name__}: {error}\n"
+                "  They have the keys that Workload.to_dict writes.\n  Read what it wrote, unchanged."
+            ) from error
 
 
 def merged(workloads: Sequence[Workload]) -> Workload:

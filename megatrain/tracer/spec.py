@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatrain.checks import checked, count, optional, sequence_of
+
 _SHORT_NAMES = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -28,6 +30,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+_SIZES = sequence_of(count(), (tuple,), "a tuple")
+
+
+@checked(shape=_SIZES, stride=optional(_SIZES))
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape, dtype and layout of a strided tensor; prints as `f32[2, 16, 64]`.
@@ -43,6 +49,7 @@ class TensorSpec:
     stride: tuple[int, ...] | None = None
 
     @staticmethod
+    @checked()
     def of(tensor: torch.Tensor) -> TensorSpec:
         """Reads the spec of `tensor`, real or fake."""
         stride = None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from megatrain.checks import checked
 from megatrain.errors import TraceError
 from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.guards import Guard
@@ -20,6 +21,7 @@ from megatrain.tracer.structure import Arguments, Structure
 from megatrain.tracer.targets import call_text
 
 
+@checked()
 @dataclass(frozen=True, slots=True, eq=False)
 class TracedModule:
     """What the model's forward did, once, for one signature of inputs.
@@ -71,6 +73,7 @@ class TracedModule:
         """The placeholders, in the order of the flattened arguments."""
         return tuple(n for n in self.graph.nodes if n.op == "placeholder")
 
+    @checked()
     def result(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Any:
         """Returns what the model would return, around the first of the graph's output `tensors`.
 
@@ -82,6 +85,7 @@ class TracedModule:
         count = len(self.outputs.placeholders)
         return self.outputs.fill([own.get(n, t) for n, t in zip(nodes[:count], tensors[:count], strict=True)])
 
+    @checked()
     def leave(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Leaves what the model would leave in attributes and in the caller's `inputs`, from its output `tensors`."""
         end = len(tensors) - len(self.written_inputs.indices)

@@ -7,6 +7,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatrain.checks import checked, count, number
+
 _SHOWN = 8
 
 
@@ -104,6 +106,7 @@ _CULPRITS = {
 }
 
 
+@checked(tolerance=number(least=0), num_blocks=count())
 @dataclass(frozen=True, slots=True)
 class Report:
     """What `verify` found; prints the worst first.
