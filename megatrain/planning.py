@@ -155,6 +155,11 @@ def plan(
             "plan needs an example of a call.\n  A capture needs inputs; on meta they take no memory.\n"
             "  Give the arguments of one micro-batch: plan(model, ids), or plan(model, example_kwargs={...})."
         )
+    if args and example_args:
+        raise OptionError(
+            "plan has positional arguments of an example twice.\n  `example_args` is another way to give them.\n"
+            "  Leave `example_args` out, or the arguments behind the model."
+        )
     program = _captured(model, Arguments.of(args or example_args, dict(example_kwargs or {})), precision, target)
     step = _step_options(program, optimizer is not None, micro_batches, max_grad_norm, overlap)
     table, too_small = _scheduled(program, device_limit, activations, step)

@@ -15,6 +15,7 @@ from megatrain.checks.rules import (
     one_of,
     optional,
     sequence_of,
+    shown,
 )
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "one_of",
     "optional",
     "sequence_of",
+    "shown",
 ]

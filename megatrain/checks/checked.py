@@ -42,9 +42,9 @@ def checked(**rules: Rule) -> Callable[[_Checked], _Checked]:
         if not isinstance(target, type):
             return cast(_Checked, _wrapped(target, target, rules))
         # A frozen class is still open: only its objects are closed.
-        vars_of: Any = target
-        vars_of.__init__ = _wrapped(vars_of.__init__, target if dataclasses.is_dataclass(target) else None, rules)
-        return target
+        made: Any = target
+        made.__init__ = _wrapped(made.__init__, made if dataclasses.is_dataclass(made) else None, rules)
+        return made
 
     return decorate
 

@@ -79,25 +79,27 @@ def count(least: int = 0, most: int | None = None) -> Rule:
     return Rule(f"a whole number {bounds}", f"{{name}}={least if least > 0 else max(least, 0)}", fault)
 
 
-def number(*, least: float = -inf, above: float = -inf, below: float = inf, example: float = 1.0) -> Rule:
+def number(*, least: float = -inf, above: float = -inf, below: float | None = None, example: float = 1.0) -> Rule:
     """A number within bounds; NaN and bools are none.
 
     Args:
         least: The smallest that is allowed.
         above: All that are allowed are larger.
-        below: All that are allowed are smaller, so infinity isn't; where it is infinite itself, infinity is allowed.
+        below: All that are allowed are smaller, so infinity isn't.
         example: One that is allowed.
     """
 
     def fault(value: Any) -> str | None:
-        if not isinstance(value, Real) or isinstance(value, bool) or isnan(value):
+        if isinstance(value, bool) or not isinstance(value, Real) or isnan(value):
             return "is not a number"
         if value < least or (above != -inf and value <= above):
             return f"is less than {least:g}" if value < least else f"is not above {above:g}"
-        return f"is not below {below:g}" if below != inf and value >= below else None
+        if below is None or value < below:
+            return None
+        return "is not finite" if below == inf else f"is not below {below:g}"
 
     bounds = [f"of at least {least:g}"] * (least != -inf) + [f"above {above:g}"] * (above != -inf)
-    bounds += [f"below {below:g}"] * (below != inf)
+    bounds += [] if below is None else ["finite" if below == inf else f"below {below:g}"]
     return Rule(" ".join(["a number", " and ".join(bounds)]).rstrip(), f"{{name}}={example:g}", fault)
 
 
@@ -107,6 +109,8 @@ def function(num_arguments: int | None = None) -> Rule:
     def fault(value: Any) -> str | None:
         if not callable(value):
             return "is no function"
+        if isinstance(value, type) and any("__call__" in vars(base) for base in value.__mro__):
+            return "is the class itself, not an object of it that can be called"
         if num_arguments is not None and not _takes(value, num_arguments):
             return f"can't be called with {num_arguments} argument{'s' * (num_arguments != 1)}"
         return None

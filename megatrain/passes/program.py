@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from megatrain.checks import checked
+from megatrain.checks import checked, count
 from megatrain.passes.interpret import opaque_calls
 from megatrain.tracer.opaque import Opaque
 from megatrain.tracer.spec import TensorSpec
@@ -88,7 +88,7 @@ class Value:
     storage_bytes: int
 
 
-@checked()
+@checked(index=count())
 @dataclass(frozen=True, slots=True)
 class Block:
     """A contiguous piece of the graph, in execution order.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatrain.checks import checked, number
+from megatrain.checks import checked, number, one_of, optional
 
 _PRINTED_FIRST = ("h2d", "compute", "d2h", "host")
 
@@ -17,7 +17,7 @@ class InjectedFailure(RuntimeError):
     """Raised by an operation that `Chaos.fail` names."""
 
 
-@checked(max_delay_s=number(least=0, below=60, example=0.002))
+@checked(max_delay_s=number(least=0, below=60, example=0.002), slow=optional(one_of(*_PRINTED_FIRST)))
 @dataclass(frozen=True)
 class Chaos:
     """Disturbs every stream, so that an order which held only by luck breaks in a test.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import checked
+from megatrain.checks import Rule, checked, optional
 from megatrain.errors import ExecuteError
 from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
@@ -24,6 +24,12 @@ from megatrain.runtime.turn import Turn
 from megatrain.runtime.weights import Weights
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import inventory
+
+_OWNER = Rule(
+    "an object that can be referred to weakly",
+    "{name} the call itself",
+    lambda value: None if getattr(type(value), "__weakrefoffset__", 0) else "can't be referred to weakly",
+)
 
 
 class Engine:
@@ -76,6 +82,7 @@ class Engine:
         """Whether there are files whose values no program has needed yet, or that couldn't be read."""
         return self._weights is not None
 
+    @checked(owner=optional(_OWNER))
     def give_slots(self, owner: Any) -> None:
         """Notes whose weights the slots hold now; None for nobody's."""
         self._slot_owner = None if owner is None else weakref.ref(owner)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatrain.checks import checked
+from megatrain.checks import checked, shown
+from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.engine import Engine
@@ -68,6 +69,7 @@ class Executor:
                 unchanged.
         """
         engine = self._engine
+        _check_number("inputs", inputs, self.program.inputs)
         with engine.turn.run():
             engine.refresh()
             return self._run_forward(Start.of(self.program, inputs, engine.tensors, self._slots.places), commits=True)
@@ -118,6 +120,7 @@ class Executor:
             ExecuteError: If one of the outputs was differentiated before without `keep_graph`, or what the backward
                 needs has changed since.
         """
+        _check_number("gradients", gradients, self.program.outputs)
         with self._engine.turn.run(differentiates=True):
             outputs = [i for i, gradient in enumerate(gradients) if gradient is not None]
             start = call.check_open(outputs)
@@ -172,6 +175,24 @@ class Executor:
 
     @checked()
     def state_output(self, key: str) -> torch.Tensor:
-        """Returns a parameter or buffer that the model returns: the tensor itself where the device is the host."""
+        """Returns a parameter or buffer that the model returns: the tensor itself where the device is the host.
+
+        Raises:
+            ExecuteError: If the model has none of this name.
+        """
+        if key not in self._engine.tensors:
+            raise ExecuteError(
+                f"the model has no parameter or buffer {shown(key)}.\n  They have the names of its state_dict.\n"
+                f"  It has {shown(list(self._engine.tensors))}."
+            )
         state = self._engine.tensors[key]
         return state if state.device == self._engine.device else state.to(self._engine.device)
+
+
+def _check_number(name: str, given: Sequence[object], wanted: Sequence[object]) -> None:
+    if len(given) != len(wanted):
+        raise ExecuteError(
+            f"{name} has {len(given)} items, not {len(wanted)}.\n"
+            "  Each input of the program has one input, and each output a gradient or None, in order.\n"
+            "  Look at program.inputs and program.outputs."
+        )

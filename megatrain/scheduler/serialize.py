@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from megatrain.checks import checked
+from megatrain.checks import checked, shown
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.op import STREAMS, parse_op
 from megatrain.scheduler.table import Schedule, Slot, Tick
@@ -43,7 +43,10 @@ def schedule_from_json(text: str) -> Schedule:
     try:
         data = json.loads(text)
         if data["format"] != FORMAT:
-            raise ScheduleError(f"format {data['format']} of a schedule is unknown; this reads {FORMAT}.")
+            raise ScheduleError(
+                f"format {shown(data['format'])} of a schedule is unknown.\n  This reads format {FORMAT}.\n"
+                "  Write it anew with this version's Schedule.to_json."
+            )
         return Schedule(
             ticks=tuple(_read_tick(tokens) for tokens in data["ticks"]),
             slots=tuple(Slot(offset, nbytes) for offset, nbytes in data["slots"]),
@@ -55,7 +58,10 @@ def schedule_from_json(text: str) -> Schedule:
             **{name: data.get(name, default) for name, default in _STEP_FACTS.items()},
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ScheduleError(f"this JSON is no schedule: {type(error).__name__}: {error}") from error
+        raise ScheduleError(
+            f"this JSON is no schedule: {type(error).__name__}: {error}\n"
+            "  It has what Schedule.to_json writes.\n  Read what that wrote, unchanged."
+        ) from error
 
 
 def _read_tick(tokens: list[str | None]) -> Tick:

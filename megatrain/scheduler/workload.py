@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from megatrain.checks import checked
+from megatrain.checks import checked, shown
 from megatrain.errors import ScheduleError
 
 
@@ -111,7 +111,7 @@ class Workload:
 
     def backward_readers(self, value: int) -> tuple[int, ...]:
         """Blocks whose backward reads the value, ascending."""
-        return tuple(b for b in self.values[value].readers if self.blocks[b].has_backward)
+        return tuple(b for b in self._value(value).readers if self.blocks[b].has_backward)
 
     def backward_blocks(self) -> tuple[int, ...]:
         """Blocks that have a backward, ascending; the last one is where the step turns around."""
@@ -127,7 +127,7 @@ class Workload:
 
     def has_value_gradient(self, value: int) -> bool:
         """Tells whether some backward computes or reads the gradient of the value."""
-        work = self.values[value]
+        work = self._value(value)
         if not work.has_gradient:
             return False
         if work.producer is not None and not self.blocks[work.producer].has_backward:
@@ -135,6 +135,14 @@ class Workload:
         if work.is_output and work.producer is not None:
             return True
         return bool(self.backward_readers(value))
+
+    def _value(self, index: int) -> ValueWork:
+        if type(index) is not int or not 0 <= index < len(self.values):
+            raise ScheduleError(
+                f"there is no value {shown(index)}.\n"
+                f"  A value is named by its index, from 0 to {len(self.values) - 1}.\n  Look at workload.values."
+            )
+        return self.values[index]
 
     def check(self) -> None:
         """Raises `ScheduleError` unless every index is in range, every order right and every size a count."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.checks import checked, count, optional, sequence_of
+from megatrain.errors import OptionError
 
 _SHORT_NAMES = {
     torch.float64: "f64",
@@ -47,6 +48,13 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.stride is not None and len(self.stride) != len(self.shape):
+            raise OptionError(
+                f"stride={self.stride} has {len(self.stride)} numbers, shape={self.shape} has {len(self.shape)}.\n"
+                "  A stride has a number for each dimension.\n  Leave it out for a contiguous tensor."
+            )
 
     @staticmethod
     @checked()

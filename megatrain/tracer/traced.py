@@ -83,6 +83,12 @@ class TracedModule:
         end = len(nodes) - len(self.written_inputs.indices)
         own = {n: inputs[i] for n, i in zip(nodes[end:], self.written_inputs.indices, strict=True) if inputs}
         count = len(self.outputs.placeholders)
+        if len(tensors) < count or len(inputs) not in (0, len(self.inputs)):
+            raise TraceError(
+                f"the graph of `{self.name}` has {len(self.inputs)} inputs and returns {len(nodes)} tensors; "
+                f"given are {len(inputs)} and {len(tensors)}.\n"
+                "  The result is made of all that the graph returns.\n  Give them all, in order."
+            )
         return self.outputs.fill([own.get(n, t) for n, t in zip(nodes[:count], tensors[:count], strict=True)])
 
     @checked()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatrain.checks import shown
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.tracer.structure import Arguments
 
@@ -82,7 +83,7 @@ def shares(batches: Sequence[MicroBatch], weight: Weight | None) -> list[float]:
     """
     if weight is None:
         return [1.0 / len(batches)] * len(batches)
-    counts = [float(weight(batch.given)) for batch in batches]
+    counts = [_count_of(weight(batch.given)) for batch in batches]
     total = sum(counts)
     if min(counts) < 0 or not 0 < total < float("inf"):
         raise OptionError(
@@ -90,6 +91,16 @@ def shares(batches: Sequence[MicroBatch], weight: Weight | None) -> list[float]:
             "  Count what each loss is a mean of, such as the targets that aren't ignored."
         )
     return [count / total for count in counts]
+
+
+def _count_of(count: Any) -> float:
+    try:
+        return float(count)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionError(
+            f"weight= counts a micro-batch as {shown(count)}.\n  A count is a number, or a tensor with one element.\n"
+            "  Return for example the number of targets."
+        ) from error
 
 
 def loss_of(result: Any, batch: MicroBatch, loss: Loss | None) -> torch.Tensor:

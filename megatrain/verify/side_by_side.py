@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import checked, count, number, optional
+from megatrain.checks import checked, count, mapping_of, number, one_of, optional
 from megatrain.compiling import compile as compile_model
 from megatrain.errors import OptionError
 from megatrain.tracer.given import MODEL
@@ -90,9 +90,11 @@ def verify(  # the options of compile() beside its own
         "transfer": transfer,
         "block_bytes": block_bytes,
     }
-    own = {"steps": steps != 2, "seed": seed != 0, "learning_rate": learning_rate != 0.05}
-    own |= {"tolerance": tolerance is not None, "loss": loss is not None}
-    _refuse_ambiguous(model, args, [k for k, v in named.items() if v is not None] + [k for k, v in own.items() if v])
+    own: dict[str, tuple[Any, float]] = {"steps": (steps, 2), "seed": (seed, 0), "learning_rate": (learning_rate, 0.05)}
+    # A tensor for the forward has no truth, so a number is compared with a number only.
+    given = [k for k, (v, default) in own.items() if not isinstance(v, int | float) or v != default]
+    given += [k for k, v in {**named, "tolerance": tolerance, "loss": loss}.items() if v is not None]
+    _refuse_ambiguous(model, args, given)
     return verify_call(
         model,
         args,
@@ -106,7 +108,7 @@ def verify(  # the options of compile() beside its own
     )
 
 
-@checked()
+@checked(compile_options=optional(mapping_of(key_rule=one_of(*inspect.signature(compile_model).parameters))))
 def _options(compile_options: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `compile`, which checks them one by one."""
     return {**(compile_options or {}), **{name: value for name, value in named.items() if value is not None}}

@@ -1,0 +1,152 @@
+"""The public functions of megatrain, each with arguments that are right, to be made wrong one by one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.scheduler.table import Schedule
+
+
+class Target(NamedTuple):
+    """A function and arguments that it takes.
+
+    Args:
+        name: As a user writes it.
+        make: Returns `(function, arguments by name)`, made anew for each case.
+    """
+
+    name: str
+    make: Callable[[], tuple[Callable[..., Any], dict[str, Any]]]
+
+
+INPUT = torch.ones(2, 2)
+HARDWARE = megatrain.Hardware(1e9, 1e9, 1e9)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def loss(result: torch.Tensor, batch: Any) -> torch.Tensor:
+    return result.mean()
+
+
+@functools.wraps(megatrain.verify)
+def verify(model: Any, **options: Any) -> megatrain.Report:
+    return megatrain.verify(model, INPUT, **options)
+
+
+class Made:
+    """What one function makes and the next one takes; nothing here is changed by a case."""
+
+    def __init__(self) -> None:
+        self.model = model()
+        self.traced = megatrain.trace(self.model, (INPUT,))
+        self.program = megatrain.lower(self.traced)
+        self.schedule = megatrain.schedule(self.program)
+        assert self.schedule.workload is not None
+        self.workload = self.schedule.workload
+        self.plan = megatrain.plan(self.model, INPUT)
+        self.report = megatrain.verify(self.model, INPUT, device="cpu", steps=1)
+        self.values: dict[type, Any] = {
+            type(made): made for made in (self.traced, self.program, self.schedule, self.plan, self.plan.host)
+        }
+        self.values |= {type(made): made for made in (self.workload, self.report, self.program.blocks[0])}
+        template = next(iter(self.program.templates.values()))
+        self.values |= {type(template): template, megatrain.Hardware: HARDWARE, megatrain.Chaos: megatrain.Chaos()}
+        self.values[megatrain.TensorSpec] = megatrain.TensorSpec((2, 2), torch.float32, (1, 2))
+
+
+def targets(made: Made) -> Iterator[Target]:
+    """All that is swept."""
+    yield from _functions(made)
+    yield from _constructors(made)
+    yield from _training()
+    yield from _runtime(made)
+    for name, owner, arguments in _methods(made):
+        yield Target(name, lambda owner=owner, name=name, a=arguments: (getattr(owner, name.split(".")[1]), dict(a)))
+
+
+def _functions(made: Made) -> Iterator[Target]:
+    yield Target("compile", lambda: (megatrain.compile, {"model": model(), "device": "cpu", "example_args": (INPUT,)}))
+    yield Target("trace", lambda: (megatrain.trace, {"model": made.model, "args": (INPUT,)}))
+    yield Target("lower", lambda: (megatrain.lower, {"traced": made.traced}))
+    yield Target("schedule", lambda: (megatrain.schedule, {"program": made.program}))
+    yield Target("plan", lambda: (megatrain.plan, {"model": made.model, "example_args": (INPUT,)}))
+    yield Target("verify", lambda: (verify, {"model": made.model, "device": "cpu", "steps": 1}))
+
+
+def _constructors(made: Made) -> Iterator[Target]:
+    for kind, value in made.values.items():
+        arguments = {field.name: getattr(value, field.name) for field in fields(kind)}
+        yield Target(kind.__name__, lambda kind=kind, arguments=arguments: (kind, dict(arguments)))
+
+
+def _training() -> Iterator[Target]:
+    def step() -> tuple[megatrain.CompiledModule, torch.optim.Optimizer]:
+        compiled = megatrain.compile(model(), device="cpu")
+        return compiled, torch.optim.SGD(compiled.parameters(), lr=0.1)
+
+    def make() -> tuple[Any, dict[str, Any]]:
+        compiled, optimizer = step()
+        return megatrain.TrainStep, {"compiled": compiled, "optimizer": optimizer, "loss": loss}
+
+    yield Target("TrainStep", make)
+    for method in ("__call__", "prepare", "measure"):
+        taken = megatrain.TrainStep(*step(), loss=loss)
+        yield Target(f"TrainStep.{method}", lambda taken=taken, m=method: (getattr(taken, m), {"batch": INPUT}))
+
+
+def _runtime(made: Made) -> Iterator[Target]:
+    cpu = torch.device("cpu")
+    yield Target("Engine", lambda: (megatrain.Engine, {"model": model(), "device": cpu}))
+    arguments = {"program": made.program, "schedule": made.schedule}
+    yield Target("Executor", lambda: (megatrain.Executor, {**arguments, "model": model()}))
+
+    def backward() -> tuple[Any, dict[str, Any]]:
+        executor = megatrain.Executor(made.program, made.schedule, model())
+        return executor.backward, {"call": executor.forward([INPUT]), "gradients": [INPUT]}
+
+    yield Target("Executor.backward", backward)
+
+
+def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    engine = megatrain.Engine(model(), torch.device("cpu"))
+    template = next(iter(made.program.templates.values()))
+    yield "Engine.adopt", engine, {"program": made.program}
+    yield "Engine.runner", engine, {"template": template}
+    yield "Engine.set_chaos", engine, {"chaos": None}
+    yield "Engine.give_slots", engine, {"owner": engine}
+    yield "Engine.has_slots", engine, {"owner": engine}
+    executor = megatrain.Executor(made.program, made.schedule, model())
+    yield "Executor.forward", executor, {"inputs": [INPUT]}
+    yield "Executor.state_output", executor, {"key": "0.weight"}
+    yield "Schedule.parse", Schedule, {"text": str(made.schedule), "workload": made.workload}
+    yield "Schedule.from_json", Schedule, {"text": made.schedule.to_json()}
+    yield "Schedule.check", made.schedule, {"workload": made.workload}
+    for method in ("simulate", "critical_path", "lower_bounds"):
+        yield f"Schedule.{method}", made.schedule, {"costs": HARDWARE}
+    yield "Workload.from_dict", megatrain.Workload, {"data": made.workload.to_dict()}
+    yield "Workload.backward_readers", made.workload, {"value": 0}
+    yield "Workload.has_value_gradient", made.workload, {"value": 0}
+    yield "Chaos.delay", megatrain.Chaos(), {"stream": "h2d"}
+    yield "Chaos.strikes", megatrain.Chaos(), {"stream": "h2d", "label": "W0"}
+    recording = megatrain.Recording()
+    yield "Recording.add_issued", recording, {"stream": "h2d", "label": "W0", "waits": ()}
+    yield "Recording.add_completed", recording, {"stream": "h2d", "label": "W0"}
+    yield "Recording.on", recording, {"stream": "h2d"}
+    yield "Recording.labels", recording, {"stream": "h2d"}
+    yield "Program.opaque", made.program, {"block": made.program.blocks[0]}
+    yield "Program.state_bytes", made.program, {"block": made.program.blocks[0]}
+    yield "HostPlan.bytes_of", made.plan.host, {"name": "parameters"}
+    yield "HostPlan.check", made.plan.host, {"available_bytes": 2**40}
+    yield "TensorSpec.of", megatrain.TensorSpec, {"tensor": INPUT}
+    yield "TracedModule.result", made.traced, {"tensors": [INPUT], "inputs": [INPUT]}
+    yield "TracedModule.leave", made.traced, {"tensors": [INPUT], "inputs": [INPUT]}

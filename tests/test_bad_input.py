@@ -1,0 +1,223 @@
+"""Every option of every public function gets every bad value: each is refused in clear words, before any work.
+
+`RIGHT` says which of the values are no bad ones for an option. What the model itself refuses, it refuses as it does
+eagerly.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import megatrain
+from megatrain.errors import OptionError
+from tests import bad_targets
+from tests.bad_targets import INPUT, Made, Target
+from tests.bad_values import outcome, values
+
+TEXTS = "empty evil nul long digits"
+# What an option may well be, besides None and True where its default is None or a bool. The last match counts.
+RIGHT = {
+    # Of what compilers make for each other the types are checked here; what doesn't fit together, their checkers find:
+    # Schedule.check, Workload.check, verify_program, TracedModule.check.
+    "TracedModule.[sc]*[es]": "dict",
+    "TracedModule.side_outputs": "",
+    "TracedModule.writes_back": "tuple",
+    "TracedModule.guards": "tuple",
+    "TracedModule.name": TEXTS,
+    "Program.*": "tuple",
+    "Program.templates": "dict",
+    "Program.values": "dict",
+    "Program.constants": "dict",
+    "Program.state": "dict",
+    "Program.name": TEXTS,
+    "Program.device": "",
+    "Program.*.block": "",
+    "Schedule.ticks": "tuple",
+    "Schedule.slots": "tuple",
+    "Schedule.saves": "tuple",
+    "Schedule.live_bytes": "tuple",
+    "Schedule.keep": "zero minus huge",
+    "Schedule.micro_batches": "zero minus huge",
+    "Schedule.num_blocks": "zero minus huge",
+    "Schedule.[hdp]*_bytes": "zero minus huge",
+    "Workload.blocks": "tuple",
+    "Workload.values": "tuple",
+    "Workload.storages": "tuple",
+    "Workload.*.value": "zero",
+    "Block.index": "zero huge",
+    "Block.*puts": "tuple",
+    "Block.binding": "tuple",
+    "Block.name": TEXTS,
+    "Block.template": TEXTS,
+    "Template.name": TEXTS,
+    "Template.*puts": "tuple",
+    "Template.state": "tuple",
+    "Template.provenance": "tuple",
+    "Template.is_random": "true",
+    # A budget is any number of bytes; the program, schedule and host plan beside it aren't swept as it hangs on them.
+    "Plan.device_memory": "None huge",
+    "Plan.host_memory": "None huge",
+    "Plan.too_small": TEXTS,
+    "HostPlan.rows": "tuple",
+    "HostPlan.helps": "tuple",
+    "HostPlan.num_parameters": "zero huge",
+    "HostPlan.held_bytes": "zero huge",
+    "HostPlan.check.available_bytes": "huge",
+    "Report.differences": "tuple",
+    "Report.notes": "tuple",
+    "Report.tolerance": "zero half huge inf",
+    "Report.model": TEXTS,
+    "Report.num_blocks": "zero huge",
+    # Any rate and time.
+    "Hardware.*_per_s": "half huge inf",
+    "Hardware.launch_s": "zero half huge",
+    # Any label; one that no operation has is never met.
+    "Chaos.seed": "zero minus huge",
+    "Chaos.max_delay_s": "zero half",
+    "Chaos.fail": TEXTS,
+    "Chaos.*.stream": TEXTS,
+    "Chaos.*.label": TEXTS,
+    "Recording.*.stream": TEXTS,
+    "Recording.*.label": TEXTS,
+    "Recording.*.waits": "tuple",
+    "HostPlan.bytes_of.name": TEXTS,
+    # The state of an object without state, and the result of a graph whose inputs aren't given.
+    "TracedModule.leave.*": "list tuple",
+    "TracedModule.result.inputs": "list tuple",
+    "TensorSpec.of.tensor": "tensor meta",
+    # Whoever it is; only what can be referred to weakly can own anything.
+    "Engine.give_slots.owner": "None set object lambda class tensor meta",
+    "Engine.has_slots.owner": "*",
+    "Engine.set_chaos.chaos": "None",
+    # No example: the first call compiles.
+    "compile.example_args": "list tuple",
+    "*.example_kwargs": "dict",
+    "trace.kwargs": "dict",
+    "trace.opaque": "dict",
+    "verify.compile_options": "dict",
+    # More than there are blocks keeps them all.
+    "schedule.keep": "zero huge",
+    "*.max_grad_norm": "half huge inf",
+    "verify.seed": "zero minus",
+    "verify.learning_rate": "zero half huge",
+    "verify.tolerance": "zero half huge",
+    "TrainStep.*.batch": "tensor",
+}
+# Where arguments of the model come in.
+MODELS = {
+    "compile.example_args": lambda model, value: model(*value),
+    "plan.example_args": lambda model, value: model(*value),
+    "trace.args": lambda model, value: model(*value),
+}
+# Tests of saving sweep these; a compiled model is the model's own class beside that, and compile makes it; of errors
+# nothing is expected.
+ELSEWHERE = {"TrainStep.save", "TrainStep.load", "CompiledModule"}
+
+
+def eager_error(option: str, value: Any) -> str | None:
+    """What the model raises eagerly for a value that is meant for it."""
+    call: Callable[[Any, Any], Any] | None = MODELS.get(option)
+    if option.endswith(".batch"):
+        micro_batch = value[0] if isinstance(value, list) and value else value
+        call = _call_of(micro_batch)
+        value = micro_batch
+    return None if call is None else outcome(lambda: call(bad_targets.model(), value))
+
+
+def _call_of(batch: Any) -> Callable[[Any, Any], Any]:
+    if isinstance(batch, Mapping):
+        return lambda model, given: model(**given)
+    return (lambda model, given: model(*given)) if isinstance(batch, tuple) else lambda model, given: model(given)
+
+
+def right_values(option: str, parameter: inspect.Parameter) -> set[str]:
+    found = next((words for pattern, words in reversed(RIGHT.items()) if fnmatch.fnmatchcase(option, pattern)), "")
+    right = set(values()) if found == "*" else set(found.split())
+    right |= {"None"} if parameter.default is None else set()
+    return right | ({"true"} if isinstance(parameter.default, bool) else set())
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    found = inspect.signature(function).parameters.values()
+    return [p for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name != "self"]
+
+
+def faults(target: Target) -> Iterator[str]:
+    """Every case of a function that didn't go as it should."""
+    for parameter in parameters_of(target.make()[0]):
+        option = f"{target.name}.{parameter.name}"
+        right = right_values(option, parameter)
+        for name in values():
+            function, arguments = target.make()
+            value = values()[name]
+            came = outcome(lambda f=function, a={**arguments, parameter.name: value}: f(**a))
+            expected = ["accepted"] if name in right else ["clear", eager_error(option, value)]
+            if came not in expected:
+                yield f"{option}={name}: {came}"
+
+
+@pytest.fixture(scope="module")
+def targets() -> dict[str, Target]:
+    return {target.name: target for target in bad_targets.targets(Made())}
+
+
+NAMES = [target.name for target in bad_targets.targets(Made())]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_bad_value_of_every_option_is_refused_in_clear_words(name: str, targets: dict[str, Target]) -> None:
+    assert list(faults(targets[name])) == []
+
+
+def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """All that `megatrain` offers, and the methods of its classes, as far as they take anything."""
+    for name in megatrain.__all__:
+        made: Any = getattr(megatrain, name)
+        if isinstance(made, type) and issubclass(made, Exception):
+            continue
+        yield name, made
+        for method, function in inspect.getmembers(made, callable) if isinstance(made, type) else ():
+            if (not method.startswith("_") or method == "__call__") and not isinstance(function, type):
+                yield f"{name}.{method}", function
+
+
+def test_no_public_function_is_left_out() -> None:
+    found = {name for name, function in public_functions() if parameters_of(function)}
+    swept = {name for name in found if name not in ELSEWHERE and not name.startswith("CompiledModule.")}
+    assert swept == set(NAMES)
+
+
+def test_every_right_value_stands_for_an_option() -> None:
+    options = {f"{t.name}.{p.name}" for t in bad_targets.targets(Made()) for p in parameters_of(t.make()[0])}
+    assert [pattern for pattern in RIGHT if not fnmatch.filter(options, pattern)] == []
+
+
+def test_a_count_that_no_machine_can_serve_is_refused_at_its_limit() -> None:
+    made = Made()
+    with pytest.raises(OptionError, match="num_slots=10001 is more than 10000"):
+        megatrain.schedule(made.program, num_slots=10_001)
+    with pytest.raises(OptionError, match="micro_batches=10001 is more than 10000"):
+        megatrain.plan(made.model, INPUT, micro_batches=10_001)
+    with pytest.raises(OptionError, match="steps=10001 is more than 10000"):
+        megatrain.verify(made.model, INPUT, steps=10_001)
+    assert megatrain.schedule(made.program, num_slots=10_000).num_slots == 2
+
+
+def test_a_weight_that_is_no_number_is_refused() -> None:
+    compiled = megatrain.compile(bad_targets.model(), device="cpu")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    for wrong in ("three", None, torch.ones(2), []):
+        step = megatrain.TrainStep(compiled, optimizer, loss=bad_targets.loss, weight=lambda batch, w=wrong: w)
+        with pytest.raises(OptionError, match=r"weight= counts a micro-batch as .*\n  A count is a number"):
+            step(INPUT)
+
+
+def test_both_ways_to_give_an_example_at_once_are_refused() -> None:
+    with pytest.raises(OptionError, match="of an example twice"):
+        megatrain.plan(bad_targets.model(), INPUT, example_args=(INPUT,))
