@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 _ALONE = 2**20
 """Pieces below this are done on the spot: handing them over takes as long."""
+
+_worker: ThreadPoolExecutor | None = None
+
+
+def _hand_over(work: Callable[[memoryview], None], piece: memoryview) -> Future[None]:
+    # One thread for the whole process: where memory is short, Python may wait for ever for a thread that it starts.
+    global _worker
+    if _worker is None:
+        _worker = ThreadPoolExecutor(1, thread_name_prefix="digest")
+    return _worker.submit(work, piece)
+
+
+def _forget() -> None:
+    global _worker
+    _worker = None  # a forked process has no threads but its own
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 class Digest:
@@ -14,7 +34,6 @@ class Digest:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
-        self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
     def begin(self, piece: memoryview) -> None:
@@ -22,10 +41,8 @@ class Digest:
         self.wait()
         if len(piece) < _ALONE:
             self._hash.update(piece)
-            return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatrain-digest")
-        self._pending = self._thread.submit(self._hash.update, piece)
+        else:
+            self._pending = _hand_over(self._hash.update, piece)
 
     def wait(self) -> None:
         """Returns when the last piece is taken in and may change."""
@@ -39,11 +56,8 @@ class Digest:
         return self._hash.hexdigest()
 
     def close(self) -> None:
-        """Ends the thread, if there is one."""
+        """Returns when nothing is left to do."""
         self.wait()
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
 
 
 def digest_of(text: bytes) -> str:

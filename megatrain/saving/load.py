@@ -16,10 +16,12 @@ from torch.optim import Optimizer
 from megatrain.errors import CheckpointError
 from megatrain.runtime.checkpoint import PIECE_BYTES
 from megatrain.runtime.rules import regular
+from megatrain.saving.arguments import check_optimizer, check_tensors, read_folder
 from megatrain.saving.digest import Digest
 from megatrain.saving.manifest import FileRecord, Manifest
 from megatrain.saving.optimizers import destinations, differences, misfitting_options, put_back
 from megatrain.saving.replace import present
+from megatrain.saving.room import room_to_read
 from megatrain.saving.saved import Saved
 from megatrain.saving.schema import FILE, TRAINING
 from megatrain.saving.source import Source
@@ -46,6 +48,7 @@ class Checkpoint:
         return {**stored, **{name: stored[first] for name, first in self.manifest.ties.items()}}
 
     @cached_property
+    @room_to_read()
     def extra(self) -> dict[str, Any]:
         """The values that `save` was given, tensors included.
 
@@ -60,6 +63,7 @@ class Checkpoint:
         """What `save` was given as `tensors`, by name; none is read yet."""
         return self._tensors(self._stem("tensors"))
 
+    @room_to_read()
     def check(self) -> None:
         """Reads every byte and compares it with its checksum.
 
@@ -79,6 +83,7 @@ class Checkpoint:
         Raises:
             CheckpointError: Listing all differences.
         """
+        check_tensors(tensors, "tensors")
         problems = list(self._mismatches(tensors))
         if problems:
             lines = [
@@ -90,6 +95,7 @@ class Checkpoint:
             ]
             raise CheckpointError("\n  ".join(lines))
 
+    @room_to_read()
     def read_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Reads the weights to where they shall lie, one by one.
 
@@ -108,6 +114,7 @@ class Checkpoint:
                 self.weights[name].read(tensor)
                 done.add(place)
 
+    @room_to_read()
     def check_optimizer(self, optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> None:
         """Compares class, groups and parameters with those of the optimizer that was saved, and reads nothing.
 
@@ -118,6 +125,8 @@ class Checkpoint:
         Raises:
             CheckpointError: If there is none, or the two are not alike, with all differences.
         """
+        check_optimizer(optimizer)
+        check_tensors(names, "names")
         saved = self._saved_optimizer()
         problems = differences(
             saved["class"], saved["parameters"], [g["params"] for g in saved["param_groups"]], optimizer, names
@@ -134,6 +143,7 @@ class Checkpoint:
             ]
             raise CheckpointError("\n  ".join(lines))
 
+    @room_to_read()
     def read_optimizer(self, optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> None:
         """Continues with the saved state, options of groups included.
 
@@ -209,6 +219,7 @@ class Checkpoint:
                     yield f"tied: `{name}` and `{other}` are one tensor here, but differ in the checkpoint"
 
 
+@room_to_read()
 def load(folder: str | os.PathLike[str]) -> Checkpoint:
     """Opens a checkpoint: reads what it holds and the headers of its files, and no values.
 
@@ -220,8 +231,9 @@ def load(folder: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: If it isn't there or of another schema, or files are missing, cut off, or have other headers:
             all in one error.
+        OptionError: If `folder` is no path.
     """
-    place = present(Path(folder).resolve())
+    place = present(read_folder(folder))
     manifest = Manifest.read(place)
     _refuse(place, [p for file, record in manifest.files.items() for p in _problems_of_file(place / file, record)])
     return Checkpoint(place, manifest)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatrain.errors import CheckpointError
+from megatrain.runtime.index import exists
 from megatrain.saving import disk
 
 _PARTIAL = ".partial-"
@@ -28,7 +29,7 @@ _OLD = ".old-"
 
 def present(folder: Path) -> Path:
     """Returns where the newest whole content of `folder` lies: there, or where a save that was ended left it."""
-    if not folder.exists():
+    if not exists(folder):
         for old in _beside(folder, _OLD):
             partial = _twin(folder, old)
             if partial.exists():
@@ -124,7 +125,7 @@ def _is_locked(leftover: Path) -> bool:
 
 def _beside(folder: Path, infix: str) -> Iterator[Path]:
     pattern = re.compile(re.escape(folder.name + infix) + "[0-9a-f]{12}")
-    if folder.parent.is_dir():
+    if exists(folder.parent) and folder.parent.is_dir():
         yield from sorted(path for path in folder.parent.iterdir() if pattern.fullmatch(path.name))
 
 

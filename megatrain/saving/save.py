@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from megatrain.errors import CheckpointError
 from megatrain.runtime import rules
 from megatrain.saving import disk
+from megatrain.saving.arguments import check_function, check_mapping, check_optimizer, check_tensors, read_folder
 from megatrain.saving.digest import digest_of
 from megatrain.saving.manifest import FileRecord, Manifest
 from megatrain.saving.optimizers import OptimizerState
@@ -59,9 +60,17 @@ def save(
     Raises:
         CheckpointError: If something can't be stored (all of it in one error, before anything is written), the
             disk lacks room or fails, or `folder` is something else. The previous checkpoint is whole then.
-        OptionError: If `shard_bytes` is no size.
+        OptionError: If an argument isn't what it may be.
     """
-    place = Path(folder).resolve()
+    place = read_folder(folder)
+    for option, given in (("weights", weights), ("tensors", {} if tensors is None else tensors)):
+        check_tensors(given, option, (torch.Tensor, Source))
+    if names is not None:
+        check_tensors(names, "names")
+    if optimizer is not None:
+        check_optimizer(optimizer, OptimizerState)
+    check_mapping(extra, "extra")
+    check_function(more, "more")
     draft = _Draft.of(weights, optimizer, names, extra, tensors or {}, parse_bytes(shard_bytes, "shard_bytes"))
     if place.exists() and not (place.is_dir() and (Path(place, FILE).exists() or not any(place.iterdir()))):
         raise CheckpointError(
@@ -114,7 +123,8 @@ class _Draft:
             optimizer = OptimizerState.of(optimizer, known if names is None else names)
         moments, values = Encoder(), Encoder()
         state = None if optimizer is None else optimizer.encode(moments)
-        encoded = {str(key): values.encode(value, str(key)) for key, value in (extra or {}).items()}
+        encoded = {key: values.encode(value, str(key)) for key, value in (extra or {}).items()}
+        problems += [f"{key!r} is the name of an extra value, but no text" for key in encoded if type(key) is not str]
         problems += [*others, *moments.problems, *values.problems]
         for named in (stored, moments.tensors, values.tensors, apart):
             problems += [

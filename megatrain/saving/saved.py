@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from megatrain.errors import CheckpointError
 from megatrain.runtime.checkpoint import PIECE_BYTES, parts
 from megatrain.saving.digest import Digest
+from megatrain.saving.room import room_to_read
 from megatrain.saving.source import bytes_of
 from megatrain.tracer.spec import TensorSpec
 
@@ -64,6 +65,7 @@ class Saved:
         finally:
             reader.close()
 
+    @room_to_read()
     def read(self, out: torch.Tensor) -> None:
         """Reads the values to where they shall lie; takes no memory beyond a piece.
 

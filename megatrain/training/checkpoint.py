@@ -17,7 +17,15 @@ from megatrain.errors import CheckpointError
 from megatrain.optim.whole_step import Optimizer
 from megatrain.runtime import rules
 from megatrain.runtime.rules import anything, integer, mapping, optional, problems, record, shown, text
+from megatrain.saving.arguments import (
+    check_function,
+    check_mapping,
+    check_optimizer,
+    check_scheduler,
+    read_folder,
+)
 from megatrain.saving.fitting import misfits
+from megatrain.saving.room import room_to_read
 from megatrain.training.boundary import Progress
 from megatrain.training.config import with_config
 from megatrain.training.state import HIDDEN, State
@@ -47,6 +55,10 @@ def save(
     more: Callable[[Path], object] | None,
 ) -> None:
     """Writes a checkpoint; see `TrainStep.save`."""
+    check_scheduler(scheduler)
+    check_mapping(user, "user")
+    check_function(more, "more")
+    schedule = None if scheduler is None else _state_of(scheduler)
     if compiled.has_unread_weights:
         compiled.load_weights()
     state = State.of(compiled)
@@ -59,7 +71,7 @@ def save(
         extra={
             "progress": asdict(progress),
             "generators": saving.generators_now(),
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "scheduler": schedule,
             "scheduler_class": None if scheduler is None else _class_of(scheduler),
             "modules": dict(state.others),
             "user": dict(user or {}),
@@ -69,6 +81,18 @@ def save(
     )
 
 
+def check_arguments(folder: object, optimizer: object, scheduler: object) -> None:
+    """Refuses what `TrainStep.load` can't take.
+
+    Raises:
+        OptionError: Naming the argument.
+    """
+    read_folder(folder)
+    check_optimizer(optimizer)
+    check_scheduler(scheduler)
+
+
+@room_to_read()
 def restore(
     folder: str | os.PathLike[str], compiled: Compiled, optimizer: Optimizer, scheduler: Scheduler | None
 ) -> tuple[Progress, dict[str, Any]]:
@@ -172,6 +196,16 @@ def _differences(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], schedu
     for key in saved.keys() - own.keys():
         if not isinstance(key, str) or hasattr(scheduler, key):
             yield f"`scheduler.{key}` is state in the checkpoint, but something else here"
+
+
+def _state_of(scheduler: Scheduler) -> dict[str, Any]:
+    state = scheduler.state_dict()
+    if not isinstance(state, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise CheckpointError(
+            f"the state of {_class_of(scheduler)} is {shown(state)}, not a dict.\n"
+            "  Its values are stored by their names.\n  Have its state_dict() return a dict."
+        )
+    return state
 
 
 def _restore_scheduler(checkpoint: saving.Checkpoint, scheduler: Scheduler, state: dict[str, Any]) -> None:

@@ -244,9 +244,8 @@ class TrainStep:
     ) -> None:
         """Writes all that the next step depends on; see docs/checkpoints.md for what lies where.
 
-        The weights are safetensors files under the model's own names, with the configuration beside them that
-        `from_pretrained` needs if the model's class has one. Nothing is copied in memory, and at each moment a
-        whole checkpoint is at `folder`, the previous one or this.
+        The weights are safetensors files under the model's own names, with the configuration for `from_pretrained`.
+        Nothing is copied in memory, and at each moment a whole checkpoint is at `folder`, the previous one or this.
 
         Args:
             folder: Where it shall be; one that is there is replaced.
@@ -297,10 +296,10 @@ class TrainStep:
             options: Of `TrainStep`.
 
         Raises:
-            CheckpointError: If the checkpoint is damaged, with file and tensor, or of something else. Names, shapes
-                and dtypes are compared before anything is changed; a tensor found damaged while it is read leaves those
-                before it changed, until a whole checkpoint is loaded.
+            OptionError: If an argument isn't what it may be.
+            CheckpointError: If it is damaged or of something else; a damaged tensor is found when it is read.
         """
+        checkpoint.check_arguments(folder, optimizer, scheduler)
         step = cls(compiled, optimizer, **options)
         with step._compiled.exclusively("load()"), torch.device("cpu"):
             restored = checkpoint.restore(folder, step._compiled, optimizer, scheduler)

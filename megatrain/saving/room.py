@@ -1,0 +1,27 @@
+"""Room: where memory runs out while a checkpoint is read, it is said so in our words."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from megatrain.errors import CheckpointError
+
+_SAID = ("can't allocate memory", "not enough memory", "out of memory", "can't start new thread")
+"""In what torch and Python raise, as a RuntimeError of no class of its own."""
+
+
+@contextmanager
+def room_to_read() -> Generator[None]:
+    """In its body, memory that can't be had is a `CheckpointError`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error) or type(error).__name__
+        if not isinstance(error, MemoryError) and not any(said in text.lower() for said in _SAID):
+            raise
+        raise CheckpointError(
+            f"the memory doesn't suffice to read the checkpoint: {text.splitlines()[0]}.\n"
+            "  The optimizer's state takes memory of its own. What was read until now has other values.\n"
+            "  Make room and load again: a whole checkpoint sets all of them right."
+        ) from error

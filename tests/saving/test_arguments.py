@@ -1,0 +1,113 @@
+"""What callers give to saving and loading is refused by name, before anything is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.errors import CheckpointError, MegatrainError, OptionError
+from megatrain.saving import load, save
+from tests.saving.training import Tied, adamw, known, save_trained, state_of
+
+PATHS: dict[str, Any] = {
+    "number": 7,
+    "None": None,
+    "bytes": b"run",
+    "list": ["run"],
+    "empty": "",
+    "NUL": "a\0b",
+    "surrogate": "a\ud800",
+}
+UNREACHABLE = {"long name": "x" * 300, "long": "x/" * 3000, "loop": "loop", "below a loop": "loop/run"}
+
+
+def refusal(kind: type[MegatrainError], action: Callable[[], object]) -> str:
+    with pytest.raises(kind) as caught:
+        action()
+    text = str(caught.value)
+    assert len(text.splitlines()) > 2, text
+    return text
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_no_path_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for action in (lambda: save(PATHS[path], {}), lambda: load(PATHS[path])):
+        assert refusal(OptionError, action).startswith("folder=")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", UNREACHABLE)
+def test_a_path_that_the_system_refuses_is_one_of_our_errors(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    for action in (lambda: save(UNREACHABLE[path], {}), lambda: load(UNREACHABLE[path])):
+        assert "can't be a folder" in refusal(CheckpointError, action)
+    assert os.listdir() == ["loop"]
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "weights number": ({"weights": 7}, "weights= is 7, not a dict"),
+    "weights list": ({"weights": [torch.ones(1)]}, "weights= is a list of 1, not a dict"),
+    "weights module": ({"weights": Tied()}, "weights= is Tied("),
+    "weights name": ({"weights": {7: torch.ones(1)}}, "weights= has the name 7, which is no text"),
+    "weights value": ({"weights": {"a": [1.0]}}, "weights= has a list of 1 under 'a', which is no tensor"),
+    "tensors": ({"tensors": "evil"}, "tensors= is 'evil', not a dict"),
+    "tensors value": ({"tensors": {"a": None}}, "tensors= has None under 'a', which is no tensor"),
+    "tensors zero": ({"tensors": 0}, "tensors= is 0, not a dict"),
+    "optimizer": ({"optimizer": "AdamW"}, "optimizer='AdamW' is no optimizer"),
+    "optimizer zero": ({"optimizer": 0}, "optimizer=0 is no optimizer"),
+    "optimizer class": ({"optimizer": torch.optim.AdamW}, "is no optimizer"),
+    "names": ({"names": ["a"]}, "names= is a list of 1, not a dict"),
+    "extra": ({"extra": 0}, "extra=0 is not a dict"),
+    "extra list": ({"extra": [1]}, "extra=a list of 1 is not a dict"),
+    "more": ({"more": "config.json"}, "more='config.json' is no function"),
+    "shard_bytes": ({"shard_bytes": None}, "shard_bytes=None is not a size"),
+    "shard_bytes flag": ({"shard_bytes": True}, "shard_bytes=True is not a size"),
+    "shard_bytes zero": ({"shard_bytes": 0}, "shard_bytes=0 is less than one byte"),
+    "shard_bytes NaN": ({"shard_bytes": float("nan")}, "shard_bytes=nan is not a size"),
+    "shard_bytes list": ({"shard_bytes": []}, "shard_bytes=[] is not a size"),
+}
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_an_argument_of_save_that_is_something_else_is_refused(tmp_path: Path, argument: str):
+    options, text = ARGUMENTS[argument]
+    model, _ = known(0)
+    given: dict[str, Any] = {"weights": state_of(model), **options}
+    assert text in refusal(OptionError, lambda: save(tmp_path / "run", **given)).split("\n")[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_extra_values_that_are_no_texts_would_come_back_as_others(tmp_path: Path):
+    text = refusal(CheckpointError, lambda: save(tmp_path / "run", {}, extra={1: "a", "1": "b"}))
+    assert "\n  1 is the name of an extra value, but no text" in text
+    model, optimizer = known(0)
+    state = optimizer.state[model.body.weight]
+    state[7] = 1.0
+    try:
+        text = refusal(CheckpointError, lambda: save(tmp_path / "run", state_of(model), optimizer=optimizer))
+    finally:
+        del state[7]
+    assert "\n  `body.weight` has state under 7, which is no text" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_checkpoint_is_read_into_is_refused_if_it_is_something_else(tmp_path: Path):
+    save_trained(tmp_path / "run")
+    checkpoint = load(tmp_path / "run")
+    model = Tied()
+    for action, text in (
+        (lambda: checkpoint.read_weights(model), "tensors= is Tied("),
+        (lambda: checkpoint.read_weights({"a": 1}), "tensors= has 1 under 'a'"),
+        (lambda: checkpoint.read_optimizer(None, {}), "optimizer=None is no optimizer"),
+        (lambda: checkpoint.read_optimizer(adamw(model), list(model.parameters())), "names= is a list"),
+    ):
+        assert text in refusal(OptionError, action)
