@@ -32,6 +32,7 @@ def compile(  # the name torch users expect
     example_kwargs: Mapping[str, Any] | None = None,
     weights: WeightFiles | None = None,
     masters: str = "exact",
+    opaque: str = "warn",
     chaos: Chaos | None = None,
     recording: Recording | None = None,
 ) -> CompiledModule:
@@ -57,6 +58,8 @@ def compile(  # the name torch users expect
             `load_weights`, straight into host memory. What the model holds already is replaced.
         masters: With `precision="bf16"`: `"exact"` fp32 masters, or `"rounded"` for none beside the bf16 parameters:
             updates round by chance.
+        opaque: What happens if code in the outermost module can't be captured, so that the whole model is one block:
+            `"warn"` with an `OpaqueModelWarning`, `"refuse"` with a TraceError, or `"allow"`.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects what the executor issued; for tests.
 
@@ -74,7 +77,7 @@ def compile(  # the name torch users expect
             "the model is compiled already.\n  A compiled model holds its parameters in a host store of its own.\n"
             "  Use it as it is, or compile the plain model again: compile(compiled.megatrain.model, ...)."
         )
-    options = Options.read(device, memory, precision, activations, transfer, block_bytes, weights, masters)
+    options = Options.read(device, memory, precision, activations, transfer, block_bytes, weights, masters, opaque)
     compiled = Compiled(model, options, chaos, recording)
     with narrowed(model, compiled.masters):
         if compiled._weights is not None:

@@ -23,6 +23,10 @@ class TraceError(MegatrainError):
     """The model can't be captured faithfully; the message names the user's source line."""
 
 
+class OpaqueModelWarning(UserWarning):
+    """The outermost module runs its own code at each step, as one block."""
+
+
 class LowerError(MegatrainError):
     """A captured model can't be cut into blocks, or a pass broke the program."""
 

@@ -11,6 +11,7 @@ import torch
 
 from megatrain.checks import PATHS, Rule, one_of, optional
 from megatrain.errors import OptionError
+from megatrain.opaque_model import OPAQUE
 from megatrain.optim.masters import Kind
 from megatrain.runtime.checkpoint import WeightFiles, read_paths
 from megatrain.saving.replace import present
@@ -32,6 +33,7 @@ COMPILE: Mapping[str, Rule] = {
     "example_kwargs": EXAMPLE_KWARGS,
     "weights": optional(PATHS),
     "masters": one_of("exact", "rounded"),
+    "opaque": one_of(*OPAQUE),
 }
 """What the options of `compile` may be, one by one."""
 _MARGIN = 0.9
@@ -50,6 +52,7 @@ class Options:
         block_bytes: Target bytes of a block's state, or None.
         weights: Files and folders with the model's state, or None.
         masters: What bf16 parameters have: `"whole"` (nothing, as precision is fp32), `"exact"` or `"rounded"`.
+        opaque: Whether a model that is one opaque block is told of: `"warn"`, `"refuse"` or `"allow"`.
     """
 
     device: torch.device
@@ -60,6 +63,7 @@ class Options:
     block_bytes: int | None
     weights: tuple[Path, ...] | None = None
     masters: Kind = "whole"
+    opaque: str = "warn"
 
     @staticmethod
     def read(
@@ -71,6 +75,7 @@ class Options:
         block_bytes: int | str | None,
         weights: WeightFiles | None = None,
         masters: str = "exact",
+        opaque: str = "warn",
     ) -> Options:
         """Resolves the options of `compile`, each of which is right by itself.
 
@@ -97,7 +102,7 @@ class Options:
         # A checkpoint whose save was ended between its two renames lies beside its place.
         paths = None if weights is None else tuple(present(path) for path in read_paths(weights))
         kind: Kind = "whole" if precision == "fp32" else "rounded" if masters == "rounded" else "exact"
-        return Options(target, budget, precision, activations, transfer, size, paths, kind)
+        return Options(target, budget, precision, activations, transfer, size, paths, kind, opaque)
 
     def budget(self) -> int:
         """The device-memory budget in bytes: as given, or what is free now less a tenth."""

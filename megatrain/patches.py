@@ -21,11 +21,13 @@ class _Patch:
         original: What a lookup of the name gives without the patch.
         own: What `owner` itself holds under the name, or nothing if it inherits the name.
         by_thread: The replacements.
+        elsewhere: What all other threads find; the original unless one thread hides something from them.
     """
 
     original: Callable[..., Any]
     own: Any
     by_thread: dict[int, Callable[..., Any]] = field(default_factory=dict[int, Callable[..., Any]])
+    elsewhere: Callable[..., Any] | None = None
     installed: Callable[..., Any] | None = None
 
 
@@ -43,9 +45,9 @@ def replaced_here(owner: Any, name: str, replacement: Callable[..., Any]) -> Gen
         name: Of a function or method in it.
         replacement: Called with the same arguments.
     """
-    key, thread = (id(owner), name), get_ident()
+    thread = get_ident()
     with _lock:
-        patch = _patches.get(key) or _patches.setdefault(key, _install(owner, name))
+        patch = _installed(owner, name)
         outer = patch.by_thread.get(thread)
         patch.by_thread[thread] = replacement
     try:
@@ -56,31 +58,58 @@ def replaced_here(owner: Any, name: str, replacement: Callable[..., Any]) -> Gen
                 patch.by_thread[thread] = outer
             else:
                 del patch.by_thread[thread]
-            if not patch.by_thread:
-                del _patches[key]
-                _remove(owner, name, patch)
+            _remove_unused(owner, name, patch)
+
+
+@contextmanager
+def replaced_elsewhere(
+    owner: Any, name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Generator[None]:
+    """Has all other threads find something else than `owner.name` for the body; one thread at a time may do so.
+
+    Args:
+        owner: A class or a module.
+        name: Of a function or method in it.
+        replacement: Makes what they find, from what they found before.
+    """
+    with replaced_here(owner, name, original_of(owner, name)):
+        with _lock:
+            patch = _patches[id(owner), name]
+            before = patch.elsewhere
+            patch.elsewhere = replacement(before or patch.original)
+        try:
+            yield
+        finally:
+            with _lock:
+                patch.elsewhere = before
 
 
 def original_of(owner: Any, name: str) -> Any:
-    """Returns what `owner.name` is without the replacements of any thread."""
+    """Returns what this thread finds as `owner.name`, to go on to it from a replacement."""
     with _lock:
         patch = _patches.get((id(owner), name))
-        return getattr(owner, name) if patch is None else patch.original
+        return getattr(owner, name) if patch is None else patch.by_thread.get(get_ident(), patch.original)
 
 
-def _install(owner: Any, name: str) -> _Patch:
-    patch = _Patch(getattr(owner, name), vars(owner).get(name, _MISSING))
+def _installed(owner: Any, name: str) -> _Patch:
+    patch = _patches.get((id(owner), name))
+    if patch is not None:
+        return patch
+    patch = _patches[id(owner), name] = _Patch(getattr(owner, name), vars(owner).get(name, _MISSING))
     by_thread, original = patch.by_thread, patch.original
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        return by_thread.get(get_ident(), original)(*args, **kwargs)
+        return (by_thread.get(get_ident()) or patch.elsewhere or original)(*args, **kwargs)
 
     patch.installed = chosen
     setattr(owner, name, chosen)
     return patch
 
 
-def _remove(owner: Any, name: str, patch: _Patch) -> None:
+def _remove_unused(owner: Any, name: str, patch: _Patch) -> None:
+    if patch.by_thread:
+        return
+    del _patches[id(owner), name]
     if vars(owner).get(name) is not patch.installed:
         return  # somebody has put a wrapper around it, which goes on to the original
     if patch.own is _MISSING:

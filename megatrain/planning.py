@@ -13,6 +13,7 @@ from torch import nn
 from megatrain.checks import checked, count, number, optional
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.host_memory import HostPlan, OptimizerLike, host_plan, in_columns, narrow_entries
+from megatrain.opaque_model import check_opaque
 from megatrain.optim.need import OPTIMIZER
 from megatrain.options import PRECISION
 from megatrain.passes.pipeline import lower
@@ -178,7 +179,9 @@ def _captured(model: nn.Module, arguments: Arguments, precision: str, block_byte
     args, kwargs = arguments.rebuild(tensors)
     with _in_bf16(model, {key: state[key] for key in replaced}), paused_collection(), outer_hooks_off():
         with torch.autograd.set_detect_anomaly(False), torch.enable_grad():
-            return lower(trace(model, args, kwargs), block_bytes=block_bytes)
+            traced = trace(model, args, kwargs)
+            check_opaque(traced, "warn", set())
+            return lower(traced, block_bytes=block_bytes)
 
 
 @contextmanager

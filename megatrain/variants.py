@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import TraceError
+from megatrain.opaque_model import check_opaque
 from megatrain.options import Options
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
@@ -129,6 +130,7 @@ class Variants:
         self._watch = ModelWatch(model)
         self._opaque: dict[str, str] = {}
         self.written: set[str] = set()
+        self._heard: set[str] = set()
 
     @property
     def tree_version(self) -> int:
@@ -194,6 +196,7 @@ class Variants:
     def _capture(self, arguments: Arguments, others: Sequence[Variant]) -> Variant:
         args, kwargs = arguments.rebuild(arguments.tensors)
         traced = trace(self._model, args, kwargs, device=self._options.device, opaque=self._opaque)
+        check_opaque(traced, self._options.opaque, self._heard)
         guards = GuardCheck(traced.guards, traced.graph, traced.constants)
         assumptions = AssumptionCheck(traced.assumptions)
         for other in others:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from megatrain.patches import original_of, replaced_here
 from megatrain.tracer.recorder import Recorder
 from megatrain.tracer.sandbox import HostRng
 
@@ -37,31 +37,29 @@ def followed_modules(recorder: Recorder, root: nn.Module) -> Generator[None]:
     calls: Counter[int] = Counter()
     stack = recorder.tape.module_stack
 
-    def enter(module: nn.Module, _: Any) -> None:
+    original: Any = original_of(nn.Module, "__call__")
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         name = names.get(id(module))
-        if name is not None:
-            stack.append((name, calls[id(module)]))
-            calls[id(module)] += 1
+        if name is None:
+            return original(module, *args, **kwargs)
+        stack.append((name, calls[id(module)]))
+        calls[id(module)] += 1
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            stack.pop()
+            if name in repeated:
+                recorder.let_go()
 
-    def leave(module: nn.Module, *_: Any) -> None:
-        if id(module) in names and stack and stack.pop()[0] in repeated:
-            recorder.let_go()
-
-    handles = (
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
-    )
-    try:
+    with replaced_here(nn.Module, "__call__", call):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def opaque_modules(recorder: Recorder, root: nn.Module, opaque: Collection[str]) -> Generator[None]:
     """Makes each call of the modules named in `opaque` one node, hooks on them included."""
-    original: Any = nn.Module.__call__
+    original: Any = original_of(nn.Module, "__call__")
     names = {id(root.get_submodule(name)): name for name in opaque}
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -69,20 +67,14 @@ def opaque_modules(recorder: Recorder, root: nn.Module, opaque: Collection[str])
             return original(module, *args, **kwargs)
         return recorder.record_module(module, names[id(module)], args, kwargs)
 
-    if not names:
+    with replaced_here(nn.Module, "__call__", call):
         yield
-        return
-    nn.Module.__call__ = call  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = original
 
 
 @contextmanager
 def kept_dtypes(recorder: Recorder) -> Generator[None]:
     """Lets modules convert themselves (`self.head.to(x.dtype)`) where that changes nothing."""
-    original: Any = nn.Module._apply
+    original: Any = original_of(nn.Module, "_apply")
 
     def convert(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
         tensors = [*module.parameters(recurse), *module.buffers(recurse)]
@@ -98,11 +90,8 @@ def kept_dtypes(recorder: Recorder) -> Generator[None]:
             )
         return module
 
-    nn.Module._apply = convert  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    with replaced_here(nn.Module, "_apply", convert):
         yield
-    finally:
-        nn.Module._apply = original
 
 
 def with_backward_hooks(root: nn.Module) -> dict[str, str]:
@@ -118,26 +107,21 @@ def with_backward_hooks(root: nn.Module) -> dict[str, str]:
 def host_drawer(root: nn.Module) -> Generator[Callable[[], tuple[str, ...]]]:
     """Looks for the innermost module call that draws from Python's or NumPy's generators; yields the way to ask."""
     names = {id(module): name for name, module in root.named_modules()}
-    stack: list[tuple[str, HostRng]] = []
+    original: Any = original_of(nn.Module, "__call__")
+    stack: list[str] = []
     found: list[tuple[str, ...]] = []
 
-    def enter(module: nn.Module, _: Any) -> None:
-        if id(module) in names:
-            stack.append((names[id(module)], HostRng.now()))
-
-    def leave(module: nn.Module, *_: Any) -> None:
-        if id(module) in names and stack:
-            calls = tuple(name for name, _ in stack)
-            before = stack.pop()[1]
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if id(module) not in names:
+            return original(module, *args, **kwargs)
+        stack.append(names[id(module)])
+        before = HostRng.now()
+        try:
+            return original(module, *args, **kwargs)
+        finally:
             if not found and before != HostRng.now():
-                found.append(calls)
+                found.append(tuple(stack))
+            stack.pop()
 
-    handles = (
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
-    )
-    try:
+    with replaced_here(nn.Module, "__call__", call):
         yield lambda: found[0] if found else ()
-    finally:
-        for handle in handles:
-            handle.remove()

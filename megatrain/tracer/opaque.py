@@ -22,8 +22,8 @@ from megatrain.tracer.saved_hooks import has_users_hooks
 from megatrain.tracer.structure import Structure, holds_tensors
 from megatrain.tracer.watch import ByteCount
 
-Holder = tuple[dict[str, Any], str]
-"""A registry of a module (`_parameters` or `_buffers`) and a name in it."""
+Holder = tuple[nn.Module, str, str]
+"""A module, which of its registries (`_parameters` or `_buffers`), and a name in it."""
 
 
 class Opaque:
@@ -131,8 +131,8 @@ class Opaque:
         return [*found, *(now[i] for i in rebound)], rebound, result
 
     def _held(self, index: int) -> Any:
-        registry, name = self._holders[index][0]
-        return registry.get(name)
+        module, kind, name = self._holders[index][0]
+        return vars(module)[kind].get(name)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -162,16 +162,16 @@ def _installed(
     holders: Sequence[Sequence[Holder]], state: Sequence[torch.Tensor]
 ) -> Generator[dict[int, torch.Tensor]]:
     """Puts `state` where the module looks for it; yields it by the id of the tensors that it replaces."""
-    before = [[registry[name] for registry, name in places] for places in holders]
+    before = [[vars(module)[kind][name] for module, kind, name in places] for places in holders]
     try:
         for places, tensor in zip(holders, state, strict=True):
-            for registry, name in places:
-                registry[name] = tensor
+            for module, kind, name in places:
+                vars(module)[kind][name] = tensor
         yield {id(old): t for olds, t in zip(before, state, strict=True) for old in olds}
     finally:
         for places, olds in zip(holders, before, strict=True):
-            for (registry, name), old in zip(places, olds, strict=True):
-                registry[name] = old
+            for (module, kind, name), old in zip(places, olds, strict=True):
+                vars(module)[kind][name] = old
 
 
 class _Substitution(TorchFunctionMode):

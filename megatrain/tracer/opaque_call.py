@@ -108,8 +108,8 @@ def _state_of(module: nn.Module) -> list[tuple[torch.Tensor, list[Holder]]]:
     """Lists the state of a module with every place that holds it, tied tensors once."""
     found: dict[int, tuple[torch.Tensor, list[Holder]]] = {}
     for child in module.modules():
-        for registry in (child._parameters, child._buffers):
-            for name, tensor in registry.items():
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in vars(child)[kind].items():
                 if tensor is not None:
-                    found.setdefault(id(tensor), (tensor, []))[1].append((registry, name))
+                    found.setdefault(id(tensor), (tensor, []))[1].append((child, kind, name))
     return list(found.values())

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import get_ident
 from typing import Any
 
 from torch import nn
 
+from megatrain.patches import original_of, replaced_here
 from megatrain.tracer.kept import MISSING
 from megatrain.tracer.source import SourceLine, user_line
 
@@ -79,57 +78,32 @@ def _lookup_of(kind: type) -> type:
     return next(k for k in kind.__mro__ if k is not nn.Module and "__getattribute__" in k.__dict__)
 
 
-_active: dict[int, Reads] = {}
-_lock = threading.Lock()
-
-
-def _recording_getattribute(module: Any, name: str) -> Any:
-    reads = _active.get(get_ident())
-    if reads is not None and name == "__dict__":
-        # Torch looks into it for every parameter; anybody else may see all that is in it.
-        file = sys._getframe(1).f_code.co_filename  # pyright: ignore[reportPrivateUsage]
-        if file != _TORCH_MODULE_FILE and not file.startswith(_OWN):
-            reads.note_all(module)
-    elif reads is not None:
-        names = reads.by_module.get(id(module))
-        if names is None or name not in names:
-            reads.note(module, name)
-    return object.__getattribute__(module, name)
-
-
-_init = nn.Module.__init__
-
-
-def _recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    reads = _active.get(get_ident())
-    if reads is not None:
-        reads.made[id(self)] = self
-    _init(self, *args, **kwargs)
-
-
 @contextmanager
 def recorded_reads(root: nn.Module) -> Generator[Reads]:
     """Notes what this thread reads from modules, through a hook in `nn.Module` that is there for the body only.
 
     Classes with an attribute lookup of their own are taken to read everything.
     """
-    reads, thread = Reads(), get_ident()
+    reads, initialize = Reads(), original_of(nn.Module, "__init__")
     for module in root.modules():
         if _lookup_of(type(module)) is not object:
             reads.note_all(module)
-    outer = _active.get(thread)
-    with _lock:
-        _active[thread] = reads
-        setattr(nn.Module, "__getattribute__", _recording_getattribute)  # noqa: B010  # pyright knows it as a method
-        nn.Module.__init__ = _recording_init
-    try:
+
+    def look_up(module: Any, name: str) -> Any:
+        if name == "__dict__":
+            # Torch looks into it for every parameter; anybody else may see all that is in it.
+            file = sys._getframe(2).f_code.co_filename  # pyright: ignore[reportPrivateUsage]
+            if file != _TORCH_MODULE_FILE and not file.startswith(_OWN):
+                reads.note_all(module)
+        else:
+            names = reads.by_module.get(id(module))
+            if names is None or name not in names:
+                reads.note(module, name)
+        return object.__getattribute__(module, name)
+
+    def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        reads.made[id(module)] = module
+        initialize(module, *args, **kwargs)
+
+    with replaced_here(nn.Module, "__getattribute__", look_up), replaced_here(nn.Module, "__init__", init):
         yield reads
-    finally:
-        with _lock:
-            if outer is not None:
-                _active[thread] = outer
-            else:
-                del _active[thread]
-            if not _active:
-                delattr(nn.Module, "__getattribute__")
-                nn.Module.__init__ = _init

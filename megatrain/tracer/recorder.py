@@ -64,7 +64,8 @@ class Recorder(TorchFunctionMode):
         earlier: Recorder | None = None,
     ):
         super().__init__()
-        self.effects = EffectWatch(self._check_read, self._check_write)
+        self._generator = GeneratorWatch()
+        self.effects = EffectWatch(self._check_read, self._check_write, self._generator.draw)
         self.tape = Tape(
             self.effects, uses_values=attempt.uses_values, earlier=None if earlier is None else earlier.tape
         )
@@ -73,7 +74,6 @@ class Recorder(TorchFunctionMode):
         self._state = state
         self._originals = originals
         self._attempt = attempt
-        self._generator = GeneratorWatch()
         self._operands: set[int] = set()
         self._reads_graph = False
         self._runs_on_fakes = False
@@ -189,10 +189,11 @@ class Recorder(TorchFunctionMode):
             def run(*tensors: torch.Tensor) -> Any:
                 return call.run(tensors, more, self.tape.escapes)
 
-            result, results, rebound = self._run(run, tuple(operands), {}, operands)
+            with self._generator.free():
+                result, results, rebound = self._run(run, tuple(operands), {}, operands)
             self.tape.append_opaque(call.opaque, nodes, results)
-            for (registry, label), tensor in rebound:
-                registry[label] = tensor
+            for (holder, kind, label), tensor in rebound:
+                vars(holder)[kind][label] = tensor
         return result
 
     @contextmanager
@@ -227,7 +228,6 @@ class Recorder(TorchFunctionMode):
         self._reads_graph = func is torch.autograd.grad
         self.effects.clear()
         self._runs_on_fakes = False
-        generator = torch.get_rng_state()
         with self.unrecorded():
             if not has_fakes and (self._attempt.uses_values or self.tape.site not in self._attempt.make_fake):
                 with self.effects:
@@ -238,8 +238,6 @@ class Recorder(TorchFunctionMode):
                     self._follow_copy(operand)
                 with self._fake_mode, self.effects:
                     result = call_on_fakes(func, args, kwargs, *self.tape.site)
-            if self.effects.is_random:
-                self._generator.check(generator)
             return result
 
     def _follow_copy(self, tensor: torch.Tensor) -> None:

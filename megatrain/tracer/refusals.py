@@ -26,6 +26,7 @@ from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.targets import call_name, is_property_get, is_property_set
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_APPLIED = nn.Module._apply.__code__  # pyright: ignore[reportPrivateUsage]
 REFUSE, USE_VALUES, RUN_AGAIN, FOLLOW_HOST = "refuse", "use values", "run again", "follow host"
 
 
@@ -193,8 +194,7 @@ def check_everywhere(func: Any, kwargs: dict[str, Any]) -> None:
 def _is_applied() -> bool:
     """Tells whether `Module.to` and the like ask: they treat a gradient as they treat the parameter."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    applied = nn.Module._apply.__code__  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and frame.f_code is not applied:
+    while frame is not None and frame.f_code is not _APPLIED:
         frame = frame.f_back
     return frame is not None
 

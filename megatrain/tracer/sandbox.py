@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -16,8 +17,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatrain.patches import replaced_elsewhere
 from megatrain.tracer.guards import is_equal
+from megatrain.tracer.rng import is_ahead
 
+_REGISTRIES = ("_parameters", "_buffers")
+_SHOWN = ("__dict__", *_REGISTRIES)
 _CONTAINERS = (dict, list, set, deque)
 _SCALARS = (bool, int, float, str, type(None))
 # What is longer is data that a module refers to, a vocabulary or a data set, and not its state.
@@ -42,23 +47,56 @@ def fake_state(
     return fakes
 
 
-@contextmanager
-def swapped_state(module: nn.Module, replacement: dict[int, torch.Tensor]) -> Generator[Attributes]:
-    """Puts `replacement[id(tensor)]` where `module` holds a tensor; at the end undoes all changes to modules.
+@dataclass(frozen=True, slots=True, eq=False)
+class Swapped:
+    """A model whose state is swapped.
 
-    Yields what the modules held right after the swap.
+    Args:
+        start: What its modules held right after the swap.
+        lasting: The registries of the model itself, by the identity of those that stand for them meanwhile.
+    """
+
+    start: Attributes
+    lasting: dict[int, dict[str, Any]]
+
+
+@contextmanager
+def swapped_state(module: nn.Module, replacement: dict[int, torch.Tensor]) -> Generator[Swapped]:
+    """Lets this thread find `replacement[id(tensor)]` where `module` holds a tensor.
+
+    Modules get registries of their own for the body, so that the model's own ones are never touched: other threads go
+    on finding those. At the end all changes to modules are undone.
     """
     saved = Attributes(module)
-    try:
-        for child in module.modules():
-            for kind in ("_parameters", "_buffers"):
-                holder: dict[str, Any] = getattr(child, kind)
-                for name, tensor in holder.items():
-                    if tensor is not None and id(tensor) in replacement:
-                        holder[name] = replacement[id(tensor)]
-        yield Attributes(module)
-    finally:
-        saved.restore()
+    own: dict[int, dict[str, dict[str, Any]]] = {
+        id(child): {kind: vars(child)[kind] for kind in _REGISTRIES} for child in module.modules()
+    }
+    stand_ins: dict[int, dict[str, Any]] = {}
+    lasting: dict[int, dict[str, Any]] = {}
+    for held in [held for kinds in own.values() for held in kinds.values()]:
+        if id(held) not in stand_ins:
+            stand_in = stand_ins[id(held)] = copy.copy(held)
+            stand_in.update({name: replacement.get(id(tensor), tensor) for name, tensor in held.items()})
+            lasting[id(stand_in)] = held
+
+    def showing_own(find: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def look_up(other: Any, name: str) -> Any:
+            found = find(other, name)
+            kinds = own.get(id(other)) if name in _SHOWN else None
+            if kinds is None:
+                return found
+            return {**found, **kinds} if name == "__dict__" else kinds[name]
+
+        return look_up
+
+    with replaced_elsewhere(nn.Module, "__getattribute__", showing_own):
+        try:
+            for child in module.modules():
+                for kind, held in own[id(child)].items():
+                    vars(child)[kind] = stand_ins[id(held)]
+            yield Swapped(Attributes(module), lasting)
+        finally:
+            saved.restore()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +137,19 @@ class Attributes:
     def restore(self) -> None:
         """Puts everything back in place."""
         for _, holder, content in self._saved.values():
-            if not _is_same(content, _items(holder)):
-                holder.clear()
-                if isinstance(holder, list | deque):
-                    holder.extend(content.values())
-                else:
-                    holder.update(content)
+            if _is_same(content, _items(holder)):
+                continue
+            if isinstance(holder, dict):
+                # One by one: another thread may be reading what hasn't changed.
+                for label in [label for label in holder if label not in content]:
+                    del holder[label]
+                holder.update(content)
+                continue
+            holder.clear()
+            if isinstance(holder, list | deque):
+                holder.extend(content.values())
+            else:
+                holder.update(content)
 
     def changes(self) -> list[Change]:
         """Lists what is held differently now."""
@@ -165,8 +210,12 @@ class HostRng:
 
 
 @contextmanager
-def kept_rng() -> Generator[list[str]]:
-    """Restores every random generator at the end; the list then names what moved besides torch's stream."""
+def kept_rng(*, others_draw: bool = False) -> Generator[list[str]]:
+    """Restores every random generator at the end; the list then names what moved besides torch's stream.
+
+    Args:
+        others_draw: The body draws nothing from torch's generator on the CPU; what other threads drew stays drawn.
+    """
     host, cpu = HostRng.now(), torch.get_rng_state()
     seed = torch.initial_seed()
     has_device = torch.accelerator.is_available()
@@ -180,6 +229,7 @@ def kept_rng() -> Generator[list[str]]:
         if torch.initial_seed() != seed:
             moved.append("torch.manual_seed")
         host.restore()
-        torch.set_rng_state(cpu)
+        if not (others_draw and is_ahead(cpu, torch.get_rng_state())):
+            torch.set_rng_state(cpu)
         if device is not None:
             torch.get_device_module().set_rng_state(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -32,7 +33,7 @@ from megatrain.tracer.modules import (
 from megatrain.tracer.own_code import original, own_code
 from megatrain.tracer.recorder import Recorder
 from megatrain.tracer.refusals import FOLLOW_HOST, RUN_AGAIN, Obstacle
-from megatrain.tracer.sandbox import Attributes, fake_state, kept_rng, swapped_state
+from megatrain.tracer.sandbox import Attributes, Swapped, fake_state, kept_rng, swapped_state
 from megatrain.tracer.side_outputs import SideOutputs
 from megatrain.tracer.source import user_line
 from megatrain.tracer.spec import TensorSpec
@@ -41,6 +42,9 @@ from megatrain.tracer.structure import Arguments, Structure
 from megatrain.tracer.targets import call_text
 from megatrain.tracer.traced import TracedModule
 from megatrain.tracer.watch import StrayWatch
+
+# One capture at a time in a process; other threads go on with whatever else they do.
+_capturing = threading.RLock()
 
 
 @checked(model=MODEL, args=EXAMPLE_ARGS, kwargs=EXAMPLE_KWARGS, device=optional(DEVICE))
@@ -81,11 +85,16 @@ def trace(
     check_arguments(arguments)
     check_plain_state(model)
     target = torch.device(device) if device is not None else device_of(arguments)
-    attempt = Attempt(opaque={**with_backward_hooks(model), **(opaque or {})})
+    with _capturing:
+        traced = _captured(model, arguments, target, Attempt(opaque={**with_backward_hooks(model), **(opaque or {})}))
+    traced.check()
+    return traced
+
+
+def _captured(model: nn.Module, arguments: Arguments, device: torch.device, attempt: Attempt) -> TracedModule:
     while True:
         try:
-            traced = _Capture(model, arguments, target, attempt).run()
-            break
+            return _Capture(model, arguments, device, attempt).run()
         except MakeFakeError as error:
             attempt = attempt.after_write(error)
         except WrittenInputError as error:
@@ -95,8 +104,6 @@ def trace(
             if following is None:
                 raise (obstacle.cause or TraceError(str(obstacle))) from None
             attempt = following
-    traced.check()
-    return traced
 
 
 class _Capture:
@@ -121,12 +128,16 @@ class _Capture:
 
     def run(self) -> TracedModule:
         assuming = Assuming(self._model, self._is_opaque)
-        with kept_rng() as moved, swapped_state(self._model, self._by_id) as start, self._host_drawer() as drawer:
+        with (
+            kept_rng(others_draw=True) as moved,
+            swapped_state(self._model, self._by_id) as swapped,
+            self._host_drawer() as drawer,
+        ):
             with assuming.reading():
                 result, given = self._run_forward(self._recorder)
             rebound = self._rebound_buffers()
-            left = self._left(start)
-            self._refuse_kept_state(start)
+            left = self._left(swapped)
+            self._refuse_kept_state(swapped.start)
         if moved:
             raise Obstacle(
                 f"draws from or seeds `{moved[0]}` in its forward",
@@ -152,9 +163,10 @@ class _Capture:
                     "  Clone the input first, or return what was made of it."
                 )
 
-    def _left(self, start: Attributes) -> SideOutputs:
-        changes = [c for c in start.changes() if not self._is_opaque(c.name)]
-        return SideOutputs.of(changes, {id(self._fakes[key]): t for key, t in self._tensors.items()})
+    def _left(self, swapped: Swapped) -> SideOutputs:
+        changes = [c for c in swapped.start.changes() if not self._is_opaque(c.name)]
+        state = {id(self._fakes[key]): t for key, t in self._tensors.items()}
+        return SideOutputs.of(changes, state, swapped.lasting)
 
     def _host_drawer(self) -> AbstractContextManager[Callable[[], tuple[str, ...]]]:
         return host_drawer(self._model) if self._attempt.follows_host else nullcontext(tuple)

@@ -107,13 +107,7 @@ def _hooks(module: nn.Module) -> tuple[tuple[Any, ...], ...]:
 
 
 def _global_hooks() -> tuple[tuple[Any, ...], ...]:
-    # A capture in another thread may have its own in there just now.
-    theirs = [{k: v for k, v in hooks.items() if not _is_ours(v)} for hooks in GLOBAL_HOOKS]
-    return tuple(tuple(hooks.values()) for hooks in theirs)
-
-
-def _is_ours(hook: Any) -> bool:
-    return getattr(hook, "__module__", "") == "megatrain.tracer.modules"
+    return tuple(tuple(hooks.values()) for hooks in GLOBAL_HOOKS)
 
 
 def _are_same(left: tuple[tuple[Any, ...], ...], right: tuple[tuple[Any, ...], ...]) -> bool:

@@ -34,10 +34,17 @@ class EffectWatch(TorchDispatchMode):
     Args:
         on_read: Called with each tensor that an operation reads, before it runs.
         on_write: Called with each tensor that an operation writes, before it runs.
+        draw: Makes the call of each operation that may draw random numbers, and tells whether it did.
     """
 
-    def __init__(self, on_read: Callable[[torch.Tensor], None], on_write: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        on_read: Callable[[torch.Tensor], None],
+        on_write: Callable[[torch.Tensor], None],
+        draw: Callable[[Callable[[], Any]], tuple[Any, bool]],
+    ) -> None:
         super().__init__()
+        self._draw = draw
         self._on_read = on_read
         self._on_write = on_write
         self.clear()
@@ -53,8 +60,8 @@ class EffectWatch(TorchDispatchMode):
         if func.namespace == "prim":
             # Questions that C++ asks where it can't bear an error.
             return func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.is_random = True
+        is_tagged = torch.Tag.nondeterministic_seeded in func.tags
+        self.is_random |= is_tagged
         is_value_dependent = not _VALUE_DEPENDENT.isdisjoint((*func.tags, func._schema.name))
         self.is_value_dependent |= is_value_dependent and not _picks_by_number(func, args)
         for item in (*args, *kwargs.values()):
@@ -67,7 +74,12 @@ class EffectWatch(TorchDispatchMode):
         statistics = _WRITES_STATISTICS.get(schema.name.removeprefix("aten::"))
         if statistics is not None and args[statistics[2]]:
             self._write([args[i] for i in statistics[:2]])
-        return func(*args, **kwargs)
+        if not is_tagged and func.namespace == "aten":
+            return func(*args, **kwargs)
+        # An operation of the user's may draw without a word.
+        result, has_drawn = self._draw(lambda: func(*args, **kwargs))
+        self.is_random |= has_drawn
+        return result
 
     def _collect(self, arguments: Any, args: Any, kwargs: Any) -> None:
         for position, argument in enumerate(arguments):

@@ -1,0 +1,308 @@
+"""Captures watch their own thread: whatever other threads do with torch meanwhile, neither side changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.tracer.trace import trace
+from tests.models import MODELS
+from tests.tracer.parity import assert_same_step, eager_step, graph_step
+
+LIMIT_S = 60
+
+
+class Meeting:
+    """Lets a forward wait in its middle until another thread has done its work."""
+
+    # No `__dict__`: what a forward leaves in one is undone when the capture is over.
+    __slots__ = ("_errors", "_work", "results")
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self.results: list[Any] = []
+        self._errors: list[BaseException] = []
+
+    def __deepcopy__(self, memo: Any) -> Meeting:
+        return self
+
+    def hold(self) -> None:
+        thread = threading.Thread(target=self._run, name="worker")
+        thread.start()
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), "the other thread waits for the capture"
+        if self._errors:
+            raise self._errors[0]
+
+    def _run(self) -> None:
+        try:
+            self.results.append(self._work())
+        except BaseException as error:
+            self._errors.append(error)
+
+
+class Held(nn.Module):
+    """A small model that meets another thread before and after its inner layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(4)
+        self.meet: list[Meeting] = []
+
+    def forward(self, x):
+        h = self.first(x)
+        for meeting in self.meet:
+            meeting.hold()
+        h = nn.functional.dropout(self.norm(h), 0.5)
+        for meeting in self.meet:
+            meeting.hold()
+        return self.last(nn.functional.dropout(h, 0.5))
+
+
+def _held(work: Callable[[nn.Module], Any]) -> tuple[Held, Meeting, tuple[torch.Tensor]]:
+    torch.manual_seed(0)
+    model = Held()
+    meeting = Meeting(lambda: work(model))
+    model.meet.append(meeting)
+    return model, meeting, (torch.randn(5, 3),)
+
+
+def _captured(work: Callable[[nn.Module], Any]) -> list[Any]:
+    """Captures a model while another thread works; checks the capture, and returns the results of the work."""
+    model, meeting, args = _held(work)
+    traced = trace(model, args)
+    assert "opaque" not in str(traced)
+    results = list(meeting.results)
+    assert len(results) >= 2
+    model.meet.clear()
+    assert_same_step(graph_step(traced, model, args, {}), eager_step(model, args, {}))
+    return results
+
+
+def _loads(_: nn.Module) -> torch.Tensor:
+    return torch.stack([torch.randint(0, 100, (16,)).float(), torch.randn(16)])
+
+
+def test_a_loader_that_draws_is_not_taken_for_a_model_that_seeds():
+    results = _captured(_loads)
+    assert all(isinstance(r, torch.Tensor) and type(r) is torch.Tensor for r in results)
+
+
+def test_a_capture_leaves_the_numbers_of_a_loader_alone():
+    model, meeting, args = _held(_loads)
+    torch.manual_seed(7)
+    trace(model, args)
+    after = torch.rand(3)
+    assert len(meeting.results) >= 2
+    torch.manual_seed(7)
+    for result in meeting.results:
+        assert torch.equal(result, _loads(model))
+    assert torch.equal(after, torch.rand(3))
+
+
+def test_a_capture_alone_leaves_the_generator_where_it_was():
+    model, args = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2)), (torch.randn(5, 3),)
+    before = torch.get_rng_state()
+    trace(model, args)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_that_seeds_is_still_found_while_a_loader_draws():
+    class Seeding(Held):
+        def forward(self, x):
+            x = nn.functional.dropout(x)
+            torch.manual_seed(3)
+            return super().forward(x)
+
+    model = Seeding()
+    model.meet.append(Meeting(lambda: _loads(model)))
+    traced = trace(model, (torch.randn(5, 3),))
+    assert "opaque the model" in str(traced)
+
+
+def test_a_reader_sees_the_models_own_parameters():
+    def read(model: Any) -> Any:
+        found = [*model.parameters(), *model.buffers(), model.first.weight, model._parameters, *vars(model.first)]
+        assert not any(type(t).__name__ == "FakeTensor" for t in found)
+        assert isinstance(model.first.weight, nn.Parameter)
+        return [id(p) for p in model.parameters()], {k: v.clone() for k, v in model.state_dict().items()}
+
+    model, meeting, args = _held(read)
+    expected = read(model)
+    trace(model, args)
+    assert len(meeting.results) >= 2
+    for identities, state in meeting.results:
+        assert identities == expected[0]
+        assert state.keys() == expected[1].keys()
+        assert all(torch.equal(state[k], expected[1][k]) for k in state)
+
+
+def test_an_iteration_that_began_before_a_capture_goes_on_with_the_models_own_tensors():
+    model, _, args = _held(lambda _: None)
+    names = model.named_parameters()
+    identities = {n: id(p) for n, p in model.named_parameters()}
+    first = next(names)
+    meeting = Meeting(lambda: list(names))
+    model.meet[:] = [meeting]
+    trace(model, args)
+    found = dict([first, *meeting.results[0]])
+    assert {n: id(p) for n, p in found.items()} == identities
+
+
+def test_the_same_model_runs_eagerly_in_another_thread():
+    def run(model: nn.Module) -> torch.Tensor:
+        x = torch.ones(1, 3, requires_grad=True)
+        loss = model.get_submodule("first")(x).sum()
+        return torch.autograd.grad(loss, model.get_submodule("first").weight)[0]
+
+    for result in _captured(run):
+        assert torch.equal(result, torch.ones(4, 3))
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * 11
+
+
+early_cubed = Cubed.apply
+
+
+@pytest.mark.parametrize("apply", [lambda x: Cubed.apply(x), lambda x: early_cubed(x)], ids=["late", "early"])
+def test_functions_in_another_thread_go_on_as_ever(apply: Callable[[torch.Tensor], torch.Tensor]):
+    def run(_: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.full((2,), 2.0, requires_grad=True)
+        y = apply(x)
+        return y.detach(), torch.autograd.grad(y.sum(), x)[0]
+
+    for value, gradient in _captured(run):
+        assert value.tolist() == [8, 8]
+        assert gradient.tolist() == [11, 11]
+
+
+def test_maps_modules_and_hooks_of_another_thread_go_on_as_ever():
+    def run(_: nn.Module) -> Any:
+        other, seen = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), list[str]()
+        other[0].register_forward_hook(lambda *_: seen.append("hook"))
+        other.to(torch.float64)
+        other(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+        assert not torch.nn.modules.module._global_forward_hooks
+        mapped = torch.vmap(lambda x: x + 1)(torch.ones(3))
+        return seen, other[0].weight.dtype, other[0].weight.grad is not None, mapped.tolist()
+
+    for result in _captured(run):
+        assert result == (["hook"], torch.float64, True, [2, 2, 2])
+
+
+def test_a_model_can_be_made_in_another_thread():
+    def build(_: nn.Module) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model.register_buffer("extra", torch.ones(1))
+        return model
+
+    for model in _captured(build):
+        assert sorted(dict(model.named_buffers())) == [
+            "1.num_batches_tracked",
+            "1.running_mean",
+            "1.running_var",
+            "extra",
+        ]
+        assert not any(type(p).__name__ == "FakeTensor" for p in model.parameters())
+
+
+@pytest.mark.parametrize("names", [("custom_function", "indexed_assignment"), ("ema_buffer", "random_path")])
+def test_two_models_captured_at_once_both_come_out_right(names: tuple[str, str]):
+    samples = [MODELS[name]() for name in names]
+    alone = [str(trace(*sample[:1], *sample[1:])) for sample in samples]
+    barrier, found, errors = threading.Barrier(2), dict[int, Any](), list[BaseException]()
+
+    def capture(index: int) -> None:
+        model, args, kwargs = samples[index]
+        try:
+            barrier.wait(LIMIT_S)
+            found[index] = trace(model, args, kwargs)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=capture, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert not errors
+    for index, (model, args, kwargs) in enumerate(samples):
+        assert str(found[index]) == alone[index]
+        assert_same_step(graph_step(found[index], model, args, kwargs), eager_step(model, args, kwargs))
+
+
+def test_a_compiled_model_runs_while_another_is_captured():
+    other = nn.Linear(3, 3)
+    compiled = megatrain.compile(other, device="cpu")
+    x = torch.ones(2, 3)
+    expected = compiled(x).detach()
+
+    for result in _captured(lambda _: compiled(x).detach()):
+        assert torch.equal(result, expected)
+
+
+def test_a_buffer_registered_by_the_forward_is_there_after_a_call():
+    class Registering(nn.Linear):
+        def forward(self, x):
+            if not hasattr(self, "mask"):
+                self.register_buffer("mask", torch.ones(x.shape[0], 1))
+            return super().forward(x) * self.mask
+
+    model = Registering(3, 3)
+    compiled = megatrain.compile(model, device="cpu")
+    compiled(torch.ones(2, 3))
+    assert torch.equal(model.mask, torch.ones(2, 1))
+    assert "mask" in dict(model.named_buffers())
+
+
+def test_an_opaque_module_finds_its_state_where_the_model_has_it():
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    model = nn.Sequential(nn.Linear(3, 3), Counting(3, 3))
+    compiled = megatrain.compile(model, device="cpu")
+    x = torch.ones(2, 3)
+    for calls in (1, 2):
+        assert torch.equal(compiled(x), nn.functional.linear(model[0](x), model[1].weight, model[1].bias) * calls)
+
+
+@torch.library.custom_op("megatrain_tests::unsaid_noise", mutates_args=())
+def unsaid_noise(x: torch.Tensor) -> torch.Tensor:
+    """Draws random numbers, which its schema doesn't say."""
+    return x + torch.rand_like(x)
+
+
+def test_an_operation_that_draws_without_saying_so_is_random():
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(unsaid_noise(x))
+
+    model, args = Noisy(), (torch.randn(4, 3),)
+    before = torch.get_rng_state()
+    traced = trace(model, args)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert next(n.meta["is_random"] for n in traced.graph.nodes if n.op == "call_function")
+    assert_same_step(graph_step(traced, model, args, {}), eager_step(model, args, {}))
