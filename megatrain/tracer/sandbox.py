@@ -23,6 +23,7 @@ from megatrain.tracer.rng import is_ahead
 
 _REGISTRIES = ("_parameters", "_buffers")
 _SHOWN = ("__dict__", *_REGISTRIES)
+HOST_GENERATORS = "random or numpy.random"
 _CONTAINERS = (dict, list, set, deque)
 _SCALARS = (bool, int, float, str, type(None))
 # What is longer is data that a module refers to, a vocabulary or a data set, and not its state.
@@ -214,7 +215,8 @@ def kept_rng(*, others_draw: bool = False) -> Generator[list[str]]:
     """Restores every random generator at the end; the list then names what moved besides torch's stream.
 
     Args:
-        others_draw: The body draws nothing from torch's generator on the CPU; what other threads drew stays drawn.
+        others_draw: What other threads drew meanwhile stays drawn. The body draws nothing from torch's generator on the
+            CPU then, and its caller sees to those of Python and NumPy.
     """
     host, cpu = HostRng.now(), torch.get_rng_state()
     seed = torch.initial_seed()
@@ -225,10 +227,11 @@ def kept_rng(*, others_draw: bool = False) -> Generator[list[str]]:
         yield moved
     finally:
         if host != HostRng.now():
-            moved.append("random or numpy.random")
+            moved.append(HOST_GENERATORS)
         if torch.initial_seed() != seed:
             moved.append("torch.manual_seed")
-        host.restore()
+        if not others_draw:
+            host.restore()
         if not (others_draw and is_ahead(cpu, torch.get_rng_state())):
             torch.set_rng_state(cpu)
         if device is not None:

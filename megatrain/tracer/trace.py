@@ -30,10 +30,11 @@ from megatrain.tracer.modules import (
     repeated_modules,
     with_backward_hooks,
 )
+from megatrain.tracer.opaque import Opaque
 from megatrain.tracer.own_code import original, own_code
 from megatrain.tracer.recorder import Recorder
 from megatrain.tracer.refusals import FOLLOW_HOST, RUN_AGAIN, Obstacle
-from megatrain.tracer.sandbox import Attributes, Swapped, fake_state, kept_rng, swapped_state
+from megatrain.tracer.sandbox import HOST_GENERATORS, Attributes, HostRng, Swapped, fake_state, kept_rng, swapped_state
 from megatrain.tracer.side_outputs import SideOutputs
 from megatrain.tracer.source import user_line
 from megatrain.tracer.spec import TensorSpec
@@ -92,18 +93,27 @@ def trace(
 
 
 def _captured(model: nn.Module, arguments: Arguments, device: torch.device, attempt: Attempt) -> TracedModule:
-    while True:
-        try:
-            return _Capture(model, arguments, device, attempt).run()
-        except MakeFakeError as error:
-            attempt = attempt.after_write(error)
-        except WrittenInputError as error:
-            attempt = attempt.with_written_input(error)
-        except Obstacle as obstacle:
-            following = attempt.after(obstacle, model)
-            if following is None:
-                raise (obstacle.cause or TraceError(str(obstacle))) from None
-            attempt = following
+    """Makes attempts until one succeeds; draws of other threads from Python's and NumPy's generators stay drawn."""
+    host, is_others = HostRng.now(), False
+    try:
+        while True:
+            try:
+                traced = _Capture(model, arguments, device, attempt).run()
+                # Without opaque modules the last attempt drew nothing itself, so the earlier ones didn't either.
+                is_others = not any(isinstance(node.target, Opaque) for node in traced.graph.nodes)
+                return traced
+            except MakeFakeError as error:
+                attempt = attempt.after_write(error)
+            except WrittenInputError as error:
+                attempt = attempt.with_written_input(error)
+            except Obstacle as obstacle:
+                following = attempt.after(obstacle, model)
+                if following is None:
+                    raise (obstacle.cause or TraceError(str(obstacle))) from None
+                attempt = following
+    finally:
+        if not is_others:
+            host.restore()
 
 
 class _Capture:
@@ -138,6 +148,8 @@ class _Capture:
             rebound = self._rebound_buffers()
             left = self._left(swapped)
             self._refuse_kept_state(swapped.start)
+        if self._attempt.follows_host and not drawer() and moved == [HOST_GENERATORS]:
+            moved.clear()  # no module drew: another thread did
         if moved:
             raise Obstacle(
                 f"draws from or seeds `{moved[0]}` in its forward",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -306,3 +308,45 @@ def test_an_operation_that_draws_without_saying_so_is_random():
     assert torch.equal(torch.get_rng_state(), before)
     assert next(n.meta["is_random"] for n in traced.graph.nodes if n.op == "call_function")
     assert_same_step(graph_step(traced, model, args, {}), eager_step(model, args, {}))
+
+
+def test_a_thread_that_shuffles_once_is_not_taken_for_the_model_and_keeps_its_numbers():
+    drawn: list[float] = []
+
+    def shuffle(_: nn.Module) -> None:
+        if not drawn:
+            drawn.append(random.random() + np.random.rand())
+
+    model, _, args = _held(shuffle)
+    random.seed(5)
+    np.random.seed(5)
+    traced = trace(model, args)
+    assert "opaque" not in str(traced)
+    following = random.random() + np.random.rand()
+    random.seed(5)
+    np.random.seed(5)
+    assert [random.random() + np.random.rand() for _ in range(2)] == [drawn[0], following]
+
+
+def test_a_model_that_draws_from_python_leaves_its_generator_where_it_was():
+    class Skipping(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * random.random()
+
+    model = nn.Sequential(nn.Linear(3, 3), Skipping(3, 3))
+    random.seed(5)
+    before = random.getstate()
+    assert "opaque 1(" in str(trace(model, (torch.ones(2, 3),)))
+    assert random.getstate() == before
+
+
+def test_a_forward_that_fails_leaves_pythons_generator_where_it_was():
+    class Failing(nn.Linear):
+        def forward(self, x):
+            random.random()
+            raise LookupError("the user's own")
+
+    before = random.getstate()
+    with pytest.raises(LookupError):
+        trace(Failing(3, 3), (torch.ones(2, 3),))
+    assert random.getstate() == before
