@@ -61,6 +61,7 @@ class BlockOptimizer:
             seen |= self._owned[-1]
         self._seen = seen
         self._step: WholeStep | None = None
+        self._after: list[Any] = []
         self._left: set[int] = set()
 
     def __len__(self) -> int:
@@ -100,6 +101,8 @@ class BlockOptimizer:
                     "  Block by block it takes none, and no closure.\n"
                     "  Remove the hook, or call optimizer.step() yourself."
                 )
+        # A step that is due when a hook is registered was over by then in a plain loop.
+        self._after = _post_hooks(self._optimizer)
         self._step = WholeStep(self._optimizer, self._code)
         self._left = set(range(len(self._owned)))
         if "step" in vars(self._optimizer):
@@ -137,7 +140,7 @@ class BlockOptimizer:
             step.update(rest)
         step.commit()
         self._step = None
-        for hook in _post_hooks(optimizer):
+        for hook in self._after:
             hook(optimizer, (optimizer,), {})
 
     def abandon(self) -> None:

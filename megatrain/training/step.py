@@ -89,6 +89,7 @@ class TrainStep:
         overlap: bool = True,
         on_nonfinite: str | None = None,
     ):
+        compiled.megatrain.complete_updates()  # of other steps: the trial below looks at the optimizer's state
         check_per_parameter(optimizer)
         self._compiled = compiled.megatrain
         self._loss = loss
@@ -172,8 +173,7 @@ class TrainStep:
 
     def _take(self, batch: Any, watch: Stopwatch | None) -> torch.Tensor:
         self._check_whole()
-        batches = micro_batches(batch)
-        factors = shares(batches, self._weight)
+        factors = shares(batches := micro_batches(batch), self._weight)
         failed: list[dict[Variant, str]] = [{} for _ in batches]
         with self._compiled.exclusively("the step"), torch.enable_grad(), self._completion.suspended():
             self._compiled.complete_updates(besides=self._completion)  # of other steps over this model
@@ -209,8 +209,8 @@ class TrainStep:
         with engine.turn.run(differentiates=True), running.interrupts:
             self._running = running
             try:
-                run = executor.begin(running.inputs(), watch=watch)
-                self._boundary.run(run, running, updates, before)
+                # No name keeps the run: it ends while Ctrl-C is held back, for Python loses one in a `__del__`.
+                self._boundary.run(executor.begin(running.inputs(), watch=watch), running, updates, before)
             finally:
                 self._running = None
                 self._failed_at = running.micro_batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -27,6 +28,26 @@ def ctrl_c() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Finalizers:
+    """Counts the interrupts that Python lost because they came in a `__del__`: nobody else hears of those."""
+
+    def __init__(self) -> None:
+        self.lost = 0
+
+    def __enter__(self) -> Finalizers:
+        self._before, sys.unraisablehook = sys.unraisablehook, self._note
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.unraisablehook = self._before
+
+    def _note(self, found: Any) -> None:
+        if isinstance(found.exc_value, KeyboardInterrupt):
+            self.lost += 1
+        else:
+            self._before(found)
 
 
 class Timer:
@@ -79,14 +100,16 @@ def one_run(folder: Path, seed: int, number: int, size: int) -> list[Trial]:
         kind = dice.choice(KINDS)
         act, times = world.ready(kind), usual.setdefault(kind, [])
         limit = 1.1 * median(times) if len(times) > 1 else 60.0
-        rang, has_come, took = one_interrupt(timer, act, dice.uniform(0, limit))
+        with Finalizers() as finalizers:
+            rang, has_come, took = one_interrupt(timer, act, dice.uniform(0, limit))
         if not has_come:
             times.append(took)
         complaint = world.complaint(kind)
-        if rang and not has_come:
+        if rang and not has_come and not finalizers.lost:
             complaint = complaint or "the interrupt was lost"
         if rang or complaint is not None:
-            trials.append(Trial(f"interrupt in a {kind}", complaint, f"{_repeat(seed, number, size)}, in `{name}`"))
+            what = f"interrupt in a {'finalizer' if finalizers.lost else kind}"
+            trials.append(Trial(what, complaint, f"{_repeat(seed, number, size)}, in `{name}`"))
         if complaint is not None:
             return trials
     return [*trials, Trial("end of an interrupted run", world.end_differs(), _repeat(seed, number, size))]

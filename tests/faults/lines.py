@@ -16,7 +16,7 @@ import torch
 import megatrain
 from megatrain.errors import MegatrainError
 from tests.faults.children import Trial, asked, in_children
-from tests.faults.interrupts import PER_WORLD, ctrl_c
+from tests.faults.interrupts import PER_WORLD, Finalizers, ctrl_c
 from tests.faults.tally import Tally
 from tests.faults.world import CASES, Undisturbed, World
 from tests.training.resuming import OPTIMIZERS, Case, Run, differences, scalar, text_of
@@ -77,9 +77,9 @@ def described(place: Place) -> str:
 
 def interrupted(act: Callable[[], object], place: Place) -> tuple[bool, str | None]:
     """Runs something; returns whether the line was reached, and what is wrong with how it ended, if something is."""
-    tracer, wrong = Tracer(place), "the interrupt was lost"
+    tracer, finalizers, wrong = Tracer(place), Finalizers(), "the interrupt was lost"
     try:
-        with tracer:
+        with finalizers, tracer:
             act()
     except KeyboardInterrupt:
         wrong = None
@@ -87,7 +87,7 @@ def interrupted(act: Callable[[], object], place: Place) -> tuple[bool, str | No
         wrong = f"it came out as {type(error).__name__}: {error}".replace("\n", " | ")
     finally:
         sys.settrace(None)
-    return tracer.has_fired, wrong
+    return tracer.has_fired, None if finalizers.lost else wrong
 
 
 # -- a run in progress ---------------------------------------------------------------------------------------------
