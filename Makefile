@@ -26,7 +26,7 @@ TORCH_VENV = .venv-torch-$(TORCH)
 PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
+.PHONY: faults seeds help demo test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
 
 help:
 	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in minutes'
@@ -37,6 +37,8 @@ help:
 	@echo 'make bench   compare with eager PyTorch under activation checkpointing; PEERS=folder: with other trainers too'
 	@echo 'make gpu     the tests that need an accelerator'
 	@echo 'make zoo     hundreds of models against eager PyTorch; writes docs/models.md'
+	@echo 'make faults  kills, interrupts at each line and random configurations, about 20 minutes; ARGS chooses pieces'
+	@echo 'make seeds   every hypothesis test with 20 random seeds; ARGS="--first 7 --count 3 tests/scheduler" chooses pieces'
 	@echo 'make test-torch TORCH=2.14.1   all tests on another version of torch, in an environment of its own'
 	@echo 'make zoo-torch TORCH=2.14.1    the models, likewise; writes nothing'
 
@@ -105,3 +107,10 @@ endif
 
 clean:
 	rm -rf megatrain-demo .venv .venv-torch-* .pytest_cache .ruff_cache .hypothesis
+
+# ARGS="--only kills --seed 3 --count 50": a piece; `--help` lists the rest.
+faults: $(READY)
+	$(PY) -m tests.faults $(ARGS)
+
+seeds: $(READY)
+	$(PY) -m tests.seeds $(ARGS)
