@@ -17,17 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--folder", type=Path, default=FOLDER, help=f"where its checkpoint lies (default: {FOLDER})")
     add("--resume", action="store_true", help="go on from the checkpoint, with the recipe that it began with")
-    add("--interrupt-at", type=_part, metavar="PART", help="press Ctrl-C after this part of the steps, between 0 and 1")
+    add("--interrupt-at", type=float, metavar="PART", help="press Ctrl-C after this part of the steps, between 0 and 1")
     _add("--device", str, "compute device; None is the accelerator if there is one", parser)
     _add("--memory", str, "device-memory budget", parser)
-    _add("--steps", _positive(int), "optimizer steps", parser)
-    _add("--seconds", _positive(float), "training ends then at the latest", parser)
-    _add("--micro-batches", _positive(int), "micro-batches per step", parser)
-    _add("--batch-size", _positive(int), "windows of text per micro-batch", parser)
-    _add("--context", _positive(int), "bytes per window", parser)
-    _add("--width", _positive(int), "hidden states, a multiple of 64", parser)
-    _add("--depth", _positive(int), "decoder layers", parser)
-    _add("--sample-bytes", _positive(int), "length of the sample", parser)
+    _add("--steps", int, "optimizer steps", parser)
+    _add("--seconds", float, "training ends then at the latest", parser)
+    _add("--micro-batches", int, "micro-batches per step", parser)
+    _add("--batch-size", int, "windows of text per micro-batch", parser)
+    _add("--context", int, "bytes per window", parser)
+    _add("--width", int, "hidden states, a multiple of 64", parser)
+    _add("--depth", int, "decoder layers", parser)
+    _add("--sample-bytes", int, "length of the sample", parser)
     _add("--seed", int, "fixes weights, batches and sample", parser)
     parser.set_defaults(run=run)
 
@@ -51,21 +51,3 @@ def run(options: argparse.Namespace) -> int:
 def _add(name: str, kind: Callable[[str], object], text: str, parser: argparse.ArgumentParser) -> None:
     default = getattr(Recipe(), name.removeprefix("--").replace("-", "_"))
     parser.add_argument(name, type=kind, default=argparse.SUPPRESS, help=f"{text} (default: {default})")
-
-
-def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = kind(text)
-        # `not >` rejects NaN too.
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not above zero")
-        return value
-
-    return number
-
-
-def _part(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value

@@ -10,6 +10,7 @@ from typing import Any
 
 import megatrain
 from megatrain import saving
+from megatrain.checks import PATH, checked
 from megatrain.demo.recipe import Recipe
 from megatrain.demo.text import digest, read_corpus
 from megatrain.errors import CheckpointError, OptionError
@@ -44,6 +45,7 @@ class Course:
     saved: int | None = None
 
     @staticmethod
+    @checked(folder=PATH)
     def begin(recipe: Recipe, folder: Path) -> Course:
         """Begins a training; its first checkpoint will replace that of an earlier demo.
 
@@ -55,6 +57,7 @@ class Course:
         return Course(recipe, folder, digest(read_corpus()[0]))
 
     @staticmethod
+    @checked(folder=PATH)
     def resume(folder: Path, given: Mapping[str, Any]) -> Course:
         """Goes on with the training of a checkpoint.
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import megatrain
+from megatrain.checks import checked, number, optional
 from megatrain.demo.course import Course
 from megatrain.demo.figures import format_losses, format_memory, quoted
-from megatrain.demo.model import build_model, held_out_loss, state_bytes, write_sample
+from megatrain.demo.model import build_model, check_windows, held_out_loss, state_bytes, write_sample
 from megatrain.demo.text import byte_tensor, random_batches, read_corpus, unigram_entropy
 from megatrain.demo.training import Training
 from megatrain.sizes import format_bytes, parse_bytes
 
 
+@checked(interrupt_at=optional(number(above=0, below=1, example=0.5)))
 def demonstrate(course: Course, *, interrupt_at: float | None = None) -> bool:
     """Trains, measures, samples, shows the schedule that ran and verifies it; prints all of it.
 
@@ -22,6 +24,7 @@ def demonstrate(course: Course, *, interrupt_at: float | None = None) -> bool:
         Whether the model learnt, the device stayed within the budget, and the gradients are eager PyTorch's.
 
     Raises:
+        OptionError: If a step takes more text than is held out.
         KeyboardInterrupt: Saying what is saved, if something is.
     """
     try:
@@ -36,6 +39,7 @@ def _demonstrate(course: Course, interrupt_at: float | None) -> bool:
     recipe = course.recipe
     budget = parse_bytes(recipe.memory)
     training, held_out = read_corpus()
+    check_windows(held_out, recipe)
     model = build_model(recipe)
     compiled = megatrain.compile(model, device=recipe.device, memory=budget, transfer="copy")
     device = compiled.megatrain.options.device

@@ -46,15 +46,26 @@ def build_model(recipe: Recipe) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def check_windows(text: bytes, recipe: Recipe) -> None:
+    """Refuses a recipe whose step takes more than a text has, the held-out one being the shortest.
+
+    Raises:
+        OptionError: With both sizes.
+    """
+    if len(text) < recipe.tokens_per_step:
+        raise OptionError(
+            f"the held-out text has {len(text)} bytes, too few for the windows of one step.\n"
+            f"  A step takes micro-batches x batch size x context = {recipe.tokens_per_step} bytes.\n"
+            "  Take fewer windows, or shorter ones."
+        )
+
+
 @torch.no_grad()
 def held_out_loss(model: nn.Module, text: bytes, recipe: Recipe, device: torch.device) -> float:
     """Returns nats per byte over the text, cut into windows; each window's first byte is only read."""
     ids = byte_tensor(text)
+    check_windows(text, recipe)
     num_windows = len(ids) // recipe.tokens_per_step * recipe.windows_per_step
-    if num_windows == 0:
-        raise OptionError(
-            f"The held-out text has {len(ids)} bytes, too few for the windows of one step. Take fewer, or shorter ones."
-        )
     batches = ids[: num_windows * recipe.context].view(-1, recipe.windows_per_step, recipe.context).to(device)
     model.eval()
     losses = [model(input_ids=batch, labels=batch).loss.item() for batch in batches]

@@ -4,8 +4,35 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+from megatrain.checks import Rule, checked, count, number, optional
+from megatrain.scheduler.build import STEP
+from megatrain.sizes import SIZE
+from megatrain.tracer.given import DEVICE
 
 
+def _width_fault(value: Any) -> str | None:
+    fault = count(64, 2**16).fault(value)
+    return fault if fault is not None or value % 64 == 0 else "is not a multiple of 64"
+
+
+@checked(
+    device=optional(DEVICE),
+    memory=SIZE,
+    steps=count(1),
+    seconds=number(above=0, below=math.inf, example=200.0),
+    micro_batches=STEP["micro_batches"],
+    batch_size=count(1),
+    context=count(1),
+    width=Rule("a multiple of 64 from 64 to 65536", "{name}=256", _width_fault),
+    depth=count(1, 1000),
+    learning_rate=number(above=0, below=math.inf, example=2e-3),
+    warmup_steps=count(1),
+    max_grad_norm=number(above=0),
+    sample_bytes=count(1, 1_000_000),
+    seed=count(0, 2**63 - 1),
+)
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What the demo trains, and with how much.

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.checks import PATH
 from megatrain.errors import MegatrainError, OptionError
 from megatrain.verify.side_by_side import verify_call
 
@@ -137,7 +138,7 @@ def _is_keywords(value: Any) -> bool:
 def _module(name: str) -> ModuleType:
     try:
         missing = importlib.util.find_spec(name) is None
-    except (ModuleNotFoundError, ValueError):
+    except (ImportError, ValueError):
         missing = True  # its package is missing, or `name` is no name
     except Exception as error:  # a package of the user's is imported to look inside
         raise _failure(f"importing `{name}`", error) from error
@@ -151,6 +152,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _file(text: str) -> ModuleType:
+    PATH.check("target", text)
     path = Path(text)
     if not path.is_file():
         raise OptionError(f"there is no file `{text}`.\n  A path is relative to the current folder.\n  Check the path.")
@@ -170,7 +172,8 @@ def _file(text: str) -> ModuleType:
 def _importable(target: str) -> Generator[None]:
     """Lets the target import its neighbours, as Python lets a script."""
     source = target.rpartition(":")[0]
-    folder = str(Path(source).resolve().parent) if source.endswith(".py") else os.getcwd()
+    is_file = source.endswith(".py") and PATH.fault(source) is None
+    folder = str(Path(source).resolve().parent) if is_file else os.getcwd()
     sys.path.insert(0, folder)
     try:
         yield

@@ -1,0 +1,106 @@
+"""Every option of the command line gets every bad text: each ends with status 2 and clear words, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatrain import cli
+from megatrain.demo import demonstrate
+from tests.bad_values import outcome
+
+TEXTS = {
+    "empty": "",
+    "zero": "0",
+    "minus": "-1",
+    "half": "1.5",
+    "nan": "nan",
+    "inf": "inf",
+    "huge": "1" + "0" * 30,
+    "digits": "9" * 5000,
+    "evil": "evil",
+    "nul": "\0",
+    "long": "x" * 5000,
+}
+# What an option may well be.
+RIGHT = {
+    "--folder": "zero minus half nan inf huge evil",
+    "--seconds": "half huge",
+    "--steps": "huge",
+    "--batch-size": "huge",
+    "--context": "huge",
+    "--seed": "zero",
+    "verify --seed": "zero minus",
+    "verify --tolerance": "zero half huge",
+}
+TARGET = """
+import torch
+
+def build():
+    return torch.nn.Linear(2, 2), torch.ones(2, 2)
+"""
+DEMO = (
+    *("--folder", "--interrupt-at", "--device", "--memory", "--steps", "--seconds", "--micro-batches", "--batch-size"),
+    *("--context", "--width", "--depth", "--sample-bytes", "--seed"),
+)
+VERIFY = ("--device", "--memory", "--activations", "--transfer", "--block-bytes", "--steps", "--seed", "--tolerance")
+
+
+def ended(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs a command: `refused`, `accepted`, or what else came."""
+    status: list[object] = []
+
+    def run() -> None:
+        try:
+            status.append(cli.main(arguments))
+        except SystemExit as end:  # of argparse
+            status.append(end.code)
+
+    came = outcome(run)
+    said = capsys.readouterr().err
+    if came != "accepted":
+        return came
+    if status == [0]:
+        return "accepted"
+    is_clear = ("megatrain: " in said and said.count("\n") >= 2) or "error: argument" in said
+    return "refused" if status == [2] and is_clear else f"status {status}: {said}"
+
+
+def faults(run: Callable[[str, str], str], options: tuple[str, ...], command: str) -> list[str]:
+    found: list[str] = []
+    for option in options:
+        right = RIGHT.get(f"{command}{option}", "").split()
+        for name, text in TEXTS.items():
+            came = run(option, text)
+            if came != ("accepted" if name in right else "refused"):
+                found.append(f"{option}={name}: {came[:200]}")
+    return found
+
+
+def test_bad_values_of_the_demo_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demonstrate, "_demonstrate", lambda course, interrupt_at: True)
+    assert faults(lambda option, text: ended(["demo", f"{option}={text}"], capsys), DEMO, "") == []
+
+
+def test_bad_values_of_verify_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("made.py").write_text(TARGET)
+    on_cpu = ["verify", "made.py:build", "--device=cpu"]
+    assert faults(lambda option, text: ended([*on_cpu, f"{option}={text}"], capsys), VERIFY, "verify ") == []
+
+
+@pytest.mark.parametrize(
+    "target", ["", ":", "x", "\0.py:f", "x" * 300 + ".py:f", "\ud800.py:f", "..:f", ".:f", "nowhere.py:f", "math:pi"]
+)
+def test_a_target_that_names_nothing_is_refused(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ended(["verify", target], capsys) == "refused"
