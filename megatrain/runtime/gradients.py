@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
+from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.host import HostArena, aligned
@@ -13,6 +15,7 @@ from megatrain.runtime.landing import Landing
 from megatrain.runtime.loaded import Loaded
 from megatrain.scheduler.from_program import has_backward
 from megatrain.scheduler.table import Schedule
+from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
 
 Take = Callable[[str, torch.Tensor], None]
@@ -220,11 +223,38 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Returns what the parameter's `register_hook` hooks make of its whole gradient."""
+    """Returns what the parameter's `register_hook` hooks make of its whole gradient.
+
+    Raises:
+        ExecuteError: If one returns a gradient of another kind, as autograd would.
+    """
     for hook in (parameter._backward_hooks or {}).values():  # pyright: ignore[reportPrivateUsage]
         replaced = hook(gradient)
-        gradient = gradient if replaced is None else replaced
+        if replaced is not None:
+            check_kind(replaced, kind_of(gradient))
+            gradient = replaced
     return gradient
+
+
+def check_kind(gradient: Any, kind: str) -> None:
+    """Refuses what a hook made of a gradient if an update couldn't take it in its stead.
+
+    Raises:
+        ExecuteError: If shape, dtype, layout or device are others.
+    """
+    found = kind_of(gradient) if isinstance(gradient, torch.Tensor) else type(gradient).__name__
+    if found != kind:
+        raise ExecuteError(
+            f"a hook on a gradient made {found} of {kind}.\n"
+            "  As in autograd, a gradient keeps its shape and dtype.\n"
+            "  Return a tensor like the one that the hook is given, or None to leave it."
+        )
+
+
+def kind_of(gradient: torch.Tensor) -> str:
+    """Says what a hook must leave as it is."""
+    layout = "" if gradient.layout == torch.strided else f" {str(gradient.layout).removeprefix('torch.')}"
+    return f"{TensorSpec(tuple(gradient.shape), gradient.dtype)}{layout} on {gradient.device}"
 
 
 def _sum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from megatrain.errors import ExecuteError
 from megatrain.optim.updates import Updates
-from megatrain.runtime.gradients import hooked, laid_out
+from megatrain.runtime.gradients import check_kind, hooked, kind_of, laid_out
 from megatrain.runtime.interrupts import Interrupts
 from megatrain.training.batch import Loss, loss_of
 from megatrain.training.setup import Setting
@@ -149,11 +149,15 @@ class Running:
         post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
         if not post:
             return gradient
+        kind = kind_of(gradient)
         parameter.grad = gradient
         try:
             for hook in post.values():
                 hook(parameter)
-            return parameter.grad
+            left: torch.Tensor | None = parameter.grad
+            if left is not None:  # pyright: ignore[reportUnnecessaryComparison]
+                check_kind(left, kind)
+            return left
         finally:
             parameter.grad = None
 

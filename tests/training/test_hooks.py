@@ -1,0 +1,130 @@
+"""Hooks that give a gradient another shape or dtype are refused in the backward, and block nothing afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.errors import ExecuteError
+from tests.training.loops import MODES, Pair, adamw, assert_same, sgd, snapshot
+
+NAME = "layers.1.fc.weight"
+WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
+    "fewer rows": lambda g: g[:1],
+    "flat": lambda g: g.reshape(-1),
+    "another dtype": lambda g: g.double(),
+    "narrower": lambda g: g.bfloat16(),
+    "sparse": lambda g: g.to_sparse(),
+    "no tensor": lambda g: 3.0,
+}
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+
+
+def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def refused(pair: Pair) -> None:
+    """Takes a step that fails, which leaves no trace."""
+    torch.manual_seed(7)
+    before = snapshot(pair.eager, pair.eager_optimizer)
+    with pytest.raises(ExecuteError, match=r"^d2h:G\d failed: ExecuteError: a hook on a gradient made "):
+        pair.step(batch(7))
+    pair.step.flush()
+    torch.manual_seed(7)
+    assert_same(before, snapshot(pair.stepped, pair.optimizer))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_gradient_is_refused_and_blocks_nothing(wrong: str, mode: str) -> None:
+    pair = Pair.of("hazardous", fused if mode == "deferred" else sgd, **MODES[mode])
+    for number in range(2):
+        pair.take(batch(number), seed=number)
+    name = "head.weight" if mode == "overlap" else NAME  # nothing is updated ahead of the first
+    handle = pair.stepped.get_parameter(name).register_hook(WRONG[wrong])
+    try:
+        refused(pair)
+    finally:
+        handle.remove()
+    for number in range(2, 4):
+        pair.take(batch(number), seed=number)
+    pair.assert_same()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "deferred"])
+def test_a_gradient_that_is_resized_where_it_is_left_is_refused(mode: str) -> None:
+    pair = Pair.of("hazardous", sgd, **MODES[mode])
+    pair.take(batch(0), seed=0)
+
+    def resize(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.data = parameter.grad.data[:1]
+
+    handle = pair.stepped.get_parameter("head.weight").register_post_accumulate_grad_hook(resize)
+    try:
+        refused(pair)
+    finally:
+        handle.remove()
+    pair.take(batch(1), seed=1)
+    pair.assert_same()
+
+
+def test_a_wrong_gradient_behind_an_update_ends_the_step_until_a_checkpoint_is_loaded() -> None:
+    """The rest of the gradients can't be had while the hook is there; the error says so, and no wrong bit is written."""
+    pair = Pair.of("hazardous", sgd)
+    pair.take(batch(0), seed=0)
+    handle = pair.stepped.get_parameter("layers.0.fc.weight").register_hook(WRONG["flat"])
+    try:
+        with pytest.raises(ExecuteError, match="a hook on a gradient made") as caught:
+            pair.step(batch(1))
+    finally:
+        handle.remove()
+    notes = "\n".join(getattr(caught.value, "__notes__", ()))
+    if notes:  # an update of this step was quicker than the hook
+        assert "the model is in the middle of a step" in notes
+        with pytest.raises(ExecuteError, match="the model is in the middle of a step"):
+            pair.step(batch(1))
+    else:
+        pair.take(batch(1), seed=1)
+        pair.assert_same()
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_gradient_in_a_backward_of_ones_own_is_refused_as_in_eager(wrong: str) -> None:
+    pair = Pair.of("stack", adamw)
+    x = torch.randn(2, 3)
+    errors = []
+    for model in (pair.eager, pair.compiled):
+        handle = next(model.parameters()).register_hook(WRONG[wrong])
+        try:
+            with pytest.raises((RuntimeError, TypeError)) as caught:
+                model(x).sum().backward()
+        finally:
+            handle.remove()
+        errors.append(caught.type)
+        model.zero_grad()
+    assert errors[0] is errors[1]
+    for model in (pair.eager, pair.compiled):
+        model(x).sum().backward()
+    grads = [{n: p.grad for n, p in m.named_parameters()} for m in (pair.eager, pair.stepped)]
+    assert_same(*grads)
+    pair.compiled.zero_grad()
+
+
+def test_a_right_gradient_of_a_hook_counts() -> None:
+    pair = Pair.of("hazardous", adamw, max_grad_norm=0.5)
+    handles = [
+        m.get_parameter(NAME).register_hook(lambda g: g.t().contiguous().t() * 2) for m in (pair.eager, pair.stepped)
+    ]
+    for number in range(3):
+        pair.take(batch(number), seed=number)
+    pair.assert_same()
+    for handle in handles:
+        handle.remove()
