@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatrain.tracer.assumptions import Assumption, Assumptions, ClassAttribute, OwnAttribute, Unset
+from megatrain.tracer.equal import is_equal
 from megatrain.tracer.keeper import Keeper
 from megatrain.tracer.kept import MISSING
 from megatrain.tracer.named import Named, named_variables
@@ -92,7 +93,7 @@ class Assuming:
         for variable in named_variables(self._model, read):
             now = variable.now()
             before = self._start.get(variable.key, now)
-            if type(now) in (int, float) and type(before) is type(now) and now != before:
+            if type(now) in (int, float) and type(before) is type(now) and not is_equal(now, before):
                 self._refuse_counter(variable)
             yield Assumption(variable.path, variable, keeper.keep(before))
 

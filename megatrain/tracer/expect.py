@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatrain.tracer.guards import is_equal
+from megatrain.tracer.equal import is_equal
 from megatrain.tracer.source import SourceLine
 from megatrain.tracer.targets import call_name, literal_text
 

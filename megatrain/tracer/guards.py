@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from megatrain.tracer.equal import is_equal
 from megatrain.tracer.source import SourceLine
 from megatrain.tracer.targets import literal_text
 
@@ -129,12 +130,3 @@ def compute(call: fx.Node | Guard, values: Mapping[fx.Node, Any]) -> Any:
     if call.op == "call_method":
         return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
-
-
-def is_equal(left: Any, right: Any) -> bool:
-    """Compares what Python code can read from a tensor: numbers, text, nested containers, arrays."""
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(is_equal, left, right))
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        return np.array_equal(left, right, equal_nan=np.asarray(right).dtype.kind in "fc")
-    return bool(left == right) or bool(left != left and right != right)  # noqa: PLR0124  # NaN

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megatrain.tracer.equal import is_equal
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -81,11 +82,7 @@ class Value(Kept):
 
     def is_same(self, now: Any) -> bool:
         """See `Kept.is_same`."""
-        if now is self.value:
-            return True
-        # 0.0 == -0.0 and NaN != NaN, which a forward can tell apart and can't.
-        as_text = isinstance(now, float | complex)
-        return type(now) is type(self.value) and (repr(now) == repr(self.value) if as_text else now == self.value)
+        return is_equal(now, self.value)
 
     def __str__(self) -> str:
         return f"== {self.value!r}"
@@ -180,7 +177,7 @@ class Contents(Kept):
         if type(now) is not self.kind or (self.itself is not None and not self.itself.is_same(now)):
             return False
         if isinstance(now, set | frozenset):
-            return {(type(x), x) for x in items_of(now)} == {(type(x), x) for x in self.items}
+            return set(map(_told_apart, now)) == set(map(_told_apart, self.items))
         keys = list(items_of(now))
         return keys == list(self.items) and list(map(type, keys)) == list(map(type, self.items))
 
@@ -191,7 +188,10 @@ class Contents(Kept):
         seen.add((id(self), id(now)))
         if not self.is_same(now):
             return Difference("", self, now)
-        for held, there, form in ((self.items, items_of(now), "[{!r}]"), (self.attributes, vars_of(now), ".{}")):
+        # Members of a set are their own keys: NaN would not be found, and equal ones were compared already.
+        is_set = isinstance(now, set | frozenset)
+        items = ({}, {}, "") if is_set else (self.items, items_of(now), "[{!r}]")
+        for held, there, form in (items, (self.attributes, vars_of(now), ".{}")):
             for label in dict.fromkeys([*held, *there]):
                 kept = held.get(label) or Value(MISSING)
                 found = kept.difference(there.get(label, MISSING), seen)
@@ -210,6 +210,11 @@ class Contents(Kept):
             return f"== {literal}"
         size = f" of {len(self.items)}" if issubclass(self.kind, CONTAINERS) else ""
         return f"is {_article(self.kind.__qualname__)}{size}"
+
+
+def _told_apart(value: Any) -> tuple[type, Any]:
+    """What equal members of two sets have in common, as `is_equal` has it."""
+    return type(value), repr(value) if isinstance(value, float | complex) else value
 
 
 def items_of(value: Any) -> dict[Any, Any]:

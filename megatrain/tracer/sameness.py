@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from megatrain.tracer.guards import Guard, is_equal
+from megatrain.tracer.equal import is_equal
+from megatrain.tracer.guards import Guard
 from megatrain.tracer.traced import TracedModule
 
 # What a node's meta says besides the user's line.
@@ -74,9 +74,4 @@ def _is_same_leaf(left: Any, right: Any, nodes: Mapping[fx.Node, fx.Node]) -> bo
     if isinstance(left, slice) and isinstance(right, slice):
         bounds = ((left.start, left.stop, left.step), (right.start, right.stop, right.step))
         return _is_same_value(*bounds, nodes)
-    if left is right:
-        return True
-    if type(left) is not type(right) or isinstance(left, torch.Tensor):
-        return False
-    # 0.0 == -0.0, and NaN != NaN.
-    return repr(left) == repr(right) if isinstance(left, float | complex) else bool(left == right)
+    return is_equal(left, right)

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.patches import replaced_elsewhere
-from megatrain.tracer.guards import is_equal
+from megatrain.tracer.equal import is_equal
 from megatrain.tracer.rng import is_ahead
 
 _REGISTRIES = ("_parameters", "_buffers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.tracer.equal import is_equal
 from megatrain.variants import MOST_STATES
 from tests.models import MODELS
 from tests.runtime import settings
@@ -422,3 +424,46 @@ def test_another_module_in_a_global_variable_is_seen(monkeypatch: pytest.MonkeyP
     assert torch.equal(compiled(x), model(x))
     monkeypatch.setitem(globals(), "LOSS", nn.L1Loss())
     assert torch.equal(compiled(x), model(x))
+
+
+NAN, NUMPYS_NAN = float("nan"), np.float32("nan")
+
+
+class FillsWithNan(nn.Module):
+    """Reads NaN wherever a forward can read a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.missing = float("nan")
+        self.pair = (float("nan"), 1.0)
+        self.known = {float("nan"), 2.0}
+        self.array = np.array([np.nan, 1.0])
+        self.last = float("nan")
+
+    def forward(self, x: torch.Tensor, *literals: Any) -> torch.Tensor:
+        self.last = float("nan")
+        number = x.new_full((), math.nan).item()
+        values = (NAN, NUMPYS_NAN, np.nan, self.missing, *self.pair, *self.known, *self.array, *literals, number)
+        return self.fc(x) + sum(0.0 if math.isnan(value) else float(value) for value in values)
+
+
+def test_nan_is_the_same_as_nan_wherever_it_is_read() -> None:
+    model, x = FillsWithNan(), torch.randn(3, 4)
+    compiled = megatrain.compile(model, device="cpu")
+    for _ in range(3):
+        literals = (float("nan"), np.float64("nan"))
+        assert torch.equal(compiled(x, *literals), model(x, *literals))
+        model.pair = (float("nan"), 1.0)  # other objects, the same values
+        model.known = {2.0, float("nan")}
+        model.missing = float("nan")
+    assert len(list(compiled._variants)) == 1
+    assert not compiled.program.opaque_calls
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, -0.0), (1, 1.0), (1, True), (NAN, 0.0)])
+def test_values_that_a_forward_can_tell_apart_are_not_the_same(before: Any, after: Any) -> None:
+    assert is_equal(before, before)
+    assert not is_equal(before, after)
+    assert not is_equal((before,), (after,))
+    assert not is_equal(np.asarray(before), np.asarray(after))
