@@ -37,6 +37,13 @@ def check_plain(what: str, tensor: torch.Tensor) -> None:
             "  Inputs, parameters and buffers are dense tensors: shape, dtype and strides say all about them.\n"
             "  Pass its dense parts, and build the tensor inside the forward."
         )
+    if _changes_calls(type(tensor)) and _holds_more(tensor):
+        raise TraceError(
+            f"{what} is a {type(tensor).__qualname__}, a tensor class that keeps its values in parts of its own.\n"
+            "  Only its own code can read them, as with quantized, packed or distributed weights; what is streamed are "
+            "plain tensors.\n"
+            "  Load the weights in bf16 or fp32 instead (frozen ones too), or replace them by what they dequantize to."
+        )
     if _changes_calls(type(tensor)):
         raise TraceError(
             f"{what} is a {type(tensor).__qualname__}, a tensor class of its own.\n"
@@ -51,6 +58,11 @@ def check_plain_state(model: nn.Module) -> None:
         check_plain(f"parameter `{name}`", tensor)
     for name, tensor in model.named_buffers():
         check_plain(f"buffer `{name}`", tensor)
+
+
+def _holds_more(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor of a class of its own is more than its dense values, which then say nothing."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or bool(vars(tensor))
 
 
 def _changes_calls(kind: type) -> bool:

@@ -23,6 +23,40 @@ class Doubles(torch.Tensor):
         return result * 2 if func is torch.nn.functional.linear else result
 
 
+class Packed(torch.Tensor):
+    """A quantized weight: two tensors that only its own code can put together."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+
+        def dense(x):
+            return x.codes * x.scale if isinstance(x, cls) else x
+
+        return func(*map(dense, args), **(kwargs or {}))
+
+
+class PackedParameter(nn.Parameter):
+    """The older kind of quantized weight: its dense values are the packed codes, all else lies in attributes."""
+
+    scale: torch.Tensor
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 INPUTS = {
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged),
     "sparse_coo": lambda: torch.eye(4).to_sparse(),
@@ -61,6 +95,31 @@ def test_parameters_whose_class_changes_calls() -> None:
     model.weight = Custom(torch.ones(4, 4))
     with pytest.raises(TraceError, match=r"parameter `weight` is a .*Custom, a tensor class of its own"):
         megatrain.compile(model, device="cpu")(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("kind", ["Packed", "PackedParameter"])
+def test_packed_weights_are_refused_without_the_advice_that_fits_other_classes(kind: str) -> None:
+    codes, scale = torch.ones(4, 4, dtype=torch.int8), torch.tensor(0.5)
+    if kind == "Packed":
+        weight = nn.Parameter(Packed(codes, scale), requires_grad=False)
+    else:
+        weight = PackedParameter(codes, requires_grad=False)
+        weight.scale = scale
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight = weight
+    with pytest.raises(TraceError, match=rf"parameter `0\.weight` is a {kind}, a tensor class that keeps") as caught:
+        megatrain.compile(model, device="cpu")(torch.ones(2, 4))
+    assert "as_subclass" not in str(caught.value)
+    assert "Load the weights in bf16 or fp32 instead" in str(caught.value)
+
+
+def test_a_class_without_data_of_its_own_is_told_how_to_become_plain() -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("extra", torch.ones(4, 4).as_subclass(Renamed))
+    with pytest.raises(TraceError, match=r"as_subclass\(torch\.Tensor\)"):
+        megatrain.compile(model, device="cpu")(torch.ones(2, 4))
+    model.extra = model.extra.as_subclass(torch.Tensor)
+    assert megatrain.compile(model, device="cpu")(torch.ones(2, 4)).shape == (2, 4)
 
 
 def test_parameters_of_a_mere_subclass() -> None:
