@@ -99,11 +99,11 @@ class ModelWatch:
         )
 
     def _has_same_modes(self) -> bool:
-        modes = [own["training"] for own in self._own]
+        modes = [own.get("training") for own in self._own]
         return modes == self._modes and list(map(_requires_grad, self._tensors)) == self._trained
 
     def _read(self) -> None:
-        self._modes = [own["training"] for own in self._own]
+        self._modes = [own.get("training") for own in self._own]
         self._trained = list(map(_requires_grad, self._tensors))
         first_seen: dict[int, int] = {}
         state: list[tuple[int, bool] | None] = []

@@ -42,6 +42,7 @@ from megatrain.tracer.state import StateEntry, StateValues, inventory
 from megatrain.tracer.structure import Arguments, Structure
 from megatrain.tracer.targets import call_text
 from megatrain.tracer.traced import TracedModule
+from megatrain.tracer.uncompiled import uncompiled
 from megatrain.tracer.watch import StrayWatch
 
 # One capture at a time in a process; other threads go on with whatever else they do.
@@ -190,6 +191,7 @@ class _Capture:
         for key, fake in self._fakes.items():
             recorder.tape.bind_state(fake, key)
         with ExitStack() as stack:
+            stack.enter_context(uncompiled())
             stack.enter_context(StrayWatch(lambda: recorder.is_recording, self._refuse_stray))
             stack.enter_context(followed_modules(recorder, self._model))
             stack.enter_context(recorded_functions(recorder))
