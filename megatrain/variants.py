@@ -25,6 +25,7 @@ from megatrain.tracer.attempt import Attempt
 from megatrain.tracer.collection import paused_collection
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.guards import GuardCheck
+from megatrain.tracer.observer import Observer
 from megatrain.tracer.opaque import Opaque
 from megatrain.tracer.sameness import is_same_capture
 from megatrain.tracer.structure import Arguments
@@ -72,9 +73,9 @@ class Variant:
         return self.planned
 
     @property
-    def opaque(self) -> tuple[Opaque, ...]:
-        """Modules that run their own code at each step."""
-        return self.program.opaque_calls
+    def opaque(self) -> tuple[Opaque | Observer, ...]:
+        """Modules and hooks that run their own code at each step."""
+        return (*self.program.opaque_calls, *self.program.observers)
 
 
 def first_fitting(

@@ -7,6 +7,7 @@ import dataclasses
 from torch import fx
 
 from megatrain.tracer.expect import Expectation
+from megatrain.tracer.observer import Observer
 from megatrain.tracer.traced import TracedModule
 
 
@@ -22,7 +23,7 @@ def canonicalize(traced: TracedModule) -> TracedModule:
     graph, copies = copied_graph(traced.graph)
     kept = {copies[node] for _, node in traced.writes_back}
     for node in reversed(list(graph.nodes)):
-        is_check = isinstance(node.target, Expectation)
+        is_check = isinstance(node.target, Expectation | Observer)
         is_effect = is_check or node.meta.get("is_random") or node.meta.get("writes")
         if node.op in ("placeholder", "output") or node.users or node in kept or is_effect:
             continue

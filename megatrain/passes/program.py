@@ -10,6 +10,7 @@ from torch import fx
 
 from megatrain.checks import checked, count
 from megatrain.passes.interpret import opaque_calls
+from megatrain.tracer.observer import Observer
 from megatrain.tracer.opaque import Opaque
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
@@ -161,6 +162,12 @@ class Program:
     def opaque_calls(self) -> tuple[Opaque, ...]:
         """All modules that run their own code at each step."""
         return tuple(call for block in self.blocks for call in self.opaque(block))
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """All hooks that run their own code beside the graph."""
+        graphs = [self.templates[block.template].graph for block in self.blocks]
+        return tuple(node.target for graph in graphs for node in graph.nodes if isinstance(node.target, Observer))
 
     @checked()
     def opaque(self, block: Block) -> tuple[Opaque, ...]:

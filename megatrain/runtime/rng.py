@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatrain.tracer.observer import Observer, unobserved
 from megatrain.tracer.opaque import Opaque
 from megatrain.tracer.sandbox import Attributes, HostRng
 
@@ -23,9 +24,9 @@ class PythonState:
     attributes: tuple[Attributes, ...]
 
     @staticmethod
-    def now(opaque: Sequence[Opaque]) -> PythonState:
+    def now(opaque: Sequence[Opaque | Observer]) -> PythonState:
         """Reads the generators and the attributes of opaque modules."""
-        return PythonState(HostRng.now(), tuple(Attributes(call.module) for call in opaque))
+        return PythonState(HostRng.now(), tuple(call.python_state() for call in opaque))
 
     def restore(self) -> None:
         """Puts everything back."""
@@ -49,7 +50,7 @@ class RngState:
     python: PythonState | None
 
     @staticmethod
-    def now(device: torch.device, opaque: Sequence[Opaque] = ()) -> RngState:
+    def now(device: torch.device, opaque: Sequence[Opaque | Observer] = ()) -> RngState:
         """Reads the generators; on CUDA this is host memory and doesn't wait for the device."""
         state = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         return RngState(torch.get_rng_state(), state, PythonState.now(opaque) if opaque else None)
@@ -64,17 +65,20 @@ class RngState:
 
 
 @contextmanager
-def repeated_rng(state: RngState | None, device: torch.device, opaque: Sequence[Opaque] = ()) -> Generator[None]:
+def repeated_rng(
+    state: RngState | None, device: torch.device, opaque: Sequence[Opaque | Observer] = ()
+) -> Generator[None]:
     """Runs the body from `state` and then puts the generators back as they were; None changes nothing."""
-    if state is None:
-        yield
-        return
-    present = RngState.now(device, opaque)
-    state.restore(device)
-    try:
-        yield
-    finally:
-        present.restore(device)
+    with unobserved():
+        if state is None:
+            yield
+            return
+        present = RngState.now(device, opaque)
+        state.restore(device)
+        try:
+            yield
+        finally:
+            present.restore(device)
 
 
 class OwnGenerators:

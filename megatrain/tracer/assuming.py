@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from megatrain.tracer.assumptions import Assumption, Assumptions, ClassAttribute, OwnAttribute, Unset
-from megatrain.tracer.equal import is_equal
 from megatrain.tracer.keeper import Keeper
 from megatrain.tracer.kept import MISSING
-from megatrain.tracer.named import Named, named_variables
+from megatrain.tracer.named import named_variables
 from megatrain.tracer.reads import Read, Reads, recorded_reads
-from megatrain.tracer.refusals import RUN_AGAIN, Obstacle
 from megatrain.tracer.tree import ModuleTree
 
 
@@ -26,14 +24,16 @@ class Assuming:
         model: The model, before anything in it was swapped.
         is_opaque: Tells of a name in the model whether it belongs to a module that runs its own code at each step:
             that code reads what there is then.
+        without: Identities of forward hooks that run their own code too.
     """
 
-    def __init__(self, model: nn.Module, is_opaque: Callable[[str], bool]) -> None:
+    def __init__(self, model: nn.Module, is_opaque: Callable[[str], bool], without: Collection[int]) -> None:
         self._model = model
+        self._without = without
         self._opaque = {id(module) for name, module in model.named_modules() if is_opaque(f"{name}.")}
         self._tree = ModuleTree.of(model)
         # More than the forward will turn out to read: afterwards it may hold something else.
-        self._start = {variable.key: variable.now() for variable in named_variables(model)}
+        self._start = {variable.key: variable.now() for variable in named_variables(model, without=without)}
         self._reads = Reads()
 
     @contextmanager
@@ -47,9 +47,6 @@ class Assuming:
 
         Args:
             constants: Tensors that are constants of the graph.
-
-        Raises:
-            Obstacle: If the forward counts in a global variable.
         """
         keeper, paths = Keeper({id(t) for t in constants}), self._tree.paths()
         values: list[Assumption] = []
@@ -90,31 +87,10 @@ class Assuming:
         read: dict[type, set[str]] = {}
         for module, names in self._own_reads():
             read.setdefault(type(module), set()).update(names)
-        for variable in named_variables(self._model, read):
+        for variable in named_variables(self._model, read, without=self._without):
             now = variable.now()
             before = self._start.get(variable.key, now)
-            if type(now) in (int, float) and type(before) is type(now) and not is_equal(now, before):
-                self._refuse_counter(variable)
             yield Assumption(variable.path, variable, keeper.keep(before))
 
     def _own_reads(self) -> Iterator[tuple[nn.Module, dict[str, Read]]]:
         return ((module, names) for module, names in self._reads.items() if id(module) not in self._opaque)
-
-    def _refuse_counter(self, variable: Named) -> None:
-        raise Obstacle(
-            f"changes the global variable `{variable.path}` (now {variable.now()!r}) in its forward",
-            "A capture would freeze it at its first value.",
-            "Keep counters in a buffer.",
-            remedy=RUN_AGAIN,
-            place=variable.source,
-            calls=self._calls_of(variable),
-        )
-
-    def _calls_of(self, variable: Named) -> tuple[str, ...]:
-        """Names a module whose code names the variable, and those around it, outermost first."""
-        for name, module in self._model.named_modules():
-            methods = (value for kind in type(module).__mro__ for value in vars(kind).values())
-            if any(getattr(method, "__code__", None) is variable.code for method in methods):
-                parts = name.split(".") if name else []
-                return tuple(".".join(parts[:i]) for i in range(len(parts) + 1))
-        return ("",)

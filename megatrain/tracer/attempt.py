@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from megatrain.tracer.refusals import FOLLOW_HOST, RUN_AGAIN, USE_VALUES, Obstacle
+from megatrain.tracer.refusals import FOLLOW_HOST, OBSERVE, RUN_AGAIN, USE_VALUES, HookSite, Obstacle
 from megatrain.tracer.source import SourceLine
 
 # A call in the user's code, wherever it stands in a loop: its line and its name.
@@ -40,6 +40,8 @@ class Attempt:
         uses_values: Runs on the values of the weights instead of fake ones.
         opaque: Modules that run their own code at each step, with the reason; by name.
         follows_host: Looks for the module that draws from Python's or NumPy's generators.
+        observed: Forward hooks that run by their own code at each step, beside the graph.
+        kept: Forward hooks that can't: they are captured.
     """
 
     make_fake: frozenset[Site] = frozenset()
@@ -47,6 +49,12 @@ class Attempt:
     uses_values: bool = False
     opaque: Mapping[str, str] = field(default_factory=dict[str, str])
     follows_host: bool = False
+    observed: frozenset[HookSite] = frozenset()
+    kept: frozenset[HookSite] = frozenset()
+
+    def runs_again(self, name: str) -> bool:
+        """Tells whether a module, or an attribute of one, belongs to an opaque module."""
+        return any(not module or name == module or name.startswith(f"{module}.") for module in self.opaque)
 
     def after_write(self, error: MakeFakeError) -> Attempt:
         """Returns the attempt that follows a write into a tensor that was taken for known."""
@@ -60,6 +68,9 @@ class Attempt:
 
     def after(self, obstacle: Obstacle, model: nn.Module) -> Attempt | None:
         """Returns the attempt that may get past an obstacle in `model`, or None if there is none."""
+        following = self._with_hooks(obstacle)
+        if following is not None:
+            return following
         if obstacle.remedy == USE_VALUES and not self.uses_values and _has_values(model):
             return replace(self, uses_values=True)
         if obstacle.remedy == FOLLOW_HOST and not self.follows_host:
@@ -67,6 +78,16 @@ class Attempt:
         if obstacle.remedy == RUN_AGAIN:
             return self.with_opaque(obstacle.calls, obstacle.reason, model)
         return None
+
+    def _with_hooks(self, obstacle: Obstacle) -> Attempt | None:
+        """Returns the attempt that treats the hooks that an obstacle is about in another way, or None."""
+        if obstacle.remedy not in (OBSERVE, USE_VALUES, RUN_AGAIN):
+            return None
+        fresh = obstacle.hooks - self.observed - self.kept
+        if fresh:
+            return replace(self, observed=self.observed | fresh)
+        given_up = obstacle.hooks & self.observed if obstacle.remedy == RUN_AGAIN else frozenset[HookSite]()
+        return replace(self, observed=self.observed - given_up, kept=self.kept | given_up) if given_up else None
 
     def with_opaque(self, calls: Sequence[str], reason: str, model: nn.Module) -> Attempt | None:
         """Makes the innermost of `calls` opaque that isn't yet, with the modules that run the same code."""

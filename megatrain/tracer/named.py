@@ -12,7 +12,7 @@ import functools
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, WrapperDescriptorType
@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatrain.tracer.kept import MISSING, is_plain
+from megatrain.tracer.kept import CONTAINERS, MISSING, is_plain
+from megatrain.tracer.owned import Owned, can_change, owned
 from megatrain.tracer.source import SourceLine
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -67,20 +68,37 @@ class Named:
         except ValueError:  # nothing was assigned yet
             return MISSING
 
+    def put(self, value: Any) -> None:
+        """Puts a value in its place; `MISSING` takes it away."""
+        if isinstance(self.holder, CellType):
+            if value is not MISSING:
+                self.holder.cell_contents = value
+            elif self.now() is not MISSING:
+                del self.holder.cell_contents
+        elif isinstance(self.holder, type):
+            delattr(self.holder, self.name) if value is MISSING else setattr(self.holder, self.name, value)
+        elif value is MISSING:
+            self.holder.pop(self.name, None)
+        else:
+            self.holder[self.name] = value
+
     @property
     def source(self) -> SourceLine:
         """The first line that names it."""
         return SourceLine(self.code.co_filename, _line_of(self.code, self.name), self.code.co_qualname)
 
 
-def named_variables(model: nn.Module, read: Mapping[type, set[str]] | None = None) -> list[Named]:
+def named_variables(
+    model: nn.Module, read: Mapping[type, set[str]] | None = None, *, without: Collection[int] = ()
+) -> list[Named]:
     """Lists the variables that the code of `model` and of its hooks names, in a fixed order.
 
     Args:
         model: The model.
         read: The methods that were looked up, by class of module; None takes every method that is named anywhere.
+        without: Identities of forward hooks to leave out.
     """
-    search = _Search(model, read)
+    search = _Search(model, read, without)
     search.run()
     return search.found
 
@@ -88,7 +106,7 @@ def named_variables(model: nn.Module, read: Mapping[type, set[str]] | None = Non
 class _Search:
     """A walk over functions and classes, each once."""
 
-    def __init__(self, model: nn.Module, read: Mapping[type, set[str]] | None) -> None:
+    def __init__(self, model: nn.Module, read: Mapping[type, set[str]] | None, without: Collection[int]) -> None:
         self.found: list[Named] = []
         self._met: dict[tuple[int, Any], Any] = {}
         self._names: dict[str, CodeType | None] = dict.fromkeys(_ENTRIES)
@@ -96,6 +114,7 @@ class _Search:
         self._methods: dict[str, list[Any]] = {}
         self._inherited: dict[str, list[Any]] = {}
         self._stack: list[Any] = []
+        self._owned: list[Owned] = []
         kinds = dict.fromkeys(type(module) for module in model.modules())
         self._packages = {_package(_file_of(k)) for kind in kinds for k in kind.__mro__} - {None}
         for kind in kinds:
@@ -106,10 +125,22 @@ class _Search:
                     self._stack.append(value)
                 elif not isinstance(value, nn.Module | torch.Tensor):
                     self._add_classes_in(value)
-            self._stack += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            hooks = [hook for hook in hooks if id(hook) not in without]
+            self._stack += hooks
+            self._owned += [found for hook in hooks for found in owned(hook)]
 
     def run(self) -> None:
         """Follows what is known until nothing new is named."""
+        self._drain()
+        for path, values, own_code, is_object in self._owned:
+            for name, value in list(values.items()):
+                code = self._names.get(name) if is_object else own_code
+                if code is not None and (is_object or can_change(value)):
+                    self._take(Named(f"{path}.{name}", values, name, code), {})
+        self._drain()
+
+    def _drain(self) -> None:
         while self._stack:
             for function in _functions(self._stack.pop()):
                 if self._is_users(function.__code__.co_filename) and self._is_new(function):
@@ -213,13 +244,13 @@ class _Search:
                 self._take(Named(f"{owner.path}.{name}", holder, name, owner.code), named)
 
     def _is_setting(self, value: Any, *, is_installed: bool) -> bool:
-        if isinstance(value, list | tuple | dict | set | frozenset) and len(value) > _LARGEST_TABLE:
+        if is_installed and isinstance(value, list | tuple | dict | set | frozenset) and len(value) > _LARGEST_TABLE:
             return False
         if is_plain(value):
             return True
         self._add_class(type(value))
         # Tables and objects of a library grow whenever anybody uses it, which says nothing about this model.
-        is_open = isinstance(value, list | dict | set | torch.Tensor | np.ndarray)
+        is_open = isinstance(value, (*CONTAINERS, torch.Tensor, np.ndarray))
         return not is_installed and (is_open or self._is_users(_file_of(type(value))))
 
 

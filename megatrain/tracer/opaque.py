@@ -16,8 +16,10 @@ from megatrain.torch_private import are_transforms_active
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.keeper import Keeper
 from megatrain.tracer.kept import Kept
+from megatrain.tracer.outer import Outer
 from megatrain.tracer.own_code import own_code
-from megatrain.tracer.refusals import check_everywhere
+from megatrain.tracer.refusals import HookSite, check_everywhere
+from megatrain.tracer.sandbox import Attributes
 from megatrain.tracer.saved_hooks import has_users_hooks
 from megatrain.tracer.structure import Structure, holds_tensors
 from megatrain.tracer.watch import ByteCount
@@ -63,10 +65,15 @@ class Opaque:
         self._holders = holders
         self._rebound: list[int] | None = None
         self._expected: list[Kept] = []
+        self._outer = Outer.of(module)
 
     def call_text(self, arguments: str) -> str:
         """Prints the call on arguments that are printed already."""
         return f"opaque {self.name or 'the model'}({arguments})"
+
+    def python_state(self) -> Attributes:
+        """What the module's code may change, as it is now."""
+        return Attributes(self.module, self._outer)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the module.
@@ -202,16 +209,16 @@ class _Substitution(TorchFunctionMode):
 
 
 class Escapes:
-    """Remembers, weakly, what opaque modules computed inside: such a tensor may not appear outside."""
+    """Remembers, weakly, what opaque modules and observers computed inside: such a tensor may not appear outside."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, tuple[weakref.ref[torch.Tensor], tuple[str, ...]]] = {}
+        self._origins: dict[int, tuple[weakref.ref[torch.Tensor], tuple[tuple[str, ...], frozenset[HookSite]]]] = {}
 
-    def note(self, tensor: torch.Tensor, calls: tuple[str, ...]) -> None:
-        """Notes a tensor made while the model was in `calls`."""
-        self._calls[id(tensor)] = (weakref.ref(tensor), calls)
+    def note(self, tensor: torch.Tensor, calls: tuple[str, ...], hooks: frozenset[HookSite] = frozenset()) -> None:
+        """Notes a tensor made while the model was in `calls`, by one of `hooks` if there are any."""
+        self._origins[id(tensor)] = (weakref.ref(tensor), (calls, hooks))
 
-    def origin(self, tensor: torch.Tensor) -> tuple[str, ...] | None:
-        """Returns the module calls in which a tensor was made; None if no opaque module made it."""
-        reference, calls = self._calls.get(id(tensor), (None, None))
-        return calls if reference is not None and reference() is tensor else None
+    def origin(self, tensor: torch.Tensor) -> tuple[tuple[str, ...], frozenset[HookSite]] | None:
+        """Returns the module calls and the hooks in which a tensor was made; None if it was made elsewhere."""
+        reference, origin = self._origins.get(id(tensor), (None, None))
+        return origin if reference is not None and reference() is tensor else None

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from megatrain.tracer.kept import VALUES
 from megatrain.tracer.opaque import Escapes, Holder, Opaque, tensors_in
 from megatrain.tracer.refusals import RUN_AGAIN, Obstacle
-from megatrain.tracer.sandbox import Attributes, kept_rng
+from megatrain.tracer.sandbox import kept_rng
 from megatrain.tracer.source import user_line
 
 # Arguments that are at each step what they were at the capture, whatever the module does with them.
@@ -38,7 +38,6 @@ class OpaqueCall:
         self._name = name
         self._calls = calls
         self._arguments = (args, kwargs)
-        self._attributes = Attributes(module)
         leaves = pytree.tree_leaves((args, kwargs))
         strange = [x for x in leaves if not isinstance(x, (torch.Tensor, *_LASTING))]
         if strange:
@@ -46,6 +45,8 @@ class OpaqueCall:
         state = _state_of(module)
         self.operands = [*(x for x in leaves if isinstance(x, torch.Tensor)), *(tensor for tensor, _ in state)]
         self.opaque = Opaque(name, reason, module, (args, kwargs), [places for _, places in state], calls)
+        self._attributes = self.opaque.python_state()
+        self.changed: set[tuple[Any, Any]] = set()
 
     def run(
         self, tensors: Sequence[torch.Tensor], more: Mapping[int, torch.Tensor], escapes: Escapes
@@ -73,6 +74,7 @@ class OpaqueCall:
         if before[1] != after[1] or any(a is not b for a, b in zip(before[0], after[0], strict=True)):
             self._refuse("changes a container that it is given")
         for change in self._attributes.changes():
+            self.changed.add(change.where)
             if any(t.requires_grad for t in tensors_in(change.now)):
                 self._refuse(f"keeps a tensor with a history in the attribute `{change.name}`")
         if any(now != then for now, then in zip(map(_memory, tensors), memory, strict=True)):

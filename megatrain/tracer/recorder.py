@@ -16,9 +16,11 @@ from torch.utils import _pytree as pytree
 from megatrain.torch_private import DisableTorchFunction
 from megatrain.tracer.attempt import Attempt, MakeFakeError, WrittenInputError
 from megatrain.tracer.guards import PLAIN, is_metadata_read
+from megatrain.tracer.observer import Observer
 from megatrain.tracer.opaque_call import OpaqueCall
 from megatrain.tracer.refusals import (
     RUN_AGAIN,
+    HookSite,
     Obstacle,
     call_on_fakes,
     check_call,
@@ -29,7 +31,7 @@ from megatrain.tracer.refusals import (
 from megatrain.tracer.rng import GeneratorWatch
 from megatrain.tracer.source import user_line
 from megatrain.tracer.state import StateValues
-from megatrain.tracer.tape import Tape
+from megatrain.tracer.tape import Tape, place_of
 from megatrain.tracer.targets import as_call, call_name, is_property_get, is_property_set
 from megatrain.tracer.watch import EffectWatch, storage_key
 
@@ -74,6 +76,8 @@ class Recorder(TorchFunctionMode):
         self._state = state
         self._originals = originals
         self._attempt = attempt
+        # What opaque modules and observing hooks changed in Python: their code does it again at each step.
+        self.changed_by_users: set[tuple[Any, Any]] = set()
         self._operands: set[int] = set()
         self._reads_graph = False
         self._runs_on_fakes = False
@@ -106,6 +110,13 @@ class Recorder(TorchFunctionMode):
         except Obstacle as obstacle:
             obstacle.calls = obstacle.calls or self.tape.calls()
             raise
+
+    def over(self) -> list[tuple[torch.Tensor, str]]:
+        """Lets go of all tensors; lists the fake ones, with the place that made each."""
+        made = [(tensor, place_of(node)) for tensor, node in self.tape.table.made()]
+        self.tape.table.forget()
+        self._state.forget()
+        return made
 
     def is_state(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor is the fake that stands for a parameter or buffer."""
@@ -191,10 +202,37 @@ class Recorder(TorchFunctionMode):
 
             with self._generator.free():
                 result, results, rebound = self._run(run, tuple(operands), {}, operands)
+            self.changed_by_users |= call.changed
             self.tape.append_opaque(call.opaque, nodes, results)
             for (holder, kind, label), tensor in rebound:
                 vars(holder)[kind][label] = tensor
         return result
+
+    def record_hook(self, site: HookSite, hooks: frozenset[HookSite], module: nn.Module, hook: Any, args: Any) -> None:
+        """Records a hook that only looks as one node, and runs it once, so that what it leaves is seen.
+
+        Args:
+            site: The hook.
+            hooks: All that are the same function.
+            module: Its module.
+            hook: The hook itself.
+            args: What it is given behind the module, positional and keyword arguments.
+        """
+        self.tape.site = (user_line(), site[0])
+        with self._located(), self.unrecorded():
+            check_transforms()
+            args = self._as_recorded(*args)
+            observer = Observer(site[0], module, hook, args)
+            operands = [self._value(x) for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+            nodes = [self.tape.node_of(x) for x in operands]
+
+            def look(*tensors: torch.Tensor) -> None:
+                observer.first_run(tensors, lambda tensor: self.tape.escapes.note(tensor, self.tape.calls(), hooks))
+
+            self._run(look, tuple(operands), {}, operands)
+            if self.effects.written:
+                refuse("writes into a tensor in a hook", "The graph must see it.", "Return it.", remedy=RUN_AGAIN)
+            self.tape.append_observer(observer, nodes)
 
     @contextmanager
     def unrecorded(self) -> Generator[None]:

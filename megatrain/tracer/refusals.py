@@ -28,6 +28,10 @@ from megatrain.tracer.targets import call_name, is_property_get, is_property_set
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _APPLIED = nn.Module._apply.__code__  # pyright: ignore[reportPrivateUsage]
 REFUSE, USE_VALUES, RUN_AGAIN, FOLLOW_HOST = "refuse", "use values", "run again", "follow host"
+OBSERVE = "observe"
+
+HookSite = tuple[str, str, int]
+"""A forward hook: its module's name, the registry that holds it, its key there."""
 
 
 class Obstacle(TraceError):
@@ -38,9 +42,11 @@ class Obstacle(TraceError):
         rule: Why it can't be followed.
         way_out: What the user can do.
         remedy: `REFUSE`; `USE_VALUES`: capture on the values of the weights; `RUN_AGAIN`: let the module that does
-            it run its own code at each step, opaque to the graph; `FOLLOW_HOST`: find that module first.
+            it run its own code at each step, opaque to the graph; `FOLLOW_HOST`: find that module first;
+            `OBSERVE`: let hooks run their own code at each step, beside the graph.
         place: The user's line.
         calls: Names of the modules whose calls the model was in, outermost first.
+        hooks: The forward hooks that it was met in, if any.
     """
 
     def __init__(
@@ -52,11 +58,13 @@ class Obstacle(TraceError):
         remedy: str = REFUSE,
         place: SourceLine | None = None,
         calls: tuple[str, ...] = (),
+        hooks: frozenset[HookSite] = frozenset(),
     ):
         self.reason = f"{what} at {place}" if place is not None else what
         super().__init__(f"the model {self.reason}.\n  {rule}\n  {way_out}")
         self.remedy = remedy
         self.calls = calls
+        self.hooks = hooks
         self.cause: Exception | None = None
 
 

@@ -19,6 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.patches import replaced_elsewhere
 from megatrain.tracer.equal import is_equal
+from megatrain.tracer.kept import MISSING
+from megatrain.tracer.named import Named
+from megatrain.tracer.outer import Outer, is_ours
+from megatrain.tracer.own_code import original
 from megatrain.tracer.rng import is_ahead
 
 _REGISTRIES = ("_parameters", "_buffers")
@@ -62,13 +66,15 @@ class Swapped:
 
 
 @contextmanager
-def swapped_state(module: nn.Module, replacement: dict[int, torch.Tensor]) -> Generator[Swapped]:
+def swapped_state(
+    module: nn.Module, replacement: dict[int, torch.Tensor], outer: Outer | None = None
+) -> Generator[Swapped]:
     """Lets this thread find `replacement[id(tensor)]` where `module` holds a tensor.
 
     Modules get registries of their own for the body, so that the model's own ones are never touched: other threads go
     on finding those. At the end all changes to modules are undone.
     """
-    saved = Attributes(module)
+    saved = Attributes(module, outer)
     own: dict[int, dict[str, dict[str, Any]]] = {
         id(child): {kind: vars(child)[kind] for kind in _REGISTRIES} for child in module.modules()
     }
@@ -83,7 +89,7 @@ def swapped_state(module: nn.Module, replacement: dict[int, torch.Tensor]) -> Ge
     def showing_own(find: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def look_up(other: Any, name: str) -> Any:
             found = find(other, name)
-            kinds = own.get(id(other)) if name in _SHOWN else None
+            kinds = own.get(id(original(other))) if name in _SHOWN else None
             if kinds is None:
                 return found
             return {**found, **kinds} if name == "__dict__" else kinds[name]
@@ -95,7 +101,7 @@ def swapped_state(module: nn.Module, replacement: dict[int, torch.Tensor]) -> Ge
             for child in module.modules():
                 for kind, held in own[id(child)].items():
                     vars(child)[kind] = stand_ins[id(held)]
-            yield Swapped(Attributes(module), lasting)
+            yield Swapped(Attributes(module, outer), lasting)
         finally:
             saved.restore()
 
@@ -109,6 +115,12 @@ class Change:
     label: Any
     before: Any
     now: Any
+    place: Place
+
+    @property
+    def where(self) -> tuple[Any, Any]:
+        """Tells places apart, whoever looked."""
+        return _identity(self.holder), self.label
 
     @property
     def is_plain(self) -> bool:
@@ -117,57 +129,125 @@ class Change:
         return all(isinstance(x, _SCALARS) for x in values) and not is_equal(*values)
 
 
-class Attributes:
-    """What attributes of modules hold, and what plain containers and objects in them hold, at one time."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """The way to a namespace or container: what holds what by which label, from something that stays.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._saved: dict[int, tuple[str, Any, dict[Any, Any]]] = {}
+    Args:
+        root: The attributes of a module or of a hook's object, or a variable.
+        labels: From there on.
+    """
+
+    root: Any
+    labels: tuple[Any, ...] = ()
+
+    def inner(self, label: Any) -> Place:
+        """The place inside."""
+        return Place(self.root, (*self.labels, label))
+
+    def find(self) -> Any:
+        """Returns what is there now: the user may have put another list there."""
+        holder = self.root
+        for label in self.labels:
+            holder = _inner(_items(holder)[label])
+        return holder
+
+
+class Attributes:
+    """What attributes of modules hold, and what plain containers and objects in them hold, at one time.
+
+    Args:
+        module: The outermost module.
+        outer: What the modules' code reaches besides.
+    """
+
+    def __init__(self, module: nn.Module, outer: Outer | None = None) -> None:
+        self._saved: dict[Any, tuple[str, Any, dict[Any, Any], Place]] = {}
         for prefix, child in module.named_modules():
-            stack: list[tuple[str, Any]] = [(prefix, child.__dict__)]
-            while stack:
-                name, holder = stack.pop()
-                if id(holder) in self._saved or len(holder) > _LARGEST:
-                    continue
-                content = _items(holder)
-                self._saved[id(holder)] = (name, holder, content)
-                for label, item in content.items():
-                    inner = item if isinstance(item, _CONTAINERS) else _attributes_of(item)
-                    if inner is not None:
-                        stack.append((_joined(name, label), inner))
+            self._walk(prefix, child.__dict__, _is_any)
+        for path, holder in outer.objects if outer else ():
+            if _identity(holder) not in self._saved:
+                self._save(path, holder, Place(holder))
+        for variable in outer.variables if outer else ():
+            self._walk(variable.path.rpartition(".")[0], variable, is_ours)
+
+    def _walk(self, name: str, root: Any, follows: Callable[[Any], bool]) -> None:
+        stack: list[tuple[str, Any, Place]] = [(name, root, Place(root))]
+        while stack:
+            name, holder, place = stack.pop()
+            if _identity(holder) in self._saved or (not isinstance(holder, Named) and len(holder) > _LARGEST):
+                continue
+            for label, item in self._save(name, holder, place).items():
+                inner = _inner(item) if follows(item) else None
+                if inner is not None:
+                    stack.append((_joined(name, label), inner, place.inner(label)))
+
+    def _save(self, name: str, holder: Any, place: Place) -> dict[Any, Any]:
+        content = _items(holder)
+        if not (isinstance(holder, Named) and id(holder.holder) in self._saved):
+            self._saved[_identity(holder)] = (name, holder, content, place)
+        return content
+
+    @property
+    def holders(self) -> frozenset[Any]:
+        """Identities of the namespaces, containers and variables."""
+        return frozenset(self._saved)
 
     def restore(self) -> None:
         """Puts everything back in place."""
-        for _, holder, content in self._saved.values():
-            if _is_same(content, _items(holder)):
-                continue
-            if isinstance(holder, dict):
-                # One by one: another thread may be reading what hasn't changed.
-                for label in [label for label in holder if label not in content]:
-                    del holder[label]
-                holder.update(content)
-                continue
-            holder.clear()
-            if isinstance(holder, list | deque):
-                holder.extend(content.values())
-            else:
-                holder.update(content)
+        for _, holder, content, _ in self._saved.values():
+            if not _is_same(content, _items(holder)):
+                _put_back(holder, content)
 
     def changes(self) -> list[Change]:
         """Lists what is held differently now."""
         found: list[Change] = []
-        for name, holder, before in self._saved.values():
+        for name, holder, before, place in self._saved.values():
             now = _items(holder)
             for label in dict.fromkeys([*before, *now]):
                 if before.get(label) is not now.get(label):
-                    found.append(Change(_joined(name, label), holder, label, before.get(label), now.get(label)))
+                    values = before.get(label), now.get(label)
+                    found.append(Change(_joined(name, label), holder, label, *values, place))
         return found
+
+
+def _put_back(holder: Any, content: dict[Any, Any]) -> None:
+    if isinstance(holder, Named):
+        holder.put(content.get(holder.name, MISSING))
+    elif isinstance(holder, dict):
+        # One by one: another thread may be reading what hasn't changed.
+        for label in [label for label in holder if label not in content]:
+            del holder[label]
+        holder.update(content)
+    else:
+        holder.clear()
+        if isinstance(holder, list | deque):
+            holder.extend(content.values())
+        else:
+            holder.update(content)
 
 
 def _joined(name: str, label: Any) -> str:
     return f"{name}.{label}" if name else str(label)
 
 
+def _identity(holder: Any) -> Any:
+    return holder.key if isinstance(holder, Named) else id(holder)
+
+
+def _is_any(_: Any) -> bool:
+    return True
+
+
+def _inner(item: Any) -> Any:
+    """Returns the container that an item is, or the attributes that it has; None where it holds nothing."""
+    return item if isinstance(item, _CONTAINERS) else _attributes_of(item)
+
+
 def _items(holder: Any) -> dict[Any, Any]:
+    if isinstance(holder, Named):
+        value = holder.now()
+        return {} if value is MISSING else {holder.name: value}
     if isinstance(holder, dict):
         return dict(holder)
     return dict(enumerate(holder)) if isinstance(holder, list | deque) else {x: x for x in holder}

@@ -14,7 +14,8 @@ from torch import nn
 
 from megatrain.errors import TraceError
 from megatrain.tracer.kept import MISSING, items_of, vars_of
-from megatrain.tracer.sandbox import Change
+from megatrain.tracer.named import Named
+from megatrain.tracer.sandbox import Change, Place
 from megatrain.tracer.structure import Structure
 from megatrain.tracer.tree import HOOKS
 
@@ -40,27 +41,31 @@ class Held:
     """What a call leaves in one namespace, dictionary, list or set.
 
     Args:
-        holder: The namespace or container.
+        place: Where the namespace or container is found.
         content: All that a list or set holds afterwards, what has changed in a namespace or dictionary.
         removed: Keys that are gone from it.
     """
 
-    holder: Any
+    place: Place
     content: tuple[tuple[Any, Slot], ...]
     removed: tuple[Any, ...]
 
     def put(self, new: Sequence[Any]) -> None:
         """Puts it in place; `new` are the values made for this call."""
-        old = items_of(self.holder)
+        holder = self.place.find()
+        old = items_of(holder)
         found = [(label, old.get(s.key) if s.kind == "old" else new[s.key] if s.kind == "new" else s.key)
                  for label, s in self.content]  # fmt: skip
-        if isinstance(self.holder, dict):
-            for label in self.removed:
-                self.holder.pop(label, None)
-            self.holder.update(found)
+        if isinstance(holder, Named):
+            holder.put(found[0][1] if found else MISSING)
             return
-        self.holder.clear()
-        add: Callable[[Any], Any] = self.holder.add if isinstance(self.holder, set) else self.holder.append
+        if isinstance(holder, dict):
+            for label in self.removed:
+                holder.pop(label, None)
+            holder.update(found)
+            return
+        holder.clear()
+        add: Callable[[Any], Any] = holder.add if isinstance(holder, set) else holder.append
         for _, value in found:
             add(value)
 
@@ -130,7 +135,7 @@ class _Collected:
         Raises:
             TraceError: If it holds tensors and can't be repeated.
         """
-        leaves = list(_leaves(change.now))
+        leaves = list(leaves_of(change.now))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         computed = [x for x in tensors if id(x) not in self._state]
         if tensors and not computed:
@@ -148,11 +153,14 @@ class _Collected:
 
     def held(self, changes: Sequence[Change]) -> Held:
         """Says how to leave what `changes`, all of one holder, have left."""
-        holder = changes[0].holder
+        holder, place = changes[0].holder, changes[0].place
+        if isinstance(holder, Named):
+            now = holder.now()
+            return Held(place, () if now is MISSING else ((holder.name, self._slot(now)),), ())
         if isinstance(holder, dict):
             removed = tuple(c.label for c in changes if c.label not in holder)
             content = [(c.label, self._slot(c.now)) for c in changes if c.label in holder]
-            return Held(holder, tuple(content), removed)
+            return Held(place, tuple(content), removed)
         before = {id(c.before): c.label for c in changes}
         changed = {c.label for c in changes}
         content = [
@@ -161,12 +169,12 @@ class _Collected:
             else (label, self._slot(item))
             for label, item in items_of(holder).items()
         ]
-        return Held(holder, tuple(content), ())
+        return Held(place, tuple(content), ())
 
     def _slot(self, value: Any) -> Slot:
         if id(value) in self._state:
             return Slot("fixed", self._state[id(value)])
-        leaves = list(_leaves(value))
+        leaves = list(leaves_of(value))
         is_copied = any(isinstance(x, torch.Tensor) for x in leaves) or isinstance(value, _CONTAINERS)
         if not is_copied or any(isinstance(x, nn.Module | MethodType) for x in leaves):
             return Slot("fixed", value)
@@ -174,7 +182,7 @@ class _Collected:
         return Slot("new", len(self.new) - 1)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves_of(value: Any) -> Iterator[Any]:
     """Yields what containers and plain objects in `value` hold at last, not looking into modules."""
     stack, met = [value], set[int]()
     while stack:

@@ -105,6 +105,11 @@ class StateValues:
         self._values: dict[int, torch.Tensor] = {}
         self.is_used = False
 
+    def forget(self) -> None:
+        """Lets go of all tensors, when the capture is over."""
+        self._sources.clear()
+        self._values.clear()
+
     def has(self, tensor: torch.Tensor) -> bool:
         """Tells whether this is a fake state tensor, not one that stands for an input without values."""
         return id(tensor) in self._sources

@@ -24,6 +24,13 @@ from megatrain.tracer.tensors import TensorTable
 from megatrain.tracer.watch import EffectWatch, storage_key
 
 
+def place_of(node: fx.Node) -> str:
+    """Says where in the model the call of a node is."""
+    modules, source = node.meta.get("modules", ()), node.meta.get("source")
+    where = f"in `{modules[-1][0] or 'the model'}`" if modules else "in the model"
+    return f"{where} at {source}" if source is not None else where
+
+
 class Tape:
     """Appends nodes and binds their results.
 
@@ -71,15 +78,16 @@ class Tape:
         node = self.table.node(tensor)
         if node is not None:
             return node
-        calls = self.escapes.origin(tensor)
-        if calls is not None:
+        origin = self.escapes.origin(tensor)
+        if origin is not None:
             obstacle = Obstacle(
                 "uses a tensor made inside a module that runs its own code",
                 "It left the module by another road than its result.",
                 "Return it from the module.",
                 remedy=RUN_AGAIN,
                 place=user_line(),
-                calls=calls,
+                calls=origin[0],
+                hooks=origin[1],
             )
             raise obstacle
         if self._earlier is not None and self._earlier.has_computed(tensor):
@@ -150,6 +158,11 @@ class Tape:
         node.meta.update(self._context(), is_random=True, modules=(*self.module_stack, (opaque.name, earlier)))
         self._bind_results(node, tuple(results))
         self._note_writes(node)
+
+    def append_observer(self, observer: Any, operands: list[fx.Node]) -> None:
+        """Appends the node of a hook that only looks at its operands."""
+        node = self.graph.call_function(observer, tuple(operands))
+        node.meta.update(self._context(), is_random=False)
 
     def _is_known(self, operands: list[fx.Node], result: Any) -> bool:
         """Tells whether a result hangs on inputs and constants alone."""

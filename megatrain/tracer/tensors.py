@@ -75,6 +75,18 @@ class TensorTable:
             if tensor is not None:
                 yield node, tensor
 
+    def made(self) -> Iterator[tuple[torch.Tensor, fx.Node]]:
+        """Lists the fake tensors, with the node of each."""
+        for identity, kept in self._kept.items():
+            if isinstance(kept, FakeTensor):
+                yield kept, self._nodes[identity]
+
+    def forget(self) -> None:
+        """Lets go of all tensors, when the capture is over."""
+        for table in (self._nodes, self._kept, self._names):
+            table.clear()
+        self._stand_ins.clear()
+
     def _followed(self, tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
         identity = id(tensor)
 

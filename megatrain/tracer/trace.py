@@ -17,10 +17,13 @@ from megatrain.torch_features import check_torch
 from megatrain.tracer.assuming import Assuming
 from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.attempt import Attempt, MakeFakeError, WrittenInputError
+from megatrain.tracer.effects import Effects
 from megatrain.tracer.functions import recorded_functions
 from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
+from megatrain.tracer.hooks import Hooks, running_hooks
 from megatrain.tracer.inputs import WrittenInputs, bind_inputs, check_arguments, device_of
 from megatrain.tracer.layouts import check_plain_state
+from megatrain.tracer.leaks import Made
 from megatrain.tracer.maps import recorded_maps
 from megatrain.tracer.modules import (
     followed_modules,
@@ -30,7 +33,9 @@ from megatrain.tracer.modules import (
     repeated_modules,
     with_backward_hooks,
 )
+from megatrain.tracer.observer import Observer
 from megatrain.tracer.opaque import Opaque
+from megatrain.tracer.outer import Outer
 from megatrain.tracer.own_code import original, own_code
 from megatrain.tracer.recorder import Recorder
 from megatrain.tracer.refusals import FOLLOW_HOST, RUN_AGAIN, Obstacle
@@ -99,9 +104,11 @@ def _captured(model: nn.Module, arguments: Arguments, device: torch.device, atte
     try:
         while True:
             try:
-                traced = _Capture(model, arguments, device, attempt).run()
-                # Without opaque modules the last attempt drew nothing itself, so the earlier ones didn't either.
-                is_others = not any(isinstance(node.target, Opaque) for node in traced.graph.nodes)
+                capture = _Capture(model, arguments, device, attempt)
+                traced = capture.run()
+                # Without code of the user's that runs again the last attempt drew nothing, and so none before it did.
+                is_others = not any(isinstance(node.target, Opaque | Observer) for node in traced.graph.nodes)
+                capture.check_over(traced)
                 return traced
             except MakeFakeError as error:
                 attempt = attempt.after_write(error)
@@ -131,17 +138,33 @@ class _Capture:
         self._entries, self._tensors = inventory(model)
         self._fakes = fake_state(self._tensors, self._fake_mode, device)
         self._by_id = {id(t): self._fakes[key] for key, t in self._tensors.items()}
+        self._recorders: list[Recorder] = []
         self._recorder = self._new_recorder()
+        self._outer = Outer.of(model)
+        self._effects = Effects(model, attempt, self._outer)
 
     def _new_recorder(self, earlier: Recorder | None = None) -> Recorder:
         values = StateValues(self._fakes, self._tensors)
-        return Recorder(self._fake_mode, values, self._by_id, self._attempt, earlier)
+        recorder = Recorder(self._fake_mode, values, self._by_id, self._attempt, earlier)
+        self._recorders.append(recorder)
+        return recorder
+
+    def check_over(self, traced: TracedModule) -> None:
+        """Checks, after the run, that nobody has got hold of tensors that stand for others.
+
+        Raises:
+            TraceError: If somebody has.
+        """
+        made = Made(pair for recorder in self._recorders for pair in recorder.over())
+        self._fakes.clear()
+        self._by_id.clear()
+        made.check((*traced.outputs.placeholders, *traced.side_outputs.structure.placeholders))
 
     def run(self) -> TracedModule:
-        assuming = Assuming(self._model, self._is_opaque)
+        assuming = Assuming(self._model, self._attempt.runs_again, running_hooks(self._model, self._attempt))
         with (
             kept_rng(others_draw=True) as moved,
-            swapped_state(self._model, self._by_id) as swapped,
+            swapped_state(self._model, self._by_id, self._outer) as swapped,
             self._host_drawer() as drawer,
         ):
             with assuming.reading():
@@ -177,7 +200,7 @@ class _Capture:
                 )
 
     def _left(self, swapped: Swapped) -> SideOutputs:
-        changes = [c for c in swapped.start.changes() if not self._is_opaque(c.name)]
+        changes = self._effects.own(swapped.start, self._recorder)
         state = {id(self._fakes[key]): t for key, t in self._tensors.items()}
         return SideOutputs.of(changes, state, swapped.lasting)
 
@@ -190,8 +213,10 @@ class _Capture:
         args, kwargs = self._arguments.rebuild(given)
         for key, fake in self._fakes.items():
             recorder.tape.bind_state(fake, key)
+        hooks = Hooks(self._model, recorder, self._attempt, self._outer)
         with ExitStack() as stack:
             stack.enter_context(uncompiled())
+            stack.enter_context(hooks.followed())
             stack.enter_context(StrayWatch(lambda: recorder.is_recording, self._refuse_stray))
             stack.enter_context(followed_modules(recorder, self._model))
             stack.enter_context(recorded_functions(recorder))
@@ -209,6 +234,8 @@ class _Capture:
                 raise
         if self._stray is not None:
             raise self._stray
+        hooks.check()
+        self._effects.changed_by.update(hooks.changed_by)
         return result, given
 
     def _refuse_stray(self, func: Any, args: Any) -> None:
@@ -232,30 +259,19 @@ class _Capture:
         Raises:
             Obstacle: If it would: then one graph can't stand for all calls.
         """
-        changes = start.changes()
-        for change in changes:
+        for change in start.changes():
             if isinstance(change.before, torch.Tensor) and id(change.before) in self._fake_ids():
                 change.holder[change.label] = change.before
-        changes = start.changes()
+        changes = self._effects.own(start, self._recorder)
         if not changes:
             return
-        between = Attributes(self._model)
+        between = self._effects.now()
         again = self._new_recorder(self._recorder)
         self._run_forward(again)
         differs = _calls(again) != _calls(self._recorder)
-        counted = [c for c in between.changes() if c.is_plain and not self._is_opaque(c.name)]
+        counted = [c for c in self._effects.own(between, again) if c.is_plain]
         flags = [c for c in changes if c.is_plain and differs]
-        for change in (*counted, *flags):
-            raise Obstacle(
-                f"changes the Python attribute `{change.name}` (now {change.now!r}) in its forward",
-                "A capture would freeze it at its first value.",
-                "Keep counters in a buffer.",
-                remedy=RUN_AGAIN,
-                calls=_modules_on(change.name, self._model),
-            )
-
-    def _is_opaque(self, name: str) -> bool:
-        return any(not module or name.startswith(f"{module}.") for module in self._attempt.opaque)
+        self._effects.refuse_any((*counted, *flags))
 
     def _fake_ids(self) -> set[int]:
         return {id(fake) for fake in self._fakes.values()}
@@ -318,10 +334,3 @@ class _Capture:
 
 def _calls(recorder: Recorder) -> list[str]:
     return [call_text(n) for n in recorder.tape.graph.nodes if n.op in ("call_function", "call_method")]
-
-
-def _modules_on(name: str, model: nn.Module) -> tuple[str, ...]:
-    """Names the modules on the way to an attribute, outermost first."""
-    parts = name.split(".")
-    known = {prefix for prefix, _ in model.named_modules()}
-    return tuple(p for p in (".".join(parts[:i]) for i in range(len(parts))) if p in known)

@@ -1,0 +1,47 @@
+"""Makes sure that no tensor of a capture, which has no values, stays with the user."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from types import FrameType
+
+import torch
+
+from megatrain.errors import TraceError
+
+
+class Made:
+    """The tensors of one capture, followed weakly, with the place in the model that made each.
+
+    Args:
+        tensors: Tensors and places.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[torch.Tensor, str]]) -> None:
+        self._made = [(weakref.ref(tensor), place) for tensor, place in tensors]
+
+    def check(self, results: Iterable[torch.Tensor]) -> None:
+        """Looks for tensors that Python code holds although the capture is over and has let go of them.
+
+        Args:
+            results: Those that stand for the model's results in the capture.
+
+        Raises:
+            TraceError: If there are any: the user would find tensors without values, at every later call too.
+        """
+        expected = {id(tensor) for tensor in results}
+        alive = [tensor for tensor in (ref() for ref, _ in self._made) if tensor is not None]
+        alive = [tensor for tensor in alive if id(tensor) not in expected]
+        # One look over all objects; autograd, which also keeps tensors, isn't among them.
+        holders = gc.get_referrers(*alive) if alive else []
+        if all(holder is alive or isinstance(holder, FrameType) for holder in holders):
+            return
+        held = {id(item) for holder in holders if holder is not alive for item in gc.get_referents(holder)}
+        place = next(place for ref, place in self._made if id(ref()) in held)
+        raise TraceError(
+            f"the forward leaves a tensor, made {place}, where a capture can't follow it.\n"
+            "  Followed are attributes of modules, and variables and objects that the model's code or its hooks name.\n"
+            "  Keep the tensor in one of these, or return it from the model."
+        )

@@ -1,0 +1,340 @@
+"""Users' forward hooks: those that compute are captured, those that keep books see real tensors at every call."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.errors import ExecuteError, TraceError
+
+Collect = Callable[[], list[torch.Tensor]]
+FEATURES: list[torch.Tensor] = []
+COUNTS = {"calls": 0}
+TURNS = 0
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)))
+
+
+def _copied(tensors: Any) -> list[torch.Tensor]:
+    return [torch.as_tensor(x).detach().clone() for x in tensors]
+
+
+class Collector:
+    """A hook that is an object, and whose methods are hooks."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.features: deque[torch.Tensor] = deque()
+
+    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.rows += output.shape[0]
+
+    def keep(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.features.append(output.detach())
+
+    def before(self, module: nn.Module, inputs: Any) -> None:
+        self.rows += 100
+
+    def found(self) -> list[torch.Tensor]:
+        return [torch.tensor(self.rows), *_copied(self.features)]
+
+
+def a_list(model: nn.Sequential) -> Collect:
+    found: list[torch.Tensor] = []
+    for layer in model:
+        layer.register_forward_hook(lambda m, i, o: found.append(o.detach()))
+    return lambda: _copied(found)
+
+
+def a_dict_by_name(model: nn.Sequential) -> Collect:
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        found[name] = output.detach()
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(functools.partial(keep, name))
+    return lambda: _copied(found[name] for name in sorted(found))
+
+
+def a_bound_dict(model: nn.Sequential) -> Collect:
+    found: dict[str, float] = {}
+
+    def keep(store: dict[str, float], module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        store["last"] = output.abs().max().item()
+
+    model.register_forward_hook(functools.partial(keep, found))
+    return lambda: _copied(found.values())
+
+
+def an_object(model: nn.Sequential) -> Collect:
+    collector = Collector()
+    model.register_forward_hook(collector)
+    model[1].register_forward_hook(collector.keep)
+    model[2].register_forward_pre_hook(collector.before)
+    return collector.found
+
+
+def a_global_list(model: nn.Sequential) -> Collect:
+    FEATURES.clear()
+    model[1].register_forward_hook(lambda m, i, o: FEATURES.append(o.detach()))
+    return lambda: _copied(FEATURES)
+
+
+def a_global_counter(model: nn.Sequential) -> Collect:
+    global TURNS
+    TURNS = 0
+
+    def count(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        global TURNS
+        TURNS += 1
+
+    model.register_forward_hook(count)
+    return lambda: [torch.tensor(TURNS)]
+
+
+OBSERVING = (a_list, a_dict_by_name, a_bound_dict, an_object, a_global_list, a_global_counter)
+
+
+def an_attribute(model: nn.Sequential) -> Collect:
+    def keep(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        module.last = output.detach()
+        module.calls = getattr(module, "calls", 0) + 1
+
+    model[1].register_forward_hook(keep)
+    return lambda: _copied([model[1].last, model[1].calls])
+
+
+def a_count_in_the_result(model: nn.Sequential) -> Collect:
+    count = {"n": 0}
+
+    def scale(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        count["n"] += 1
+        return output * count["n"]
+
+    model[1].register_forward_hook(scale)
+    return lambda: [torch.tensor(count["n"])]
+
+
+def a_count_for_another_hook(model: nn.Sequential) -> Collect:
+    count = {"n": 0}
+
+    def add(module: nn.Module, inputs: Any) -> None:
+        count["n"] += 1
+
+    model[1].register_forward_pre_hook(add)
+    model[1].register_forward_hook(lambda m, i, o: o * count["n"])
+    return lambda: [torch.tensor(count["n"])]
+
+
+def a_gradient_hook(model: nn.Sequential) -> Collect:
+    found: list[torch.Tensor] = []
+
+    def watch(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        found.append(torch.zeros(1))
+        output.register_hook(lambda gradient: found.append(gradient.detach().clone()))
+
+    model[1].register_forward_hook(watch)
+    return lambda: _copied(found)
+
+
+def a_write(model: nn.Sequential) -> Collect:
+    found: list[int] = []
+
+    def double(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        found.append(len(found))
+        output.mul_(2)
+
+    model[1].register_forward_hook(double)
+    return lambda: _copied(found)
+
+
+OPAQUE = (an_attribute, a_count_in_the_result, a_count_for_another_hook, a_gradient_hook, a_write)
+
+
+def a_residual(model: nn.Sequential) -> Collect:
+    kept: dict[str, torch.Tensor] = {}
+    model[1].register_forward_pre_hook(lambda m, i: kept.__setitem__("x", i[0]))
+    model[1].register_forward_hook(lambda m, i, o: o + kept["x"])
+    return lambda: _copied(kept.values())
+
+
+def a_scale(model: nn.Sequential) -> Collect:
+    for layer in model:
+        layer.register_forward_hook(lambda m, i, o: o * 2)
+    return list
+
+
+CAPTURED = (a_residual, a_scale)
+
+
+def _trained(hooks: Callable[[nn.Sequential], Collect], **options: Any) -> tuple[list[torch.Tensor], Any]:
+    model = _model()
+    collect = hooks(model)
+    call: Any = megatrain.compile(model, device="cpu", transfer="copy", **options) if options else model
+    found: list[torch.Tensor] = []
+    for step in range(4):
+        torch.manual_seed(step)
+        y = call(torch.randn(4 + step // 3, 8))  # another shape at last: another capture
+        loss = y.square().mean()
+        loss.backward()
+        found += [y.detach(), loss.detach(), *collect()]
+    return [*found, *(p.grad for p in model.parameters() if p.grad is not None)], call
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep", "offload"])
+@pytest.mark.parametrize("hooks", [*OBSERVING, *OPAQUE, *CAPTURED], ids=lambda hooks: hooks.__name__)
+def test_what_hooks_find_is_what_they_find_in_eager(hooks: Any, activations: str) -> None:
+    eager, _ = _trained(hooks)
+    ours, compiled = _trained(hooks, activations=activations)
+    assert len(eager) == len(ours)
+    for left, right in zip(eager, ours, strict=True):
+        assert torch.equal(left, right)
+    assert bool(compiled.program.observers) == (hooks in OBSERVING)
+    assert [call.name for call in compiled.program.opaque_calls] == (["1"] if hooks in OPAQUE else [])
+    assert len(compiled.program.blocks) >= 4
+    if hooks is not a_residual:  # what its dictionary holds before the first call is another state
+        assert len(list(compiled._variants)) == 2
+
+
+def test_the_program_names_the_hooks_that_run_beside_it() -> None:
+    _, compiled = _trained(an_object, activations="keep")
+    text = str(compiled.program)
+    assert "hook of 1(" in text
+    assert "hook of the model(" in text
+
+
+@pytest.mark.parametrize("is_cleared", [True, False])
+def test_features_with_a_history_are_differentiated(is_cleared: bool) -> None:
+    """Distillation: the loss reads what hooks have collected of teacher and student."""
+    found: list[list[torch.Tensor]] = []
+    for compiles in (False, True):
+        teacher, student = _model().requires_grad_(False), _model()
+        features: list[torch.Tensor] = []
+        targets: dict[str, torch.Tensor] = {}
+        student[1].register_forward_hook(lambda m, i, o, features=features: features.append(o))
+        teacher[1].register_forward_hook(lambda m, i, o, targets=targets: targets.__setitem__("x", o))
+        calls = [megatrain.compile(m, device="cpu", transfer="copy") if compiles else m for m in (teacher, student)]
+        found.append([])
+        for step in range(3):
+            torch.manual_seed(step)
+            x = torch.randn(4, 8)
+            y = [call(x) for call in calls][1]
+            loss = y.mean() + nn.functional.mse_loss(features[-1], targets["x"] * 0.5)
+            loss.backward()
+            found[-1] += [loss.detach(), *_copied(features)]
+            if is_cleared:
+                features.clear()
+        found[-1] += [p.grad for p in student.parameters() if p.grad is not None]
+        if compiles and is_cleared:
+            assert len(list(calls[1]._variants)) == 1  # pyright: ignore[reportAttributeAccessIssue]
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_a_list_that_the_user_replaces_is_the_one_that_is_filled() -> None:
+    class Keeping(nn.Linear):
+        cache: list[torch.Tensor]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            self.cache.append(y)
+            return y.tanh()
+
+    model = Keeping(8, 8)
+    compiled = megatrain.compile(model, device="cpu")
+    for step in range(3):
+        model.cache = []
+        x = torch.full((2, 8), float(step))
+        compiled(x)
+        assert torch.equal(model.cache[0], nn.functional.linear(x, model.weight, model.bias))
+    assert len(list(compiled._variants)) == 1
+
+
+HIDDEN: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("HIDDEN")
+QUEUE: deque[torch.Tensor] = deque()
+
+
+class Leaving(nn.Linear):
+    """Keeps a tensor in a global, or where nobody looks."""
+
+    is_hidden = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        (HIDDEN.get() if self.is_hidden else QUEUE).append(y.detach())
+        return y.tanh()
+
+
+def test_a_forward_leaves_its_own_tensors_in_globals() -> None:
+    QUEUE.clear()
+    model = Leaving(8, 8)
+    compiled = megatrain.compile(model, device="cpu")
+    for step in range(3):
+        x = torch.full((2, 8), float(step))
+        compiled(x)
+        assert len(QUEUE) == step + 1
+        assert torch.equal(QUEUE[-1], nn.functional.linear(x, model.weight, model.bias))
+
+
+def test_a_tensor_that_is_kept_out_of_sight_is_refused() -> None:
+    model = Leaving(8, 8)
+    model.is_hidden = True
+    HIDDEN.set([])
+    with pytest.raises(TraceError, match=r"leaves a tensor, made in `the model` at test_hooks.py:\d+") as caught:
+        megatrain.compile(model, device="cpu")(torch.ones(2, 8))
+    assert "Keep the tensor in one of these, or return it from the model." in str(caught.value)
+
+
+def test_a_global_counter_of_the_forward_counts_calls() -> None:
+    class Counting(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            COUNTS["calls"] += 1
+            return super().forward(x) * COUNTS["calls"]
+
+    COUNTS["calls"] = 0
+    model = nn.Sequential(Counting(8, 8), nn.Linear(8, 8))
+    compiled = megatrain.compile(model, device="cpu", transfer="copy", activations="recompute")
+    x = torch.ones(2, 8)
+    for step in range(1, 4):
+        y = compiled(x)
+        assert torch.equal(y, model[1](nn.functional.linear(x, model[0].weight, model[0].bias) * step))
+        y.sum().backward()
+        assert COUNTS["calls"] == step
+
+
+@pytest.mark.parametrize("what", ["keeps a history", "returns", "writes"])
+def test_an_observer_that_turns_into_more_is_refused(what: str) -> None:
+    kept: list[torch.Tensor] = []
+
+    def look(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        kept.append(output.detach())
+        if float(output[0, 0]) < 100 or what == "returns":
+            return output * 2 if len(kept) > 1 and what == "returns" else None
+        if what == "writes":
+            output.mul_(2)
+        else:
+            kept.append(output)
+        return None
+
+    model = _model()
+    model[0][0].register_forward_hook(look)
+    compiled = megatrain.compile(model, device="cpu", transfer="copy", activations="recompute")
+    has_grad = what != "writes"  # under autograd, torch itself refuses to write into what a hook is given
+    with torch.set_grad_enabled(has_grad):
+        compiled(torch.zeros(2, 8))
+    with torch.no_grad():
+        model[0][0].bias.fill_(1000.0)
+    expected = "a tensor that a forward hook has kept" if what == "keeps a history" else f"forward hook of `0.0` {what}"
+    with torch.set_grad_enabled(has_grad), pytest.raises(ExecuteError, match=expected):
+        (compiled(torch.zeros(2, 8)).sum() + kept[-1].sum()).backward()
