@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from megatrain.tracer.refusals import FOLLOW_HOST, OBSERVE, RUN_AGAIN, USE_VALUES, HookSite, Obstacle
+from megatrain.tracer.refusals import FOLLOW_HOST, OBSERVE, RUN_AGAIN, USE_VALUES, HookSite, Obstacle, StartAgainError
 from megatrain.tracer.source import SourceLine
 
 # A call in the user's code, wherever it stands in a loop: its line and its name.
 Site = tuple[SourceLine | None, str]
 
 
-class MakeFakeError(Exception):
+class MakeFakeError(StartAgainError):
     """A real tensor is written into; the capture starts again with the outputs of this call fake."""
 
     def __init__(self, site: Site):
@@ -22,7 +22,7 @@ class MakeFakeError(Exception):
         self.site = site
 
 
-class WrittenInputError(Exception):
+class WrittenInputError(StartAgainError):
     """The model writes into an input; the capture starts again with a copy of it, written back after each call."""
 
     def __init__(self, name: str):

@@ -34,6 +34,10 @@ HookSite = tuple[str, str, int]
 """A forward hook: its module's name, the registry that holds it, its key there."""
 
 
+class StartAgainError(Exception):
+    """This attempt at a capture is over, and it is known how the next one begins."""
+
+
 class Obstacle(TraceError):
     """Something that this attempt at a capture can't follow; raised to the user if no other attempt can.
 
@@ -221,8 +225,8 @@ def _quiet_fakes() -> Generator[None]:
 def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, name: str) -> Any:
     """Calls `func` on fake tensors.
 
-    Usually an error is the model's own mistake. But some shape rules refuse what their kernels accept, and only a call
-    on values can tell.
+    Usually an error is the model's own mistake. But some rules refuse what their kernels accept, with any type of error,
+    and only a call on values can tell.
 
     Raises:
         Obstacle: With the error as its `cause`, noting that the call ran without data.
@@ -232,7 +236,9 @@ def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, na
             return func(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         refuse_read(line, name)
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    except (TraceError, StartAgainError):
+        raise
+    except Exception as error:
         error.add_note(f"`{name}` was captured on fake tensors, at {line}")
         obstacle = Obstacle(
             f"calls `{name}`, which fails on tensors without values",
