@@ -9,12 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from megatrain.torch_private import DisableTorchFunction
-from megatrain.tracer.attempt import Attempt, MakeFakeError, WrittenInputError
 from megatrain.tracer.guards import PLAIN, is_metadata_read
 from megatrain.tracer.observer import Observer
 from megatrain.tracer.opaque_call import OpaqueCall
@@ -22,65 +19,20 @@ from megatrain.tracer.refusals import (
     RUN_AGAIN,
     HookSite,
     Obstacle,
-    call_on_fakes,
     check_call,
     check_transforms,
     refuse,
-    refuse_read,
 )
-from megatrain.tracer.rng import GeneratorWatch
+from megatrain.tracer.runner import CallRunner
 from megatrain.tracer.source import user_line
-from megatrain.tracer.state import StateValues
-from megatrain.tracer.tape import Tape, place_of
+from megatrain.tracer.tape import place_of
 from megatrain.tracer.targets import as_call, call_name, is_property_get, is_property_set
-from megatrain.tracer.watch import EffectWatch, storage_key
 
 _RECORDED_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 
-# Calls that hand the contents of a tensor to Python and that fake tensors answer with errors of their own.
-_VALUE_READS = {"numpy", "__array__", "__dlpack__", "__format__", "__repr__"}
-
-
-class Recorder(TorchFunctionMode):
-    """Runs each torch call with itself switched off and appends what it saw to the graph of `tape`.
-
-    Calls that hang on inputs and constants alone run for real. State is fake, and so is what hangs on it or on random
-    numbers; or, where the attempt uses values, a call runs on the values behind the fake state. Modules hold fake
-    state in either case, so that questions about it (device, shape) have one answer.
-
-    Args:
-        fake_mode: Mode of the fake tensors.
-        state: Where the values behind fake state come from.
-        originals: Fake state by the id of the real tensor it replaces.
-        attempt: What this run may do.
-        earlier: The recorder of a first run of which this is the repetition.
-    """
-
-    def __init__(
-        self,
-        fake_mode: FakeTensorMode,
-        state: StateValues,
-        originals: dict[int, torch.Tensor],
-        attempt: Attempt,
-        earlier: Recorder | None = None,
-    ):
-        super().__init__()
-        self._generator = GeneratorWatch()
-        self.effects = EffectWatch(self._check_read, self._check_write, self._generator.draw)
-        self.tape = Tape(
-            self.effects, uses_values=attempt.uses_values, earlier=None if earlier is None else earlier.tape
-        )
-        self.is_recording = False
-        self._fake_mode = fake_mode
-        self._state = state
-        self._originals = originals
-        self._attempt = attempt
-        # What opaque modules and observing hooks changed in Python: their code does it again at each step.
-        self.changed_by_users: set[tuple[Any, Any]] = set()
-        self._operands: set[int] = set()
-        self._reads_graph = False
-        self._runs_on_fakes = False
+class Recorder(CallRunner):
+    """Appends what it saw of each torch call to the graph of `tape`."""
 
     @contextmanager
     def paused(self) -> Generator[None]:
@@ -234,15 +186,6 @@ class Recorder(TorchFunctionMode):
                 refuse("writes into a tensor in a hook", "The graph must see it.", "Return it.", remedy=RUN_AGAIN)
             self.tape.append_observer(observer, nodes)
 
-    @contextmanager
-    def unrecorded(self) -> Generator[None]:
-        """Lets torch functions pass while the recorder itself works, or runs a call."""
-        was_recording, self.is_recording = self.is_recording, True
-        try:
-            yield
-        finally:
-            self.is_recording = was_recording
-
     def _as_recorded(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Puts stand-ins where real state stands, and the integers that tensors stand for inside slices."""
 
@@ -256,81 +199,6 @@ class Recorder(TorchFunctionMode):
 
     def _index(self, tensor: torch.Tensor) -> int:
         return self.record(torch.Tensor.__index__, (tensor,), {})
-
-    def _run(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> Any:
-        has_fakes = any(isinstance(x, FakeTensor) for x in operands)
-        if has_fakes and self.tape.site[1] in _VALUE_READS:
-            refuse_read(*self.tape.site)
-        self._operands = {storage_key(x) for x in operands if x.layout == torch.strided}
-        # A backward reads what the graph behind its arguments saved.
-        self._reads_graph = func is torch.autograd.grad
-        self.effects.clear()
-        self._runs_on_fakes = False
-        with self.unrecorded():
-            if not has_fakes and (self._attempt.uses_values or self.tape.site not in self._attempt.make_fake):
-                with self.effects:
-                    result = func(*args, **kwargs)
-            else:
-                self._runs_on_fakes = True
-                for operand in operands:
-                    self._follow_copy(operand)
-                with self._fake_mode, self.effects:
-                    result = call_on_fakes(func, args, kwargs, *self.tape.site)
-            return result
-
-    def _follow_copy(self, tensor: torch.Tensor) -> None:
-        """Makes the fake that stands for a real tensor among fakes count as that tensor's memory, for writes."""
-        if not isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
-            fake = self._fake_mode.from_tensor(tensor)
-            self.tape.table.stand_in_memory(fake, tensor)
-            self._operands.add(storage_key(fake))
-
-    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor with the values of fake state, where the attempt uses them."""
-        if not self._attempt.uses_values or not self._state.has(tensor):
-            return tensor
-        with self.unrecorded():
-            value = self._state.value(tensor)
-        if self.tape.table.node(value) is None:
-            self.tape.table.stand_in(value, tensor)
-        return value
-
-    def _check_read(self, tensor: torch.Tensor) -> None:
-        storage = storage_key(tensor)
-        if self.tape.table.knows_storage(storage) and storage not in self._operands and not self._reads_graph:
-            refuse(
-                f"reads a tensor inside `{self.tape.site[1]}` that isn't among its arguments",
-                "What a call reads must be visible in the graph; this would become a constant.",
-                "Pass the tensor as an argument.",
-                remedy=RUN_AGAIN,
-            )
-
-    def _check_write(self, tensor: torch.Tensor) -> None:
-        for node, known in self.tape.table.names(storage_key(tensor)):
-            if node.op == "placeholder" and known.requires_grad:
-                refuse(
-                    f"writes into its input `{node.name}` in place, which requires a gradient",
-                    "The gradient of what was there before would be another tensor's.",
-                    "Clone the input first.",
-                )
-            if node.op == "placeholder":
-                raise WrittenInputError(str(node.name))
-            is_real = not isinstance(known, FakeTensor)
-            if node.op == "get_attr" and (is_real or self._state.is_shared(known)):
-                refuse(
-                    "writes into a tensor that isn't a buffer",
-                    "Only buffers are written back after a step.",
-                    "Register the tensor with register_buffer.",
-                )
-            turns_unknown = self._runs_on_fakes or self.effects.is_random
-            if turns_unknown and not self._attempt.uses_values and is_real and node in self.tape.made_by:
-                raise MakeFakeError(self.tape.made_by[node])
-
-    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        with self.unrecorded(), self._fake_mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     def _read(self, func: Any, args: Any, kwargs: Any, operands: list[fx.Node], result: Any) -> None:
         """Takes note of what Python code read from tensors."""

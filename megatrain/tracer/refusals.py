@@ -225,8 +225,8 @@ def _quiet_fakes() -> Generator[None]:
 def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, name: str) -> Any:
     """Calls `func` on fake tensors.
 
-    Usually an error is the model's own mistake. But some rules refuse what their kernels accept, with any type of error,
-    and only a call on values can tell.
+    Usually an error is the model's own mistake. But some rules refuse what their kernels accept, with any type
+    of error, and only a call on values can tell.
 
     Raises:
         Obstacle: With the error as its `cause`, noting that the call ran without data.
