@@ -7,7 +7,6 @@
 For compiler people the steps are public too: `trace`, `lower`, `workload`, `schedule`, `Executor`.
 """
 
-from megatrain.compiled import Compiled
 from megatrain.compiled_module import CompiledModule
 from megatrain.compiling import compile  # the name torch users expect
 from megatrain.errors import (
@@ -46,7 +45,6 @@ __all__ = [
     "Block",
     "Chaos",
     "CheckpointError",
-    "Compiled",
     "CompiledModule",
     "Engine",
     "ExecuteError",
