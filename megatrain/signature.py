@@ -15,7 +15,7 @@ from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.structure import Arguments
 from megatrain.tracer.tree import GLOBAL_HOOKS, HOOKS
 
-_requires_grad = attrgetter("requires_grad")
+_facts = attrgetter("requires_grad", "shape", "dtype")
 
 
 def call_signature(arguments: Arguments, device: torch.device) -> Hashable:
@@ -50,13 +50,16 @@ class ModelWatch:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.version = 0
+        self.shapes_version = 0
+        self._specs: Hashable = None
         self._signature: Hashable = None
         self._renew()
 
     def signature(self) -> Hashable:
-        """Returns the modes of the modules, which parameters are trained, and which are tied.
+        """Returns the modes of the modules, the state's shapes, which parameters are trained, and which are tied.
 
-        Afterwards `version` is another one if anything in the modules' registries, hooks or names changed.
+        Afterwards `version` is another one if anything in the modules' registries, hooks or names changed, and
+        `shapes_version` if the state has other shapes or dtypes.
         """
         if not self._has_same_modules():
             self._renew()
@@ -100,16 +103,21 @@ class ModelWatch:
 
     def _has_same_modes(self) -> bool:
         modes = [own.get("training") for own in self._own]
-        return modes == self._modes and list(map(_requires_grad, self._tensors)) == self._trained
+        return modes == self._modes and list(map(_facts, self._tensors)) == self._known
 
     def _read(self) -> None:
         self._modes = [own.get("training") for own in self._own]
-        self._trained = list(map(_requires_grad, self._tensors))
+        self._known = list(map(_facts, self._tensors))
         first_seen: dict[int, int] = {}
         state: list[tuple[int, bool] | None] = []
+        specs: dict[int, Hashable] = {}
         for tensor in self._registered:
             if tensor is None:
                 state.append(None)
             elif isinstance(tensor, torch.Tensor):
                 state.append((first_seen.setdefault(id(tensor), len(state)), tensor.requires_grad))
-        self._signature = tuple(self._modes), tuple(state)
+                specs[len(state)] = tuple(tensor.shape), tensor.dtype
+        self._signature = tuple(self._modes), tuple(state), tuple(specs.items())
+        if self._specs != tuple(specs.values()):
+            self._specs = tuple(specs.values())
+            self.shapes_version += 1

@@ -129,6 +129,7 @@ class Variants:
         self._options = options
         self._known: dict[Hashable, list[Variant]] = {}
         self._watch = ModelWatch(model)
+        self._shapes_version = self._watch.shapes_version
         self._opaque: dict[str, str] = {}
         self.written: set[str] = set()
         self._heard: set[str] = set()
@@ -192,6 +193,10 @@ class Variants:
     def _of_signature(self, arguments: Arguments) -> list[Variant]:
         """The variants for the signature of a call, latest used first."""
         key = call_signature(arguments, self._options.device), self._watch.signature()
+        if self._shapes_version != self._watch.shapes_version:
+            # The host store holds the state as it is now: what was captured for other shapes has nothing to run on.
+            self._known.clear()
+            self._shapes_version = self._watch.shapes_version
         return self._known.setdefault(key, [])
 
     def _capture(self, arguments: Arguments, others: Sequence[Variant]) -> Variant:

@@ -144,6 +144,7 @@ class Engine:
             elif self.store is None:
                 self.store = HostStore(images, self.tensors, self.device)
             else:
+                self.store.forget_resized(self.tensors)
                 self.store.extend(images, self.tensors)
                 self._has_replaced = True  # what was replaced before this inventory, no comparison with it can find
         return images

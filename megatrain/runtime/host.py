@@ -116,6 +116,28 @@ class HostStore:
         for layout in images:
             self._place(layout)
 
+    def forget_resized(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Lets go of what has another shape or dtype by now: a later `extend` takes it in as it is.
+
+        Its old bytes stay allocated with their arena; what was laid out with it can't be prefetched any more.
+
+        Args:
+            tensors: The state by key as it is now.
+        """
+        gone = {
+            key: home
+            for key, home in self._homes.items()
+            if key in tensors and (tensors[key].shape, tensors[key].dtype) != (home.shape, home.view.dtype)
+        }
+        for key, home in gone.items():
+            del self._homes[key]
+            home.view[:0].zero_()  # a backward that is still to come sees that its weights were changed
+            if home.tensor is not tensors[key] and home.tensor.data_ptr() == home.address:
+                home.tensor.data = home.tensor.detach().clone()
+        for placed in [p for p in self._by_value.values() if any(e.owner in gone for e in p.layout.entries)]:
+            del self._by_value[placed.layout]
+            self._by_id = {key: p for key, p in self._by_id.items() if p.layout != placed.layout}
+
     def _move(self, fresh: Mapping[str, TensorSpec], weights: Weights | None) -> None:
         """Copies or reads tensors into a new arena one by one; each frees its old memory before the next."""
         arena = HostArena(sum(aligned(spec.nbytes) for spec in fresh.values()))

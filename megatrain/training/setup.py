@@ -76,6 +76,7 @@ class Setup:
         self._needs_norm = needs_norm
         self._tables = StepTables(compiled.options)
         self._blocks: list[list[torch.Tensor]] = []
+        self._shapes: dict[str, torch.Size] = {}
         self.updates: Updates | None = None
         self.is_completing = False
 
@@ -176,6 +177,7 @@ class Setup:
         executor = self._tables.executor(programs, setting.mode, engine)
         self._compiled.bind()
         engine.find_replaced()
+        self._check_shapes({key: engine.tensors[key].shape for keys in executor.trained for key in keys})
         blocks = [[engine.tensors[key] for key in keys] for keys in executor.trained]
         if self.updates is None or not _are_same(blocks, self._blocks):
             if self.is_due:
@@ -192,6 +194,16 @@ class Setup:
             )
         _check_no_gradients(engine.tensors)
         return executor
+
+    def _check_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
+        for key, shape in shapes.items():
+            before = self._shapes.setdefault(key, shape)
+            if before != shape:
+                raise OptimizerError(
+                    f"parameter `{key}` has the shape {list(shape)} now; it had {list(before)} when the steps began.\n"
+                    "  The optimizer holds the parameter as it was, or moments of its old shape.\n"
+                    "  Make a new optimizer of compiled.parameters(), and a new TrainStep with it."
+                )
 
     def _check_held(self, blocks: Sequence[Sequence[torch.Tensor]]) -> None:
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
