@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,10 +59,8 @@ class MasterStep:
         """Updates all parameters in the optimizer's groups that have a gradient."""
         fused = list(self._fusable(optimizer))
         # Whatever can fail comes before the first write.
-        for parameter, _, _, _ in fused:
-            _make_moments(parameter, optimizer.state[parameter])
-        for parameter, master, gradient, options in fused:
-            self._adamw(parameter, master, gradient, optimizer.state[parameter], options)
+        for pair in _prepared(optimizer, fused):
+            self._adamw(*pair)
         _without(optimizer, [fusable.parameter for fusable in fused], self._by_its_own_code)
 
     def cannot_fail(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
@@ -88,23 +86,15 @@ class MasterStep:
                     continue
                 yield _Fusable(parameter, master, gradient, options)
 
-    def _adamw(
-        self,
-        parameter: torch.Tensor,
-        master: Master,
-        gradient: torch.Tensor,
-        state: dict[str, Any],
-        options: AdamWOptions,
-    ) -> None:
+    def _adamw(self, fusable: _Fusable, state: dict[str, Any]) -> None:
+        parameter, master, gradient, options = fusable
         order = memory_order(parameter)
-        for name in ("exp_avg", "exp_avg_sq"):  # what was loaded may be laid out otherwise
-            state[name] = laid_out_like(state[name], parameter)
         state["step"] += 1
         try:
             adamw_(
                 master,
                 Moments(in_memory(state["exp_avg"], order), in_memory(state["exp_avg_sq"], order)),
-                in_memory(gradient, order),
+                gradient,
                 step=int(state["step"].item()),
                 options=options,
                 scale=self.scale,
@@ -166,10 +156,44 @@ class _Taken:
 
 
 class _Fusable(NamedTuple):
+    """A parameter for one pass, and its gradient: in its own layout, and in the master's once it is prepared."""
+
     parameter: torch.Tensor
     master: Master
     gradient: torch.Tensor
     options: AdamWOptions
+
+
+def _prepared(optimizer: Optimizer, fused: Sequence[_Fusable]) -> list[tuple[_Fusable, dict[str, Any]]]:
+    """Brings gradients and state into the form that the passes need; if that fails, no new state is left.
+
+    Raises:
+        OptimizerError: If a gradient or a moment isn't one of its parameter.
+    """
+    new = [item.parameter for item in fused if not optimizer.state.get(item.parameter)]
+    try:
+        return [_prepare(item, optimizer.state[item.parameter]) for item in fused]
+    except BaseException:
+        for parameter in new:
+            optimizer.state.pop(parameter, None)
+        raise
+
+
+def _prepare(item: _Fusable, state: dict[str, Any]) -> tuple[_Fusable, dict[str, Any]]:
+    parameter, gradient = item.parameter, item.gradient
+    _make_moments(parameter, state)
+    named = {"gradient": gradient, **{name: state[name] for name in ("step", "exp_avg", "exp_avg_sq")}}
+    for name, tensor in named.items():
+        if name != "step" and (tensor.shape != parameter.shape or tensor.layout != torch.strided):
+            raise OptimizerError(
+                f"`{name}` of a {tuple(parameter.shape)} parameter is {tuple(tensor.shape)}, {tensor.layout}.\n"
+                "  An update takes dense tensors of the parameter's shape.\n"
+                "  Look at hooks on gradients, and at what was put into optimizer.state."
+            )
+    for name in ("exp_avg", "exp_avg_sq"):  # what was loaded may be laid out otherwise
+        state[name] = laid_out_like(state[name], parameter)
+    flat = in_memory(gradient, memory_order(parameter)).contiguous()
+    return item._replace(gradient=flat), state
 
 
 def _make_moments(parameter: torch.Tensor, state: dict[str, Any]) -> None:

@@ -108,7 +108,7 @@ class TrainStep:
         self._setting: Setting | None = None
         self._running: Running | None = None
         self._failed_at = 0
-        self._completion = Completion(self._complete, self._setup.changing)
+        self._completion = Completion(self._complete, self._setup.changing, optimizer)
         self._compiled.before_reads(self._completion)
         optimizer.register_state_dict_pre_hook(self._completion)
         optimizer.register_load_state_dict_pre_hook(self._completion)
@@ -211,6 +211,7 @@ class TrainStep:
             try:
                 # No name keeps the run: it ends while Ctrl-C is held back, for Python loses one in a `__del__`.
                 self._boundary.run(executor.begin(running.inputs(), watch=watch), running, updates, before)
+                self._completion.mark()  # here, where Ctrl-C is held back
             finally:
                 self._running = None
                 self._failed_at = running.micro_batch

@@ -77,7 +77,7 @@ def test_a_gradient_that_is_resized_where_it_is_left_is_refused(mode: str) -> No
 
 
 def test_a_wrong_gradient_behind_an_update_ends_the_step_until_a_checkpoint_is_loaded() -> None:
-    """The rest of the gradients can't be had while the hook is there; the error says so, and no wrong bit is written."""
+    """The rest of the gradients can't be had while the hook is there: the error says so."""
     pair = Pair.of("hazardous", sgd)
     pair.take(batch(0), seed=0)
     handle = pair.stepped.get_parameter("layers.0.fc.weight").register_hook(WRONG["flat"])

@@ -1,0 +1,195 @@
+"""An optimizer's state behind a step is what eager shows, however it is read, dropped or replaced."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.interrupting import Lines
+from tests.training.loops import Pair, adamw, assert_same, sgd, snapshot
+
+WEIGHT = "layers.0.fc.weight"
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+
+
+def due(optimizer: Any = sgd, steps: int = 1) -> Pair:
+    """Some steps, the updates of the last not taken."""
+    pair = Pair.of("hazardous", optimizer, max_grad_norm=0.5)
+    for number in range(steps):
+        pair.take(batch(number), seed=number)
+    return pair
+
+
+def taken(value: Any) -> Any:
+    return copy.deepcopy(dict(value))
+
+
+def stored(optimizer: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(optimizer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False).state_dict()
+
+
+READS: dict[str, Callable[[Any, Any], Any]] = {
+    "get": lambda o, p: taken(o.state.get(p, {})),
+    "item": lambda o, p: taken(o.state[p]),
+    "in": lambda o, p: p in o.state,
+    "len": lambda o, p: len(o.state),
+    "values": lambda o, p: [taken(v) for v in o.state.values()],
+    "deepcopy": lambda o, p: copy.deepcopy(o).state_dict(),
+    "copy": lambda o, p: copy.copy(o).state_dict(),
+    "pickle": lambda o, p: pickle.loads(pickle.dumps(o)).state_dict(),
+    "torch.save": lambda o, p: stored(o),
+    "text": lambda o, p: repr(o),
+    "class": lambda o, p: (isinstance(o, torch.optim.Optimizer), isinstance(o.state, defaultdict), type(o)),
+    "state_dict": lambda o, p: copy.deepcopy(o.state_dict()),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_every_look_at_the_state_is_eagers(read: str, steps: int) -> None:
+    pair = due(steps=steps)
+    both = ((pair.eager, pair.eager_optimizer), (pair.stepped, pair.optimizer))
+    found = [READS[read](o, m.get_parameter(WEIGHT)) for m, o in both]
+    assert_same(*found)
+    pair.take(batch(5), seed=5)
+    pair.assert_same()
+    assert type(pair.optimizer) is torch.optim.SGD
+
+
+def replaced(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "clear": lambda o, p: o.state.clear(),
+    "pop": lambda o, p: o.state.pop(p),
+    "del": lambda o, p: o.state.__delitem__(p),
+    "assign": lambda o, p: replaced(o),
+    "set": lambda o, p: o.state.__setitem__(p, {}),
+    "update": lambda o, p: o.state[p].update(momentum_buffer=torch.ones(4, 4)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_is_dropped_or_replaced_stays_so(write: str, steps: int) -> None:
+    pair = due(steps=steps)
+    for model, optimizer in ((pair.eager, pair.eager_optimizer), (pair.stepped, pair.optimizer)):
+        WRITES[write](optimizer, model.get_parameter(WEIGHT))
+    for number in range(5, 7):
+        pair.take(batch(number), seed=number)
+    pair.assert_same()
+
+
+def test_ordinary_work_leaves_the_updates_due() -> None:
+    pair = due(steps=2)
+    pair.optimizer.zero_grad()
+    assert repr(pair.optimizer) == repr(pair.eager_optimizer)
+    pair.optimizer.param_groups[0]["lr"] *= 0.5
+    assert pair.step._setup.is_due
+    assert type(pair.optimizer) is not torch.optim.SGD
+    pair.step.flush()
+    assert type(pair.optimizer) is torch.optim.SGD
+    assert all(type(p) is torch.nn.Parameter for p in pair.stepped.parameters())
+
+
+def test_a_step_that_is_gone_leaves_an_ordinary_optimizer() -> None:
+    pair = due(steps=2)
+    optimizer = pair.optimizer
+    expected = snapshot(pair.eager, pair.eager_optimizer)
+    stepped = pair.stepped
+    del pair
+    gc.collect()
+    assert type(optimizer) is torch.optim.SGD
+    assert_same(expected, snapshot(stepped, optimizer))
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+@pytest.mark.parametrize("mode", ["serial", "deferred"])
+def test_an_update_of_a_fused_optimizer_that_fails_in_its_middle_is_undone(mode: str, name: str) -> None:
+    options = {"overlap": False} if mode == "serial" else {"max_grad_norm": 0.5}
+    pair = Pair.of("hazardous", fused, **options)
+    for number in range(2):
+        pair.take(batch(number), seed=number)
+    pair.assert_same()
+    if mode == "deferred":
+        pair.take(batch(2), seed=2)
+    state = vars(pair.optimizer)["state"][pair.stepped.layers[0].norm.bias]
+    kept = state.pop(name)
+    before = [p.detach().clone() for p in map(torch.Tensor.detach, plain(pair))]
+    torch.manual_seed(2)
+    with pytest.raises(Exception, match=name):
+        pair.step.flush() if mode == "deferred" else pair.step(batch(2))
+    torch.manual_seed(2)
+    assert_same(before[:4], [p.clone() for p in plain(pair)][:4], "a block of which one update can't be taken")
+    state[name] = kept
+    if mode == "serial":  # other blocks were updated ahead of it, so the step is completed
+        assert pair.step.progress.count == 3
+        pair.expect(batch(2))
+    pair.take(batch(3), seed=3)
+    pair.assert_same()
+
+
+def plain(pair: Pair) -> list[torch.Tensor]:
+    """The first block's parameters as they are in memory, without taking what is due."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [p.detach() for p in pair.stepped.layers[0].parameters()]
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+USES: dict[str, Callable[[Pair], object]] = {
+    "step": lambda pair: pair.step(batch(2)),
+    "flush": lambda pair: pair.step.flush(),
+    "read": lambda pair: pair.stepped.layers[0].fc.weight.norm(),
+    "state": lambda pair: pair.optimizer.state.get(0),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_interrupt_at_any_line_of_marking_and_unmarking_leaves_all_as_usable_as_before(use: str) -> None:
+    pair = due(adamw, steps=2)
+    at = 0
+    while True:
+        at += 1 if at < 12 else 83  # the lines are those of a loop over tensors
+        torch.manual_seed(at)
+        count = pair.step.progress.count
+        lines = Lines("training/completion.py", at=at)
+        try:
+            with lines.watched():
+                USES[use](pair)
+        except KeyboardInterrupt:
+            assert lines.where
+        drawn = torch.get_rng_state()
+        if pair.step.progress.count > count:
+            torch.manual_seed(at)
+            pair.expect(batch(2))
+        torch.set_rng_state(drawn)
+        if not lines.where:
+            break
+        if at % 3 == 0:
+            pair.assert_same(lines.where)
+        pair.take(batch(at), seed=at)
+    pair.assert_same()
+    assert at > 10
