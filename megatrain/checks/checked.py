@@ -43,8 +43,8 @@ def checked(**rules: Rule) -> Callable[[_Checked], _Checked]:
             return cast(_Checked, _wrapped(target, target, rules))
         # A frozen class is still open: only its objects are closed.
         made: Any = target
-        made.__init__ = _wrapped(made.__init__, made if dataclasses.is_dataclass(made) else None, rules)
-        return made
+        made.__init__ = _wrapped(made.__init__, made if dataclasses.is_dataclass(target) else None, rules)
+        return target  # pyright: ignore[reportReturnType]
 
     return decorate
 
