@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import megatrain
-from megatrain.errors import OptionError
+from megatrain.errors import ExecuteError, OptionError
+from megatrain.scheduler.table import Schedule
 from tests import bad_targets
 from tests.bad_targets import INPUT, Made, Target
 from tests.bad_values import outcome, values
@@ -207,6 +210,44 @@ def test_a_count_that_no_machine_can_serve_is_refused_at_its_limit() -> None:
     with pytest.raises(OptionError, match="steps=10001 is more than 10000"):
         megatrain.verify(made.model, INPUT, steps=10_001)
     assert megatrain.schedule(made.program, num_slots=10_000).num_slots == 2
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "xpu", "meta", torch.device("xpu", 3)])
+def test_a_device_that_is_not_there_is_refused_before_torch_aborts(device: str | torch.device) -> None:
+    for call in (megatrain.trace, megatrain.compile, megatrain.verify):
+        with pytest.raises(OptionError, match=r"^device=.* (is not available here|has no values)"):
+            call(bad_targets.model(), device=device)  # type: ignore[call-arg]
+    with pytest.raises(OptionError, match=r"^device=.* (is not available here|has no values)"):
+        megatrain.Engine(bad_targets.model(), torch.device(device))
+
+
+def test_a_program_runs_by_its_own_schedule_over_its_own_model() -> None:
+    made, deeper = Made(), nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    program = megatrain.lower(megatrain.trace(deeper, (INPUT,)), block_bytes=1)
+    with pytest.raises(ExecuteError, match=r"the schedule has \d blocks, the program has 3\."):
+        megatrain.Executor(program, made.schedule, deeper)
+    with pytest.raises(ExecuteError, match=r"the model has no parameter `2.weight`\."):
+        megatrain.Executor(program, megatrain.schedule(program), made.model)
+
+
+@pytest.mark.parametrize("wrong", [None, -1, "x", [], 1.5, 10**30, True, {}])
+def test_a_schedule_whose_data_were_changed_is_a_schedule_error(wrong: object) -> None:
+    """Read from JSON with one figure after another replaced, and checked: refused, or as good as it was."""
+    written = json.loads(Made().schedule.to_json())
+    for holder, key in _places(written):
+        before, holder[key] = holder[key], wrong
+        came = outcome(lambda: Schedule.from_json(json.dumps(written)).check())
+        # The checker may say in one line which rule of schedules is broken.
+        assert came in ("clear", "accepted") or came.startswith("one line"), (key, came)
+        holder[key] = before
+
+
+def _places(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Every place of a nested structure: its container, and where it is there."""
+    for key in list(data) if isinstance(data, dict) else range(len(data)):
+        yield data, key
+        if isinstance(data[key], dict | list):
+            yield from _places(data[key])
 
 
 def test_a_weight_that_is_no_number_is_refused() -> None:

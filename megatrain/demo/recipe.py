@@ -9,7 +9,7 @@ from typing import Any
 from megatrain.checks import Rule, checked, count, number, optional
 from megatrain.scheduler.build import STEP
 from megatrain.sizes import SIZE
-from megatrain.tracer.given import DEVICE
+from megatrain.tracer.given import DEVICE_NAME
 
 
 def _width_fault(value: Any) -> str | None:
@@ -18,7 +18,7 @@ def _width_fault(value: Any) -> str | None:
 
 
 @checked(
-    device=optional(DEVICE),
+    device=optional(DEVICE_NAME),
     memory=SIZE,
     steps=count(1),
     seconds=number(above=0, below=math.inf, example=200.0),

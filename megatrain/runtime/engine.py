@@ -22,9 +22,15 @@ from megatrain.runtime.parks import ParkPool
 from megatrain.runtime.streams import Chaos, Recording, StreamSet
 from megatrain.runtime.turn import Turn
 from megatrain.runtime.weights import Weights
+from megatrain.tracer.given import DEVICE
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import inventory
 
+_DEVICE = Rule(
+    "a torch.device on this machine",
+    '{name}=torch.device("cpu")',
+    lambda value: DEVICE.fault(value) if isinstance(value, torch.device) else "is no torch.device",
+)
 _OWNER = Rule(
     "an object that can be referred to weakly",
     "{name} the call itself",
@@ -45,7 +51,7 @@ class Engine:
         turn: Of the model.
     """
 
-    @checked()
+    @checked(device=_DEVICE)
     def __init__(
         self,
         model: nn.Module,
@@ -165,6 +171,11 @@ class Engine:
             if entry.kind == "constant":
                 continue
             key = entry.owner
+            if key not in self.tensors:
+                raise ExecuteError(
+                    f"the model has no {entry.kind} `{key}`.\n"
+                    "  A program reads the state of the model that it was made of.\n  Give the engine that model."
+                )
             tensor = self.tensors[key]
             if tensor.is_meta and self._weights is not None and key in self._weights:
                 continue

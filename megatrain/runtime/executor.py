@@ -33,6 +33,11 @@ class Executor:
 
     @checked()
     def __init__(self, program: Program, schedule: Schedule, model: nn.Module | Engine):
+        if schedule.num_blocks != len(program.blocks):
+            raise ExecuteError(
+                f"the schedule has {schedule.num_blocks} blocks, the program has {len(program.blocks)}.\n"
+                "  A schedule runs the program that it was made for.\n  Give megatrain.schedule(program)."
+            )
         engine = model if isinstance(model, Engine) else Engine(model, program.device)
         self.program = program
         self.schedule = schedule

@@ -39,6 +39,7 @@ def check_schedule(schedule: Schedule, workload: Workload, graph: nx.DiGraph[Pos
     Raises:
         ScheduleError: Naming the rule that is broken, with the rows around the place as a note.
     """
+    workload.check()
     if schedule.num_blocks != len(workload.blocks):
         raise ScheduleError(
             f"the schedule has {schedule.num_blocks} blocks, the workload {len(workload.blocks)}.\n"

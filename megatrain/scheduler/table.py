@@ -33,6 +33,7 @@ class Position(NamedTuple):
     stream: Stream
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A byte range of the device arena that holds the state of one block at a time.

@@ -11,6 +11,7 @@ from megatrain.checks import checked, shown
 from megatrain.errors import ScheduleError
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class ValueWork:
     """A tensor that crosses block boundaries, or enters or leaves the model.
@@ -40,6 +41,7 @@ class ValueWork:
     is_committed: bool = False
 
 
+@checked()
 @dataclass(frozen=True, slots=True)
 class BlockWork:
     """The bytes and work of one block.
@@ -180,7 +182,7 @@ class Workload:
             raise ScheduleError(f"value {value.name} lies in storage {value.storage}, which doesn't exist.")
         first = 0 if value.producer is None else value.producer + 1
         path = (first - 1, *value.readers, len(self.blocks))
-        if first > len(self.blocks) or any(a >= b for a, b in pairwise(path)):
+        if (value.producer or 0) < 0 or first > len(self.blocks) or any(a >= b for a, b in pairwise(path)):
             raise ScheduleError(
                 f"value {value.name} of block {value.producer} is read by blocks {list(value.readers)}.\n"
                 "  Readers come after the producer, ascending, each once."
