@@ -205,7 +205,7 @@ def test_what_hooks_find_is_what_they_find_in_eager(hooks: Any, activations: str
     assert [call.name for call in compiled.program.opaque_calls] == (["1"] if hooks in OPAQUE else [])
     assert len(compiled.program.blocks) >= 4
     if hooks is not a_residual:  # what its dictionary holds before the first call is another state
-        assert len(list(compiled._variants)) == 2
+        assert len(list(compiled.megatrain._variants)) == 2
 
 
 def test_the_program_names_the_hooks_that_run_beside_it() -> None:
@@ -238,7 +238,7 @@ def test_features_with_a_history_are_differentiated(is_cleared: bool) -> None:
                 features.clear()
         found[-1] += [p.grad for p in student.parameters() if p.grad is not None]
         if compiles and is_cleared:
-            assert len(list(calls[1]._variants)) == 1  # pyright: ignore[reportAttributeAccessIssue]
+            assert len(list(calls[1].megatrain._variants)) == 1  # pyright: ignore[reportAttributeAccessIssue]
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
@@ -258,7 +258,7 @@ def test_a_list_that_the_user_replaces_is_the_one_that_is_filled() -> None:
         x = torch.full((2, 8), float(step))
         compiled(x)
         assert torch.equal(model.cache[0], nn.functional.linear(x, model.weight, model.bias))
-    assert len(list(compiled._variants)) == 1
+    assert len(list(compiled.megatrain._variants)) == 1
 
 
 HIDDEN: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("HIDDEN")
