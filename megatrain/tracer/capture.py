@@ -31,7 +31,7 @@ from megatrain.tracer.outer import Outer
 from megatrain.tracer.own_code import own_code
 from megatrain.tracer.recorder import Recorder
 from megatrain.tracer.refusals import FOLLOW_HOST, RUN_AGAIN, Obstacle
-from megatrain.tracer.sandbox import HOST_GENERATORS, Attributes, Swapped, fake_state, kept_rng, swapped_state
+from megatrain.tracer.sandbox import HOST_GENERATORS, Attributes, fake_state, kept_rng, swapped_state
 from megatrain.tracer.side_outputs import SideOutputs
 from megatrain.tracer.source import user_line
 from megatrain.tracer.spec import TensorSpec
@@ -88,14 +88,14 @@ class Capture:
         assuming = Assuming(self._model, self._attempt.runs_again, running_hooks(self._model, self._attempt))
         with (
             kept_rng(others_draw=True) as moved,
-            swapped_state(self._model, self._by_id, self._outer) as swapped,
+            swapped_state(self._model, self._by_id, self._outer) as start,
             self._host_drawer() as drawer,
         ):
             with assuming.reading():
                 result, given = self._run_forward(self._recorder)
             rebound = self._rebound_buffers()
-            left = self._left(swapped)
-            self._refuse_kept_state(swapped.start)
+            left = self._left(start)
+            self._refuse_kept_state(start)
         if self._attempt.follows_host and not drawer() and moved == [HOST_GENERATORS]:
             moved.clear()  # no module drew: another thread did
         if moved:
@@ -123,10 +123,9 @@ class Capture:
                     "  Clone the input first, or return what was made of it."
                 )
 
-    def _left(self, swapped: Swapped) -> SideOutputs:
-        changes = self._effects.own(swapped.start, self._recorder)
-        state = {id(self._fakes[key]): t for key, t in self._tensors.items()}
-        return SideOutputs.of(changes, state, swapped.lasting)
+    def _left(self, start: Attributes) -> SideOutputs:
+        changes = self._effects.own(start, self._recorder)
+        return SideOutputs.of(changes, {id(self._fakes[key]): t for key, t in self._tensors.items()})
 
     def _host_drawer(self) -> AbstractContextManager[Callable[[], tuple[str, ...]]]:
         return host_drawer(self._model) if self._attempt.follows_host else nullcontext(tuple)

@@ -52,39 +52,25 @@ def fake_state(
     return fakes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Swapped:
-    """A model whose state is swapped.
-
-    Args:
-        start: What its modules held right after the swap.
-        lasting: The registries of the model itself, by the identity of those that stand for them meanwhile.
-    """
-
-    start: Attributes
-    lasting: dict[int, dict[str, Any]]
-
-
 @contextmanager
 def swapped_state(
     module: nn.Module, replacement: dict[int, torch.Tensor], outer: Outer | None = None
-) -> Generator[Swapped]:
+) -> Generator[Attributes]:
     """Lets this thread find `replacement[id(tensor)]` where `module` holds a tensor.
 
     Modules get registries of their own for the body, so that the model's own ones are never touched: other threads go
-    on finding those. At the end all changes to modules are undone.
+    on finding those. At the end all changes are undone. Yields what the modules, and what their code reaches besides,
+    held right after the swap.
     """
     saved = Attributes(module, outer)
     own: dict[int, dict[str, dict[str, Any]]] = {
         id(child): {kind: vars(child)[kind] for kind in _REGISTRIES} for child in module.modules()
     }
     stand_ins: dict[int, dict[str, Any]] = {}
-    lasting: dict[int, dict[str, Any]] = {}
     for held in [held for kinds in own.values() for held in kinds.values()]:
         if id(held) not in stand_ins:
             stand_in = stand_ins[id(held)] = copy.copy(held)
             stand_in.update({name: replacement.get(id(tensor), tensor) for name, tensor in held.items()})
-            lasting[id(stand_in)] = held
 
     def showing_own(find: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def look_up(other: Any, name: str) -> Any:
@@ -101,7 +87,7 @@ def swapped_state(
             for child in module.modules():
                 for kind, held in own[id(child)].items():
                     vars(child)[kind] = stand_ins[id(held)]
-            yield Swapped(Attributes(module, outer), lasting)
+            yield Attributes(module, outer)
         finally:
             saved.restore()
 

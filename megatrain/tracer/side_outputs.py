@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -85,15 +85,12 @@ class SideOutputs:
     structure: Structure
 
     @staticmethod
-    def of(
-        changes: Sequence[Change], state: dict[int, torch.Tensor], lasting: Mapping[int, dict[str, Any]]
-    ) -> SideOutputs:
+    def of(changes: Sequence[Change], state: dict[int, torch.Tensor]) -> SideOutputs:
         """Reads what a forward has left.
 
         Args:
             changes: What the modules and what they hold have now, other than before.
             state: The parameter or buffer behind each fake one, by identity of the fake one.
-            lasting: The holder that a call finds, by identity of one that is there for the capture only.
 
         Raises:
             TraceError: If tensors are held by an object that can't be made again for each call.
@@ -104,7 +101,6 @@ class SideOutputs:
             if id(change.before) not in state and found.is_repeatable(change):
                 by_holder.setdefault(id(change.holder), []).append(change)
         held = tuple(found.held(group) for group in by_holder.values())
-        held = tuple(replace(each, holder=lasting.get(id(each.holder), each.holder)) for each in held)
         names = dict.fromkeys(_name_of(change) for group in by_holder.values() for change in group)
         return SideOutputs(tuple(names), held, Structure.of(found.new))
 

@@ -457,7 +457,7 @@ def test_nan_is_the_same_as_nan_wherever_it_is_read() -> None:
         model.pair = (float("nan"), 1.0)  # other objects, the same values
         model.known = {2.0, float("nan")}
         model.missing = float("nan")
-    assert len(list(compiled._variants)) == 1
+    assert len(list(compiled.megatrain._variants)) == 1
     assert not compiled.program.opaque_calls
 
 

@@ -71,4 +71,4 @@ def test_what_torch_compile_wrapped_trains_as_eager(how: str) -> None:
         assert torch.equal(theirs.grad, ours.grad)
     assert len(compiled.program.blocks) == 3
     assert not compiled.program.opaque_calls
-    assert len(list(compiled._variants)) == 2
+    assert len(list(compiled.megatrain._variants)) == 2
