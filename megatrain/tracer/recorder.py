@@ -67,6 +67,7 @@ class Recorder(CallRunner):
         """Lets go of all tensors; lists the fake ones, with the place that made each."""
         made = [(tensor, place_of(node)) for tensor, node in self.tape.table.made()]
         self.tape.table.forget()
+        self.effects.clear()
         self._state.forget()
         return made
 
