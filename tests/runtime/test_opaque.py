@@ -18,6 +18,9 @@ import megatrain
 from tests.runtime.harness import Trained, train
 from tests.tracer import test_refusals as bodies
 
+# Some of these models are opaque as a whole.
+pytestmark = pytest.mark.filterwarnings("ignore:the whole model is one opaque block")
+
 CHECKED = (
     bodies.branches_on_weights,
     bodies.takes_an_item,
