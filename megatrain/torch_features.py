@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from megatrain import torch_private
 from megatrain import torch_probes as probes
 from megatrain.errors import TorchError
@@ -57,6 +59,9 @@ def check_features() -> None:
                 failed.append(torch_private.unsupported(feature.name, problem))
                 return
 
+    # Torch 2.11 with CUDA and no device crashes if the first thread that makes fake tensors has ended.
+    with FakeTensorMode():
+        pass
     thread = threading.Thread(target=run, name="torch features")
     thread.start()
     thread.join()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain import patches
 from megatrain.tracer.trace import trace
 from tests.models import MODELS
 from tests.tracer.parity import assert_same_step, eager_step, graph_step
@@ -83,6 +84,7 @@ def _captured(work: Callable[[nn.Module], Any]) -> list[Any]:
     assert "opaque" not in str(traced)
     results = list(meeting.results)
     assert len(results) >= 2
+    assert not patches._patches
     model.meet.clear()
     assert_same_step(graph_step(traced, model, args, {}), eager_step(model, args, {}))
     return results
