@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from megatrain.tracer.changes import Watch
 from megatrain.tracer.spec import TensorSpec
@@ -78,7 +79,8 @@ class ModelWatch:
         self._registries = [held for held in registries if held]
         self._registered = list(chain.from_iterable(map(dict.values, self._registries)))
         self._sizes = list(map(len, self._registries))
-        self._tensors = [x for x in self._registered if isinstance(x, torch.Tensor)]
+        # Those of lazy modules have no shape yet; a capture refuses them.
+        self._tensors = [x for x in self._registered if isinstance(x, torch.Tensor) and not is_lazy(x)]
         hooks = [*(own[name] for own in self._own for name in HOOKS), *GLOBAL_HOOKS]
         self._empty = [held for held in (*registries, *hooks) if not held]
         self._hooks = Watch()
@@ -116,7 +118,7 @@ class ModelWatch:
                 state.append(None)
             elif isinstance(tensor, torch.Tensor):
                 state.append((first_seen.setdefault(id(tensor), len(state)), tensor.requires_grad))
-                specs[len(state)] = tuple(tensor.shape), tensor.dtype
+                specs[len(state)] = None if is_lazy(tensor) else (tuple(tensor.shape), tensor.dtype)
         self._signature = tuple(self._modes), tuple(state), tuple(specs.items())
         if self._specs != tuple(specs.values()):
             self._specs = tuple(specs.values())

@@ -117,18 +117,12 @@ class HostStore:
             self._place(layout)
 
     def forget_resized(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Lets go of what has another shape or dtype by now: a later `extend` takes it in as it is.
+        """Lets go of what has another shape or dtype in `tensors`: a later `extend` takes it in as it is now.
 
         Its old bytes stay allocated with their arena; what was laid out with it can't be prefetched any more.
-
-        Args:
-            tensors: The state by key as it is now.
         """
-        gone = {
-            key: home
-            for key, home in self._homes.items()
-            if key in tensors and (tensors[key].shape, tensors[key].dtype) != (home.shape, home.view.dtype)
-        }
+        now = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
+        gone = {k: home for k, home in self._homes.items() if k in now and now[k] != (home.shape, home.view.dtype)}
         for key, home in gone.items():
             del self._homes[key]
             home.view[:0].zero_()  # a backward that is still to come sees that its weights were changed

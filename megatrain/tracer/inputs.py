@@ -40,8 +40,8 @@ def check_arguments(arguments: Arguments) -> None:
         raise TraceError(
             f"the argument `{name}` is a {type(leaf).__qualname__}, which may change between calls.\n"
             "  A capture stands for calls with equal arguments: plain values, dtypes, devices and enums compare.\n"
-            "  Pass what the forward needs of it as plain values or tensors; or call the plain model, which runs eagerly on "
-            "the host: compiled.megatrain.model, to generate with a cache, say."
+            "  Pass what the forward needs of it as plain values or tensors, or call the plain model "
+            "(it runs eagerly, on the host): compiled.megatrain.model, to generate with a cache, say."
         )
 
 

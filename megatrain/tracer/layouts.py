@@ -62,7 +62,8 @@ def check_plain_state(model: nn.Module) -> None:
 
 def _holds_more(tensor: torch.Tensor) -> bool:
     """Tells whether a tensor of a class of its own is more than its dense values, which then say nothing."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or bool(vars(tensor))
+    dispatches = any("__torch_dispatch__" in vars(kind) for kind in type(tensor).__mro__ if kind not in _PLAIN)
+    return dispatches or bool(vars(tensor))
 
 
 def _changes_calls(kind: type) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import ExecuteError
+from megatrain.tracer.outer import Outer
 from megatrain.tracer.sandbox import Attributes, kept_rng
 
 
@@ -33,7 +34,7 @@ def left_alone(model: nn.Module) -> Generator[None]:
             assert device_type is not None
             stack.enter_context(torch.random.fork_rng(devices, device_type=device_type.type))
         stack.enter_context(kept_rng())
-        stack.callback(Attributes(model).restore)
+        stack.callback(Attributes(model, Outer.of(model)).restore)
         gradients = [(p, p.grad) for p in model.parameters()]
         stack.callback(_give_back, gradients)
         for parameter, _ in gradients:
