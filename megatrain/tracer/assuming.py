@@ -12,7 +12,7 @@ from torch import nn
 from megatrain.tracer.assumptions import Assumption, Assumptions, ClassAttribute, OwnAttribute, Unset
 from megatrain.tracer.keeper import Keeper
 from megatrain.tracer.kept import MISSING
-from megatrain.tracer.named import named_variables
+from megatrain.tracer.named import Named, named_variables
 from megatrain.tracer.reads import Read, Reads, recorded_reads
 from megatrain.tracer.tree import ModuleTree
 
@@ -25,15 +25,18 @@ class Assuming:
         is_opaque: Tells of a name in the model whether it belongs to a module that runs its own code at each step:
             that code reads what there is then.
         without: Identities of forward hooks that run their own code too.
+        variables: What the model's code and all its hooks name.
     """
 
-    def __init__(self, model: nn.Module, is_opaque: Callable[[str], bool], without: Collection[int]) -> None:
+    def __init__(
+        self, model: nn.Module, is_opaque: Callable[[str], bool], without: Collection[int], variables: Iterable[Named]
+    ) -> None:
         self._model = model
         self._without = without
         self._opaque = {id(module) for name, module in model.named_modules() if is_opaque(f"{name}.")}
         self._tree = ModuleTree.of(model)
         # More than the forward will turn out to read: afterwards it may hold something else.
-        self._start = {variable.key: variable.now() for variable in named_variables(model, without=without)}
+        self._start = {variable.key: variable.now() for variable in variables}
         self._reads = Reads()
 
     @contextmanager

@@ -85,7 +85,9 @@ class Capture:
         Raises:
             Obstacle: If it does what this attempt can't follow.
         """
-        assuming = Assuming(self._model, self._attempt.runs_again, running_hooks(self._model, self._attempt))
+        assuming = Assuming(
+            self._model, self._attempt.runs_again, running_hooks(self._model, self._attempt), self._outer.variables
+        )
         with (
             kept_rng(others_draw=True) as moved,
             swapped_state(self._model, self._by_id, self._outer) as start,
