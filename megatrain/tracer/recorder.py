@@ -66,6 +66,7 @@ class Recorder(CallRunner):
     def over(self) -> list[tuple[torch.Tensor, str]]:
         """Lets go of all tensors; lists the fake ones, with the place that made each."""
         made = [(tensor, place_of(node)) for tensor, node in self.tape.table.made()]
+        self.effects.clear()
         self.tape.table.forget()
         self.effects.clear()
         self._state.forget()
