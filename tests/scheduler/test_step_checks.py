@@ -86,8 +86,7 @@ def test_every_op_of_the_host_is_needed_where_it_is(updates: str, clip: bool):
     ("changes", "message"),
     [
         ({"micro_batches": 10**12}, "1000000000000 micro-batches can't run in "),
-        ({"micro_batches": 0}, "are unknown"),
-        ({"updates": "later"}, "updates `later` of 3 micro-batches"),
+        ({"micro_batches": 0}, "the schedule has 0 micro-batches."),
         ({"mode": "forward"}, "a schedule of mode `forward` has no micro-batches"),
         ({"micro_batches": 2}, ".2 at tick 4 has no micro-batch."),
         ({"micro_batches": 1}, "F0.0 at tick 2 can't tell its micro-batch."),
