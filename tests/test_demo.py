@@ -162,15 +162,25 @@ def test_an_unreadable_budget_is_one_message_and_status_2(tmp_path, capsys):
     assert "10 quux" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["demo", "--steps", "0"], ["demo", "--seconds", "nan"], ["demo", "--interrupt-at", "1"], ["nonsense"], []],
-)
+@pytest.mark.parametrize("arguments", [["demo", "--steps", "two"], ["nonsense"], []])
 def test_a_wrong_command_line_ends_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 2
     assert "usage: megatrain" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "0"], "steps=0 is less than 1."),
+        (["--seconds", "nan"], "seconds=nan is not a number."),
+        (["--interrupt-at", "1"], "interrupt_at=1.0 is not below 1."),
+    ],
+)
+def test_a_wrong_value_ends_with_status_2_and_the_rule(arguments, said, tmp_path, capsys):
+    assert cli.main(["demo", "--folder", str(tmp_path / "run"), *arguments]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_command_line_offers_the_recipe_as_it_is(tmp_path, monkeypatch, capsys):
