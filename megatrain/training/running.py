@@ -13,6 +13,7 @@ from megatrain.optim.updates import Updates
 from megatrain.runtime.gradients import check_kind, hooked, kind_of, laid_out
 from megatrain.runtime.interrupts import Interrupts
 from megatrain.training.batch import Loss, loss_of
+from megatrain.training.handing import handed
 from megatrain.training.setup import Setting
 
 
@@ -92,10 +93,15 @@ class Running:
         is_trained = [ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs]
         # A loss of a parameter that the model returns shows by the gradient that it gets here.
         returned = [ref.kind == "state" and self._is_trained(ref.name) for ref in program.outputs]
-        leaves = [t.requires_grad_(a or b) for t, a, b in zip(outputs, is_trained, returned, strict=True)]
+        results, gradients = handed([t for t, trained in zip(outputs, is_trained, strict=True) if trained])
+        of_results, of_gradients = iter(results), iter(gradients)
+        given = [
+            next(of_results) if trained else t.requires_grad_(b)
+            for t, trained, b in zip(outputs, is_trained, returned, strict=True)
+        ]
         with torch.enable_grad():
-            variant.traced.leave(leaves, own.tensors)
-            result = variant.traced.result(leaves, own.tensors)
+            variant.traced.leave(given, own.tensors)
+            result = variant.traced.result(given, own.tensors)
             loss = loss_of(result, self._setting.batches[micro_batch], self._loss)
             share = self._shares[micro_batch]
             shared = loss if share == 1.0 else loss * share
@@ -106,10 +112,10 @@ class Running:
                     "  Make it of the model's result, without detach() and no_grad."
                 )
             shared.backward()
-        pairs = zip(program.outputs, leaves, strict=True)
-        self._check_own_gradients([ref.name for ref, leaf in pairs if ref.kind == "state" and leaf.grad is not None])
+        pairs = zip(program.outputs, given, strict=True)
+        self._check_own_gradients([ref.name for ref, t in pairs if ref.kind == "state" and t.grad is not None])
         self._losses.append(shared.detach().reshape(()))
-        return [leaf.grad if trained else None for leaf, trained in zip(leaves, is_trained, strict=True)]
+        return [next(of_gradients) if trained else None for trained in is_trained]
 
     def _is_trained(self, key: str) -> bool:
         return key in self._parameters and self._parameters[key].requires_grad
