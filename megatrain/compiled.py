@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -57,7 +58,7 @@ class Compiled:
         self._latest: Variant | None = None
         self._bound_version = 0
         self._turn = Turn()
-        self._before_reads: list[Callable[[], object]] = []
+        self._before_reads: WeakSet[Callable[[], object]] = WeakSet()
 
     def __str__(self) -> str:
         """One line: what the model is compiled for, and what its latest call ran."""
@@ -130,9 +131,9 @@ class Compiled:
         """Has a function called before a call of this object, or whatever else reads or writes all of its state.
 
         Args:
-            complete: Takes updates that are still due; returns at once if there are none.
+            complete: Takes updates that are still due; returns at once if there are none. Not kept alive.
         """
-        self._before_reads.append(complete)
+        self._before_reads.add(complete)
 
     def complete_updates(self, besides: Callable[[], object] | None = None) -> None:
         """Takes the updates that are due.
@@ -140,7 +141,7 @@ class Compiled:
         Args:
             besides: The function given to `before_reads` by whoever sees to its own.
         """
-        for complete in self._before_reads:
+        for complete in list(self._before_reads):
             if complete is not besides:
                 complete()
 

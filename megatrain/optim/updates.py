@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,13 @@ class Updates:
     ):
         self._optimizer = optimizer
         self._undo = Undo(optimizer, masters)
-        self._code = MasterStep(masters, gradient_of=self._gradient_of, threads=threads)
+        itself = weakref.WeakMethod(self._gradient_of)  # no cycle: what is kept here ends with the step
+
+        def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+            method = itself()
+            return None if method is None else method(parameter)
+
+        self._code = MasterStep(masters, gradient_of=gradient_of, threads=threads)
         self.blocks = BlockOptimizer(optimizer, blocks, code=self._code, probe=False)
         self._block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block}
         self._names = list(names.values())

@@ -110,8 +110,10 @@ class TrainStep:
         self._failed_at = 0
         self._completion = Completion(self._complete, self._setup.changing, optimizer)
         self._compiled.before_reads(self._completion)
-        optimizer.register_state_dict_pre_hook(self._completion)
-        optimizer.register_load_state_dict_pre_hook(self._completion)
+        self._hooks = (
+            optimizer.register_state_dict_pre_hook(self._completion),
+            optimizer.register_load_state_dict_pre_hook(self._completion),
+        )
 
     @property
     def schedule(self) -> Schedule:
@@ -310,6 +312,8 @@ class TrainStep:
     def __del__(self) -> None:
         if hasattr(self, "_running") and not sys.is_finalizing():
             self.flush()  # a function that trains and returns leaves the model trained
+            for hook in getattr(self, "_hooks", ()):
+                hook.remove()
 
     def _known_setting(self) -> Setting:
         if self._setting is None:
