@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +41,21 @@ class Gradients:
         return Gradients({}, [])
 
 
+class _Source:
+    """Where the optimizer's code finds gradients. An object of its own, so that nothing here needs the collector."""
+
+    def __init__(self, known: Mapping[torch.Tensor, int]):
+        self.using = Gradients.none()
+        self._known = known
+
+    def __call__(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Returns the whole gradient of a parameter."""
+        found = self.using.by_parameter.get(parameter)
+        if found is None and parameter not in self._known:
+            return parameter.grad  # of a parameter beside the model
+        return found
+
+
 class Updates:
     """Takes whole gradients as they come, their norm, and the optimizer's step block by block.
 
@@ -69,20 +83,14 @@ class Updates:
     ):
         self._optimizer = optimizer
         self._undo = Undo(optimizer, masters)
-        itself = weakref.WeakMethod(self._gradient_of)  # no cycle: what is kept here ends with the step
-
-        def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-            method = itself()
-            return None if method is None else method(parameter)
-
-        self._code = MasterStep(masters, gradient_of=gradient_of, threads=threads)
-        self.blocks = BlockOptimizer(optimizer, blocks, code=self._code, probe=False)
         self._block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block}
+        self._source = _Source(self._block_of)
+        self._code = MasterStep(masters, gradient_of=self._source, threads=threads)
+        self.blocks = BlockOptimizer(optimizer, blocks, code=self._code, probe=False)
         self._names = list(names.values())
         self._norm = GradientNorm(names, masters)
         self._max_norm = max_norm
         self.arriving = Gradients.none()
-        self._using = Gradients.none()
         self._left: set[int] = set()
 
     @property
@@ -138,8 +146,8 @@ class Updates:
             raise
         if has_hooks:
             self._take_shown_gradients()
-        self._using = self.arriving
-        self._code.scale = self._using.scale
+        self._source.using = self.arriving
+        self._code.scale = self._source.using.scale
         self._left = set(range(len(self.blocks)))
 
     def _show_gradients(self) -> None:
@@ -157,7 +165,7 @@ class Updates:
 
     def update(self, block: int) -> None:
         """Updates the parameters of a block. If that fails they are as before, and it may be tried again."""
-        owned = [p for p in self.blocks.owned(block) if p in self._using.by_parameter]
+        owned = [p for p in self.blocks.owned(block) if p in self._source.using.by_parameter]
         can_fail = bool(owned) and not self._code.cannot_fail(self._optimizer, owned)
         if can_fail:
             self._undo.note(owned)
@@ -168,7 +176,7 @@ class Updates:
                 self._undo.restore()
             raise
         for parameter in owned:
-            _own(self._optimizer.state.get(parameter, {}), self._using.by_parameter.pop(parameter))
+            _own(self._optimizer.state.get(parameter, {}), self._source.using.by_parameter.pop(parameter))
             parameter.grad = None
         self._left.remove(block)
 
@@ -178,15 +186,15 @@ class Updates:
             self.update(block)
         self._code.scale = 1.0  # what is left lies beside the model, and wasn't clipped with it
         self.blocks.finish()
-        self._using = Gradients.none()
+        self._source.using = Gradients.none()
         for parameter in self._parameters():
             parameter.grad = None
 
     def abandon(self) -> None:
         """Ends the optimizer's step without an update; see `BlockOptimizer.abandon`."""
         self.blocks.abandon()
-        _hide_gradients(self._using)
-        self._using = Gradients.none()
+        _hide_gradients(self._source.using)
+        self._source.using = Gradients.none()
         self._left.clear()
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -200,15 +208,9 @@ class Updates:
     def changing(self) -> Iterable[torch.Tensor]:
         """The parameters, and what the optimizer keeps of them, that the updates not taken yet will change."""
         for block in self.due:
-            for parameter in self.blocks.owned(block) & self._using.by_parameter.keys():
+            for parameter in self.blocks.owned(block) & self._source.using.by_parameter.keys():
                 yield parameter
                 yield from (v for v in self._optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor))
-
-    def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        found = self._using.by_parameter.get(parameter)
-        if found is None and parameter not in self._block_of:
-            return parameter.grad  # of a parameter beside the model
-        return found
 
     def describe_nonfinite(self) -> str:
         """Names the first of the gradients that arrived which isn't finite."""

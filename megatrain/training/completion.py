@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from megatrain.torch_private import DisableTorchFunctionSubclass
 
@@ -34,18 +35,17 @@ class Completion:
     Args:
         complete: Takes the updates that are due. Like `changing` a method, whose object is not kept alive.
         changing: Says which tensors the updates that are due will change.
-        optimizer: Whose state they will change.
     """
 
     def __init__(
         self,
         complete: Callable[[], object] | None = None,
         changing: Callable[[], Iterable[torch.Tensor]] | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
     ):
         self._complete = None if complete is None else weakref.WeakMethod(complete)
         self._changing = None if changing is None else weakref.WeakMethod(changing)
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self._hooks: tuple[RemovableHandle, ...] = ()
         self._classes: dict[type, type] = {}
         self._marked: list[object] = []
 
@@ -54,6 +54,19 @@ class Completion:
         complete = None if self._complete is None else self._complete()
         if complete is not None:
             complete()
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Looks after the state of an optimizer, too."""
+        self._optimizer = weakref.ref(optimizer)
+        self._hooks = (
+            optimizer.register_state_dict_pre_hook(self),
+            optimizer.register_load_state_dict_pre_hook(self),
+        )
+
+    def detach(self) -> None:
+        """Leaves nothing with the optimizer; it may live longer."""
+        for hook in self._hooks:
+            hook.remove()
 
     def __reduce__(self) -> tuple[type[Completion], tuple[()]]:
         return Completion, ()

@@ -108,12 +108,9 @@ class TrainStep:
         self._setting: Setting | None = None
         self._running: Running | None = None
         self._failed_at = 0
-        self._completion = Completion(self._complete, self._setup.changing, optimizer)
+        self._completion = Completion(self._complete, self._setup.changing)
         self._compiled.before_reads(self._completion)
-        self._hooks = (
-            optimizer.register_state_dict_pre_hook(self._completion),
-            optimizer.register_load_state_dict_pre_hook(self._completion),
-        )
+        self._completion.attach(optimizer)
 
     @property
     def schedule(self) -> Schedule:
@@ -226,11 +223,7 @@ class TrainStep:
                 self._setup.complete()
 
     def _complete(self) -> None:
-        """As `flush`, for whoever looks at what is due. In mid-step nothing is.
-
-        Raises:
-            ExecuteError: If a hook on a gradient looks: it would see some of it updated, and some not.
-        """
+        """As `flush`, for whoever looks at what is due. In mid-step nothing is; a hook on a gradient must not look."""
         if self._running is not None:
             self._running.check_no_hook()
         elif not self._setup.is_completing:
@@ -312,8 +305,8 @@ class TrainStep:
     def __del__(self) -> None:
         if hasattr(self, "_running") and not sys.is_finalizing():
             self.flush()  # a function that trains and returns leaves the model trained
-            for hook in getattr(self, "_hooks", ()):
-                hook.remove()
+            if hasattr(self, "_completion"):
+                self._completion.detach()
 
     def _known_setting(self) -> Setting:
         if self._setting is None:
