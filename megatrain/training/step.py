@@ -224,8 +224,9 @@ class TrainStep:
 
     def _complete(self) -> None:
         """As `flush`, for whoever looks at what is due. In mid-step nothing is; a hook on a gradient must not look."""
-        if self._running is not None:
-            self._running.check_no_hook()
+        running = self._running  # another thread may end it meanwhile
+        if running is not None:
+            running.check_no_hook()
         elif not self._setup.is_completing:
             self.flush()
 
