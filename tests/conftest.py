@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
         pytest.skip("needs an accelerator; run by `make gpu`")
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c() -> Generator[None]:
+    """Makes SIGINT raise KeyboardInterrupt, here and in children, also where a shell started the tests to ignore it."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

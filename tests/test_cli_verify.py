@@ -201,6 +201,6 @@ def test_in_a_process_of_its_own(target, tmp_path):
     root = str(Path(megatrain.__file__).parent.parent)
     code = f"import sys; sys.path.insert(0, {root!r}); from megatrain.cli import main; sys.exit(main())"
     run = [sys.executable, "-c", code, "verify", "verify_a_module.py:positional", "--device", "cpu"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=900, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "equal to eager PyTorch" in done.stdout

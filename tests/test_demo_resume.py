@@ -135,7 +135,7 @@ def test_the_command_is_interrupted_and_resumed_in_another_process(tmp_path: Pat
     command = [sys.executable, "-m", "megatrain.cli", "demo", "--resume", "--folder", str(folder)]
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     second = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **threads}, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env={**os.environ, **threads}, capture_output=True, text=True, timeout=900
     )
     assert second.returncode == 1, second.stderr  # all went well, but nothing is learnt in 6 steps
     assert f"resume  from `{folder}`: step 3 of 6, after " in second.stdout

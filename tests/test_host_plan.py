@@ -453,7 +453,7 @@ def measured(options: dict[str, Any], step_options: dict[str, Any] | None = None
     # One heap for all threads: of others than the first, malloc_trim leaves the end, tens of megabytes by chance.
     environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-c", SCRIPT, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=True)
     return json.loads(done.stdout)
 
 

@@ -202,7 +202,7 @@ print(json.dumps({
 
 def test_a_llama_of_seven_billion_parameters_is_planned_in_seconds_and_little_memory():
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=240, check=True
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=900, check=True
     )
     found = json.loads(done.stdout)
     assert found["parameters"] == 6738415616

@@ -13,12 +13,13 @@ from megatrain.runtime.streams import Event, StreamSet
 
 CPU = torch.device("cpu")
 STREAMS = ("h2d", "compute", "d2h", "host")
-TIMEOUT_S = 20.0
+# What is waited for comes in milliseconds, or on a loaded machine in many seconds; a hang never ends.
+TIMEOUT_S = 300.0
 
 
 @contextmanager
 def no_hang() -> Generator[None]:
-    """Turns a hang of the main thread into a failure; a healthy test takes milliseconds."""
+    """Turns a hang of the main thread into a failure."""
 
     def give_up(signum: int, frame: object) -> None:
         raise TimeoutError("a wait did not end")

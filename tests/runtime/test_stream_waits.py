@@ -93,15 +93,6 @@ def interrupt_asleep(streams: StreamSet, go: threading.Event) -> threading.Threa
     return thread
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Makes SIGINT raise KeyboardInterrupt, also where the tests were started in the background and ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("place", ["compute", "wait", "finish"])
 def test_an_interrupt_in_a_wait_leaves_the_set_usable(streams: StreamSet, place: str):
     for _ in range(3):
