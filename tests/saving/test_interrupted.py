@@ -246,12 +246,13 @@ for i in range(30):
             version += 1
             write(version)
             os.write(go, b"x")
-    os.read(ready, 1)
-    if i % 2:
-        os.read(ready, 1)  # one is done, however busy the machine is
+    os.close(go)
+    assert os.read(ready, 1)
+    assert i % 2 or os.read(ready, 1)  # one is done, however busy the machine is
     time.sleep(moments.uniform(0, 4 * usual))
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    os.close(ready)
     states.add(tuple(sorted(path.name.split("-")[0] for path in folder.parent.iterdir())))
     checkpoint = load(folder)
     checkpoint.check()

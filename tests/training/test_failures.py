@@ -334,10 +334,10 @@ def test_an_error_once_in_a_parameters_hook(mode: str, kind: str, name: str) -> 
         run.take(2)
         TRAP.arm("parameter", failing)
         run.fail(ExecuteError, (kind, name))
-        if mode == "overlap":
+        if mode == "overlap" and name != "head.weight":  # its gradient is the first: no update comes before
             with first_update() as fail:
                 TRAP.arm("parameter", fail)
-                assert run.fail((ExecuteError, AssertionError), (kind, name)) == (name != "head.weight")
+                assert run.fail(ExecuteError, (kind, name))
         run.take(2)
         run.pair.assert_same()
     finally:

@@ -1,92 +1,12 @@
-"""Checkpoints of processes that are killed, and the memory that saving and loading take beside the model."""
+"""The memory that saving and loading take beside the model; `tests/faults` kills processes that save."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.saving.test_interrupted import python
-
-KILLED = """
-import os, random, signal, sys, time
-from dataclasses import replace
-from pathlib import Path
-import torch
-from torch import nn
-from megatrain import TrainStep
-from megatrain.saving import load
-from tests.training.resuming import BF16, CLIP, Case, Run, scalar, warm_up
-
-torch.set_num_threads(1)
-base, moments = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
-folder, usual = base / "run", []
-build = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Dropout(0.1)) for _ in range(4)))
-batch = lambda step: torch.randn(2, 128, generator=torch.Generator().manual_seed(step))
-case = Case(build, batch, scheduler=warm_up, compile=(BF16, BF16), step=(CLIP, CLIP))
-
-run = Run(case)
-states = [run.state()]
-for i in range(4):
-    run.train(1)
-    run.save(base / f"v{i + 1}")
-    states.append(run.state())
-
-def back(place):
-    run.step = TrainStep.load(place, run.compiled, run.optimizer, scheduler=run.scheduler, loss=scalar, **CLIP)
-
-def write(version):
-    back(base / f"v{version}")
-    started = time.perf_counter()
-    run.save(folder, shard_bytes=50_000)
-    usual.append(time.perf_counter() - started)
-
-write(1)
-write(1)
-found, names = [1], set()
-for i in range(30):
-    ready, go = os.pipe()
-    child = os.fork()
-    if child == 0:
-        version = found[-1]
-        while True:
-            version = version % 3 + 1
-            back(base / f"v{version}")
-            os.write(go, bytes([version]))
-            run.save(folder, shard_bytes=50_000)
-    expected = {found[-1], begun := os.read(ready, 1)[0]}
-    if i % 2:
-        expected = {begun, os.read(ready, 1)[0]}  # the first is done, however busy the machine is
-    time.sleep(moments.uniform(0, (1.2, 6)[i % 2] * usual[-1]))  # the machine may be busier than it was
-    os.kill(child, signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    os.set_blocking(ready, False)
-    try:
-        expected |= set(os.read(ready, 100)[-2:])  # it was done, and began the next
-    except BlockingIOError:
-        pass
-    os.close(ready), os.close(go)
-    names.add(tuple(sorted(path.name.split("-")[0] for path in base.iterdir())))
-    load(folder).check()
-    back(folder)
-    version = run.step.progress.count
-    assert version in expected
-    assert run.state() == states[version]
-    run.train(1)
-    assert run.state() == states[version + 1]
-    found.append(version)
-write(3)
-assert sorted(path.name for path in base.iterdir()) == ["run", "v1", "v2", "v3", "v4"]
-print("changes", sum(a != b for a, b in zip(found, found[1:])), "cut", len(names) - 1)
-"""
-
-
-def test_thirty_kills_while_a_step_is_saved_leave_the_previous_or_the_new_one(tmp_path: Path):
-    out = python(KILLED, tmp_path, torch.seed() % 2**32).split()
-    assert int(out[1]) > 0, "no save was ever completed"
-    assert int(out[3]) > 0, "no save was ever cut short"
-
 
 MEMORY = """
 import sys, threading, time
