@@ -19,10 +19,10 @@ PY := $(VENV)/bin/python
 READY := $(if $(filter file,$(origin VENV)),$(VENV)/.ready)
 endif
 
-# Tests run on all cores where pytest-xdist is installed.
 # One environment per version of torch: constraints.txt with the line of torch replaced.
 TORCH_VENV = .venv-torch-$(TORCH)
 
+# Tests run on all cores where pytest-xdist is installed.
 PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
 
 .DEFAULT_GOAL := help

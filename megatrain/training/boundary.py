@@ -46,6 +46,15 @@ class Boundary:
         self.progress = Progress()
         self.broken: str | None = None
 
+    def check_whole(self) -> None:
+        """Tells whether a step can follow.
+
+        Raises:
+            ExecuteError: If an earlier one left the model between two steps.
+        """
+        if self.broken is not None:
+            raise ExecuteError(self.broken)
+
     def run(self, run: StepRun, running: Running, updates: Updates, before: RngState) -> None:
         """Runs a step.
 

@@ -171,7 +171,7 @@ class TrainStep:
         return Measured.of(self.schedule, watch.seconds)
 
     def _take(self, batch: Any, watch: Stopwatch | None) -> torch.Tensor:
-        self._check_whole()
+        self._boundary.check_whole()
         factors = shares(batches := micro_batches(batch), self._weight)
         failed: list[dict[Variant, str]] = [{} for _ in batches]
         with self._compiled.exclusively("the step"), torch.enable_grad(), self._completion.suspended():
@@ -256,7 +256,7 @@ class TrainStep:
             ExecuteError: If a failure left the model between two steps, or a step is running (in a hook, say).
         """
         with self._compiled.exclusively("save()", in_child=True), torch.device("cpu"):
-            self._check_whole()
+            self._boundary.check_whole()
             self.flush()
             checkpoint.save(
                 folder,
@@ -309,13 +309,12 @@ class TrainStep:
             if hasattr(self, "_completion"):
                 self._completion.detach()
 
+    def __repr__(self) -> str:
+        return f"<TrainStep: {self.progress.count} steps taken, model {self._compiled}>"
+
     def _known_setting(self) -> Setting:
         if self._setting is None:
             raise ExecuteError(
                 "no step is compiled yet.\n  It needs the sizes of a batch.\n  Call the step, or prepare(batch), once."
             )
         return self._setting
-
-    def _check_whole(self) -> None:
-        if self._boundary.broken is not None:
-            raise ExecuteError(self._boundary.broken)

@@ -30,7 +30,7 @@ def test_compiled_models_end_although_their_optimizer_lives_and_nothing_collects
             step = megatrain.TrainStep(compiled, optimizer, loss=lambda r, _: r.square().mean(), max_grad_norm=clipping)
             for _ in range(3):
                 step(torch.randn(4, 8))
-            ends += [weakref.ref(thing) for thing in (compiled, compiled.engine, step, step._setup.updates)]
+            ends += [weakref.ref(thing) for thing in (compiled, compiled.megatrain.engine, step, step._setup.updates)]
             del compiled, step
         assert [end() for end in ends] == [None] * len(ends)
         assert not living(threads)
