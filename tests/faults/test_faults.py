@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
-    "kills": ("--count", "20"),
+    "kills": ("--count", "10"),
     "interrupts": ("--count", "60"),
     "lines": ("--count", "60", "--cases", "fp32 clipped", "bf16 overlap"),
     "configurations": ("--count", "50"),
