@@ -15,6 +15,7 @@ GROUPS = (
     "errors",
     "checks",
     "sizes",
+    "interrupts",
     "patches",
     "torch_private",
     "torch_probes",

@@ -14,7 +14,7 @@ from megatrain.checks import PATH, checked
 from megatrain.demo.recipe import Recipe
 from megatrain.demo.text import digest, read_corpus
 from megatrain.errors import CheckpointError, OptionError
-from megatrain.runtime.interrupts import Interrupts
+from megatrain.interrupts import Interrupts
 from megatrain.saving.replace import present
 
 FOLDER = Path("megatrain-demo")

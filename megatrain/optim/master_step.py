@@ -112,6 +112,8 @@ class MasterStep:
                 if gradient is not None:
                     master = self._masters.get(parameter)
                     narrow = None if isinstance(master, WholeMaster) else master
+                    if narrow is not None:
+                        _check_state(optimizer, parameter)
                     taken.append(_Taken(parameter, parameter.data, parameter.grad, narrow))
                     self._prepare(taken[-1], gradient)
             step_code(optimizer)(optimizer)
@@ -194,6 +196,22 @@ def _prepare(item: _Fusable, state: dict[str, Any]) -> tuple[_Fusable, dict[str,
         state[name] = laid_out_like(state[name], parameter)
     flat = in_memory(gradient, memory_order(parameter)).contiguous()
     return item._replace(gradient=flat), state
+
+
+def _check_state(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    """Refuses state that was made in the parameter's dtype and not in that of its master: sums would lose their ends.
+
+    Raises:
+        OptimizerError: Naming the state.
+    """
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+            raise OptimizerError(
+                f"the state `{name}` of a {tuple(parameter.shape)} parameter is {value.dtype}, its master is fp32.\n"
+                "  Over bf16 parameters with masters an optimizer keeps what it would keep over fp32 parameters.\n"
+                '  Make the optimizer before compile(precision="bf16"). If load_state_dict turned the state into the '
+                "parameter's\n  dtype, put the fp32 tensors into optimizer.state after loading."
+            )
 
 
 def _make_moments(parameter: torch.Tensor, state: dict[str, Any]) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from megatrain.errors import ExecuteError, OptionError
+from megatrain.interrupts import Interrupts
 from megatrain.optim.masters import Kind, Masters
 from megatrain.optim.narrowed import Narrowed
-from megatrain.runtime.interrupts import Interrupts
 from megatrain.runtime.overlap import check_unshared
 from megatrain.tracer.layouts import check_plain_state
 from megatrain.tracer.state import inventory

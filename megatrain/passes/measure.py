@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.errors import LowerError
+from megatrain.interrupts import Interrupts
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.program import Program, Template, TemplateCost
@@ -78,7 +79,10 @@ def _cost(template: Template, differentiable: list[bool], program: Program) -> T
     if opaque_calls(template.graph) or _has_unknown_shapes(template.graph):
         return _upper_bound(template)
     try:
-        return _measured(template, differentiable, program)
+        with Interrupts():  # what comes out of a dispatch mode while C++ asks for it ends the process
+            return _measured(template, differentiable, program)
+    except LowerError:
+        raise
     except Exception:
         # Some kernels refuse fake tensors that they accept with values, with errors of any type; the capture ran on
         # values, then. The bound is right whatever failed.

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from megatrain.interrupts import Interrupts
 from megatrain.torch_private import DisableTorchFunction
 from megatrain.tracer.guards import PLAIN, is_metadata_read
 from megatrain.tracer.observer import Observer
@@ -51,7 +52,8 @@ class Recorder(CallRunner):
         if is_property_get(func) and name not in _RECORDED_PROPERTIES:
             with self._located():
                 check_call(func, args, kwargs)
-            return func(*args, **kwargs)
+            with Interrupts():
+                return func(*args, **kwargs)
         return self.record(func, args, kwargs)
 
     @contextmanager

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from megatrain.interrupts import Interrupts
 from megatrain.tracer.attempt import Attempt, MakeFakeError, WrittenInputError
 from megatrain.tracer.refusals import (
     RUN_AGAIN,
@@ -84,7 +85,8 @@ class CallRunner(TorchFunctionMode):
         self._reads_graph = func is torch.autograd.grad
         self.effects.clear()
         self._runs_on_fakes = False
-        with self.unrecorded():
+        # Ctrl-C waits for the end of the call: an error in a dispatch mode that C++ can't bear ends the process.
+        with Interrupts(), self.unrecorded():
             if not has_fakes and (self._attempt.uses_values or self.tape.site not in self._attempt.make_fake):
                 with self.effects:
                     result = func(*args, **kwargs)

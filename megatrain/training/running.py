@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatrain.errors import ExecuteError
+from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
 from megatrain.runtime.gradients import check_kind, hooked, kind_of, laid_out
-from megatrain.runtime.interrupts import Interrupts
 from megatrain.training.batch import Loss, loss_of
 from megatrain.training.handing import handed
 from megatrain.training.setup import Setting

@@ -11,11 +11,11 @@ from torch import nn
 from megatrain.compiled import Compiled, Variant
 from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.host_memory import HostPlan, host_plan
+from megatrain.interrupts import Interrupts
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.threads import update_threads
 from megatrain.optim.updates import Updates
 from megatrain.optim.whole_step import Optimizer
-from megatrain.runtime.interrupts import Interrupts
 from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.table import Schedule
 from megatrain.tracer.structure import Arguments

@@ -134,3 +134,38 @@ def test_moments_that_were_narrowed_by_loading_are_refused():
     optimizer.load_state_dict(optimizer.state_dict())
     with pytest.raises(OptimizerError, match="moments of a"):
         code(optimizer)
+
+
+def test_state_that_was_made_in_bf16_is_refused_before_anything_is_written():
+    """Adagrad makes its sums when it is made, and `load_state_dict` converts what it loads."""
+    _, narrow, masters = sides()
+    made = {"adagrad": torch.optim.Adagrad(narrow, lr=0.1), "loaded": torch.optim.SGD(narrow, lr=0.1, momentum=0.9)}
+    for p in narrow:
+        made["loaded"].state[p]["momentum_buffer"] = torch.zeros_like(p)
+    before = [p.detach().clone() for p in narrow]
+    for optimizer in made.values():
+        for p in narrow:
+            p.grad = torch.ones_like(p)
+        with pytest.raises(OptimizerError, match=r"(?s)is torch.bfloat16, its master is fp32.*before compile"):
+            MasterStep(masters)(optimizer)
+        assert all(torch.equal(p, b) for p, b in zip(narrow, before, strict=True))
+
+
+def test_adagrad_made_before_the_parameters_are_bf16_has_the_bits_of_fp32():
+    wide, narrow, masters = sides()
+    for p in narrow:
+        p.data = p.detach().float()
+    whole, parts = torch.optim.Adagrad(wide, lr=0.1), torch.optim.Adagrad(narrow, lr=0.1)
+    for p in narrow:
+        if isinstance(masters.get(p), SplitMaster):
+            p.data = masters[p].high
+    gradients: dict[torch.Tensor, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        set_gradients(wide, narrow, gradients, generator)
+        whole.step()
+        MasterStep(masters, gradient_of=lambda p: gradients.get(p, p.grad))(parts)
+    for p, q in zip(wide, narrow, strict=True):
+        master = masters.get(q)
+        values = q.detach() if master is None else read_(torch.empty(master.shape), master)
+        assert torch.equal(values, p.detach())
