@@ -356,7 +356,7 @@ def test_low_halves_that_were_never_needed_are_stored_as_zeros(tmp_path: Path):
     other = narrow()
     load(tmp_path / "run").read_weights(other.state_dict())
     other.masters.restore(load(tmp_path / "run").tensors)
-    assert not any(bool(other.masters[p].low.any()) for p in other.model.parameters())
+    assert not any(bool(other.masters[p].low.any()) for p in other.parameters())
 
 
 def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path):

@@ -242,7 +242,7 @@ def test_two_compiled_models_in_a_chain(options) -> None:
         second(hidden)[0].sum().backward(retain_graph=True)
         second(first(batch(3)))[1].square().sum().backward()
     for model, twin in zip(models, twins, strict=True):
-        assert_same_state(model, twin.model)
+        assert_same_state(model, twin)
 
 
 # -- what changes between forward and backward ---------------------------------------------------------------
