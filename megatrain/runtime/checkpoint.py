@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatrain.errors import WeightsError
 from megatrain.runtime.index import exists, indexes_of, read_index
+from megatrain.runtime.pages import HostArena
 from megatrain.runtime.rules import regular
 from megatrain.tracer.spec import dtype_name
 
@@ -123,7 +124,8 @@ class Stored:
         buffer = torch.empty(0, dtype=self.dtype, device="cpu")
         for part in parts(tensor, self.piece_numel):
             if buffer.numel() < part.numel():
-                buffer = torch.empty(part.numel(), dtype=self.dtype, device="cpu")
+                # Pages of their own: on the heap small objects would settle in the hole that each buffer leaves.
+                buffer = HostArena(part.numel() * self.dtype.itemsize).tensor.view(self.dtype)
             values = buffer[: part.numel()].view(part.shape)
             self._fill(values, start)
             start += values.nbytes
