@@ -94,6 +94,7 @@ def test_an_equal_model_ends_with_0(name, target, capsys):
     assert sys.modules["json"] is json
 
 
+@pytest.mark.filterwarnings("ignore::megatrain.OpaqueModelWarning")
 def test_a_different_model_ends_with_1_and_names_the_module(target, capsys):
     assert verify(target("different")) == 1
     shown = capsys.readouterr().out
@@ -101,6 +102,7 @@ def test_a_different_model_ends_with_1_and_names_the_module(target, capsys):
     assert "first difference: the whole model" in shown
 
 
+@pytest.mark.filterwarnings("ignore::megatrain.OpaqueModelWarning")
 def test_the_report_as_json(target, capsys):
     assert verify(target("different"), "--json") == 1
     found = json.loads(capsys.readouterr().out)
@@ -170,7 +172,7 @@ def test_failures_of_the_users_code_show_their_traceback_alone(name, said, line,
     [
         (["--memory", "10 quux"], "10 quux"),
         (["--memory", "10"], "10 B"),
-        (["--activations", "hope"], 'activations is one of "auto"'),
+        (["--activations", "hope"], 'activations is "auto", "recompute"'),
         (["--steps", "0"], "steps=0"),
         (["--tolerance", "nan"], "tolerance=nan"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -189,19 +190,19 @@ def test_a_function_in_a_compiled_model(name: str):
     assert report.ok, report
 
 
-kept: list[Any] = []
+kept: ContextVar[Any] = ContextVar("kept", default=None)  # where no capture follows or puts back
 
 
 def test_an_apply_that_was_looked_up_in_a_capture_works_after_it():
     class Keeping(nn.Linear):
         def forward(self, x):
-            if not kept:
-                kept.append(Scaled.apply)
-            return super().forward(kept[0](x, 0.5))
+            if kept.get() is None:
+                kept.set(Scaled.apply)
+            return super().forward(kept.get()(x, 0.5))
 
     trace(Keeping(3, 3), (torch.randn(2, 3, requires_grad=True),))
     x = torch.ones(3, requires_grad=True)
-    kept.pop()(x, 0.5).sum().backward()
+    kept.get()(x, 0.5).sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 1.5))
 
 
@@ -217,7 +218,7 @@ class Layered(nn.Module):
 
 
 def test_a_function_whose_call_goes_by_unseen_is_an_obstacle(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatrain.tracer.trace.recorded_functions", lambda recorder: nullcontext())
+    monkeypatch.setattr("megatrain.tracer.capture.recorded_functions", lambda recorder: nullcontext())
     torch.manual_seed(0)
     model, args = Layered(), (torch.randn(2, 3),)
     traced = trace(model, args)
@@ -230,7 +231,7 @@ def test_a_function_whose_result_is_returned_unseen_is_an_obstacle(monkeypatch: 
         def forward(self, x):
             return Scaled.apply(super().forward(x), 0.5)
 
-    monkeypatch.setattr("megatrain.tracer.trace.recorded_functions", lambda recorder: nullcontext())
+    monkeypatch.setattr("megatrain.tracer.capture.recorded_functions", lambda recorder: nullcontext())
     text = str(trace(Last(3, 3), (torch.randn(2, 3),)))
     assert "opaque the model(" in text
 
@@ -242,7 +243,7 @@ def test_a_graph_that_lost_the_history_of_a_function_is_refused(monkeypatch: pyt
             if getattr(func, "__name__", "") == "apply":
                 list(self.graph.nodes)[-1].meta["grad"] = False
 
-    monkeypatch.setattr("megatrain.tracer.recorder.Tape", Forgetting)
+    monkeypatch.setattr("megatrain.tracer.runner.Tape", Forgetting)
     with pytest.raises(LowerError, match="has no gradient in the program, and has one in the model") as caught:
         megatrain.lower(megatrain.trace(Layered(), (torch.randn(2, 3),)))
     assert "test_functions.py" in str(caught.value)

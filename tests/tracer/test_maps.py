@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -72,6 +73,7 @@ def test_a_map_over_positions_is_one_call() -> None:
     assert len(list(compiled.megatrain._variants)) == 1
 
 
+@pytest.mark.filterwarnings("ignore::megatrain.OpaqueModelWarning")
 def test_a_map_over_weights_is_opaque() -> None:
     compiled = assert_steps_equal(Weighted(), (torch.randn(5, 4),), (torch.randn(5, 4),))
     assert compiled.program.opaque_calls

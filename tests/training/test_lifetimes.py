@@ -49,7 +49,7 @@ def test_steps_end_although_their_compiled_model_lives() -> None:
         step = megatrain.TrainStep(compiled, optimizer, loss=lambda r, _: r.square().mean(), max_grad_norm=1.0)
         step(torch.randn(4, 8))
     gc.collect()  # classes are cycles
-    assert len(compiled._before_reads) == 1
+    assert len(compiled.megatrain._before_reads) == 1
 
 
 FORKS = """

@@ -52,7 +52,7 @@ def test_an_argument_of_load_that_is_something_else_is_refused(tmp_path: Path):
     run.save(tmp_path / "run")
     load: Any = megatrain.TrainStep.load
     for given, text in (
-        ((run.model, run.optimizer), "TrainStep takes a compiled model"),
+        ((run.model, run.optimizer), "compiled is a model that megatrain.compile made"),
         ((run.compiled, None), "optimizer=None is no optimizer"),
         ((run.compiled, [run.optimizer]), "optimizer=a list of 1 is no optimizer"),
     ):
