@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Capture:
         self._recorders.append(recorder)
         return recorder
 
-    def check_over(self, traced: TracedModule) -> None:
+    def check_over(self) -> None:
         """Checks, after the run, that nobody has got hold of tensors that stand for others.
 
         Raises:
@@ -77,7 +78,7 @@ class Capture:
         made = Made(pair for recorder in self._recorders for pair in recorder.over())
         self._fakes.clear()
         self._by_id.clear()
-        made.check((*traced.outputs.placeholders, *traced.side_outputs.structure.placeholders))
+        made.check()
 
     def run(self) -> TracedModule:
         """Runs the model once, and again where it changes attributes.
@@ -236,8 +237,8 @@ class Capture:
             name=type(self._model).__name__,
             graph=recorder.tape.graph,
             arguments=self._arguments,
-            outputs=outputs,
-            side_outputs=left,
+            outputs=outputs.emptied(),
+            side_outputs=replace(left, structure=left.structure.emptied()),
             written_inputs=self._written,
             state={k: e for k, e in entries.items() if k in read},
             constants=dict(recorder.tape.constants),

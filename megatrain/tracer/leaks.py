@@ -22,26 +22,29 @@ class Made:
     def __init__(self, tensors: Iterable[tuple[torch.Tensor, str]]) -> None:
         self._made = [(weakref.ref(tensor), place) for tensor, place in tensors]
 
-    def check(self, results: Iterable[torch.Tensor]) -> None:
+    def check(self) -> None:
         """Looks for tensors that Python code holds although the capture is over and has let go of them.
-
-        Args:
-            results: Those that stand for the model's results in the capture.
 
         Raises:
             TraceError: If there are any: the user would find tensors without values, at every later call too.
         """
-        expected = {id(tensor) for tensor in results}
-        alive = [tensor for tensor in (ref() for ref, _ in self._made) if tensor is not None]
-        alive = [tensor for tensor in alive if id(tensor) not in expected]
-        # One look over all objects; autograd, which also keeps tensors, isn't among them.
-        holders = gc.get_referrers(*alive) if alive else []
-        if all(holder is alive or isinstance(holder, FrameType) for holder in holders):
+        held = self._held()
+        if held:
+            gc.collect()  # what only refers to itself is nobody's
+            held = self._held()
+        if not held:
             return
-        held = {id(item) for holder in holders if holder is not alive for item in gc.get_referents(holder)}
         place = next(place for ref, place in self._made if id(ref()) in held)
         raise TraceError(
             f"the forward leaves a tensor, made {place}, where a capture can't follow it.\n"
             "  Followed are attributes of modules, and variables and objects that the model's code or its hooks name.\n"
             "  Keep the tensor in one of these, or return it from the model."
         )
+
+    def _held(self) -> set[int]:
+        """Identities of what is held by those who hold one of the tensors."""
+        alive = [tensor for tensor in (ref() for ref, _ in self._made) if tensor is not None]
+        # One look over all objects; autograd, which also keeps tensors, isn't among them.
+        holders = gc.get_referrers(*alive) if alive else []
+        others = [holder for holder in holders if holder is not alive and not isinstance(holder, FrameType)]
+        return {id(item) for holder in others for item in gc.get_referents(holder)}

@@ -100,6 +100,11 @@ class Structure:
                 "  Return tensors, containers, dataclasses or objects that copy.deepcopy accepts."
             ) from error
 
+    def emptied(self) -> Structure:
+        """Returns the same around tensors of no elements: those of a capture hold its history, and closures in it."""
+        stand_ins = tuple(torch.empty(0) for _ in self.placeholders)
+        return Structure(self.fill(stand_ins), stand_ins)
+
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Returns a fresh copy of the object with `tensors` in place of the placeholders, in order."""
         return copy.deepcopy(self.skeleton, {id(p): t for p, t in zip(self.placeholders, tensors, strict=True)})

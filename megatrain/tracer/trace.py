@@ -78,15 +78,19 @@ def trace(
 
 def _captured(model: nn.Module, arguments: Arguments, device: torch.device, attempt: Attempt) -> TracedModule:
     """Makes attempts until one succeeds; draws of other threads from Python's and NumPy's generators stay drawn."""
-    host, is_others = HostRng.now(), False
+    host = latest = HostRng.now()
+    is_others = False
     try:
         while True:
+            if HostRng.now() != host:
+                latest = HostRng.now()
+                host.restore()  # else a model that seeds might leave what it finds, as if it hadn't touched it
             try:
                 capture = Capture(model, arguments, device, attempt)
                 traced = capture.run()
                 # Without code of the user's that runs again the last attempt drew nothing, and so none before it did.
                 is_others = not any(isinstance(node.target, Opaque | Observer) for node in traced.graph.nodes)
-                capture.check_over(traced)
+                capture.check_over()
                 return traced
             except MakeFakeError as error:
                 attempt = attempt.after_write(error)
@@ -100,3 +104,5 @@ def _captured(model: nn.Module, arguments: Arguments, device: torch.device, atte
     finally:
         if not is_others:
             host.restore()
+        elif HostRng.now() == host:
+            latest.restore()  # drawn by others during an earlier attempt

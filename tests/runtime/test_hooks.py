@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import functools
 from collections import deque
 from collections.abc import Callable
@@ -338,3 +339,26 @@ def test_an_observer_that_turns_into_more_is_refused(what: str) -> None:
     expected = "a tensor that a forward hook has kept" if what == "keeps a history" else f"forward hook of `0.0` {what}"
     with torch.set_grad_enabled(has_grad), pytest.raises(ExecuteError, match=expected):
         (compiled(torch.zeros(2, 8)).sum() + kept[-1].sum()).backward()
+
+
+def test_a_checkpoint_inside_a_block_keeps_no_tensor_with_the_user():
+    """The closures of a checkpoint hang on the history of the capture's result, and end with it."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            scale = x.mean(0)
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(lambda x, layer=layer: layer(x * scale), x, use_reentrant=False)
+            return x
+
+    torch.manual_seed(0)
+    model = Checkpointed()
+    eager, x = copy.deepcopy(model), torch.randn(5, 4)
+    compiled = megatrain.compile(model, device="cpu", transfer="copy")
+    for each in (eager, compiled):
+        each(x).square().sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(eager.parameters(), compiled.parameters(), strict=True))

@@ -352,3 +352,27 @@ def test_a_forward_that_fails_leaves_pythons_generator_where_it_was():
     with pytest.raises(LookupError):
         trace(Failing(3, 3), (torch.ones(2, 3),))
     assert random.getstate() == before
+
+
+def test_a_model_that_seeds_numpy_to_one_number_runs_its_own_code():
+    """What it leaves is what its next run finds: seen from outside, the second run changes nothing."""
+
+    class Picking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = Seeds(), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.head(self.inner(x))
+
+    class Seeds(nn.Module):
+        def forward(self, x):
+            np.random.seed(3)
+            return x * float(np.random.rand())
+
+    np.random.seed(5)
+    traced = trace(Picking(), (torch.randn(5, 3),))
+    assert "opaque inner(" in str(traced)
+    found = np.random.rand()
+    np.random.seed(5)
+    assert found == np.random.rand()
