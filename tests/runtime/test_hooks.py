@@ -344,6 +344,9 @@ def test_an_observer_that_turns_into_more_is_refused(what: str) -> None:
 def test_a_checkpoint_inside_a_block_keeps_no_tensor_with_the_user():
     """The closures of a checkpoint hang on the history of the capture's result, and end with it."""
 
+    def scaled(layer: nn.Module, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return layer(x * scale)
+
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -352,12 +355,12 @@ def test_a_checkpoint_inside_a_block_keeps_no_tensor_with_the_user():
         def forward(self, x):
             scale = x.mean(0)
             for layer in self.layers:
-                x = torch.utils.checkpoint.checkpoint(lambda x, layer=layer: layer(x * scale), x, use_reentrant=False)
+                x = torch.utils.checkpoint.checkpoint(functools.partial(scaled, layer, scale), x, use_reentrant=False)
             return x
 
     torch.manual_seed(0)
     model = Checkpointed()
-    eager, x = copy.deepcopy(model), torch.randn(5, 4)
+    eager, x = copy.deepcopy(model), torch.randn(5, 4, requires_grad=True)
     compiled = megatrain.compile(model, device="cpu", transfer="copy")
     for each in (eager, compiled):
         each(x).square().sum().backward()
