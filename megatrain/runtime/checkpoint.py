@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from megatrain.errors import WeightsError
 from megatrain.runtime.index import exists, indexes_of, read_index
+from megatrain.runtime.json_rules import regular
 from megatrain.runtime.pages import HostArena
-from megatrain.runtime.rules import regular
 from megatrain.tracer.spec import dtype_name
 
 WeightFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from megatrain.errors import CheckpointError, OptionError
-from megatrain.runtime.rules import shown
+from megatrain.runtime.json_rules import shown
 
 
 def read_folder(folder: object) -> Path:

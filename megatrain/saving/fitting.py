@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from megatrain.runtime.rules import MAX_INT, shown
+from megatrain.runtime.json_rules import MAX_INT, shown
 
 _KINDS: Sequence[tuple[type | tuple[type, ...], str]] = (
     (type(None), "None"),

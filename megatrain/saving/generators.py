@@ -10,7 +10,18 @@ import numpy as np
 import torch
 
 from megatrain.errors import CheckpointError
-from megatrain.runtime.rules import anything, entries, integer, listing, one_of, optional, problems, record, shown, text
+from megatrain.runtime.json_rules import (
+    anything,
+    entries,
+    integer,
+    listing,
+    one_of,
+    optional,
+    problems,
+    record,
+    shown,
+    text,
+)
 
 
 def generators_now() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from megatrain.errors import CheckpointError
 from megatrain.runtime.checkpoint import PIECE_BYTES
-from megatrain.runtime.rules import regular
+from megatrain.runtime.json_rules import regular
 from megatrain.saving.arguments import check_optimizer, check_tensors, read_folder
 from megatrain.saving.digest import Digest
 from megatrain.saving.manifest import FileRecord, Manifest

@@ -12,7 +12,7 @@ import torch
 
 from megatrain.errors import CheckpointError
 from megatrain.runtime.checkpoint import DTYPES
-from megatrain.runtime.rules import parse_json, problems, read_json
+from megatrain.runtime.json_rules import parse_json, problems, read_json
 from megatrain.saving.digest import digest_of
 from megatrain.saving.schema import ENVELOPE, FILE, NEWEST, READABLE, faults
 from megatrain.saving.source import KINDS

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from megatrain.errors import CheckpointError
-from megatrain.runtime import rules
+from megatrain.runtime import json_rules
 from megatrain.saving import disk
 from megatrain.saving.arguments import check_function, check_mapping, check_optimizer, check_tensors, read_folder
 from megatrain.saving.digest import digest_of
@@ -172,7 +172,7 @@ class _Draft:
 
 def _is_name(name: str) -> bool:
     # safetensors keeps one for itself.
-    return name != "__metadata__" and not rules.problems(rules.name, name, "")
+    return name != "__metadata__" and not json_rules.problems(json_rules.name, name, "")
 
 
 def _sources(weights: Mapping[str, torch.Tensor | Source]) -> tuple[dict[str, Source], list[str]]:

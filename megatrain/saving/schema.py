@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatrain.runtime.checkpoint import DTYPES
-from megatrain.runtime.rules import (
+from megatrain.runtime.json_rules import (
     MAX_INT,
     Rule,
     anything,

@@ -10,11 +10,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from megatrain.runtime.rules import entries, listing, one_of, shown, text
+from megatrain.runtime.json_rules import entries, listing, one_of, shown, text
 from megatrain.saving.source import Source, obstacle
 
 MAX_DEPTH = 40
-"""Values in one another; in JSON each is up to three deep, and `rules.MAX_DEPTH` holds for all of a file."""
+"""Values in one another; in JSON each is up to three deep, and `json_rules.MAX_DEPTH` holds for all of a file."""
 
 _PLAIN = (type(None), bool, int, str)
 

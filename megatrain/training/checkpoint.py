@@ -15,8 +15,8 @@ from megatrain import saving
 from megatrain.compiled import Compiled
 from megatrain.errors import CheckpointError
 from megatrain.optim.whole_step import Optimizer
-from megatrain.runtime import rules
-from megatrain.runtime.rules import anything, integer, mapping, optional, problems, record, shown, text
+from megatrain.runtime import json_rules
+from megatrain.runtime.json_rules import anything, integer, mapping, optional, problems, record, shown, text
 from megatrain.saving.arguments import (
     check_function,
     check_mapping,
@@ -147,7 +147,7 @@ _FIELDS = {
     "progress": record(_PROGRESS),
     "generators": anything,  # check_generators says more
     "scheduler": optional(mapping(anything, anything)),
-    "modules": mapping(rules.name, anything),
+    "modules": mapping(json_rules.name, anything),
     "user": mapping(anything, anything),
 }
 _SCHEMAS = {1: _FIELDS, 2: {**_FIELDS, "scheduler_class": optional(text())}}
