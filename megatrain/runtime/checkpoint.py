@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from megatrain.errors import WeightsError
 from megatrain.runtime.index import exists, indexes_of, read_index
 from megatrain.runtime.json_rules import regular
-from megatrain.runtime.pages import HostArena
+from megatrain.runtime.pages import scratch
 from megatrain.tracer.spec import dtype_name
 
 WeightFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -124,8 +124,7 @@ class Stored:
         buffer = torch.empty(0, dtype=self.dtype, device="cpu")
         for part in parts(tensor, self.piece_numel):
             if buffer.numel() < part.numel():
-                # Pages of their own: on the heap small objects would settle in the hole that each buffer leaves.
-                buffer = HostArena(part.numel() * self.dtype.itemsize).tensor.view(self.dtype)
+                buffer = scratch((part.numel(),), self.dtype)
             values = buffer[: part.numel()].view(part.shape)
             self._fill(values, start)
             start += values.nbytes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,6 +96,14 @@ class HostArena:
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self._pages = None
         self.is_pinned = False
+
+
+def scratch(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns memory for a piece of a file, in pages of its own, which go back to the system with it.
+
+    On the heap small objects would settle in the hole that each piece leaves.
+    """
+    return HostArena(math.prod(shape) * dtype.itemsize).tensor.view(dtype).view(tuple(shape))
 
 
 def _cudart() -> Any:

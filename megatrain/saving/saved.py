@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from megatrain.errors import CheckpointError
 from megatrain.runtime.checkpoint import PIECE_BYTES, parts
+from megatrain.runtime.pages import scratch
 from megatrain.saving.digest import Digest
 from megatrain.saving.room import room_to_read
 from megatrain.saving.source import bytes_of
@@ -51,7 +52,7 @@ class Saved:
             CheckpointError: If the file can't be read, or, after the last piece, if the bytes are not those saved.
         """
         room = max(1, min(self.spec.numel, piece_bytes // self.spec.dtype.itemsize))
-        buffer = torch.empty(room, dtype=self.spec.dtype, device="cpu")
+        buffer = scratch((room,), self.spec.dtype)
         left = self.spec.numel
         reader = _Reader(self)
         try:
@@ -86,7 +87,7 @@ class Saved:
         reader = _Reader(self)
         try:
             for part in parts(target, max(1, PIECE_BYTES // out.dtype.itemsize)):
-                values = torch.empty(part.shape, dtype=out.dtype, device="cpu")
+                values = scratch(part.shape, out.dtype)
                 reader.fill(bytes_of(values), PIECE_BYTES)
                 part.copy_(values)
             reader.finish()

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatrain.runtime.checkpoint import DTYPES, PIECE_BYTES, parts
+from megatrain.runtime.pages import scratch
 from megatrain.tracer.spec import TensorSpec
 
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
@@ -49,8 +50,9 @@ class Source:
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     for part in parts(tensor, max(1, PIECE_BYTES // tensor.dtype.itemsize)):
-        # Also resolves what torch keeps lazily: conjugates, negatives.
-        yield part.resolve_conj().resolve_neg().cpu().contiguous()
+        is_plain = part.device.type == "cpu" and part.is_contiguous() and not part.is_conj() and not part.is_neg()
+        # The copy also resolves what torch keeps lazily: conjugates, negatives.
+        yield part if is_plain else scratch(part.shape, part.dtype).copy_(part)
 
 
 def obstacle(tensor: torch.Tensor) -> str | None:
