@@ -60,6 +60,7 @@ class Variant:
     executor: Executor | None = None
     reasons: tuple[str, ...] = ()
     planned: Schedule | None = None
+    own_code: tuple[Opaque | Observer, ...] | None = None
 
     @property
     def schedule(self) -> Schedule:
@@ -75,7 +76,9 @@ class Variant:
     @property
     def opaque(self) -> tuple[Opaque | Observer, ...]:
         """Modules and hooks that run their own code at each step."""
-        return (*self.program.opaque_calls, *self.program.observers)
+        if self.own_code is None:  # asked at every call: one look at all graphs is enough
+            self.own_code = (*self.program.opaque_calls, *self.program.observers)
+        return self.own_code
 
 
 def first_fitting(

@@ -68,7 +68,7 @@ def load():
 
 uses = dict(
     step=lambda: step(x), call=lambda: compiled(x), prepare=lambda: step.prepare(torch.randn(3, 8)), load=load,
-    read=lambda: model[0].weight.norm(), eager=lambda: model(x).sum().backward(), state=lambda: compiled.state_dict(),
+    read=lambda: model[0].weight.norm(), eager=lambda: model(x), state=lambda: compiled.state_dict(),
     optimizer=lambda: optimizer.state_dict(), flush=lambda: step.flush(), nothing=lambda: None,
 )
 for name, use in uses.items():
