@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -42,6 +44,22 @@ class Interrupts:
         if self._arrived is not None:
             (number, frame), self._arrived = self._arrived, None
             self._previous(number, frame)
+
+    @contextmanager
+    def released(self) -> Generator[None]:
+        """In its body, code of the user's, Ctrl-C comes at once; what arrived before comes first.
+
+        Raises:
+            KeyboardInterrupt: See `check`.
+        """
+        self.check()
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+        try:
+            yield
+        finally:
+            if self._previous is not None:
+                signal.signal(signal.SIGINT, self._note)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._previous is not None:

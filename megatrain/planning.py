@@ -13,6 +13,7 @@ from torch import nn
 from megatrain.checks import checked, count, number, optional
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.host_memory import HostPlan, OptimizerLike, host_plan, in_columns, narrow_entries
+from megatrain.interrupts import Interrupts
 from megatrain.opaque_model import check_opaque
 from megatrain.optim.need import OPTIMIZER
 from megatrain.options import PRECISION
@@ -177,7 +178,9 @@ def _captured(model: nn.Module, arguments: Arguments, precision: str, block_byte
     if replaced:
         tensors = [t.to(torch.bfloat16) if t.dtype == torch.float32 else t for t in tensors]
     args, kwargs = arguments.rebuild(tensors)
-    with _in_bf16(model, {key: state[key] for key in replaced}), paused_collection(), outer_hooks_off():
+    # Swapped state comes back whole, wherever Ctrl-C comes.
+    swapped = _in_bf16(model, {key: state[key] for key in replaced})
+    with Interrupts() as interrupts, swapped, interrupts.released(), paused_collection(), outer_hooks_off():
         with torch.autograd.set_detect_anomaly(False), torch.enable_grad():
             traced = trace(model, args, kwargs)
             check_opaque(traced, "warn", set())

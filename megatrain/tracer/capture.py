@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.errors import TraceError
+from megatrain.interrupts import Interrupts
 from megatrain.tracer.assuming import Assuming
 from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.attempt import Attempt
@@ -47,7 +48,10 @@ from megatrain.tracer.watch import StrayWatch
 class Capture:
     """One run of a model's forward under the recorder."""
 
-    def __init__(self, model: nn.Module, arguments: Arguments, device: torch.device, attempt: Attempt):
+    def __init__(
+        self, model: nn.Module, arguments: Arguments, device: torch.device, attempt: Attempt, interrupts: Interrupts
+    ):
+        self._interrupts = interrupts
         self._model = model
         self._arguments = arguments
         self._device = device
@@ -152,7 +156,8 @@ class Capture:
             stack.enter_context(recorder)
             stack.enter_context(own_code())
             try:
-                result = self._model(*args, **kwargs)
+                with self._interrupts.released():
+                    result = self._model(*args, **kwargs)
             except Exception:
                 # An interpreter that ran the operation (TorchScript) wraps the refusal in its own error.
                 if self._stray is not None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from megatrain.interrupts import Interrupts
 from megatrain.torch_private import are_transforms_active
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.keeper import Keeper
@@ -125,9 +126,13 @@ class Opaque:
         leaves = [next(given) if t else x for t, x in zip(self._is_tensor, self._literals, strict=True)]
         args, kwargs = pytree.tree_unflatten(leaves, self._tree)
         state = tensors[num_arguments:]
-        with _installed(self._holders, state) as stand_ins, _Substitution({**more, **stand_ins}, seen) as calls:
+        with (
+            Interrupts() as interrupts,
+            _installed(self._holders, state) as stand_ins,
+            _Substitution({**more, **stand_ins}, seen) as calls,
+        ):
             with ByteCount(lambda: calls.is_calling) if seen is not None else nullcontext() as count:
-                with own_code():
+                with own_code(), interrupts.released():
                     result = self.module(*args, **kwargs)
             now = [self._held(i) for i in range(len(state))]
         if count is not None:

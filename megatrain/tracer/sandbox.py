@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatrain.interrupts import Interrupts
 from megatrain.patches import replaced_elsewhere
 from megatrain.tracer.equal import is_equal
 from megatrain.tracer.kept import MISSING
@@ -181,11 +180,10 @@ class Attributes:
         return frozenset(self._saved)
 
     def restore(self) -> None:
-        """Puts everything back in place; Ctrl-C waits for the end."""
-        with Interrupts():
-            for _, holder, content, _ in self._saved.values():
-                if not _is_same(content, _items(holder)):
-                    _put_back(holder, content)
+        """Puts everything back in place."""
+        for _, holder, content, _ in self._saved.values():
+            if not _is_same(content, _items(holder)):
+                _put_back(holder, content)
 
     def changes(self) -> list[Change]:
         """Lists what is held differently now."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatrain.checks import checked, optional
 from megatrain.errors import TraceError
+from megatrain.interrupts import Interrupts
 from megatrain.torch_features import check_torch
 from megatrain.tracer.attempt import Attempt, MakeFakeError, WrittenInputError
 from megatrain.tracer.capture import Capture
@@ -70,13 +71,17 @@ def trace(
     check_arguments(arguments)
     check_plain_state(model)
     target = torch.device(device) if device is not None else device_of(arguments)
-    with _capturing:
-        traced = _captured(model, arguments, target, Attempt(opaque={**with_backward_hooks(model), **(opaque or {})}))
+    attempt = Attempt(opaque={**with_backward_hooks(model), **(opaque or {})})
+    # What a capture puts in place and takes back is whole, wherever Ctrl-C comes; the model's own code it ends at once.
+    with _capturing, Interrupts() as interrupts:
+        traced = _captured(model, arguments, target, attempt, interrupts)
     traced.check()
     return traced
 
 
-def _captured(model: nn.Module, arguments: Arguments, device: torch.device, attempt: Attempt) -> TracedModule:
+def _captured(
+    model: nn.Module, arguments: Arguments, device: torch.device, attempt: Attempt, interrupts: Interrupts
+) -> TracedModule:
     """Makes attempts until one succeeds; draws of other threads from Python's and NumPy's generators stay drawn."""
     host = latest = HostRng.now()
     is_others = False
@@ -86,7 +91,7 @@ def _captured(model: nn.Module, arguments: Arguments, device: torch.device, atte
                 latest = HostRng.now()
                 host.restore()  # else a model that seeds might leave what it finds, as if it hadn't touched it
             try:
-                capture = Capture(model, arguments, device, attempt)
+                capture = Capture(model, arguments, device, attempt, interrupts)
                 traced = capture.run()
                 # Without code of the user's that runs again the last attempt drew nothing, and so none before it did.
                 is_others = not any(isinstance(node.target, Opaque | Observer) for node in traced.graph.nodes)
