@@ -79,9 +79,10 @@ def compile(  # the name torch users expect
         )
     options = Options.read(device, memory, precision, activations, transfer, block_bytes, weights, masters, opaque)
     compiled = Compiled(model, options, chaos, recording)
+    module = compiled_module(compiled)
     with narrowed(model, compiled.masters):
         if compiled._weights is not None:
             compiled._weights.remember(model)
         if example_args or example_kwargs:
             compiled.prepare(*example_args, **dict(example_kwargs or {}))
-    return compiled_module(compiled)
+        return module  # in here: Ctrl-C behind the body would leave a bf16 model and no compiled one

@@ -312,3 +312,16 @@ def test_the_class_is_made_once_and_goes_with_its_last_model():
     assert type(one) is type(other)
     with pytest.raises(TypeError, match=r"made by megatrain\.compile"):
         type(one)()
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("mine",)
+
+
+def test_a_class_that_nothing_can_be_derived_beside_is_refused_before_the_model_is_touched():
+    model = Slotted(3, 3)
+    before = values(model)
+    with pytest.raises(OptionError, match=r"(?s)a Slotted can't be compiled: .*Put the model into a module of your own"):
+        megatrain.compile(model, device="cpu", precision="bf16")
+    assert_equal(values(model), before)
+    assert megatrain.compile(nn.Sequential(model), device="cpu")(torch.ones(2, 3)).shape == (2, 3)
