@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from megatrain.checks import instance_of
 from megatrain.compiled import Compiled
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.tracer.own_code import StandIn, original, runs_own_code
@@ -150,6 +151,9 @@ def _check_stays(probe: torch.Tensor, result: torch.Tensor, device: torch.device
             "  Its parameters lie in the host store, which belongs to one process.\n"
             "  Share the plain model, and compile it in each process."
         )
+
+
+COMPILED = instance_of(CompiledModule, "a model that megatrain.compile made", "megatrain.compile(model)")
 
 
 class _Forward:

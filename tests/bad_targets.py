@@ -102,6 +102,14 @@ def _training() -> Iterator[Target]:
     for method in ("__call__", "prepare", "measure"):
         taken = megatrain.TrainStep(*step(), loss=loss)
         yield Target(f"TrainStep.{method}", lambda taken=taken, m=method: (getattr(taken, m), {"batch": INPUT}))
+    yield Target("TrainStep.save", lambda: (megatrain.TrainStep(*step(), loss=loss).save, {"folder": "run"}))
+
+    def load() -> tuple[Any, dict[str, Any]]:
+        compiled, optimizer = step()
+        megatrain.TrainStep(compiled, optimizer).save("run")
+        return megatrain.TrainStep.load, {"folder": "run", "compiled": compiled, "optimizer": optimizer}
+
+    yield Target("TrainStep.load", load)
 
 
 def _runtime(made: Made) -> Iterator[Target]:

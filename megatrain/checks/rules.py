@@ -49,9 +49,9 @@ class Rule:
         fault = self.fault(value)
         if fault is not None:
             otherwise = ", or leave it out" if has_default else ""
+            given = name if fault == "is None" else f"{name}={shown(value)}"
             raise OptionError(
-                f"{name}={shown(value)} {fault}.\n  {name} is {self.text}.\n"
-                f"  Give {self.way.format(name=name)}{otherwise}."
+                f"{given} {fault}.\n  {name} is {self.text}.\n  Give {self.way.format(name=name)}{otherwise}."
             )
 
 

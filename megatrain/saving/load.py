@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from megatrain.checks import PATH, checked
 from megatrain.errors import CheckpointError
 from megatrain.runtime.checkpoint import PIECE_BYTES
 from megatrain.runtime.json_rules import regular
-from megatrain.saving.arguments import check_optimizer, check_tensors, read_folder
 from megatrain.saving.digest import Digest
 from megatrain.saving.manifest import FileRecord, Manifest
 from megatrain.saving.optimizers import destinations, differences, misfitting_options, put_back
-from megatrain.saving.replace import present
+from megatrain.saving.replace import present, resolved
 from megatrain.saving.room import room_to_read
 from megatrain.saving.saved import Saved
 from megatrain.saving.schema import FILE, TRAINING
@@ -74,6 +74,7 @@ class Checkpoint:
         problems = [problem for saved in stored for problem in _problems_of(saved)]
         _refuse(self.folder, problems)
 
+    @checked()
     def check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Compares names, shapes and dtypes with those of the weights, and reads nothing.
 
@@ -83,7 +84,6 @@ class Checkpoint:
         Raises:
             CheckpointError: Listing all differences.
         """
-        check_tensors(tensors, "tensors")
         problems = list(self._mismatches(tensors))
         if problems:
             lines = [
@@ -95,6 +95,7 @@ class Checkpoint:
             ]
             raise CheckpointError("\n  ".join(lines))
 
+    @checked()
     @room_to_read()
     def read_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Reads the weights to where they shall lie, one by one.
@@ -114,6 +115,7 @@ class Checkpoint:
                 self.weights[name].read(tensor)
                 done.add(place)
 
+    @checked()
     @room_to_read()
     def check_optimizer(self, optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> None:
         """Compares class, groups and parameters with those of the optimizer that was saved, and reads nothing.
@@ -125,8 +127,6 @@ class Checkpoint:
         Raises:
             CheckpointError: If there is none, or the two are not alike, with all differences.
         """
-        check_optimizer(optimizer)
-        check_tensors(names, "names")
         saved = self._saved_optimizer()
         problems = differences(
             saved["class"], saved["parameters"], [g["params"] for g in saved["param_groups"]], optimizer, names
@@ -143,6 +143,7 @@ class Checkpoint:
             ]
             raise CheckpointError("\n  ".join(lines))
 
+    @checked()
     @room_to_read()
     def read_optimizer(self, optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> None:
         """Continues with the saved state, options of groups included.
@@ -219,6 +220,7 @@ class Checkpoint:
                     yield f"tied: `{name}` and `{other}` are one tensor here, but differ in the checkpoint"
 
 
+@checked(folder=PATH)
 @room_to_read()
 def load(folder: str | os.PathLike[str]) -> Checkpoint:
     """Opens a checkpoint: reads what it holds and the headers of its files, and no values.
@@ -233,7 +235,7 @@ def load(folder: str | os.PathLike[str]) -> Checkpoint:
             all in one error.
         OptionError: If `folder` is no path.
     """
-    place = present(read_folder(folder))
+    place = present(resolved(folder))
     manifest = Manifest.read(place)
     _refuse(place, [p for file, record in manifest.files.items() for p in _problems_of_file(place / file, record)])
     return Checkpoint(place, manifest)

@@ -27,6 +27,23 @@ _PARTIAL = ".partial-"
 _OLD = ".old-"
 
 
+def resolved(folder: str | os.PathLike[str]) -> Path:
+    """Returns the absolute path of a folder, links followed.
+
+    Raises:
+        CheckpointError: If the system can't follow it.
+    """
+    try:
+        place = Path(folder).resolve()
+        place.exists()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to one another
+        raise CheckpointError(
+            f"`{folder}` can't be a folder: {str(error)[:300]}.\n"
+            "  The system refuses the path itself.\n  Give another one."
+        ) from error
+    return place
+
+
 def present(folder: Path) -> Path:
     """Returns where the newest whole content of `folder` lies: there, or where a save that was ended left it."""
     if not exists(folder):

@@ -13,24 +13,25 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from megatrain.checks import PATH, checked
 from megatrain.errors import CheckpointError
 from megatrain.runtime import json_rules
 from megatrain.saving import disk
-from megatrain.saving.arguments import check_function, check_mapping, check_optimizer, check_tensors, read_folder
 from megatrain.saving.digest import digest_of
 from megatrain.saving.manifest import FileRecord, Manifest
 from megatrain.saving.optimizers import OptimizerState
-from megatrain.saving.replace import replaced
+from megatrain.saving.replace import replaced, resolved
 from megatrain.saving.schema import FILE, INDEX, NEWEST, TRAINING, faults
 from megatrain.saving.shards import Shard, shards
 from megatrain.saving.source import Source, obstacle, without_ties
 from megatrain.saving.values import Encoder
-from megatrain.sizes import format_bytes, parse_bytes
+from megatrain.sizes import SIZE, format_bytes, parse_bytes
 
 _FILE_OVERHEAD = 8192
 """What a file takes on the disk beyond its bytes, at most: a block that isn't full, and its entry."""
 
 
+@checked(folder=PATH, shard_bytes=SIZE)
 def save(
     folder: str | os.PathLike[str],
     weights: Mapping[str, torch.Tensor | Source],
@@ -62,15 +63,7 @@ def save(
             disk lacks room or fails, or `folder` is something else. The previous checkpoint is whole then.
         OptionError: If an argument isn't what it may be.
     """
-    place = read_folder(folder)
-    for option, given in (("weights", weights), ("tensors", {} if tensors is None else tensors)):
-        check_tensors(given, option, (torch.Tensor, Source))
-    if names is not None:
-        check_tensors(names, "names")
-    if optimizer is not None:
-        check_optimizer(optimizer, OptimizerState)
-    check_mapping(extra, "extra")
-    check_function(more, "more")
+    place = resolved(folder)
     draft = _Draft.of(weights, optimizer, names, extra, tensors or {}, parse_bytes(shard_bytes, "shard_bytes"))
     if place.exists() and not (place.is_dir() and (Path(place, FILE).exists() or not any(place.iterdir()))):
         raise CheckpointError(

@@ -12,18 +12,12 @@ import torch
 from torch import nn
 
 from megatrain import saving
+from megatrain.checks import Rule, named
 from megatrain.compiled import Compiled
 from megatrain.errors import CheckpointError
 from megatrain.optim.whole_step import Optimizer
 from megatrain.runtime import json_rules
 from megatrain.runtime.json_rules import anything, integer, mapping, optional, problems, record, shown, text
-from megatrain.saving.arguments import (
-    check_function,
-    check_mapping,
-    check_optimizer,
-    check_scheduler,
-    read_folder,
-)
 from megatrain.saving.fitting import misfits
 from megatrain.saving.room import room_to_read
 from megatrain.training.boundary import Progress
@@ -43,6 +37,16 @@ class Scheduler(Protocol):
         ...
 
 
+def _has_no_state(value: Any) -> str | None:
+    methods = [getattr(value, method, None) for method in ("state_dict", "load_state_dict")]
+    return None if not isinstance(value, type) and all(map(callable, methods)) else f"is {named(value)}"
+
+
+SCHEDULER = Rule(
+    "an LR scheduler, or another object with state_dict() and load_state_dict()", "{name} such an object", _has_no_state
+)
+
+
 def save(
     folder: str | os.PathLike[str],
     compiled: Compiled,
@@ -55,9 +59,6 @@ def save(
     more: Callable[[Path], object] | None,
 ) -> None:
     """Writes a checkpoint; see `TrainStep.save`."""
-    check_scheduler(scheduler)
-    check_mapping(user, "user")
-    check_function(more, "more")
     schedule = None if scheduler is None else _state_of(scheduler)
     if compiled.has_unread_weights:
         compiled.load_weights()
@@ -79,17 +80,6 @@ def save(
         shard_bytes=shard_bytes,
         more=with_config(compiled.model, more),
     )
-
-
-def check_arguments(folder: object, optimizer: object, scheduler: object) -> None:
-    """Refuses what `TrainStep.load` can't take.
-
-    Raises:
-        OptionError: Naming the argument.
-    """
-    read_folder(folder)
-    check_optimizer(optimizer)
-    check_scheduler(scheduler)
 
 
 @room_to_read()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatrain.checks import instance_of
 from megatrain.compiled import Compiled, Variant
 from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.host_memory import HostPlan, host_plan
@@ -22,6 +23,8 @@ from megatrain.tracer.structure import Arguments
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.modes import without_modes
 from megatrain.training.table import Mode, StepTables
+
+OPTIMIZER = instance_of(Optimizer, "an optimizer of torch", "torch.optim.AdamW(compiled.parameters()), say")
 
 
 @dataclass(frozen=True, slots=True)

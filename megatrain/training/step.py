@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import checked, instance_of, number, one_of, optional
+from megatrain.checks import PATH, checked, number, one_of, optional
 from megatrain.compiled import Variant
-from megatrain.compiled_module import CompiledModule
+from megatrain.compiled_module import COMPILED, CompiledModule
 from megatrain.errors import ExecuteError
 from megatrain.host_memory import HostPlan
 from megatrain.optim.per_parameter import check_per_parameter
@@ -23,14 +23,14 @@ from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.table import Schedule
+from megatrain.sizes import SIZE
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.training import checkpoint
 from megatrain.training.batch import Loss, Weight, micro_batches, shares
 from megatrain.training.boundary import Boundary, Progress
-from megatrain.training.checkpoint import Scheduler
 from megatrain.training.completion import Completion
 from megatrain.training.running import Running
-from megatrain.training.setup import Setting, Setup
+from megatrain.training.setup import OPTIMIZER, Setting, Setup
 
 
 class TrainStep:
@@ -73,8 +73,8 @@ class TrainStep:
     """
 
     @checked(
-        compiled=instance_of(CompiledModule, "a model that megatrain.compile made", "megatrain.compile(model)"),
-        optimizer=instance_of(Optimizer, "an optimizer of torch", "torch.optim.AdamW(compiled.parameters()), say"),
+        compiled=COMPILED,
+        optimizer=OPTIMIZER,
         max_grad_norm=optional(number(above=0)),
         on_nonfinite=optional(one_of("raise", "skip")),
     )
@@ -230,11 +230,12 @@ class TrainStep:
         elif not self._setup.is_completing:
             self.flush()
 
+    @checked(folder=PATH, scheduler=optional(checkpoint.SCHEDULER), shard_bytes=SIZE)
     def save(
         self,
         folder: str | os.PathLike[str],
         *,
-        scheduler: Scheduler | None = None,
+        scheduler: checkpoint.Scheduler | None = None,
         user: Mapping[str, Any] | None = None,
         shard_bytes: int | str = "5GB",
         more: Callable[[Path], object] | None = None,
@@ -270,13 +271,14 @@ class TrainStep:
             )
 
     @classmethod
+    @checked(folder=PATH, scheduler=optional(checkpoint.SCHEDULER), compiled=COMPILED, optimizer=OPTIMIZER)
     def load(
         cls,
         folder: str | os.PathLike[str],
         compiled: CompiledModule,
         optimizer: Optimizer,
         *,
-        scheduler: Scheduler | None = None,
+        scheduler: checkpoint.Scheduler | None = None,
         **options: Any,
     ) -> TrainStep:
         """Reads a checkpoint and returns a step that goes on as if it had never stopped, to the bit.
@@ -296,18 +298,16 @@ class TrainStep:
             OptionError: If an argument isn't what it may be.
             CheckpointError: If it is damaged or of something else; a damaged tensor is found when it is read.
         """
-        checkpoint.check_arguments(folder, optimizer, scheduler)
         step = cls(compiled, optimizer, **options)
-        with step._compiled.exclusively("load()"), torch.device("cpu"):
-            restored = checkpoint.restore(folder, step._compiled, optimizer, scheduler)
-            step._boundary.progress, step.user = restored
+        with compiled.megatrain.exclusively("load()"), torch.device("cpu"):
+            restored = checkpoint.restore(folder, compiled.megatrain, optimizer, scheduler)
+        step._boundary.progress, step.user = restored
         return step
 
     def __del__(self) -> None:
-        if hasattr(self, "_running") and not sys.is_finalizing():
+        if hasattr(self, "_completion") and not sys.is_finalizing():
             self.flush()  # a function that trains and returns leaves the model trained
-            if hasattr(self, "_completion"):
-                self._completion.detach()
+            self._completion.detach()
 
     def __repr__(self) -> str:
         return f"<TrainStep: {self.progress.count} steps taken, model {self._compiled}>"
