@@ -12,6 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from megatrain import checks
+from megatrain.checks import shown
+
 Rule = Callable[[Any, str], Iterator[str]]
 """Given a value and where it stands, says all that is wrong with it."""
 
@@ -20,7 +23,7 @@ MAX_BYTES = 2**30
 MAX_DEPTH = 200
 """Lists and objects in one another: what walks through them later does so by recursion."""
 MAX_INT = 2**63 - 1
-_MAX_SHOWN = 60
+_MAX_NAME = 60
 
 
 def read_json(path: Path) -> Any:
@@ -69,35 +72,36 @@ def anything(value: Any, place: str) -> Iterator[str]:
     yield from ()
 
 
+def single(rule: checks.Rule) -> Rule:
+    """What a rule for options says of one value."""
+
+    def check(value: Any, place: str) -> Iterator[str]:
+        if rule.fault(value) is not None:
+            yield f"{place} is {shown(value)}, not {rule.text}"
+
+    return check
+
+
 def integer(low: int = 0, high: int = MAX_INT) -> Rule:
     """A whole number from `low` to `high`; True and False are none."""
-
-    def rule(value: Any, place: str) -> Iterator[str]:
-        if type(value) is not int or not low <= value <= high:
-            yield f"{place} is {shown(value)}, not a whole number from {low} to {high}"
-
-    return rule
+    return single(checks.count(low, high))
 
 
 def text(pattern: str = "", what: str = "a text") -> Rule:
     """A text; with `pattern`, one that it matches as a whole."""
-    compiled = re.compile(pattern) if pattern else None
-
-    def rule(value: Any, place: str) -> Iterator[str]:
-        if not isinstance(value, str) or (compiled is not None and compiled.fullmatch(value) is None):
-            yield f"{place} is {shown(value)}, not {what}"
-
-    return rule
+    found = re.compile(pattern or ".*", re.DOTALL)
+    return single(checks.Rule(what, "", lambda v: None if isinstance(v, str) and found.fullmatch(v) else "is another"))
 
 
 def one_of(values: Collection[object]) -> Rule:
     """One of these, of the same type."""
+    known = {(type(value), value) for value in values}
+    words = f"one of {', '.join(map(repr, values))}"
+    return single(checks.Rule(words, "", lambda v: None if _is_among(v, known) else "is another"))
 
-    def rule(value: Any, place: str) -> Iterator[str]:
-        if not any(type(value) is type(known) and value == known for known in values):
-            yield f"{place} is {shown(value)}, not one of {', '.join(map(repr, values))}"
 
-    return rule
+def _is_among(value: Any, known: Collection[tuple[type, object]]) -> bool:
+    return any(type(value) is kind and value == each for kind, each in known)
 
 
 def optional(inner: Rule) -> Rule:
@@ -193,22 +197,11 @@ def name(value: Any, place: str) -> Iterator[str]:
         yield f"{place} is {shown(value)}, not a name"
 
 
-# -- texts and parsing ---------------------------------------------------------------------------------------------
-
-
-def shown(value: object) -> str:
-    """A short text of any value."""
-    if isinstance(value, dict | list | tuple):
-        kinds = {dict: "an object", list: "a list", tuple: "a tuple"}
-        return f"{kinds[type(value)] if type(value) in kinds else type(value).__name__} of {len(cast(Any, value))}"
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"a number of {value.bit_length()} bits"
-    written = ascii(value if not isinstance(value, str) else value[: _MAX_SHOWN + 1])
-    return written if len(written) <= _MAX_SHOWN else written[: _MAX_SHOWN - 3] + "..."
+# -- parsing ---------------------------------------------------------------------------------------------
 
 
 def _inside(place: str, key: object) -> str:
-    plain = isinstance(key, str) and key.isprintable() and len(key) <= _MAX_SHOWN
+    plain = isinstance(key, str) and key.isprintable() and len(key) <= _MAX_NAME
     return f"{place}.{key if plain else shown(key)}"
 
 

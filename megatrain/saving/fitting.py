@@ -9,7 +9,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from megatrain.runtime.json_rules import MAX_INT, shown
+from megatrain.checks import shown
+from megatrain.runtime.json_rules import MAX_INT
 
 _KINDS: Sequence[tuple[type | tuple[type, ...], str]] = (
     (type(None), "None"),

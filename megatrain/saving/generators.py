@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatrain.checks import shown
 from megatrain.errors import CheckpointError
 from megatrain.runtime.json_rules import (
     anything,
@@ -19,7 +20,6 @@ from megatrain.runtime.json_rules import (
     optional,
     problems,
     record,
-    shown,
     text,
 )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatrain.checks import shown
 from megatrain.runtime.checkpoint import DTYPES
 from megatrain.runtime.json_rules import (
     MAX_INT,
@@ -29,7 +30,6 @@ from megatrain.runtime.json_rules import (
     optional,
     problems,
     record,
-    shown,
     text,
 )
 from megatrain.saving.values import encoded, tensors_in

@@ -10,7 +10,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from megatrain.runtime.json_rules import entries, listing, one_of, shown, text
+from megatrain.checks import shown
+from megatrain.runtime.json_rules import entries, listing, one_of, text
 from megatrain.saving.source import Source, obstacle
 
 MAX_DEPTH = 40

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from megatrain import saving
-from megatrain.checks import Rule, named
+from megatrain.checks import Rule, named, shown
 from megatrain.compiled import Compiled
 from megatrain.errors import CheckpointError
 from megatrain.optim.whole_step import Optimizer
 from megatrain.runtime import json_rules
-from megatrain.runtime.json_rules import anything, integer, mapping, optional, problems, record, shown, text
+from megatrain.runtime.json_rules import anything, integer, mapping, optional, problems, record, text
 from megatrain.saving.fitting import misfits
 from megatrain.saving.room import room_to_read
 from megatrain.training.boundary import Progress
