@@ -132,13 +132,19 @@ class Setup:
         return Setting(batches, own, arguments, variants, mode, self._tables.schedule(programs, mode))
 
     def _mode(self) -> Mode:
-        is_serial = not self._overlap or has_hooks(self._optimizer) or (self._needs_norm and self._holds_others())
+        # What comes between the gradients and the updates, and may fail, must come before the first update.
+        waits = self._holds_others() if self._needs_norm else self._has_gradient_hooks()
+        is_serial = not self._overlap or has_hooks(self._optimizer) or waits
         if self.updates is not None and self.is_due and not self.updates.is_whole:
             self.complete()  # of a step that failed some are taken already
         if self._needs_norm and not is_serial:
             return Mode("deferred" if self.is_due else "none", clip=True)
         self.complete()
         return Mode("serial" if is_serial else "overlap", self._needs_norm)
+
+    def _has_gradient_hooks(self) -> bool:
+        """Whether code of the user's gets the gradient of a parameter: a backward that it ends must leave no trace."""
+        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._compiled.model.parameters())  # pyright: ignore
 
     def _holds_others(self) -> bool:
         """Whether the optimizer has parameters beside the model's, such as a loss's own: the next loss reads them."""

@@ -327,17 +327,13 @@ def test_an_error_once_in_a_hook_of_the_step(hook: str, max_grad_norm: float | N
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("name", ["layers.0.fc.weight", "layers.1.norm.weight", "head.weight"])
 def test_an_error_once_in_a_parameters_hook(mode: str, kind: str, name: str) -> None:
-    """The gradients of a block that had come by then come once more, and count once."""
+    """It leaves no trace: where there is such a hook, no update comes before the last gradient."""
     run = Run(mode)
     handle = getattr(run.pair.stepped.get_parameter(name), kind)(lambda _: TRAP.at("parameter"))
     try:
         run.take(2)
         TRAP.arm("parameter", failing)
-        run.fail(ExecuteError, (kind, name))
-        if mode == "overlap" and name != "head.weight":  # its gradient is the first: no update comes before
-            with first_update() as fail:
-                TRAP.arm("parameter", fail)
-                assert run.fail(ExecuteError, (kind, name))
+        assert not run.fail(ExecuteError, (kind, name))
         run.take(2)
         run.pair.assert_same()
     finally:
@@ -357,7 +353,9 @@ def interrupt() -> None:
 )
 def test_an_interrupt_ends_the_step_at_a_boundary(mode: str, place: object) -> None:
     run = Run(mode)
-    handle = run.pair.stepped.layers[0].fc.bias.register_hook(lambda _: TRAP.at("parameter"))
+    bias = run.pair.stepped.layers[0].fc.bias
+    # Only where it is the place: updates don't overlap where there is one.
+    handle = bias.register_hook(lambda _: TRAP.at("parameter")) if place == "parameter" else None
     try:
         run.take(2)
         for after in (0, 1):
@@ -369,7 +367,8 @@ def test_an_interrupt_ends_the_step_at_a_boundary(mode: str, place: object) -> N
             run.take(2)
         run.pair.assert_same()
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
 
 
 def test_an_interrupt_of_a_flush_comes_when_it_is_over() -> None:
