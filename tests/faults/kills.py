@@ -79,6 +79,8 @@ class Killed:
         states = asked(lambda: _undisturbed(case))
         for trial in range(self._size):
             kind = "first save" if trial == 0 else self._dice.choice(KINDS)
+            if kind == "load" and not any(self._place.parent.iterdir()):
+                kind = "first step"  # the first save was killed before its first file: nothing to load
             if kind == "first save":
                 shutil.rmtree(self._place.parent)
                 self._place.parent.mkdir()
