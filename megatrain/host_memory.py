@@ -156,7 +156,7 @@ def host_plan(
     if optimizer is not None:
         optimizer, parameters = _over(optimizer, entries, tensors)
         blocks = _updates(programs, entries, parameters, is_split=is_split)
-        need = optimizer_need(optimizer, blocks, undoes=schedule.updates != "none", scales=schedule.clip)
+        need = optimizer_need(optimizer, blocks, undoes=schedule.kind.updates != "none", scales=schedule.kind.clip)
         name = type(optimizer).__name__
         rows += [(f"{name}.{key}", nbytes) for key, nbytes in need.state.items()]
         held += [t for state in optimizer.state.values() for t in dict(state).values() if isinstance(t, torch.Tensor)]
@@ -233,9 +233,9 @@ def _step_rows(
     programs: Sequence[Program], entries: Mapping[str, StateEntry], schedule: Schedule, *, on_host: bool
 ) -> Iterator[tuple[str, int]]:
     """What the schedule says, in rows: gradients and where they land, what is parked, what the device holds."""
-    is_train, copies = schedule.mode == "train", schedule.transfer == "copy"
+    is_train, copies = schedule.kind.mode == "train", schedule.kind.transfer == "copy"
     gradients = slab = 0
-    if is_train and (schedule.updates != "none" or schedule.clip):
+    if is_train and (schedule.kind.holds_gradients):
         gradients = _waiting_bytes(programs[0], entries, schedule)
     elif is_train:
         trained = {key for program in programs for keys in _trained(program) for key in keys}
@@ -246,7 +246,7 @@ def _step_rows(
     parked = sum(values[value].nbytes for parked in schedule.parked().values() for value in parked)
     yield "gradients", gradients
     yield "slab", slab
-    yield "parks", schedule.micro_batches * parked
+    yield "parks", schedule.kind.micro_batches * parked
     yield "device memory", schedule.device_bytes if on_host else 0
 
 
@@ -258,7 +258,7 @@ def _waiting_bytes(program: Program, entries: Mapping[str, StateEntry], schedule
     ]
     wholes = {entry.owner for block in trained for entry in block if entry.base is not None}
     whole_bytes = sum(entries[key].spec.nbytes for key in wholes)
-    if schedule.transfer == "bind":
+    if schedule.kind.transfer == "bind":
         return schedule.host_bytes + whole_bytes
     _, in_places = place(schedule, [sum(aligned(entry.spec.nbytes) for entry in block) for block in trained])
     return in_places + whole_bytes
@@ -275,8 +275,8 @@ def _helps(plan: HostPlan, schedule: Schedule, state_bytes: int, *, can_narrow: 
     """What would take less, and what it is about."""
     gradients, parks = plan.bytes_of("gradients"), plan.bytes_of("parks")
     found: list[str] = []
-    if gradients and schedule.updates in ("serial", "deferred"):
-        how = "overlap=True without clipping" if schedule.clip else "overlap=True"
+    if gradients and schedule.kind.updates in ("serial", "deferred"):
+        how = "overlap=True without clipping" if schedule.kind.clip else "overlap=True"
         found.append(f"{how}: gradients ({format_bytes(gradients)}) then wait for their own update only")
     if can_narrow and gradients + parks:
         found.append(f'precision="bf16": gradients and parks ({format_bytes(gradients + parks)}) take half')
@@ -284,6 +284,6 @@ def _helps(plan: HostPlan, schedule: Schedule, state_bytes: int, *, can_narrow: 
         found.append(f"fewer or smaller micro-batches, or more device memory: less is parked ({format_bytes(parks)})")
     if state_bytes > plan.num_parameters:
         found.append(f"an optimizer with less state ({format_bytes(state_bytes)}), such as Adafactor or SGD")
-    if schedule.mode == "train":
+    if schedule.kind.mode == "train":
         found.append("training fewer parameters: requires_grad_(False), adapters")
     return tuple(found)

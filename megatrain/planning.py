@@ -21,9 +21,10 @@ from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.runtime.block import outer_hooks_off
 from megatrain.scheduler.build import STEP
-from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.lifetimes import lifetimes
 from megatrain.scheduler.memory import find_peak
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Schedule
 from megatrain.sizes import SIZE, format_bytes, parse_bytes
 from megatrain.tracer.collection import paused_collection
@@ -81,8 +82,8 @@ class Plan:
     def __str__(self) -> str:
         table = self.schedule
         model = f"{self.program.name}, {len(self.program.blocks)} blocks, {self.host.num_parameters} parameters"
-        batches = f"{table.micro_batches} micro-batch{'es' if table.micro_batches > 1 else ''}"
-        updates = f"updates {table.updates}{', clipped' if table.clip else ''}"
+        batches = f"{table.kind.micro_batches} micro-batch{'es' if table.kind.micro_batches > 1 else ''}"
+        updates = f"updates {table.kind.updates}{', clipped' if table.kind.clip else ''}"
         return "\n".join(
             [
                 f"plan: {model}; {self.precision}, {batches}, {updates}",
@@ -163,8 +164,8 @@ def plan(
             "  Leave `example_args` out, or the arguments behind the model."
         )
     program = _captured(model, Arguments.of(args or example_args, dict(example_kwargs or {})), precision, target)
-    step = _step_options(program, optimizer is not None, micro_batches, max_grad_norm, overlap)
-    table, too_small = _scheduled(program, device_limit, activations, step)
+    kind = _step_kind(program, optimizer is not None, micro_batches, max_grad_norm, overlap)
+    table, too_small = _scheduled(program, kind, device_limit, activations)
     table.check()
     host = host_plan(program, table, model, optimizer, precision=precision)
     return Plan(program, table, host, device_limit, host_limit, precision, too_small)
@@ -199,10 +200,10 @@ def _in_bf16(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Genera
         yield
 
 
-def _step_options(
+def _step_kind(
     program: Program, has_updates: bool, micro_batches: int, max_grad_norm: float | None, overlap: bool
-) -> dict[str, Any]:
-    """The options of `schedule` for one step; see `megatrain.TrainStep` for when updates run."""
+) -> StepKind:
+    """The kind of a whole training step; see `megatrain.TrainStep` for when updates run."""
     if not any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs):
         raise OptionError(
             "nothing that the model returns needs a gradient, so there is no training to plan.\n"
@@ -211,25 +212,22 @@ def _step_options(
         )
     clip = max_grad_norm is not None
     updates = "serial" if not overlap else "deferred" if clip else "overlap"
-    return {
-        "micro_batches": micro_batches,
-        "updates": updates if has_updates else "none",
-        "clip": clip,
-        "outputs": "release",
-    }
+    return StepKind(
+        micro_batches=micro_batches, updates=updates if has_updates else "none", clip=clip, outputs="release"
+    )
 
 
-def _scheduled(
-    program: Program, memory: int | None, activations: str, step: Mapping[str, Any]
-) -> tuple[Schedule, str | None]:
+def _scheduled(program: Program, kind: StepKind, memory: int | None, activations: str) -> tuple[Schedule, str | None]:
     """Returns the schedule; if no schedule fits, the one that takes least, and why it isn't enough."""
-    free = schedule(program, activations=activations, **step)  # raises what has nothing to do with memory
+    programs = [program] * kind.micro_batches
+    free = step_schedule(programs, kind, activations=activations)  # raises what has nothing to do with memory
     if memory is None:
         return free, None
     try:
-        return schedule(program, memory=memory, activations=activations, **step), None
+        return step_schedule(programs, kind, memory=memory, activations=activations), None
     except ScheduleError as error:
-        return schedule(program, num_slots=1, activations=_LEAST.get(activations, activations), **step), str(error)
+        least = _LEAST.get(activations, activations)
+        return step_schedule(programs, kind, num_slots=1, activations=least), str(error)
 
 
 # "auto" and "recompute" end with what "offload" does, before they give up.
@@ -251,7 +249,7 @@ def _device_lines(table: Schedule) -> list[str]:
     peak = find_peak(table, lifetimes(table))
     rows = [(f"at {peak.op}", "bytes", "size"), *((name, str(n), format_bytes(n)) for name, n in peak.parts)]
     kept = f"graphs of {len(table.saves)} of {len(workload.backward_blocks())} blocks, inputs of the last {table.keep}"
-    num_parked = table.micro_batches * sum(map(len, table.parked().values()))
+    num_parked = table.kind.micro_batches * sum(map(len, table.parked().values()))
     return [
         *in_columns(rows),
         f"slots: {', '.join(format_bytes(slot.nbytes) for slot in table.slots)}",

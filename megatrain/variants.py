@@ -17,7 +17,8 @@ from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.runtime.block import outer_hooks_off
 from megatrain.runtime.executor import Executor
-from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.from_program import step_schedule
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Schedule
 from megatrain.signature import ModelWatch, call_signature
 from megatrain.tracer.assumptions import AssumptionCheck
@@ -220,12 +221,7 @@ class Variants:
 
 def _planned(program: Program, options: Options, *, is_training: bool) -> Schedule:
     is_differentiable = any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs)
-    planned = schedule(
-        program,
-        memory=options.budget(),
-        activations=options.activations,
-        transfer=options.transfer,
-        mode="train" if is_training and is_differentiable else "forward",
-    )
+    kind = StepKind("train" if is_training and is_differentiable else "forward", options.transfer)
+    planned = step_schedule([program], kind, memory=options.budget(), activations=options.activations)
     planned.check()
     return planned

@@ -62,6 +62,7 @@ class Made:
         template = next(iter(self.program.templates.values()))
         self.values |= {type(template): template, megatrain.Hardware: HARDWARE, megatrain.Chaos: megatrain.Chaos()}
         self.values[megatrain.TensorSpec] = megatrain.TensorSpec((2, 2), torch.float32, (1, 2))
+        self.values[megatrain.StepKind] = self.schedule.kind
 
 
 def targets(made: Made) -> Iterator[Target]:

@@ -47,7 +47,6 @@ RIGHT = {
     "Schedule.saves": "tuple",
     "Schedule.live_bytes": "tuple",
     "Schedule.keep": "zero minus huge",
-    "Schedule.micro_batches": "zero minus huge",
     "Schedule.num_blocks": "zero minus huge",
     "Schedule.[hdp]*_bytes": "zero minus huge",
     "Workload.blocks": "tuple",

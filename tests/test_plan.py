@@ -86,8 +86,8 @@ def test_nothing_of_the_model_changes():
 )
 def test_updates_run_as_in_a_step(options: dict[str, Any], updates: str, clip: bool):
     plan = megatrain.plan(on_meta(), IDS, **{"optimizer": "SGD", **options})
-    assert (plan.schedule.updates, plan.schedule.clip) == (updates, clip)
-    assert plan.schedule.outputs == "release"
+    assert (plan.schedule.kind.updates, plan.schedule.kind.clip) == (updates, clip)
+    assert plan.schedule.kind.outputs == "release"
     plan.schedule.check()
 
 

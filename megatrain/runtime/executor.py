@@ -42,7 +42,7 @@ class Executor:
         self.program = program
         self.schedule = schedule
         self._engine = engine
-        self.loaded = Loaded.of(program, engine, is_training=schedule.mode == "train")
+        self.loaded = Loaded.of(program, engine, is_training=schedule.kind.mode == "train")
         self._slots = Slots(schedule, self.loaded.images, engine)
         self._plan = plan_schedule(schedule)
         self._resumed: Plan | None = None

@@ -78,8 +78,8 @@ class GradientSink:
             engine.device,
             slab_bytes=landing_bytes(loaded.program),
             parts=loaded.facts.parts,
-            in_place=schedule.transfer == "bind",
-            landing=None if schedule.transfer == "bind" else landing,
+            in_place=schedule.kind.transfer == "bind",
+            landing=None if schedule.kind.transfer == "bind" else landing,
         )
 
     def begin(self, take: Take | None = None) -> None:

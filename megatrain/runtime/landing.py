@@ -95,7 +95,7 @@ def place(schedule: Schedule, sizes: Sequence[int]) -> tuple[Mapping[int, int], 
     """
     starts = {op.block: p.tick for p, op in schedule.positions() if op.what == "G"}
     updates = {op.block: p.tick for p, op in schedule.positions() if op.what == "U"}
-    is_of_this_step = schedule.updates in ("overlap", "serial")
+    is_of_this_step = schedule.kind.updates in ("overlap", "serial")
     ends: dict[int, float] = dict.fromkeys(starts, -inf if is_of_this_step else inf)
     workload = schedule.known_workload()
     for owner, tick in updates.items() if is_of_this_step else ():

@@ -90,7 +90,7 @@ def plan_schedule(schedule: Schedule) -> Plan:
     Raises:
         ScheduleError: If it is of a whole training step, which `StepExecutor` runs.
     """
-    if schedule.micro_batches > 1 or schedule.updates != "none" or schedule.clip or schedule.outputs != "keep":
+    if schedule.kind.is_training_step:
         raise ScheduleError(
             "the schedule is of a whole training step.\n"
             "  An Executor runs one call: a forward and its backward; updates are the caller's.\n"

@@ -27,7 +27,7 @@ class Slots:
         self._schedule = schedule
         self._images = images
         self._engine = engine
-        self._is_bound = schedule.transfer == "bind"
+        self._is_bound = schedule.kind.transfer == "bind"
         self._views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
         self.places = {
             entry.owner: place

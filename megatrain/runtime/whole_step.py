@@ -54,7 +54,7 @@ class StepExecutor:
     """
 
     def __init__(self, programs: Sequence[Program], schedule: Schedule, engine: Engine, arena: LandingArena):
-        assert len(programs) == schedule.micro_batches
+        assert len(programs) == schedule.kind.micro_batches
         self.schedule = schedule
         self.engine = engine
         by_program = {id(p): Loaded.of(p, engine, is_training=True) for p in programs}

@@ -11,6 +11,7 @@ from megatrain.scheduler.memory import find_peak
 from megatrain.scheduler.op import NO_BLOCK
 from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.place import alternates
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
 
@@ -53,11 +54,11 @@ def first_fit(builder: Builder, plans: Iterable[Plan], memory: int | None) -> Dr
 
 def _starting_plan(builder: Builder, num_slots: int, keep: int | None, activations: str) -> Plan:
     """The plan of these options where memory is no concern."""
-    blocks = () if builder.mode == "forward" else builder.workload.backward_blocks()
+    blocks = () if builder.kind.mode == "forward" else builder.workload.backward_blocks()
     saves = blocks if activations == "keep" else blocks[len(blocks) - _least_saves(builder) :]
     if keep is None and activations == "offload":
         keep = 0
-    return Plan(num_slots, _normal_keep(builder.workload, keep, builder.mode, builder.transfer), saves)
+    return Plan(num_slots, _normal_keep(builder.workload, builder.kind, keep), saves)
 
 
 def _least_saves(builder: Builder) -> int:
@@ -66,16 +67,16 @@ def _least_saves(builder: Builder) -> int:
     With several micro-batches it doesn't if blocks without a backward follow: then there are as many graphs as
     micro-batches, and they are retained only where they fit.
     """
-    at_once = builder.micro_batches == 1 or alternates(builder.workload, builder.mode)
+    at_once = builder.kind.micro_batches == 1 or alternates(builder.workload, builder.kind)
     return min(len(builder.workload.backward_blocks()), int(at_once))
 
 
-def _normal_keep(workload: Workload, keep: int | None, mode: str, transfer: str) -> int:
+def _normal_keep(workload: Workload, kind: StepKind, keep: int | None) -> int:
     """The `keep` that a schedule states: no larger than makes a difference, all where nothing parks."""
-    if mode == "forward":
+    if kind.mode == "forward":
         return 0
     everything = keep_all(workload)
-    return everything if keep is None or transfer == "bind" else min(keep, everything)
+    return everything if keep is None or kind.transfer == "bind" else min(keep, everything)
 
 
 # A family is a size and a function from 0..size to plans, of which larger ones are faster and take more.
@@ -84,13 +85,13 @@ _Family = tuple[int, Callable[[int], Plan]]
 
 def _families(builder: Builder, start: Plan, *, is_keep_free: bool, activations: str) -> Sequence[_Family]:
     blocks = builder.workload.backward_blocks()
-    if builder.mode == "forward" or not blocks or activations in ("keep", "offload"):
+    if builder.kind.mode == "forward" or not blocks or activations in ("keep", "offload"):
         return [(0, lambda _: start)]
     families: list[_Family] = []
     if activations == "auto":
         more = len(blocks) - _least_saves(builder)
         families.append((more, lambda n: Plan(start.num_slots, start.keep, blocks[more - n :])))
-    if is_keep_free and builder.transfer == "copy":
+    if is_keep_free and builder.kind.transfer == "copy":
         families.append((start.keep, lambda n: Plan(start.num_slots, n, start.saves)))
     return families or [(0, lambda _: start)]
 
@@ -123,7 +124,7 @@ def _too_small(builder: Builder, tried: Sequence[Draft], memory: int, *, can_par
     where = "" if block < 0 else f", set by block {block} ({builder.workload.blocks[block].name})"
     parts = ", ".join(f"{name} {nbytes} B" for name, nbytes in peak.parts)
     helps = ["a larger memory", "a smaller block_bytes", "a smaller batch"]
-    if can_park_more and builder.mode != "forward" and builder.transfer == "copy":
+    if can_park_more and builder.kind.mode != "forward" and builder.kind.transfer == "copy":
         helps.insert(2, 'activations="offload"')
     slots = "one slot" if best.plan.num_slots == 1 else f"{best.plan.num_slots} slots"
     return ScheduleError(

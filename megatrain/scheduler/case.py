@@ -30,7 +30,7 @@ class Case:
         self.ops: list[tuple[Position, Op]] = list(schedule.positions())
         self.saved = frozenset(schedule.saves)
         self.parked = _expected_parks(schedule, workload)
-        self.micro_batches = range(schedule.micro_batches)
+        self.micro_batches = range(schedule.kind.micro_batches)
         self._at: dict[tuple[Stream, str, int, int], list[Position]] = {}
         for position, op in self.ops:
             self._at.setdefault((op.stream, op.what, op.block, op.micro_batch or 0), []).append(position)
@@ -74,7 +74,7 @@ class Case:
 
     def has_number(self, what: str) -> bool:
         """Tells whether such an op names its micro-batch."""
-        return self.schedule.micro_batches > 1 and what in PER_MICRO_BATCH
+        return self.schedule.kind.micro_batches > 1 and what in PER_MICRO_BATCH
 
     def require_before(self, first: Position, then: Position, why: str, rule: str) -> None:
         """Demands that `first` is done when `then` starts, by streams and waits alone."""
@@ -99,7 +99,7 @@ class Case:
 def _expected_parks(schedule: Schedule, workload: Workload) -> dict[int, list[int]]:
     """Values that have to be parked, by the last block whose backward reads them."""
     backwards = [i for i, block in enumerate(workload.blocks) if block.has_backward]
-    if schedule.transfer == "bind" or schedule.mode == "forward" or not backwards:
+    if schedule.kind.transfer == "bind" or schedule.kind.mode == "forward" or not backwards:
         return {}
     found: dict[int, list[int]] = {}
     for index, value in enumerate(workload.values):

@@ -19,7 +19,7 @@ from megatrain.scheduler.check_memory import (
     check_live_bytes,
     check_releases_come_first,
 )
-from megatrain.scheduler.check_updates import check_norm, check_options, check_updates
+from megatrain.scheduler.check_updates import check_norm, check_updates
 from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.happens import graph_waits
 from megatrain.scheduler.op import Op, Stream
@@ -47,12 +47,11 @@ def check_schedule(schedule: Schedule, workload: Workload, graph: nx.DiGraph[Pos
         )
     if len(schedule.live_bytes) != len(schedule.ticks):
         raise ScheduleError("every tick has one figure of live bytes.")
-    check_options(schedule)
     _check_slots(schedule)
     plain = Case(schedule, workload, {position: () for position, _ in schedule.positions()})
-    if workload.blocks and schedule.micro_batches > max(1, len(plain.ops)):
+    if workload.blocks and schedule.kind.micro_batches > max(1, len(plain.ops)):
         raise ScheduleError(
-            f"{schedule.micro_batches} micro-batches can't run in {len(plain.ops)} ops.\n"
+            f"{schedule.kind.micro_batches} micro-batches can't run in {len(plain.ops)} ops.\n"
             "  Each micro-batch has an F of every block."
         )
     # Deriving dependencies looks up blocks and slots, so these must be in range before.
@@ -68,7 +67,7 @@ def _check_slots(schedule: Schedule) -> None:
     offsets = [slot.offset for slot in schedule.slots]
     if offsets != sorted(set(offsets)):
         raise ScheduleError("slots are numbered by offset, and no two have the same.")
-    if schedule.transfer == "bind" and any(slot.nbytes for slot in schedule.slots):
+    if schedule.kind.transfer == "bind" and any(slot.nbytes for slot in schedule.slots):
         raise ScheduleError("slots have no bytes where weights are used in place.")
 
 
@@ -94,7 +93,7 @@ def _check_slot_fits(case: Case, position: Position, op: Op, rule: str) -> None:
         raise case.fault(f"{case.name(position)} moves no state.", rule, position.tick, "Leave it out.")
     if op.slot >= len(slots):
         raise case.fault(f"{case.name(position)} has no slot.", rule, position.tick, "Add the slot.")
-    if case.schedule.transfer == "copy" and slots[op.slot].nbytes < nbytes:
+    if case.schedule.kind.transfer == "copy" and slots[op.slot].nbytes < nbytes:
         raise case.fault(
             f"{case.name(position)} needs {nbytes} B, but its slot has {slots[op.slot].nbytes} B.",
             rule,
@@ -107,7 +106,7 @@ def check_forward_order(case: Case) -> None:
     """A forward of every block and micro-batch, in the order of the blocks; none in a backward alone."""
     rule = "F of every block comes exactly once, in the order of the blocks; a backward alone has none."
     blocks = range(len(case.workload.blocks))
-    if case.schedule.mode == "backward":
+    if case.schedule.kind.mode == "backward":
         for block in blocks:
             case.never(Stream.COMPUTE, "F", block, "has run already", rule)
         return
@@ -120,7 +119,7 @@ def check_forward_order(case: Case) -> None:
 def check_backward_order(case: Case) -> None:
     """A backward of every block that has one, after all forwards, and after all that hand it gradients."""
     rule = "B comes once for each block with a backward: after all F, and after the B of all that read it."
-    backwards = set() if case.schedule.mode == "forward" else set(case.workload.backward_blocks())
+    backwards = set() if case.schedule.kind.mode == "forward" else set(case.workload.backward_blocks())
     for block in range(len(case.workload.blocks)):
         for number in case.micro_batches:
             if block in backwards:
@@ -130,7 +129,7 @@ def check_backward_order(case: Case) -> None:
     if not backwards:
         return
     for number in case.micro_batches:
-        if case.schedule.mode == "train":
+        if case.schedule.kind.mode == "train":
             first = min(case.backward(block, number) for block in backwards)
             case.require_before(case.forward(len(case.workload.blocks) - 1, number), first, "follows", rule)
         for index, value in enumerate(case.workload.values):
@@ -154,8 +153,8 @@ def check_saves(case: Case) -> None:
     """Graphs are retained only of blocks with a backward, and always of the one where a micro-batch turns."""
     saves, backwards = case.schedule.saves, case.workload.backward_blocks()
     rule = "A retained graph serves a backward; of one micro-batch the last is retained, for it comes at once."
-    expected_last = () if case.schedule.mode == "forward" else backwards[-1:]
-    is_free = case.schedule.micro_batches > 1
+    expected_last = () if case.schedule.kind.mode == "forward" else backwards[-1:]
+    is_free = case.schedule.kind.micro_batches > 1
     is_last_right = is_free or saves[-1:] == expected_last
     if list(saves) != sorted(set(saves)) or not is_last_right or not set(saves) <= set(backwards):
         raise case.fault(f"the graphs of blocks {list(saves)} can't be retained.", rule, 0, "Change `saves`.")
@@ -180,7 +179,7 @@ def check_parks(case: Case) -> None:
 def _check_park(case: Case, block: int, number: int, rule: str) -> None:
     values = case.parked[block]
     restore = case.once(Stream.H2D, "A", block, rule, number)
-    if case.schedule.mode == "backward":
+    if case.schedule.kind.mode == "backward":
         case.never(Stream.D2H, "A", block, "has run already", rule)
     else:
         park = case.once(Stream.D2H, "A", block, rule, number)
@@ -197,7 +196,7 @@ def _check_park(case: Case, block: int, number: int, rule: str) -> None:
 def check_inputs(case: Case) -> None:
     """What an F or B reads was computed before."""
     rule = "An op uses only what is done for certain when it starts."
-    if case.schedule.mode == "backward":
+    if case.schedule.kind.mode == "backward":
         return
     for number in case.micro_batches:
         for index, value in enumerate(case.workload.values):
@@ -206,7 +205,7 @@ def check_inputs(case: Case) -> None:
             made = case.forward(value.producer, number)
             for reader in value.readers:
                 case.require_before(made, case.forward(reader, number), "reads a result of", rule)
-            if case.schedule.mode == "train":
+            if case.schedule.kind.mode == "train":
                 for reader in case.workload.backward_readers(index):
                     case.require_before(made, case.backward(reader, number), "reads a result of", rule)
 
@@ -241,7 +240,7 @@ def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule:
             continue
         if position not in readers:
             raise case.fault(f"{case.name(position)} is read by nothing.", rule, position.tick, "Remove it.")
-        nbytes = 0 if case.schedule.transfer == "bind" else case.workload.blocks[op.block].state_bytes
+        nbytes = 0 if case.schedule.kind.transfer == "bind" else case.workload.blocks[op.block].state_bytes
         start = case.schedule.slots[op.slot].offset
         overwritten = [p for p, (a, b) in residents.items() if a < start + nbytes and start < b]
         for load in overwritten:
@@ -256,7 +255,7 @@ def check_gradients(case: Case) -> None:
     """The parameter gradients of every block leave exactly once, summed over the micro-batches."""
     rule = "Parameter gradients leave the device once, after the B of every micro-batch, which add to them."
     for block, work in enumerate(case.workload.blocks):
-        if work.gradient_bytes > 0 and work.has_backward and case.schedule.mode != "forward":
+        if work.gradient_bytes > 0 and work.has_backward and case.schedule.kind.mode != "forward":
             offload = case.once(Stream.D2H, "G", block, rule)
             for backward in case.backwards(block):
                 case.require_before(backward, offload, "moves gradients of", rule)

@@ -94,7 +94,7 @@ def _recount(case: Case) -> list[int]:
 
 def _uses(case: Case, index: int, number: int) -> tuple[list[int], list[int]]:
     """Ticks of the forwards and of the backwards that need a value on the device, its production included."""
-    value, mode = case.workload.values[index], case.schedule.mode
+    value, mode = case.workload.values[index], case.schedule.kind.mode
     forward = list[int]()
     backward = list[int]()
     if mode != "backward":
@@ -114,11 +114,11 @@ def _storage_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
     handed_in = _turn(case, number)
     for index, value in enumerate(case.workload.values):
         forward, backward = _uses(case, index, number)
-        begins_before = case.schedule.mode == "backward" or value.producer is None
+        begins_before = case.schedule.kind.mode == "backward" or value.producer is None
         start = 0 if begins_before else min(forward)
-        stays = value.is_output and (case.schedule.outputs == "keep" or value.is_committed)
+        stays = value.is_output and (case.schedule.kind.outputs == "keep" or value.is_committed)
         if stays or (value.producer is None and not value.readers and not value.is_output):
-            is_unused = case.schedule.mode == "backward" and not value.is_output
+            is_unused = case.schedule.kind.mode == "backward" and not value.is_output
             yield value.storage, range(start, start if is_unused else num_ticks)
         elif index in parked:
             if forward:
@@ -131,10 +131,10 @@ def _storage_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
 
 def _turn(case: Case, number: int) -> int:
     """The tick in which the first backward of a micro-batch begins, or its last forward where there is none."""
-    backwards = () if case.schedule.mode == "forward" else case.workload.backward_blocks()
+    backwards = () if case.schedule.kind.mode == "forward" else case.workload.backward_blocks()
     if backwards:
         return min(case.backward(block, number).tick for block in backwards)
-    forwards = range(0 if case.schedule.mode == "backward" else len(case.workload.blocks))
+    forwards = range(0 if case.schedule.kind.mode == "backward" else len(case.workload.blocks))
     return max((case.forward(block, number).tick for block in forwards), default=0)
 
 
@@ -149,7 +149,7 @@ def _other_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
         for index in values:
             _, backward = _uses(case, index, number)
             yield case.workload.values[index].nbytes, range(returns, max(backward) + 1)
-    if case.schedule.mode == "forward" or not case.workload.backward_blocks():
+    if case.schedule.kind.mode == "forward" or not case.workload.backward_blocks():
         return
     turn = _turn(case, number)
     for index, value in enumerate(case.workload.values):
@@ -157,16 +157,16 @@ def _other_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
             readers = [case.backward(b, number).tick for b in case.workload.backward_readers(index)]
             end = num_ticks - 1 if value.producer is None else case.backward(value.producer, number).tick
             # Of an output the caller hands it in: when the backward starts, or before a backward alone.
-            handed_in = 0 if case.schedule.mode == "backward" else turn
+            handed_in = 0 if case.schedule.kind.mode == "backward" else turn
             yield value.nbytes, range(handed_in if value.is_output else min(readers), end + 1)
     for block in case.schedule.saves:
-        start = 0 if case.schedule.mode == "backward" else case.forward(block, number).tick
+        start = 0 if case.schedule.kind.mode == "backward" else case.forward(block, number).tick
         yield case.workload.blocks[block].saved_bytes, range(start, case.backward(block, number).tick + 1)
 
 
 def _gradient_spans(case: Case) -> Iterator[tuple[int, range]]:
     """Gradients of parameters: from the first B of a block, to which the others add, until they have left."""
-    if case.schedule.mode == "forward":
+    if case.schedule.kind.mode == "forward":
         return
     for block in case.workload.backward_blocks():
         work = case.workload.blocks[block]
@@ -197,7 +197,7 @@ def _with_workspace(case: Case) -> Iterator[int]:
 def _summands(case: Case) -> dict[tuple[int, int], int]:
     """Per block and micro-batch, the bytes of gradients of values that its B adds to others."""
     added: dict[tuple[int, int], int] = {}
-    gradients = range(0 if case.schedule.mode == "forward" else len(case.workload.values))
+    gradients = range(0 if case.schedule.kind.mode == "forward" else len(case.workload.values))
     for index, number in product(filter(case.workload.has_value_gradient, gradients), case.micro_batches):
         # The first gradient of a value is the sum so far; the caller's, if it handed one in.
         value = case.workload.values[index]
@@ -209,7 +209,7 @@ def _summands(case: Case) -> dict[tuple[int, int], int]:
 
 def _recount_moved(case: Case) -> tuple[int, int]:
     moved = {Stream.H2D: 0, Stream.D2H: 0}
-    if case.schedule.transfer == "copy":
+    if case.schedule.kind.transfer == "copy":
         for position, op in case.ops:
             if op.what == "A":
                 moved[position.stream] += sum(case.workload.values[v].nbytes for v in case.parked[op.block])
@@ -220,10 +220,10 @@ def _recount_moved(case: Case) -> tuple[int, int]:
 
 
 def _recount_host(case: Case) -> int:
-    if case.schedule.transfer == "bind":
+    if case.schedule.kind.transfer == "bind":
         return 0
     sizes = (case.workload.blocks[op.block].gradient_bytes for _, op in case.ops if op.what == "G")
-    slab = max([0, *sizes]) if case.schedule.updates == "none" and not case.schedule.clip else 0
+    slab = max([0, *sizes]) if not case.schedule.kind.holds_gradients else 0
     parks = sum(case.workload.values[v].nbytes for values in case.parked.values() for v in values)
     return slab + len(case.micro_batches) * parks
 
@@ -233,9 +233,9 @@ def _recount_waiting(case: Case) -> int:
 
     A deferred step begins with all that its updates consume.
     """
-    if case.schedule.updates == "none" and not case.schedule.clip:
+    if not case.schedule.kind.holds_gradients:
         return 0
-    consumed, is_deferred = _consumed(case), case.schedule.updates == "deferred"
+    consumed, is_deferred = _consumed(case), case.schedule.kind.updates == "deferred"
     waiting = sum(consumed.values()) if is_deferred else 0
     most = waiting
     for tick, row in enumerate(case.schedule.ticks):

@@ -4,38 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatrain.errors import ScheduleError
 from megatrain.scheduler.case import Case
 from megatrain.scheduler.op import NO_BLOCK, Stream
-from megatrain.scheduler.table import Position, Schedule
-
-
-def check_options(schedule: Schedule) -> None:
-    """Micro-batches, updates, a norm and released outputs belong to a whole step."""
-    if schedule.micro_batches < 1:
-        raise ScheduleError(
-            f"the schedule has {schedule.micro_batches} micro-batches.\n  A step has at least one.\n"
-            "  Build it with megatrain.schedule."
-        )
-    is_plain = schedule.micro_batches == 1 and schedule.updates == "none" and schedule.outputs == "keep"
-    if schedule.mode != "train" and (schedule.clip or not is_plain):
-        raise ScheduleError(
-            f"a schedule of mode `{schedule.mode}` has no micro-batches, updates, norm or released outputs.\n"
-            "  They belong to a whole step, of mode `train`."
-        )
+from megatrain.scheduler.table import Position
 
 
 def check_norm(case: Case) -> None:
     """The norm is taken once, over all gradients, when the update of the step before needs its old value no more."""
     rule = "A clipped step has one N, after all G and after updates of the step before; others have none."
-    if not case.schedule.clip:
+    if not case.schedule.kind.clip:
         case.never(Stream.HOST, "N", NO_BLOCK, "is read by nothing", rule)
         return
     norm = case.once(Stream.HOST, "N", NO_BLOCK, rule)
     for block in range(len(case.workload.blocks)):
         for offload in case.at(Stream.D2H, "G", block):
             case.require_before(offload, norm, "takes the norm of what leaves with", rule)
-        if case.schedule.updates == "deferred":
+        if case.schedule.kind.updates == "deferred":
             for update in case.at(Stream.HOST, "U", block):
                 case.require_before(update, norm, "replaces the norm that is read by", rule)
 
@@ -44,12 +28,12 @@ def check_updates(case: Case) -> None:
     """Each block with parameters of its own to update has one U, where `updates` says."""
     rule = "A step that updates has one U for each block that updates parameters; others have none."
     for block, work in enumerate(case.workload.blocks):
-        if work.update_bytes == 0 or case.schedule.updates == "none":
+        if work.update_bytes == 0 or case.schedule.kind.updates == "none":
             case.never(Stream.HOST, "U", block, "has nothing to update", rule)
             continue
         update = case.once(Stream.HOST, "U", block, rule)
         members = (block, *work.shares)
-        if case.schedule.updates == "deferred":
+        if case.schedule.kind.updates == "deferred":
             _check_update_of_before(case, update, members)
         else:
             _check_update_of_this(case, update, members)
@@ -75,7 +59,7 @@ def _check_update_of_this(case: Case, update: Position, members: tuple[int, ...]
         case.require_before(norm, update, "is scaled by", rule)
     for reader in _weight_readers(case, members):
         case.require_before(reader, update, "writes what is read by", rule)
-    if case.schedule.updates == "serial":
+    if case.schedule.kind.updates == "serial":
         # Streams keep their order, so the last one to leave stands for all.
         last = max(p for p, op in case.ops if op.what == "G")
         case.require_before(last, update, "comes when all gradients have left, the last with", rule)
@@ -85,7 +69,7 @@ def _weight_readers(case: Case, members: tuple[int, ...]) -> Iterator[Position]:
     """All that reads the parameters of some blocks in host memory: W, or F and B where they are used in place."""
     for member in members:
         yield from case.at(Stream.H2D, "W", member)
-        if case.schedule.transfer == "bind":
+        if case.schedule.kind.transfer == "bind":
             for number in case.micro_batches:
                 yield from case.at(Stream.COMPUTE, "F", member, number)
                 yield from case.at(Stream.COMPUTE, "B", member, number)

@@ -113,7 +113,7 @@ class Measured:
         if len(seconds) != len(schedule.ops):
             extra = min(set(seconds).difference(p for p, _ in schedule.positions()))
             raise ScheduleError(f"there is a time for {extra.stream} at tick {extra.tick}, where the table has no op.")
-        return Measured(schedule.num_blocks, schedule.transfer, _medians(found))
+        return Measured(schedule.num_blocks, schedule.kind.transfer, _medians(found))
 
     @staticmethod
     def mean(runs: Sequence[Measured]) -> Measured:
@@ -141,10 +141,10 @@ class Measured:
         Raises:
             ScheduleError: If it isn't of the program that was measured, or has an op that never ran.
         """
-        if (schedule.num_blocks, schedule.transfer) != (self.num_blocks, self.transfer):
+        if (schedule.num_blocks, schedule.kind.transfer) != (self.num_blocks, self.transfer):
             raise ScheduleError(
                 f"measured were {self.num_blocks} blocks with `{self.transfer}`, this schedule has "
-                f"{schedule.num_blocks} with `{schedule.transfer}`.\n"
+                f"{schedule.num_blocks} with `{schedule.kind.transfer}`.\n"
                 "  A measurement serves schedules of the same program.\n"
                 "  Measure a run of this one."
             )
@@ -221,7 +221,7 @@ def _work_s(schedule: Schedule, op: Op, parked: Mapping[int, Sequence[int]], har
     if op.stream == Stream.HOST:
         return _host_work_bytes(workload, op) / hardware.host_bytes_per_s
     rate = hardware.h2d_bytes_per_s if op.stream == Stream.H2D else hardware.d2h_bytes_per_s
-    return op_bytes(workload, op, parked, schedule.transfer) / rate
+    return op_bytes(workload, schedule.kind, op, parked) / rate
 
 
 def _host_work_bytes(workload: Workload, op: Op) -> int:

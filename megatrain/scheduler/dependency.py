@@ -116,7 +116,7 @@ def _data_edges(schedule: Schedule, workload: Workload) -> Iterator[_Edge]:
 def _data_pairs(schedule: Schedule, workload: Workload) -> Iterator[tuple[Position, Position]]:
     at = _Found(schedule)
     parked = replace(schedule, workload=workload).parked()
-    for number in range(schedule.micro_batches):
+    for number in range(schedule.kind.micro_batches):
         yield from _value_pairs(at, workload, parked, number)
         for block in workload.backward_blocks():
             backward = at(Stream.COMPUTE, "B", [block], number)
@@ -155,18 +155,18 @@ def _host_edges(schedule: Schedule, workload: Workload) -> Iterator[_Edge]:
         group = update_group(workload, block)
         updates = at(Stream.HOST, "U", [block])
         readers = at(Stream.H2D, "W", group)
-        if schedule.updates == "deferred":
+        if schedule.kind.updates == "deferred":
             yield from _later(_pairs(updates, readers), "weight")
             continue
-        if schedule.transfer == "bind":
+        if schedule.kind.transfer == "bind":
             readers = [
                 p
-                for number in range(schedule.micro_batches)
+                for number in range(schedule.kind.micro_batches)
                 for w in "FB"
                 for p in at(Stream.COMPUTE, w, group, number)
             ]
         # Of one stream, the last op stands for all.
-        last = [max(everything)] if everything and schedule.updates == "serial" else []
+        last = [max(everything)] if everything and schedule.kind.updates == "serial" else []
         yield from _later(_pairs([*at(Stream.D2H, "G", group), *last], updates), "data")
         yield from _later(_pairs(readers, updates), "resource")
 
@@ -189,7 +189,7 @@ def _resource_edges(schedule: Schedule, workload: Workload) -> Iterator[_Edge]:
         if op.slot is None or op.slot >= len(schedule.slots):
             continue
         start = schedule.slots[op.slot].offset
-        stop = start + (0 if schedule.transfer == "bind" else workload.blocks[op.block].state_bytes)
+        stop = start + (0 if schedule.kind.transfer == "bind" else workload.blocks[op.block].state_bytes)
         for other, (low, high) in list(live.items()):
             if low < stop and start < high:
                 # Bytes overwritten later still follow this W in its stream.

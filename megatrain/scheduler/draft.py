@@ -17,6 +17,7 @@ from megatrain.scheduler.op import NO_BLOCK, PER_MICRO_BATCH, STREAMS, Op, Strea
 from megatrain.scheduler.order import Rows, assign_ticks
 from megatrain.scheduler.parking import parked_values
 from megatrain.scheduler.place import Residency, compute_stages, place_slots, residencies
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Schedule, Slot, Tick
 from megatrain.scheduler.updates import HostTicks, head_updates, place_host, written_ticks
 from megatrain.scheduler.waiting import waiting_bytes
@@ -70,25 +71,10 @@ class _Placed:
 class Builder:
     """Drafts schedules of one workload under different plans, and finishes one."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        *,
-        mode: str,
-        transfer: str,
-        micro_batches: int = 1,
-        updates: str = "none",
-        clip: bool = False,
-        outputs: str = "keep",
-    ) -> None:
+    def __init__(self, workload: Workload, kind: StepKind) -> None:
         self.workload = workload
-        self.mode = mode
-        self.transfer = transfer
-        self.micro_batches = micro_batches
-        self.updates = updates
-        self.clip = clip
-        self.outputs = outputs
-        self.stages = compute_stages(workload, mode, micro_batches)
+        self.kind = kind
+        self.stages = compute_stages(workload, kind)
         self._accumulated = accumulated_bytes(workload)
         self._placed: dict[int, _Placed] = {}
 
@@ -104,8 +90,8 @@ class Builder:
             num_slots=plan.num_slots,
             written=written_ticks(self.workload, placed.head),
         )
-        host = place_host(self.workload, rows.ticks, placed.head, updates=self.updates, clip=self.clip)
-        facts = StepFacts(rows.ticks, frozenset(plan.saves), parked, self.mode, self.micro_batches, self.outputs)
+        host = place_host(self.workload, self.kind, rows.ticks, placed.head)
+        facts = StepFacts(rows.ticks, frozenset(plan.saves), parked, self.kind)
         lives = step_lifetimes(self.workload, facts)
         arena = max((slot.offset + slot.nbytes for slot in placed.slots), default=0)
         live = live_bytes(self.workload, lives, max(rows.num_ticks, host.num_ticks), arena)
@@ -115,35 +101,22 @@ class Builder:
         """Makes the rows, and the figures of the header."""
         placed = self._place(draft.plan.num_slots)
         parked = self._parked(draft.plan)
-        ticks = _table(draft, placed, has_micro_batches=self.micro_batches > 1)
+        ticks = _table(draft, placed, has_micro_batches=self.kind.micro_batches > 1)
         ops = [op for tick in ticks for _, op in tick.ops()]
-        h2d, d2h = count_moved(self.workload, ops, parked, self.transfer)
+        h2d, d2h = count_moved(self.workload, self.kind, ops, parked)
         return Schedule(
             ticks=ticks,
             slots=placed.slots,
             keep=draft.plan.keep,
             saves=draft.plan.saves,
-            mode=self.mode,
-            transfer=self.transfer,
             live_bytes=draft.live,
             h2d_bytes=h2d,
             d2h_bytes=d2h,
             peak_bytes=max(draft.live, default=0),
             device_bytes=draft.device_bytes,
-            host_bytes=host_bytes(
-                self.workload,
-                parked,
-                self.mode,
-                self.transfer,
-                self.micro_batches,
-                has_slab=self.updates == "none" and not self.clip,
-            )
-            + self._waiting_bytes(draft),
+            host_bytes=host_bytes(self.workload, self.kind, parked) + self._waiting_bytes(draft),
             num_blocks=len(self.workload.blocks),
-            micro_batches=self.micro_batches,
-            updates=self.updates,
-            clip=self.clip,
-            outputs=self.outputs,
+            kind=self.kind,
             workload=self.workload,
         )
 
@@ -157,19 +130,18 @@ class Builder:
 
     def _waiting_bytes(self, draft: Draft) -> int:
         offload = {block: tick for (block, _), tick in draft.rows.ticks.offload.items()}
-        update, num_ticks = draft.host.update, len(draft.live)
-        return waiting_bytes(self.workload, offload, update, num_ticks, updates=self.updates, clip=self.clip)
+        return waiting_bytes(self.workload, self.kind, offload, draft.host.update, len(draft.live))
 
     def _place(self, num_slots: int) -> _Placed:
         if num_slots not in self._placed:
-            stays = residencies(self.workload, self.stages, num_slots=num_slots, transfer=self.transfer)
+            stays = residencies(self.workload, self.kind, self.stages, num_slots=num_slots)
             loads = [stay.block for stay in stays]
-            head = head_updates(self.workload, loads) if self.updates == "deferred" else {}
+            head = head_updates(self.workload, loads) if self.kind.updates == "deferred" else {}
             self._placed[num_slots] = _Placed(head, stays, *place_slots(stays))
         return self._placed[num_slots]
 
     def _parked(self, plan: Plan) -> dict[int, tuple[int, ...]]:
-        return parked_values(self.workload, keep=plan.keep, saves=plan.saves, mode=self.mode, transfer=self.transfer)
+        return parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves)
 
 
 def _table(draft: Draft, placed: _Placed, *, has_micro_batches: bool) -> tuple[Tick, ...]:

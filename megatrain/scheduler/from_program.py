@@ -1,16 +1,15 @@
-"""workload(): what scheduling needs to know of a program."""
+"""schedule() and workload(): programs described by what scheduling needs to know, and scheduled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatrain.checks import checked, optional
 from megatrain.errors import ScheduleError
 from megatrain.passes.program import Block, Program
-from megatrain.scheduler.build import STEP
-from megatrain.scheduler.build import schedule as build_schedule
+from megatrain.scheduler.build import STEP, build
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Schedule
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload, merged
 from megatrain.sizes import SIZE, parse_bytes
@@ -45,7 +44,7 @@ def workload(program: Program, *, update_traffic: int = UPDATE_TRAFFIC) -> Workl
 
 @checked(**STEP, memory=optional(SIZE))
 def schedule(
-    program: Program,
+    program: Program | Workload,
     *,
     num_slots: int | None = None,
     keep: int | None = None,
@@ -58,46 +57,81 @@ def schedule(
     clip: bool = False,
     outputs: str = "keep",
 ) -> Schedule:
-    """Places one step of `program` on the streams; see `megatrain.scheduler.build.schedule` for the options.
+    """Places one step on the streams: what is copied, computed, offloaded and updated, and when.
+
+    Touches no tensor and no device.
+
+    Args:
+        program: What to run, or its blocks, values and their sizes alone.
+        num_slots: Blocks whose weights may be on the device at the same time. 1 overlaps nothing. None means
+            2, or 1 if only that fits `memory`.
+        keep: The inputs of the last `keep` blocks, counted from the last block with a backward, stay on the
+            device; older ones are parked on the host. None leaves it to `activations`.
+        memory: Device bytes, or text like `"10GiB"`, that the step may take, weights, activations, gradients and
+            workspace included.
+        activations: `"recompute"` retains the graph of no block but the last, and parks inputs only if
+            they don't fit otherwise; `"keep"` retains all graphs; `"offload"` parks all it can; `"auto"`
+            retains as many graphs as fit, counted from the last block, else recomputes and parks as few
+            inputs as possible.
+        transfer: `"copy"` the weights into slots, or `"bind"` them in place, where nothing moves.
+        mode: `"train"`, `"forward"` for inference, or `"backward"` for the backward of a forward that ran
+            earlier; `backward_schedule` makes the last to match a schedule.
+        micro_batches: How many batches of the workload's size one step takes. All of them run through a block
+            before the next one, so weights cross as often as with one; the gradients of a block are summed on
+            the device and leave once.
+        updates: When the host updates the parameters of a block. `"none"`: the step doesn't; `"overlap"`: when
+            its gradients have left; `"serial"`: when all gradients have left; `"deferred"`: at the head of the
+            next step, so this table begins with the updates of the step before, each ahead of the weights.
+        clip: The host takes the norm of all gradients once they have left. Updates of this step wait for it.
+        outputs: `"keep"` the model's outputs on the device until the step ends, or `"release"` them once the
+            backward of their micro-batch begins, when the caller has made a loss of them.
+
+    Returns:
+        A schedule that passes its check. Ticks count from 0; lifetimes include both ends.
 
     Raises:
-        OptionError: As there.
-        ScheduleError: As there; or if a buffer can't go from one micro-batch to the next, because a block reads it
-            ahead of the one that computes its new value.
+        OptionError: If an option is unknown, a count isn't one, or options exclude each other.
+        ScheduleError: If the workload is inconsistent, or `memory` too small; the message says how much is
+            needed at least, and by which block. Or if a buffer can't go from one micro-batch to the next, because a
+            block reads it ahead of the one that computes its new value.
     """
-    if micro_batches > 1:
-        check_buffers(program)
-    return build_schedule(
-        workload(program),
-        num_slots=num_slots,
-        keep=keep,
-        memory=None if memory is None else parse_bytes(memory, "memory"),
-        activations=activations,
-        transfer=transfer,
-        mode=mode,
-        micro_batches=micro_batches,
-        updates=updates,
-        clip=clip,
-        outputs=outputs,
-    )
+    kind = StepKind(mode, transfer, micro_batches, updates, clip, outputs)
+    size = None if memory is None else parse_bytes(memory, "memory")
+    if isinstance(program, Program):
+        return step_schedule(
+            [program] * micro_batches, kind, num_slots=num_slots, keep=keep, memory=size, activations=activations
+        )
+    return build(program, kind, num_slots=num_slots, keep=keep, memory=size, activations=activations)
 
 
-def step_schedule(programs: Sequence[Program], **options: Any) -> Schedule:
-    """Places a whole training step whose micro-batches are captures of one model.
+def step_schedule(
+    programs: Sequence[Program],
+    kind: StepKind,
+    *,
+    num_slots: int | None = None,
+    keep: int | None = None,
+    memory: int | None = None,
+    activations: str = "auto",
+) -> Schedule:
+    """Places one step whose micro-batches are captures of one model.
 
     Args:
         programs: One per micro-batch; those for inputs of other sizes differ in nothing but sizes.
-        options: Of `megatrain.scheduler.build.schedule`, all but the number of micro-batches.
+        kind: What the step does besides running the blocks.
+        num_slots: As in `schedule`, like those below.
+        keep: See there.
+        memory: Device bytes; see there.
+        activations: See there.
 
     Raises:
         ScheduleError: If they differ in more, `memory` is too small, or a buffer can't go from one to the next.
     """
     distinct = {id(program): program for program in programs}.values()
-    if len(programs) > 1:
+    if kind.micro_batches > 1:
         for program in distinct:
             check_buffers(program)
     works = merged([workload(program) for program in distinct])
-    return build_schedule(works, micro_batches=len(programs), **options)
+    return build(works, kind, num_slots=num_slots, keep=keep, memory=memory, activations=activations)
 
 
 def check_buffers(program: Program) -> None:

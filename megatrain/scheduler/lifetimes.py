@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from megatrain.scheduler.op import Stream
 from megatrain.scheduler.order import OpTicks
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Position, Schedule
 from megatrain.scheduler.workload import Workload
 
@@ -55,17 +56,13 @@ class StepFacts:
         ticks: Where each op stands.
         saves: Blocks whose graph is retained.
         parked: Values parked by each block's `A`.
-        mode: As in `Schedule`.
-        micro_batches: As in `Schedule`.
-        outputs: As in `Schedule`.
+        kind: As in `Schedule`.
     """
 
     ticks: OpTicks
     saves: frozenset[int]
     parked: Mapping[int, Sequence[int]]
-    mode: str
-    micro_batches: int = 1
-    outputs: str = "keep"
+    kind: StepKind
 
 
 def lifetimes(schedule: Schedule) -> tuple[Lifetime, ...]:
@@ -74,10 +71,7 @@ def lifetimes(schedule: Schedule) -> tuple[Lifetime, ...]:
     Raises:
         ScheduleError: If the schedule doesn't know its workload.
     """
-    saves = frozenset(schedule.saves)
-    facts = StepFacts(
-        op_ticks(schedule), saves, schedule.parked(), schedule.mode, schedule.micro_batches, schedule.outputs
-    )
+    facts = StepFacts(op_ticks(schedule), frozenset(schedule.saves), schedule.parked(), schedule.kind)
     return step_lifetimes(schedule.known_workload(), facts)
 
 
@@ -101,11 +95,11 @@ def step_lifetimes(workload: Workload, facts: StepFacts) -> tuple[Lifetime, ...]
     """The same as `lifetimes`, for a table in the making."""
     parked_by = {value: block for block, values in facts.parked.items() for value in values}
     found: list[Lifetime] = []
-    for micro_batch in range(facts.micro_batches):
+    for micro_batch in range(facts.kind.micro_batches):
         uses = _uses_of(facts, micro_batch)
         for value in range(len(workload.values)):
             found += _value_lives(workload, uses, value, parked_by.get(value))
-        if facts.mode != "forward":
+        if facts.kind.mode != "forward":
             for value in range(len(workload.values)):
                 found += _gradient_lives(workload, uses, value)
         for block in uses.backward:
@@ -136,8 +130,8 @@ def _uses_of(facts: StepFacts, micro_batch: int) -> _Uses:
     )
     forward, backward, park, restore = mine
     handed_in = min(backward.values(), default=max(forward.values(), default=0))
-    outputs_end = Position(handed_in, Stream.COMPUTE) if facts.outputs == "release" else None
-    return _Uses(micro_batch, facts.mode, facts.saves, forward, backward, park, restore, outputs_end)
+    outputs_end = Position(handed_in, Stream.COMPUTE) if facts.kind.outputs == "release" else None
+    return _Uses(micro_batch, facts.kind.mode, facts.saves, forward, backward, park, restore, outputs_end)
 
 
 def _at(ticks: Mapping[int, int], blocks: Iterable[int], stream: Stream = Stream.COMPUTE) -> list[Position]:
@@ -202,7 +196,7 @@ def _block_lives(workload: Workload, facts: StepFacts, uses: _Uses, block: int) 
     found: list[Lifetime] = []
     if work.gradient_bytes > 0 and uses.micro_batch == 0:
         # The first backward makes it, the others add to it.
-        first = min(facts.ticks.backward[block, number] for number in range(facts.micro_batches))
+        first = min(facts.ticks.backward[block, number] for number in range(facts.kind.micro_batches))
         end = Position(facts.ticks.offload[block, 0], Stream.D2H)
         found.append(Lifetime(Item("parameters", block), work.gradient_bytes, Position(first, Stream.COMPUTE), (end,)))
     if block in uses.saves:

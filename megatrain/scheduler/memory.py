@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from megatrain.scheduler.lifetimes import Lifetime
 from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Schedule
 from megatrain.scheduler.workload import Workload
 
@@ -97,9 +98,9 @@ def workspace_bytes(
     return max(0, work.backward_workspace_bytes - saved) + accumulated[block] + summand
 
 
-def op_bytes(workload: Workload, op: Op, parked: Mapping[int, Sequence[int]], transfer: str) -> int:
+def op_bytes(workload: Workload, kind: StepKind, op: Op, parked: Mapping[int, Sequence[int]]) -> int:
     """Bytes that an op moves between host and device."""
-    if transfer == "bind" or op.what not in "WAG":
+    if kind.transfer == "bind" or op.what not in "WAG":
         return 0
     if op.what == "A":
         return sum(workload.values[v].nbytes for v in parked.get(op.block, ()))
@@ -107,20 +108,16 @@ def op_bytes(workload: Workload, op: Op, parked: Mapping[int, Sequence[int]], tr
     return work.state_bytes if op.what == "W" else work.gradient_bytes
 
 
-def host_bytes(
-    workload: Workload,
-    parked: Mapping[int, Sequence[int]],
-    mode: str,
-    transfer: str,
-    micro_batches: int = 1,
-    *,
-    has_slab: bool = True,
-) -> int:
-    """Bytes of all parked values of all micro-batches, plus one slab as large as the largest gradients of a block."""
-    if transfer == "bind" or mode == "forward":
+def host_bytes(workload: Workload, kind: StepKind, parked: Mapping[int, Sequence[int]]) -> int:
+    """Bytes of all parked values of all micro-batches, plus one slab as large as the largest gradients of a block.
+
+    There is no slab where gradients wait on the host: see `waiting_bytes`.
+    """
+    if kind.transfer == "bind" or kind.mode == "forward":
         return 0
+    has_slab = not kind.holds_gradients
     slab = max((b.gradient_bytes for b in workload.blocks if b.has_backward and has_slab), default=0)
-    return slab + micro_batches * sum(workload.values[v].nbytes for values in parked.values() for v in values)
+    return slab + kind.micro_batches * sum(workload.values[v].nbytes for values in parked.values() for v in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +174,11 @@ def find_peak(schedule: Schedule, lives: Sequence[Lifetime]) -> Peak:
 
 
 def count_moved(
-    workload: Workload, ops: Sequence[Op], parked: Mapping[int, Sequence[int]], transfer: str
+    workload: Workload, kind: StepKind, ops: Sequence[Op], parked: Mapping[int, Sequence[int]]
 ) -> tuple[int, int]:
     """Bytes copied to the device and to the host."""
     moved = {Stream.H2D: 0, Stream.D2H: 0}
     for op in ops:
         if op.stream in moved:
-            moved[op.stream] += op_bytes(workload, op, parked, transfer)
+            moved[op.stream] += op_bytes(workload, kind, op, parked)
     return moved[Stream.H2D], moved[Stream.D2H]

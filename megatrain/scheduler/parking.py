@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
 
@@ -20,7 +21,7 @@ def keep_all(workload: Workload) -> int:
 
 
 def parked_values(
-    workload: Workload, *, keep: int, saves: Collection[int], mode: str, transfer: str
+    workload: Workload, kind: StepKind, *, keep: int, saves: Collection[int]
 ) -> dict[int, tuple[int, ...]]:
     """Values that are parked on the host, by the block whose `A` ops move them.
 
@@ -28,7 +29,7 @@ def parked_values(
     on the device if that block is among the last `keep`, or if a retained graph holds it.
     """
     turn = turn_block(workload)
-    if turn is None or mode == "forward" or transfer == "bind":
+    if turn is None or kind.mode == "forward" or kind.transfer == "bind":
         return {}
     saved = frozenset(saves)
     found: dict[int, list[int]] = {}

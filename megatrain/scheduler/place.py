@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Slot
 from megatrain.scheduler.workload import Workload
 
@@ -41,7 +42,7 @@ class Residency:
     nbytes: int
 
 
-def compute_stages(workload: Workload, mode: str, micro_batches: int = 1) -> tuple[Stage, ...]:
+def compute_stages(workload: Workload, kind: StepKind) -> tuple[Stage, ...]:
     """The fixed order of the compute stream: forward in block order, then backward in reverse.
 
     All micro-batches of a block run before the next block does, so its weights are needed as often as with
@@ -49,11 +50,11 @@ def compute_stages(workload: Workload, mode: str, micro_batches: int = 1) -> tup
     only one of its graphs exists at a time.
     """
     last = len(workload.blocks) - 1
-    numbers = range(micro_batches)
-    backward = () if mode == "forward" else workload.backward_blocks()
-    forward = range(0 if mode == "backward" else len(workload.blocks))
+    numbers = range(kind.micro_batches)
+    backward = () if kind.mode == "forward" else workload.backward_blocks()
+    forward = range(0 if kind.mode == "backward" else len(workload.blocks))
     turn: list[Stage] = []
-    if micro_batches > 1 and alternates(workload, mode):
+    if kind.micro_batches > 1 and alternates(workload, kind):
         forward, backward = forward[:-1], backward[:-1]
         turn = [tuple(Work(what, last, m) for m in numbers for what in "FB")]
     return (
@@ -63,12 +64,14 @@ def compute_stages(workload: Workload, mode: str, micro_batches: int = 1) -> tup
     )
 
 
-def alternates(workload: Workload, mode: str) -> bool:
+def alternates(workload: Workload, kind: StepKind) -> bool:
     """Tells whether forward and backward meet in the last block."""
-    return mode == "train" and workload.backward_blocks()[-1:] == (len(workload.blocks) - 1,)
+    return kind.mode == "train" and workload.backward_blocks()[-1:] == (len(workload.blocks) - 1,)
 
 
-def residencies(workload: Workload, stages: Sequence[Stage], *, num_slots: int, transfer: str) -> tuple[Residency, ...]:
+def residencies(
+    workload: Workload, kind: StepKind, stages: Sequence[Stage], *, num_slots: int
+) -> tuple[Residency, ...]:
     """Every stay of every block's state, in the order of first need.
 
     The last `num_slots` blocks stay from their forward to their backward: together they are no more than what
@@ -81,7 +84,7 @@ def residencies(workload: Workload, stages: Sequence[Stage], *, num_slots: int, 
             uses.setdefault(block, []).append(number)
     found: list[Residency] = []
     for block, at in uses.items():
-        nbytes = 0 if transfer == "bind" else workload.blocks[block].state_bytes
+        nbytes = 0 if kind.transfer == "bind" else workload.blocks[block].state_bytes
         stays = block >= len(workload.blocks) - num_slots
         for run in [at] if stays else [[stage] for stage in at]:
             found.append(Residency(block, run[0], run[0] - (num_slots - 1), run[-1], nbytes))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, fields
 from typing import Any
 
 from megatrain.checks import checked, shown
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.op import STREAMS, parse_op
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Schedule, Slot, Tick
 from megatrain.scheduler.workload import Workload
 
 FORMAT = 1
 
-_FIGURES = ("keep", "mode", "transfer", "h2d_bytes", "d2h_bytes", "peak_bytes", "device_bytes", "host_bytes")
-# What a schedule written by an earlier version lacks.
-_STEP_FACTS: dict[str, Any] = {"micro_batches": 1, "updates": "none", "clip": False, "outputs": "keep"}
+_FIGURES = ("keep", "h2d_bytes", "d2h_bytes", "peak_bytes", "device_bytes", "host_bytes")
 
 
 def schedule_to_json(schedule: Schedule) -> str:
@@ -23,7 +23,8 @@ def schedule_to_json(schedule: Schedule) -> str:
     data: dict[str, Any] = {
         "format": FORMAT,
         "num_blocks": schedule.num_blocks,
-        **{name: getattr(schedule, name) for name in (*_FIGURES, *_STEP_FACTS)},
+        **{name: getattr(schedule, name) for name in _FIGURES},
+        **asdict(schedule.kind),
         "saves": schedule.saves,
         "slots": [(slot.offset, slot.nbytes) for slot in schedule.slots],
         "live_bytes": schedule.live_bytes,
@@ -55,7 +56,8 @@ def schedule_from_json(text: str) -> Schedule:
             num_blocks=data["num_blocks"],
             workload=None if data["workload"] is None else Workload.from_dict(data["workload"]),
             **{name: data[name] for name in _FIGURES},
-            **{name: data.get(name, default) for name, default in _STEP_FACTS.items()},
+            # A schedule written by an earlier version lacks some parts of the kind of step.
+            kind=StepKind(**{part.name: data[part.name] for part in fields(StepKind) if part.name in data}),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ScheduleError(

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatrain.checks import checked, one_of
+from megatrain.checks import checked
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.op import STREAMS, Op, Stream
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
 if TYPE_CHECKING:
@@ -16,14 +17,6 @@ if TYPE_CHECKING:
 
     from megatrain.scheduler.costs import Costs
     from megatrain.scheduler.simulate import Simulation
-
-MODES = ("train", "forward", "backward")
-TRANSFERS = ("copy", "bind")
-# When a block's parameters are updated: by the caller; once its gradients have left; once all have left; at the head
-# of the next step.
-UPDATES = ("none", "overlap", "serial", "deferred")
-# Until when outputs of the model stay: the step ends; the backward of their micro-batch has begun.
-OUTPUTS = ("keep", "release")
 
 
 class Position(NamedTuple):
@@ -76,7 +69,7 @@ class Tick:
                 yield stream, op
 
 
-@checked(mode=one_of(*MODES), transfer=one_of(*TRANSFERS), updates=one_of(*UPDATES), outputs=one_of(*OUTPUTS))
+@checked()
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Everything one step does, in order, and the bytes it takes; made by `schedule`, printed by `str`.
@@ -87,8 +80,6 @@ class Schedule:
         keep: The inputs of the last `keep` blocks, counted from the last block with a backward, stay on the
             device; those of older blocks are parked on the host.
         saves: Blocks whose forward graph is retained, ascending; every other block recomputes.
-        mode: `"train"`, `"forward"` (inference), or `"backward"` (of a forward that ran earlier).
-        transfer: `"copy"` fills slots; `"bind"` uses the weights in place, so slots have no bytes.
         live_bytes: Per tick, the bytes of everything that exists on the device at any moment of it, both ends
             inclusive, workspace not counted.
         h2d_bytes: Bytes copied to the device.
@@ -99,12 +90,7 @@ class Schedule:
             gradients of a block, from which they become the caller's. Of a step with updates or a norm, instead of
             the slab, the most bytes of gradients that wait for their updates at any tick. State isn't counted.
         num_blocks: Blocks of the model.
-        micro_batches: How often each F and B runs. With several, these ops and `A` carry the micro-batch.
-        updates: `"none"`, `"overlap"` (each `U` follows its `G`), `"serial"` (all `U` follow all `G`), or
-            `"deferred"` (each `U` of the step before precedes the first `W` of this one that it concerns).
-        clip: `N` takes the norm of all gradients at the end; updates wait for the norm that they use.
-        outputs: `"keep"`: outputs of the model stay until the step ends. `"release"`: until the first B of their
-            micro-batch, before which the caller has made a loss of them, or what reads them last.
+        kind: What it does besides running the blocks.
         workload: What it was built for; not part of the text, nor of equality.
     """
 
@@ -112,8 +98,6 @@ class Schedule:
     slots: tuple[Slot, ...]
     keep: int
     saves: tuple[int, ...]
-    mode: str
-    transfer: str
     live_bytes: tuple[int, ...]
     h2d_bytes: int
     d2h_bytes: int
@@ -121,10 +105,7 @@ class Schedule:
     device_bytes: int
     host_bytes: int
     num_blocks: int
-    micro_batches: int = 1
-    updates: str = UPDATES[0]
-    clip: bool = False
-    outputs: str = OUTPUTS[0]
+    kind: StepKind
     workload: Workload | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -135,7 +116,7 @@ class Schedule:
     @property
     def frozen(self) -> tuple[int, ...]:
         """Blocks without gradients of their own, ascending: no G offloads any. Empty for inference."""
-        if self.mode == "forward":
+        if self.kind.mode == "forward":
             return ()
         computed = {op.block for op in self.ops if op.what in "FB"}
         return tuple(sorted(computed.difference(op.block for op in self.ops if op.what == "G")))
@@ -193,9 +174,7 @@ class Schedule:
         """Values that `A` parks and returns, by the block of the op."""
         from megatrain.scheduler.parking import parked_values
 
-        return parked_values(
-            self.known_workload(), keep=self.keep, saves=self.saves, mode=self.mode, transfer=self.transfer
-        )
+        return parked_values(self.known_workload(), self.kind, keep=self.keep, saves=self.saves)
 
     def bindings(self) -> dict[Position, Position]:
         """For each F and B of a block with state, the position of the `W` whose slot it reads."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatrain.checks import checked
-from megatrain.errors import ScheduleError
+from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.op import STREAMS, Op, Stream, parse_op
-from megatrain.scheduler.table import MODES, OUTPUTS, TRANSFERS, UPDATES, Schedule, Slot, Tick
+from megatrain.scheduler.step_kind import MODES, OUTPUTS, TRANSFERS, UPDATES, StepKind
+from megatrain.scheduler.table import Schedule, Slot, Tick
 from megatrain.scheduler.workload import Workload
 
 _HEADER = re.compile(
@@ -19,8 +21,7 @@ _HEADER = re.compile(
 )
 _DEVICE = re.compile(r"device: (?P<device_bytes>\d{1,18}) B; host: (?P<host_bytes>\d{1,18}) B")
 _SLOT = re.compile(r"(?P<index>\d{1,18}) = (?P<offset>\d{1,18})\+(?P<nbytes>\d{1,18})")
-_MICRO_BATCHES = re.compile(r"micro-batches: (?P<count>\d{1,18})")
-_UPDATES = re.compile(r"updates: (?P<updates>\w+)(?P<clip>, clipped)?")
+_UPDATES = re.compile(r"(?P<updates>\w+)(?P<clip>, clipped)?")
 _RANGE = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?")
 _WIDTH = 100
 
@@ -36,22 +37,10 @@ def schedule_text(schedule: Schedule) -> str:
         f"{len(schedule.ticks)} ticks; h2d {schedule.h2d_bytes} B, d2h {schedule.d2h_bytes} B, "
         f"peak {schedule.peak_bytes} B",
         f"device: {schedule.device_bytes} B; host: {schedule.host_bytes} B",
-        *_folded("slots: ", "; ", [f"{i} = {s.offset}+{s.nbytes}" for i, s in enumerate(schedule.slots)]),
-        *_folded("saves: ", ", ", _ranges(schedule.saves)),
-        *_folded("frozen: ", ", ", _ranges(schedule.frozen)),
     ]
-    if schedule.mode != MODES[0]:
-        lines.append(f"mode: {schedule.mode}")
-    if schedule.transfer != TRANSFERS[0]:
-        lines.append(f"transfer: {schedule.transfer}")
-    if schedule.micro_batches != 1:
-        lines.append(f"micro-batches: {schedule.micro_batches}")
-    if schedule.updates != UPDATES[0] or schedule.clip:
-        lines.append(f"updates: {schedule.updates}{', clipped' if schedule.clip else ''}")
-    if schedule.outputs != OUTPUTS[0]:
-        lines.append(f"outputs: {schedule.outputs}")
-    rows = table_rows(schedule.ticks, schedule.live_bytes, schedule.saves)
-    return "\n".join([*lines, *rows])
+    for key, line in _LINES.items():
+        lines += _folded(f"{key}: ", line.separator, line.parts(schedule))
+    return "\n".join([*lines, *table_rows(schedule.ticks, schedule.live_bytes, schedule.saves)])
 
 
 def table_rows(ticks: Sequence[Tick], live_bytes: Sequence[int], saves: Sequence[int]) -> list[str]:
@@ -104,15 +93,16 @@ class _Read:
     slots: list[Slot] = field(default_factory=list[Slot])
     saves: list[int] = field(default_factory=list[int])
     frozen: list[int] = field(default_factory=list[int])
-    mode: str = MODES[0]
-    transfer: str = TRANSFERS[0]
-    micro_batches: int = 1
-    updates: str = UPDATES[0]
-    clip: bool = False
-    outputs: str = OUTPUTS[0]
+    kind: dict[str, Any] = field(default_factory=dict[str, Any])
     streams: list[Stream] = field(default_factory=list[Stream])
     ticks: list[Tick] = field(default_factory=list[Tick])
     live_bytes: list[int] = field(default_factory=list[int])
+
+    def say(self, name: str, value: Any) -> None:
+        """Notes a part of the kind of step, which has one value."""
+        if name in self.kind:
+            raise ScheduleError("an earlier line says the same thing.")
+        self.kind[name] = value
 
 
 @checked()
@@ -133,13 +123,8 @@ def parse_schedule(text: str, workload: Workload | None = None) -> Schedule:
         ticks=tuple(read.ticks),
         slots=tuple(read.slots),
         saves=tuple(read.saves),
-        mode=read.mode,
-        transfer=read.transfer,
-        micro_batches=read.micro_batches,
-        updates=read.updates,
-        clip=read.clip,
-        outputs=read.outputs,
         live_bytes=tuple(read.live_bytes),
+        kind=_kind(read),
         workload=workload,
         **{name: figure for name, figure in read.figures.items() if name not in counts},
     )
@@ -149,6 +134,13 @@ def parse_schedule(text: str, workload: Workload | None = None) -> Schedule:
             "  It names the blocks whose gradients no G offloads."
         )
     return schedule
+
+
+def _kind(read: _Read) -> StepKind:
+    try:
+        return StepKind(**read.kind)
+    except OptionError as error:
+        raise ScheduleError(f"the header of the schedule contradicts itself: {error}") from None
 
 
 def _at_line(number: int, line: str, reader: Callable[[str, _Read], None], read: _Read) -> None:
@@ -163,20 +155,10 @@ def _reader_of(line: str, read: _Read) -> Callable[[str, _Read], None]:
         return _read_row
     if not read.figures:
         return _read_header
-    key = line.split(maxsplit=1)[0]
-    readers = {
-        "device:": _read_device,
-        "slots:": _read_slots,
-        "saves:": _read_saves,
-        "frozen:": _read_frozen,
-        "mode:": _read_mode,
-        "transfer:": _read_transfer,
-        "micro-batches:": _read_micro_batches,
-        "updates:": _read_updates,
-        "outputs:": _read_outputs,
-        "tick": _read_heading,
-    }
-    return readers.get(key, _read_unknown)
+    key, _, rest = line.strip().partition(":")
+    if key in _LINES:
+        return lambda _, read: _LINES[key].read(rest.strip(), read)
+    return {"device": _read_device, "tick": _read_heading}.get(key.split()[0], _read_unknown)
 
 
 def _read_unknown(line: str, read: _Read) -> None:
@@ -197,20 +179,12 @@ def _read_device(line: str, read: _Read) -> None:
     read.figures.update({name: int(figure) for name, figure in match.groupdict().items()})
 
 
-def _read_slots(line: str, read: _Read) -> None:
-    for part in line.removeprefix("slots:").split(";"):
+def _read_slots(text: str, read: _Read) -> None:
+    for part in text.split(";"):
         match = _SLOT.fullmatch(part.strip())
         if match is None or int(match["index"]) != len(read.slots):
             raise ScheduleError(f"`{part.strip()}` isn't slot {len(read.slots)}; a slot reads `0 = 0+1024`.")
         read.slots.append(Slot(int(match["offset"]), int(match["nbytes"])))
-
-
-def _read_saves(line: str, read: _Read) -> None:
-    read.saves += _read_ranges(line.removeprefix("saves:"), read)
-
-
-def _read_frozen(line: str, read: _Read) -> None:
-    read.frozen += _read_ranges(line.removeprefix("frozen:"), read)
 
 
 def _read_ranges(text: str, read: _Read) -> list[int]:
@@ -224,37 +198,63 @@ def _read_ranges(text: str, read: _Read) -> list[int]:
     return blocks
 
 
-def _read_mode(line: str, read: _Read) -> None:
-    read.mode = _one_of(line.removeprefix("mode:").strip(), MODES)
-
-
-def _read_transfer(line: str, read: _Read) -> None:
-    read.transfer = _one_of(line.removeprefix("transfer:").strip(), TRANSFERS)
-
-
-def _read_micro_batches(line: str, read: _Read) -> None:
-    match = _MICRO_BATCHES.fullmatch(line.strip())
-    if match is None or int(match["count"]) < 1:
+def _read_micro_batches(text: str, read: _Read) -> None:
+    if not re.fullmatch(r"[1-9]\d{0,17}", text):
         raise ScheduleError("expected `micro-batches: 4`.")
-    read.micro_batches = int(match["count"])
+    read.say("micro_batches", int(text))
 
 
-def _read_updates(line: str, read: _Read) -> None:
-    match = _UPDATES.fullmatch(line.strip())
+def _read_updates(text: str, read: _Read) -> None:
+    match = _UPDATES.fullmatch(text)
     if match is None:
         raise ScheduleError("expected `updates: deferred` or `updates: deferred, clipped`.")
-    read.updates = _one_of(match["updates"], UPDATES)
-    read.clip = match["clip"] is not None
-
-
-def _read_outputs(line: str, read: _Read) -> None:
-    read.outputs = _one_of(line.removeprefix("outputs:").strip(), OUTPUTS)
+    read.say("updates", _one_of(match["updates"], UPDATES))
+    read.say("clip", match["clip"] is not None)
 
 
 def _one_of(word: str, known: Sequence[str]) -> str:
     if word not in known:
         raise ScheduleError(f"`{word}` is none of {', '.join(known)}.")
     return word
+
+
+def _updates(schedule: Schedule) -> Iterable[str]:
+    kind = schedule.kind
+    return [f"{kind.updates}{', clipped' if kind.clip else ''}"] if kind.holds_gradients else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of the header behind its first two: what it says of a schedule, in parts, and how it is read."""
+
+    parts: Callable[[Schedule], Iterable[str]]
+    read: Callable[[str, _Read], None]
+    separator: str = ", "
+
+
+def _choice(name: str, known: Sequence[str]) -> _Line:
+    """The line of a part of the kind of step that is one of a few words, and is left out where that is the first."""
+
+    def parts(schedule: Schedule) -> Iterable[str]:
+        word: str = getattr(schedule.kind, name)
+        return [] if word == known[0] else [word]
+
+    return _Line(parts, lambda text, read: read.say(name, _one_of(text, known)))
+
+
+# By key, in their order. Lines of many parts are folded: each goes on with the key again.
+_LINES: dict[str, _Line] = {
+    "slots": _Line(lambda s: [f"{i} = {x.offset}+{x.nbytes}" for i, x in enumerate(s.slots)], _read_slots, "; "),
+    "saves": _Line(lambda s: _ranges(s.saves), lambda text, read: read.saves.extend(_read_ranges(text, read))),
+    "frozen": _Line(lambda s: _ranges(s.frozen), lambda text, read: read.frozen.extend(_read_ranges(text, read))),
+    "mode": _choice("mode", MODES),
+    "transfer": _choice("transfer", TRANSFERS),
+    "micro-batches": _Line(
+        lambda s: [str(s.kind.micro_batches)] if s.kind.micro_batches > 1 else [], _read_micro_batches
+    ),
+    "updates": _Line(_updates, _read_updates),
+    "outputs": _choice("outputs", OUTPUTS),
+}
 
 
 def _read_heading(line: str, read: _Read) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatrain.scheduler.order import OpTicks
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
 
@@ -57,7 +58,7 @@ def written_ticks(workload: Workload, head: Mapping[int, int]) -> dict[int, int]
     return found
 
 
-def place_host(workload: Workload, ticks: OpTicks, head: Mapping[int, int], *, updates: str, clip: bool) -> HostTicks:
+def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping[int, int]) -> HostTicks:
     """Gives the ops of the host their ticks: updates in the order in which their gradients leave.
 
     Updates that overlap take the tick of the next `G`. In an earlier one they would release their gradients before
@@ -65,17 +66,16 @@ def place_host(workload: Workload, ticks: OpTicks, head: Mapping[int, int], *, u
 
     Args:
         workload: What runs.
+        kind: As in `Schedule`.
         ticks: Of the other streams.
         head: What `head_updates` found, where updates are deferred.
-        updates: As in `Schedule`.
-        clip: As in `Schedule`.
     """
     last = max(ticks.offload.values(), default=-1)
     free = max(head.values(), default=-1) + 1
-    norm = max(last + 1, free) if clip else None
-    if updates in ("none", "deferred"):
+    norm = max(last + 1, free) if kind.clip else None
+    if kind.updates in ("none", "deferred"):
         return HostTicks(head, norm)
-    at_least = last if updates == "serial" else -1
+    at_least = last if kind.updates == "serial" else -1
     at_least = at_least if norm is None else norm
     arrivals = sorted(ticks.offload.values())
     placed: dict[int, int] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.updates import update_group
 from megatrain.scheduler.workload import Workload
 
@@ -27,13 +28,7 @@ def last_updates(workload: Workload, update: Mapping[int, int]) -> dict[int, int
 
 
 def waiting_bytes(
-    workload: Workload,
-    offload: Mapping[int, int],
-    update: Mapping[int, int],
-    num_ticks: int,
-    *,
-    updates: str,
-    clip: bool,
+    workload: Workload, kind: StepKind, offload: Mapping[int, int], update: Mapping[int, int], num_ticks: int
 ) -> int:
     """The most bytes of block gradients on the host at any tick, from their `G` to their last `U`, both inclusive.
 
@@ -43,16 +38,17 @@ def waiting_bytes(
 
     Args:
         workload: What runs.
+        kind: As in `Schedule`.
         offload: Tick of each `G`, by block.
         update: Tick of each `U`, by block.
         num_ticks: Rows of the table.
-        updates: As in `Schedule`.
-        clip: As in `Schedule`.
     """
-    if updates == "none" and not clip:
+    if not kind.holds_gradients:
         return 0
     change = [0] * (num_ticks + 1)
-    for block, stay in _stays(offload, last_updates(workload, update), num_ticks, is_deferred=updates == "deferred"):
+    for block, stay in _stays(
+        offload, last_updates(workload, update), num_ticks, is_deferred=kind.updates == "deferred"
+    ):
         if stay:
             change[stay.start] += workload.blocks[block].gradient_bytes
             change[stay.stop] -= workload.blocks[block].gradient_bytes

@@ -88,7 +88,7 @@ class Boundary:
         self.progress.grad_norm = found.norm
         if running.is_skipped:
             self._skip(updates)
-        elif running.mode.updates in ("none", "deferred"):
+        elif running.kind.updates in ("none", "deferred"):
             updates.begin()
         self._close(run, running, updates)
 
@@ -113,7 +113,7 @@ class Boundary:
         """Leaves no trace of a step that has not updated anything; updates of the step before are completed."""
         run.close()
         updates.drop_arriving()
-        if running.mode.updates != "deferred":
+        if running.kind.updates != "deferred":
             updates.abandon()
             return
         try:

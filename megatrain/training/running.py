@@ -33,7 +33,7 @@ class Running:
         has_updated: A parameter was updated from gradients of this step, so it can't be undone.
         is_skipped: Nothing will be updated, because a gradient isn't finite.
         micro_batch: Whose operation is computed now.
-        mode: Where the schedule has updates.
+        kind: What the step does besides running the blocks.
         interrupts: Lets Ctrl-C through between operations.
     """
 
@@ -48,7 +48,7 @@ class Running:
         *,
         looks_for_nonfinite: bool,
     ):
-        self.mode = setting.mode
+        self.kind = setting.kind
         self.interrupts = Interrupts()
         self.has_updated = False
         self.is_skipped = False
@@ -189,10 +189,10 @@ class Running:
     def update(self, block: int) -> None:
         """See `Trainer`."""
         torch.set_num_threads(self._threads)
-        if self.mode.updates != "deferred":
+        if self.kind.updates != "deferred":
             if self.is_skipped:
                 return
             if not self._updates.is_under_way:
                 self._updates.begin()
         self._updates.update(block)
-        self.has_updated = self.mode.updates != "deferred"
+        self.has_updated = self.kind.updates != "deferred"

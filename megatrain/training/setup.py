@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -18,11 +18,12 @@ from megatrain.optim.threads import update_threads
 from megatrain.optim.updates import Updates
 from megatrain.optim.whole_step import Optimizer
 from megatrain.runtime.whole_step import StepExecutor
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Schedule
 from megatrain.tracer.structure import Arguments
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.modes import without_modes
-from megatrain.training.table import Mode, StepTables
+from megatrain.training.table import StepTables
 
 OPTIMIZER = instance_of(Optimizer, "an optimizer of torch", "torch.optim.AdamW(compiled.parameters()), say")
 
@@ -36,7 +37,7 @@ class Setting:
         own: Their arguments, flattened.
         arguments: The same as the model computes with them.
         variants: Their captures.
-        mode: Where updates are.
+        kind: What the step does besides running the blocks.
         schedule: Of the whole step.
     """
 
@@ -44,7 +45,7 @@ class Setting:
     own: Sequence[Arguments]
     arguments: Sequence[Arguments]
     variants: Sequence[Variant]
-    mode: Mode
+    kind: StepKind
     schedule: Schedule
 
 
@@ -128,19 +129,21 @@ class Setup:
             if self._compiled.known_variant(given, unfit) is None:
                 self.complete()  # a capture may read the parameters
             variants.append(self._compiled.variant_for(given, unfit))
-        programs, mode = [variant.program for variant in variants], self._mode()
-        return Setting(batches, own, arguments, variants, mode, self._tables.schedule(programs, mode))
+        programs, kind = [variant.program for variant in variants], self._kind(len(variants))
+        return Setting(batches, own, arguments, variants, kind, self._tables.schedule(programs, kind))
 
-    def _mode(self) -> Mode:
+    def _kind(self, micro_batches: int) -> StepKind:
         # What comes between the gradients and the updates, and may fail, must come before the first update.
         waits = self._holds_others() if self._needs_norm else self._has_gradient_hooks()
         is_serial = not self._overlap or has_hooks(self._optimizer) or waits
         if self.updates is not None and self.is_due and not self.updates.is_whole:
             self.complete()  # of a step that failed some are taken already
         if self._needs_norm and not is_serial:
-            return Mode("deferred" if self.is_due else "none", clip=True)
-        self.complete()
-        return Mode("serial" if is_serial else "overlap", self._needs_norm)
+            updates = "deferred" if self.is_due else "none"
+        else:
+            self.complete()
+            updates = "serial" if is_serial else "overlap"
+        return self._tables.kind(micro_batches, updates, clip=self._needs_norm)
 
     def _has_gradient_hooks(self) -> bool:
         """Whether code of the user's gets the gradient of a parameter: a backward that it ends must leave no trace."""
@@ -159,11 +162,11 @@ class Setup:
         """
         programs = list({id(variant.program): variant.program for variant in setting.variants}.values())
         # What a first step leaves due, the next one takes, in a schedule of its own.
-        mode = Mode("deferred", clip=True) if setting.mode.updates == "none" else setting.mode
+        kind = replace(setting.kind, updates="deferred") if setting.kind.updates == "none" else setting.kind
         options = self._compiled.options
         return host_plan(
             programs,
-            self._tables.schedule([variant.program for variant in setting.variants], mode),
+            self._tables.schedule([variant.program for variant in setting.variants], kind),
             self._compiled.model,
             self._optimizer,
             precision=options.precision,
@@ -180,10 +183,10 @@ class Setup:
                 before anything is allocated.
         """
         programs = [variant.program for variant in setting.variants]
-        if not self._tables.has_executor(programs, setting.mode):
+        if not self._tables.has_executor(programs, setting.kind):
             self.host_plan(setting).check()
         engine = self._compiled.engine
-        executor = self._tables.executor(programs, setting.mode, engine)
+        executor = self._tables.executor(programs, setting.kind, engine)
         self._compiled.bind()
         engine.find_replaced()
         self._check_shapes({key: engine.tensors[key].shape for keys in executor.trained for key in keys})

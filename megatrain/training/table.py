@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatrain.errors import ExecuteError
 from megatrain.options import Options
@@ -13,23 +12,11 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.landing import LandingArena
 from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.from_program import step_schedule
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Schedule
 
 # Steps of other sizes or numbers of micro-batches: those used last are kept.
 _MOST = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """How updates are placed in one step.
-
-    Args:
-        updates: As in `Schedule`.
-        clip: Whether there is a norm.
-    """
-
-    updates: str
-    clip: bool
 
 
 class StepTables:
@@ -45,51 +32,47 @@ class StepTables:
         self._schedules: OrderedDict[object, tuple[Sequence[Program], Schedule]] = OrderedDict()
         self._executors: dict[object, StepExecutor] = {}
 
-    def schedule(self, programs: Sequence[Program], mode: Mode) -> Schedule:
+    def kind(self, micro_batches: int, updates: str, *, clip: bool) -> StepKind:
+        """Returns the kind of a training step of the compiled model."""
+        return StepKind("train", self._options.transfer, micro_batches, updates, clip, outputs="release")
+
+    def schedule(self, programs: Sequence[Program], kind: StepKind) -> Schedule:
         """Returns the checked schedule of a step.
 
         Args:
             programs: One per micro-batch.
-            mode: Where updates are.
+            kind: What the step does besides running the blocks.
 
         Raises:
             ScheduleError: If the memory is too small, or the micro-batches can't share blocks.
             ExecuteError: If there is nothing to train.
         """
-        key = self._key(programs, mode)
+        key = self._key(programs, kind)
         if key not in self._schedules:
-            self._schedules[key] = tuple(programs), self._planned(programs, mode)
+            self._schedules[key] = tuple(programs), self._planned(programs, kind)
             while len(self._schedules) > _MOST:
                 old, _ = self._schedules.popitem(last=False)
                 self._executors.pop(old, None)
         self._schedules.move_to_end(key)
         return self._schedules[key][1]
 
-    def has_executor(self, programs: Sequence[Program], mode: Mode) -> bool:
+    def has_executor(self, programs: Sequence[Program], kind: StepKind) -> bool:
         """Tells whether `executor` was called for these."""
-        return self._key(programs, mode) in self._executors
+        return self._key(programs, kind) in self._executors
 
-    def executor(self, programs: Sequence[Program], mode: Mode, engine: Engine) -> StepExecutor:
+    def executor(self, programs: Sequence[Program], kind: StepKind, engine: Engine) -> StepExecutor:
         """Returns what runs that schedule; the model moves into the engine's store with the first."""
-        planned, key = self.schedule(programs, mode), self._key(programs, mode)
+        planned, key = self.schedule(programs, kind), self._key(programs, kind)
         if key not in self._executors:
             self._executors[key] = StepExecutor(programs, planned, engine, self._arena)
         return self._executors[key]
 
     @staticmethod
-    def _key(programs: Sequence[Program], mode: Mode) -> object:
-        return tuple(map(id, programs)), mode
+    def _key(programs: Sequence[Program], kind: StepKind) -> object:
+        return tuple(map(id, programs)), kind
 
-    def _planned(self, programs: Sequence[Program], mode: Mode) -> Schedule:
-        planned = step_schedule(
-            programs,
-            memory=self._options.budget(),
-            activations=self._options.activations,
-            transfer=self._options.transfer,
-            updates=mode.updates,
-            clip=mode.clip,
-            outputs="release",
-        )
+    def _planned(self, programs: Sequence[Program], kind: StepKind) -> Schedule:
+        planned = step_schedule(programs, kind, memory=self._options.budget(), activations=self._options.activations)
         if not any(op.what == "G" for op in planned.ops):
             raise ExecuteError(
                 "no parameter of the model gets a gradient.\n  A step trains parameters that require grad and that "

@@ -32,11 +32,12 @@ class Ledger:
 
     def __init__(self, machine: Machine) -> None:
         schedule, self.blocks = machine.schedule, machine.workload.blocks
-        self.is_deferred = schedule.updates == "deferred"
-        self.is_serial = schedule.updates == "serial"
-        self.is_bound = schedule.transfer == "bind"
-        self.clip = schedule.clip
-        self.updating = {b for b, work in enumerate(self.blocks) if work.update_bytes and schedule.updates != "none"}
+        self.is_deferred = schedule.kind.updates == "deferred"
+        self.is_serial = schedule.kind.updates == "serial"
+        self.is_bound = schedule.kind.transfer == "bind"
+        self.clip = schedule.kind.clip
+        has_updates = schedule.kind.updates != "none"
+        self.updating = {b for b, work in enumerate(self.blocks) if work.update_bytes and has_updates}
         self.groups = {b: {b, *self.blocks[b].shares} for b in self.updating}
         self.offloading = {b for b in machine.backwards if self.blocks[b].gradient_bytes}
         self.new_gradients: set[int] = set()
@@ -53,10 +54,10 @@ class Ledger:
     def room_to_wait(self, machine: Machine) -> int | None:
         """Host bytes that are left for gradients, besides parked values; None if they aren't counted."""
         schedule, values = machine.schedule, machine.workload.values
-        if schedule.updates == "none" and not schedule.clip:
+        if not schedule.kind.holds_gradients:
             return None
         parks = sum(values[v].nbytes for found in machine.parked.values() for v in found)
-        return schedule.host_bytes - parks * schedule.micro_batches
+        return schedule.host_bytes - parks * schedule.kind.micro_batches
 
     def expect(self, condition: bool, harm: str) -> None:
         if not condition:

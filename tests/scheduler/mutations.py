@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from typing import Any
 
-from megatrain.errors import ScheduleError
+from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.lifetimes import lifetimes, op_ticks
 from megatrain.scheduler.memory import accumulated_bytes, count_moved, host_bytes, live_bytes, workspace_bytes
 from megatrain.scheduler.op import STREAMS, Op, Stream
-from megatrain.scheduler.table import OUTPUTS, UPDATES, Position, Schedule, Tick
+from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
+from megatrain.scheduler.table import Position, Schedule, Tick
 from megatrain.scheduler.waiting import waiting_bytes
 
 
@@ -37,7 +39,7 @@ def with_figures(schedule: Schedule) -> Schedule:
             for p, op in schedule.positions()
             if p.stream == Stream.COMPUTE
         ]
-        h2d, d2h = count_moved(workload, schedule.ops, schedule.parked(), schedule.transfer)
+        h2d, d2h = count_moved(workload, schedule.kind, schedule.ops, schedule.parked())
         host = _host_figure(schedule)
     except (KeyError, ValueError, IndexError):
         return schedule
@@ -54,15 +56,13 @@ def with_figures(schedule: Schedule) -> Schedule:
 
 def _host_figure(schedule: Schedule) -> int:
     """What a whole step has; of others no cell of the table changes it."""
-    if schedule.updates == "none" and not schedule.clip:
+    if not schedule.kind.holds_gradients:
         return schedule.host_bytes
     workload, rows = schedule.known_workload(), len(schedule.ticks)
     offload = {block: tick for (block, _), tick in op_ticks(schedule).offload.items()}
     update = {op.block: p.tick for p, op in schedule.positions() if op.what == "U"}
-    waiting = waiting_bytes(workload, offload, update, rows, updates=schedule.updates, clip=schedule.clip)
-    parked = schedule.parked()
-    parks = host_bytes(workload, parked, schedule.mode, schedule.transfer, schedule.micro_batches, has_slab=False)
-    return waiting + parks
+    waiting = waiting_bytes(workload, schedule.kind, offload, update, rows)
+    return waiting + host_bytes(workload, schedule.kind, schedule.parked())
 
 
 def mutants(schedule: Schedule, random: Random) -> Iterator[tuple[str, Schedule]]:
@@ -102,16 +102,26 @@ def _other_headers(schedule: Schedule, random: Random) -> Iterator[tuple[str, Sc
             other = replace(slot, offset=offset, nbytes=nbytes)
             slots = (*schedule.slots[:index], other, *schedule.slots[index + 1 :])
             yield f"slot {index} made {other}", replace(schedule, slots=slots)
-    for updates in UPDATES:
-        yield f"updates {updates}", replace(schedule, updates=updates)
-    for outputs in OUTPUTS:
-        yield f"outputs {outputs}", replace(schedule, outputs=outputs)
-    yield "clip changed", replace(schedule, clip=not schedule.clip)
-    for count in (schedule.micro_batches - 1, schedule.micro_batches + 1):
-        yield f"{count} micro-batches", replace(schedule, micro_batches=count)
+    yield from _other_kinds(schedule)
     tick = random.randrange(max(1, len(schedule.ticks)))
     live = tuple(n + (t == tick) for t, n in enumerate(schedule.live_bytes))
     yield f"one more live byte at tick {tick}", replace(schedule, live_bytes=live)
+
+
+def _other_kinds(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
+    kind = schedule.kind
+    changes: list[dict[str, Any]] = [
+        *({"updates": updates} for updates in UPDATES),
+        *({"outputs": outputs} for outputs in OUTPUTS),
+        {"clip": not kind.clip},
+        *({"micro_batches": count} for count in (kind.micro_batches - 1, kind.micro_batches + 1)),
+    ]
+    for change in changes:
+        try:
+            other = replace(kind, **change)
+        except OptionError:
+            continue  # nobody can make such a kind
+        yield f"{change}", replace(schedule, kind=other)
 
 
 def _other_ops(
@@ -138,7 +148,7 @@ def _other_ops(
 
 
 def _other_micro_batches(schedule: Schedule, position: Position, op: Op, where: str) -> Iterator[tuple[str, Schedule]]:
-    for number in (None, *range(schedule.micro_batches + 1)):
-        if number != op.micro_batch and (schedule.micro_batches > 1 or number is not None):
+    for number in (None, *range(schedule.kind.micro_batches + 1)):
+        if number != op.micro_batch and (schedule.kind.micro_batches > 1 or number is not None):
             changed = replace(op, micro_batch=number)
             yield f"{where} made {changed}", with_cells(schedule, {position: changed})

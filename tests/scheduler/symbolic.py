@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from megatrain.scheduler.op import STREAMS, Op, Stream
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Position, Schedule
 from megatrain.scheduler.workload import Workload
 from tests.scheduler.ledger import Harm, Ledger, op_name
@@ -41,14 +42,18 @@ class Machine:
     done: Counter[str] = field(default_factory=Counter)
     workspace: int = 0
 
+    @property
+    def kind(self) -> StepKind:
+        return self.schedule.kind
+
     def __post_init__(self) -> None:
         self.bindings = self.schedule.bindings()
         self.parked = self.schedule.parked()
-        self.numbers = range(self.schedule.micro_batches)
-        self.backwards = set() if self.schedule.mode == "forward" else set(self.workload.backward_blocks())
+        self.numbers = range(self.kind.micro_batches)
+        self.backwards = set() if self.kind.mode == "forward" else set(self.workload.backward_blocks())
         self.parked_values = {v: k for k, values in self.parked.items() for v in values}
         self.ledger = Ledger(self)
-        is_backward = self.schedule.mode == "backward"
+        is_backward = self.kind.mode == "backward"
         for index, value in enumerate(self.workload.values):
             for number in self.numbers:
                 if is_backward and index in self.parked_values:
@@ -72,7 +77,7 @@ class Machine:
 
     def allocate_value(self, index: int, number: int, *, is_there: bool) -> None:
         value = self.workload.values[index]
-        forward = [] if self.schedule.mode == "backward" else [f"F{b}.{number}" for b in value.readers]
+        forward = [] if self.kind.mode == "backward" else [f"F{b}.{number}" for b in value.readers]
         backward = [f"B{b}.{number}" for b in value.readers if b in self.backwards]
         if value.producer in self.backwards and value.producer in self.schedule.saves:
             backward.append(f"B{value.producer}.{number}")
@@ -80,10 +85,10 @@ class Machine:
             *forward,
             *([f"A{self.parked_values[index]}.{number}>"] if index in self.parked_values else backward),
         ]
-        is_released = self.schedule.outputs == "release" and not value.is_committed
+        is_released = self.kind.outputs == "release" and not value.is_committed
         if value.is_output and is_released:
             needed.append(f"loss {number}")
-        elif value.is_output or (value.producer is None and not value.readers and self.schedule.mode != "backward"):
+        elif value.is_output or (value.producer is None and not value.readers and self.kind.mode != "backward"):
             needed.append("end")
         elif not needed:
             if is_there:
@@ -159,7 +164,7 @@ class Machine:
     def start_W(self, position: Position, op: Op) -> None:
         assert op.slot is not None
         slot = self.schedule.slots[op.slot]
-        nbytes = 0 if self.schedule.transfer == "bind" else self.workload.blocks[op.block].state_bytes
+        nbytes = 0 if self.kind.transfer == "bind" else self.workload.blocks[op.block].state_bytes
         self.expect(nbytes <= slot.nbytes, f"{op} overflows its slot")
         stop = slot.offset + nbytes
         self.weights = {p: (a, b, c) for p, (a, b, c) in self.weights.items() if not (a < stop and slot.offset < b)}
@@ -170,7 +175,7 @@ class Machine:
         self.weights[position] = (start, stop, True)
 
     def start_F(self, position: Position, op: Op) -> None:
-        self.expect(self.schedule.mode != "backward", f"{op} again")
+        self.expect(self.kind.mode != "backward", f"{op} again")
         self.expect_weights(position, op)
         number = op.micro_batch or 0
         for index, value in enumerate(self.workload.values):
@@ -192,7 +197,7 @@ class Machine:
     def start_B(self, position: Position, op: Op) -> None:
         self.expect(op.block in self.backwards, f"{op} has no backward")
         self.expect_weights(position, op)
-        if self.schedule.mode == "train":
+        if self.kind.mode == "train":
             self.hand_in_gradients(op)
         work = self.workload.blocks[op.block]
         is_saved = op.block in self.schedule.saves
@@ -271,7 +276,7 @@ class Machine:
             self.expect(self.done[f"B{op.block}.{number}"] == 1, f"{op} without micro-batch {number}")
 
     def check_end(self) -> None:
-        forwards = () if self.schedule.mode == "backward" else range(len(self.workload.blocks))
+        forwards = () if self.kind.mode == "backward" else range(len(self.workload.blocks))
         expected = {f"F{b}.{m}" for b in forwards for m in self.numbers}
         expected |= {f"B{b}.{m}" for b in self.backwards for m in self.numbers}
         expected |= {f"G{b}.0" for b in self.backwards if self.workload.blocks[b].gradient_bytes > 0}

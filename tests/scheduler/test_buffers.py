@@ -14,7 +14,6 @@ from torch import nn
 import megatrain
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.passes.program import OutputRef, Program
-from megatrain.scheduler.build import schedule as build_schedule
 from megatrain.scheduler.from_program import check_buffers, schedule, workload
 from megatrain.scheduler.op import Stream
 
@@ -163,7 +162,7 @@ def test_refused_is_exactly_what_the_table_would_get_wrong(producer: int):
     for flags in product([False, True], repeat=4):
         readers = [b for b, flag in enumerate(flags) if flag]
         program = with_readers(base, readers, producer)
-        plan = build_schedule(workload(program), micro_batches=3)
+        plan = schedule(workload(program), micro_batches=3)
         order = [str(op) for op in plan.ops if op.stream == Stream.COMPUTE]
         is_early = any(
             order.index(f"F{reader}.{number + 1}") < order.index(f"F{producer}.{number}")

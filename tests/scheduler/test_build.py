@@ -11,10 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import OptionError, ScheduleError
-from megatrain.scheduler.build import ACTIVATIONS, backward_schedule, schedule
+from megatrain.scheduler.build import ACTIVATIONS, backward_schedule
+from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Stream
 from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.place import compute_stages, place_slots, residencies
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Slot
 from megatrain.scheduler.workload import ValueWork, Workload
 from tests.scheduler.workloads import EMBED, LAYER, block, chain, example, workloads
@@ -73,8 +75,9 @@ def test_equal_blocks_take_as_many_slots_as_there_are(count: int, num_slots: int
 
 @given(workloads(), st.integers(1, 4), st.sampled_from(["train", "forward", "backward"]), st.integers(1, 3))
 def test_residents_of_one_time_never_share_bytes(workload: Workload, num_slots: int, mode: str, micro_batches: int):
-    stages = compute_stages(workload, mode, micro_batches)
-    stays = residencies(workload, stages, num_slots=num_slots, transfer="copy")
+    kind = StepKind(mode, micro_batches=micro_batches if mode == "train" else 1)
+    stages = compute_stages(workload, kind)
+    stays = residencies(workload, kind, stages, num_slots=num_slots)
     slots, slot_of = place_slots(stays)
     for step in range(-num_slots, len(stages)):
         now = [(slots[s].offset, r.nbytes) for r, s in zip(stays, slot_of, strict=True) if r.first <= step <= r.last]

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.build import backward_schedule, schedule
+from megatrain.scheduler.build import backward_schedule
 from megatrain.scheduler.check import check_schedule
+from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Op, Stream
 from megatrain.scheduler.table import Position, Schedule
 from tests.scheduler.mutations import mutants, with_cells, with_figures
@@ -56,7 +57,7 @@ def test_every_built_schedule_does_no_harm_in_any_order(plan: Schedule, seed: in
     find_harm(plan, plan.known_workload(), seed=seed)
 
 
-@given(schedules().filter(lambda s: s.mode == "train"), st.integers(1, 3))
+@given(schedules().filter(lambda s: s.kind.mode == "train"), st.integers(1, 3))
 @settings(max_examples=40)
 def test_the_backward_of_every_schedule_can_run_alone(plan: Schedule, num_slots: int):
     alone = backward_schedule(plan, num_slots=num_slots)

@@ -187,7 +187,7 @@ def test_nothing_trained_but_an_input(options) -> None:
 def test_nothing_at_all(options) -> None:
     compiled, result = assert_twins(net("nothing"), lambda call, model: call(ids()), **options)
     assert not result.requires_grad
-    assert compiled.schedule.mode == "forward"
+    assert compiled.schedule.kind.mode == "forward"
     assert "frozen" not in str(compiled.schedule)
 
 

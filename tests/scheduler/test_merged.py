@@ -13,7 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.build import schedule
+from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
 from megatrain.scheduler.memory import host_bytes
 from megatrain.scheduler.op import Op
@@ -73,8 +73,8 @@ def test_no_member_takes_more_than_a_table_for_all_says(family: list[Workload], 
     plan = options.build(merged(family))
     for member in family:
         alone = with_figures(replace(plan, workload=member))
-        if plan.updates == "none" and not plan.clip:
-            parks = host_bytes(member, alone.parked(), plan.mode, plan.transfer, plan.micro_batches)
+        if not plan.kind.holds_gradients:
+            parks = host_bytes(member, plan.kind, alone.parked())
             alone = replace(alone, host_bytes=parks)
         assert alone.device_bytes <= plan.device_bytes
         assert alone.peak_bytes <= plan.peak_bytes

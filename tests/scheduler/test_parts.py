@@ -11,7 +11,7 @@ import megatrain
 from megatrain.passes.program import Program
 from megatrain.runtime.facts import Facts
 from megatrain.scheduler.from_program import schedule, workload
-from megatrain.scheduler.table import UPDATES
+from megatrain.scheduler.step_kind import UPDATES
 from tests.experts import Layers
 from tests.scheduler.symbolic import find_harm
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import OptionError
-from megatrain.scheduler.build import schedule
 from megatrain.scheduler.costs import Hardware, op_durations
+from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Stream
 from megatrain.scheduler.table import Position, Schedule
 from megatrain.scheduler.workload import Workload

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.build import schedule
+from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.table import Schedule
 from tests.scheduler.workloads import example, step_schedules, trained
 

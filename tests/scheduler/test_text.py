@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.build import backward_schedule, schedule
+from megatrain.scheduler.build import backward_schedule
+from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Op, Stream, parse_op
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Schedule, Tick
 from megatrain.scheduler.workload import Workload
 from tests.scheduler.workloads import chain, example, schedules
@@ -143,7 +145,7 @@ def test_ops_of_the_host_and_micro_batches_read_back():
         None,
         Op(Stream.HOST, "N", -1),
     )
-    plan = Schedule((row,), (), 0, (), "train", "copy", (5,), 1, 2, 5, 5, 0, 6)
+    plan = Schedule((row,), (), 0, (), (5,), 1, 2, 5, 5, 0, 6, StepKind())
     assert str(plan).splitlines()[-1] == "   0  W3.2@1  B4.0     .    N              5"
     assert Schedule.parse(str(plan)) == plan
     assert Schedule.from_json(plan.to_json()) == plan

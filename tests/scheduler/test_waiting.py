@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.build import schedule
 from megatrain.scheduler.check import check_schedule
 from megatrain.scheduler.costs import Hardware
+from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Op, Stream
-from megatrain.scheduler.table import UPDATES, Schedule
+from megatrain.scheduler.step_kind import UPDATES
+from megatrain.scheduler.table import Schedule
 from tests.scheduler.symbolic import Harm, find_harm
 from tests.scheduler.test_check import waits_graph
 from tests.scheduler.workloads import LAYER, example, step_schedules, trained
@@ -26,12 +27,12 @@ MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.sampled_from([0.0, 1e-3])
 
 def waiting(plan: Schedule) -> int:
     """The figure's part for waiting gradients: all but what is parked. Without updates and norm there is none."""
-    if plan.updates == "none" and not plan.clip:
+    if not plan.kind.holds_gradients:
         return 0
-    if plan.transfer == "bind":
+    if plan.kind.transfer == "bind":
         return plan.host_bytes
     values = plan.known_workload().values
-    return plan.host_bytes - plan.micro_batches * sum(
+    return plan.host_bytes - plan.kind.micro_batches * sum(
         values[v].nbytes for found in plan.parked().values() for v in found
     )
 
@@ -46,7 +47,7 @@ def most_at_once(plan: Schedule, machine: Hardware) -> int:
         if op.what == "U":
             for block in (op.block, *blocks[op.block].shares):
                 used[block] = max(used.get(block, 0.0), times[position].end_s)
-    is_deferred = plan.updates == "deferred"
+    is_deferred = plan.kind.updates == "deferred"
     ends = {b: float("inf") if is_deferred else used.get(b, float("inf")) for b in brought}
     stays = [(brought[b], ends[b], blocks[b].gradient_bytes) for b in brought]
     stays += [(0.0, end, blocks[b].gradient_bytes) for b, end in used.items() if is_deferred and b in brought]
@@ -56,11 +57,11 @@ def most_at_once(plan: Schedule, machine: Hardware) -> int:
 @given(step_schedules(), MACHINES)
 @settings(max_examples=150)
 def test_no_host_however_slow_has_more_gradients_waiting_than_the_figure(plan: Schedule, machine: Hardware):
-    if plan.updates == "none" and not plan.clip:
+    if not plan.kind.holds_gradients:
         return
     workload = plan.known_workload()
     parks = sum(workload.values[v].nbytes for values in plan.parked().values() for v in values)
-    room = plan.host_bytes - (0 if plan.transfer == "bind" else parks * plan.micro_batches)
+    room = plan.host_bytes - (0 if plan.kind.transfer == "bind" else parks * plan.kind.micro_batches)
     assert most_at_once(plan, machine) <= room
 
 

@@ -79,13 +79,13 @@ def test_updates_wait_for_the_last_gradient_where_a_hook_may_end_the_backward() 
     """Without the hook they go beside the backward."""
     pair = Pair.of("hazardous", sgd)
     pair.take(batch(0), seed=0)
-    assert pair.step.schedule.updates == "overlap"
+    assert pair.step.schedule.kind.updates == "overlap"
     handle = pair.stepped.get_parameter("layers.0.fc.weight").register_hook(lambda gradient: None)
     pair.take(batch(1), seed=1)
-    assert pair.step.schedule.updates == "serial"
+    assert pair.step.schedule.kind.updates == "serial"
     handle.remove()
     pair.take(batch(2), seed=2)
-    assert pair.step.schedule.updates == "overlap"
+    assert pair.step.schedule.kind.updates == "overlap"
     pair.assert_same()
 
 

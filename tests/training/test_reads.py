@@ -44,7 +44,7 @@ def due(optimizer: Any = sgd, **options: Any) -> Pair:
     alias = pair.stepped.get_parameter(WEIGHT).data  # the same memory; nobody knows who looks at it
     pair.take(batch(1), seed=1)
     pair.take(batch(2), seed=2)
-    assert pair.step.schedule.updates == "deferred"
+    assert pair.step.schedule.kind.updates == "deferred"
     assert not torch.equal(alias, pair.eager.get_parameter(WEIGHT)), "nothing is due"
     return pair
 
@@ -187,7 +187,7 @@ def test_questions_that_an_update_does_not_answer_leave_it_due() -> None:
     assert all(p.shape for p in pair.stepped.parameters())
     assert pair.step.prepare(batch(2)).updates == "deferred"
     pair.take(batch(2), seed=2)
-    assert pair.step.schedule.updates == "deferred"
+    assert pair.step.schedule.kind.updates == "deferred"
     pair.assert_same()
 
 

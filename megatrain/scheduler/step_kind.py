@@ -1,0 +1,75 @@
+"""StepKind: what a schedule does besides running the blocks, said once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatrain.checks import checked, count, one_of
+from megatrain.errors import OptionError
+
+MODES = ("train", "forward", "backward")
+TRANSFERS = ("copy", "bind")
+# When a block's parameters are updated: by the caller; once its gradients have left; once all have left; at the head
+# of the next step.
+UPDATES = ("none", "overlap", "serial", "deferred")
+# Until when outputs of the model stay: the step ends; the backward of their micro-batch has begun.
+OUTPUTS = ("keep", "release")
+# A table has some rows for each micro-batch and block, and takes longer to check the more rows it has: this many take
+# minutes.
+MOST_MICRO_BATCHES = 10_000
+
+KIND_RULES = {
+    "mode": one_of(*MODES),
+    "transfer": one_of(*TRANSFERS),
+    "micro_batches": count(1, MOST_MICRO_BATCHES),
+    "updates": one_of(*UPDATES),
+    "outputs": one_of(*OUTPUTS),
+}
+
+
+@checked(**KIND_RULES)
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """What a schedule does besides running the blocks: a plain call, or a training step with micro-batches and updates.
+
+    Args:
+        mode: `"train"`, `"forward"` (inference), or `"backward"` (of a forward that ran earlier).
+        transfer: `"copy"` fills slots; `"bind"` uses the weights in place, so slots have no bytes.
+        micro_batches: How often each F and B runs (gradient accumulation). With several, these ops and `A` carry the
+            micro-batch.
+        updates: `"none"`, `"overlap"` (each `U` follows its `G`), `"serial"` (all `U` follow all `G`), or
+            `"deferred"` (each `U` of the step before precedes the first `W` of this one that it concerns).
+        clip: `N` takes the norm of all gradients at the end; updates wait for the norm that they use.
+        outputs: `"keep"`: outputs of the model stay until the step ends. `"release"`: until the first B of their
+            micro-batch, before which the caller has made a loss of them, or what reads them last.
+
+    Raises:
+        OptionError: If a part is none of these, or belongs to a training step and the mode is another.
+
+    >>> StepKind(updates="overlap").holds_gradients
+    True
+    """
+
+    mode: str = MODES[0]
+    transfer: str = TRANSFERS[0]
+    micro_batches: int = 1
+    updates: str = UPDATES[0]
+    clip: bool = False
+    outputs: str = OUTPUTS[0]
+
+    def __post_init__(self) -> None:
+        if self.mode != "train" and self.is_training_step:
+            raise OptionError(
+                f'mode="{self.mode}" with micro-batches, updates, a norm or released outputs makes no sense.\n'
+                '  They belong to a training step.\n  Use mode="train".'
+            )
+
+    @property
+    def is_training_step(self) -> bool:
+        """Whether there is more to it than one call: micro-batches, updates, a norm or released outputs."""
+        return self.micro_batches > 1 or self.updates != "none" or self.clip or self.outputs != "keep"
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients of parameters wait on the host for a norm or an update; the caller gets them else."""
+        return self.updates != "none" or self.clip
