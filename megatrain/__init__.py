@@ -31,8 +31,8 @@ from megatrain.runtime.executor import Executor
 from megatrain.runtime.streams import Chaos, Recording
 from megatrain.scheduler.costs import Hardware
 from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Schedule
 from megatrain.scheduler.workload import Workload
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace

@@ -23,7 +23,7 @@ from megatrain.runtime.step import run_step
 from megatrain.runtime.streams import Chaos, Recording
 from megatrain.runtime.turn import Turn
 from megatrain.saving import Source
-from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import format_bytes
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.structure import Arguments

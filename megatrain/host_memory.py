@@ -20,7 +20,7 @@ from megatrain.runtime.facts import Facts
 from megatrain.runtime.gradients import landing_bytes
 from megatrain.runtime.image import aligned
 from megatrain.runtime.landing import place
-from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import format_bytes
 from megatrain.tracer.state import StateEntry, inventory
 

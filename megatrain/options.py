@@ -15,7 +15,7 @@ from megatrain.opaque_model import OPAQUE
 from megatrain.optim.masters import Kind
 from megatrain.runtime.checkpoint import WeightFiles, read_paths
 from megatrain.saving.replace import present
-from megatrain.scheduler.build import STEP
+from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE, parse_bytes
 from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 

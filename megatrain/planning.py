@@ -20,12 +20,12 @@ from megatrain.options import PRECISION
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.runtime.block import outer_hooks_off
-from megatrain.scheduler.build import STEP
+from megatrain.scheduler.builder.build import STEP
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.lifetimes import lifetimes
 from megatrain.scheduler.memory import find_peak
+from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Schedule
 from megatrain.sizes import SIZE, format_bytes, parse_bytes
 from megatrain.tracer.collection import paused_collection
 from megatrain.tracer.given import EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL

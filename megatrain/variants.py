@@ -18,8 +18,8 @@ from megatrain.passes.program import Program
 from megatrain.runtime.block import outer_hooks_off
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.from_program import step_schedule
+from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Schedule
 from megatrain.signature import ModelWatch, call_signature
 from megatrain.tracer.assumptions import AssumptionCheck
 from megatrain.tracer.attempt import Attempt

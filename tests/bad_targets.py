@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.schedule import Schedule
 
 
 class Target(NamedTuple):
@@ -144,6 +144,7 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
         yield f"Schedule.{method}", made.schedule, {"costs": HARDWARE}
     yield "Workload.from_dict", megatrain.Workload, {"data": made.workload.to_dict()}
     yield "Workload.backward_readers", made.workload, {"value": 0}
+    yield "Workload.update_group", made.workload, {"block": 0}
     yield "Workload.has_value_gradient", made.workload, {"value": 0}
     yield "Chaos.delay", megatrain.Chaos(), {"stream": "h2d"}
     yield "Chaos.strikes", megatrain.Chaos(), {"stream": "h2d", "label": "W0"}

@@ -19,7 +19,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError
-from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.schedule import Schedule
 from tests import bad_targets
 from tests.bad_targets import INPUT, Made, Target
 from tests.bad_values import outcome, values
@@ -53,6 +53,7 @@ RIGHT = {
     "Workload.values": "tuple",
     "Workload.storages": "tuple",
     "Workload.*.value": "zero",
+    "Workload.*.block": "zero",
     "Block.index": "zero huge",
     "Block.*puts": "tuple",
     "Block.binding": "tuple",

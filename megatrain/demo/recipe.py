@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.checks import Rule, checked, count, number, optional
-from megatrain.scheduler.build import STEP
+from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
 from megatrain.tracer.given import DEVICE_NAME
 

@@ -19,7 +19,7 @@ from megatrain.runtime.plan import Plan, cold_schedule, plan_schedule
 from megatrain.runtime.rng import repeated_rng
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.start import Start
-from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.schedule import Schedule
 
 
 class Executor:

@@ -14,7 +14,7 @@ from megatrain.runtime.host import HostArena, aligned
 from megatrain.runtime.landing import Landing
 from megatrain.runtime.loaded import Loaded
 from megatrain.scheduler.from_program import has_backward
-from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
 

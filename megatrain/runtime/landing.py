@@ -10,8 +10,7 @@ import torch
 from megatrain.runtime.image import BlockImage, image, views
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.pages import HostArena
-from megatrain.scheduler.table import Schedule
-from megatrain.scheduler.updates import update_group
+from megatrain.scheduler.schedule import Schedule
 
 
 class LandingArena:
@@ -99,7 +98,7 @@ def place(schedule: Schedule, sizes: Sequence[int]) -> tuple[Mapping[int, int], 
     ends: dict[int, float] = dict.fromkeys(starts, -inf if is_of_this_step else inf)
     workload = schedule.known_workload()
     for owner, tick in updates.items() if is_of_this_step else ():
-        for member in update_group(workload, owner):
+        for member in workload.update_group(owner):
             ends[member] = max(ends.get(member, -inf), tick)
     offsets: dict[int, int] = {}
     alive: list[tuple[int, int, float]] = []  # first byte, byte after the last, and when it ends; by first byte

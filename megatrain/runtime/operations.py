@@ -18,7 +18,8 @@ from megatrain.runtime.plan import Planned, Release
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.runtime.streams import Event
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.table import Position
 
 
 class Around(Protocol):

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.build import backward_schedule
+from megatrain.scheduler.builder.build import backward_schedule
 from megatrain.scheduler.lifetimes import lifetimes
 from megatrain.scheduler.op import Op, Stream
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.table import Position
 
 
 class Release(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.host import BlockImage, HostStore
-from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.schedule import Schedule
 
 
 class Slots:

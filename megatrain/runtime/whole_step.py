@@ -20,7 +20,8 @@ from megatrain.runtime.rng import OwnGenerators, micro_batch_seed
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.start import Start
 from megatrain.runtime.stopwatch import Stopwatch
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.table import Position
 
 
 class Trainer(Protocol):

@@ -12,7 +12,7 @@ from megatrain.checks import checked, number
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.memory import op_bytes
 from megatrain.scheduler.op import INSTRUCTIONS, PER_MICRO_BATCH, STREAMS, Op, Stream
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.workload import Workload
 
 _RATE = number(above=0, example=1e9)
@@ -89,7 +89,7 @@ class Measured:
     seconds: Mapping[OpKind, float]
 
     @staticmethod
-    def of(schedule: Schedule, seconds: Mapping[Position, float]) -> Measured:
+    def of(schedule: Table, seconds: Mapping[Position, float]) -> Measured:
         """One run of a schedule, timed op by op.
 
         Args:
@@ -135,7 +135,7 @@ class Measured:
                 found.setdefault(kind, []).append(seconds)
         return Measured(runs[0].num_blocks, runs[0].transfer, _medians(found))
 
-    def durations(self, schedule: Schedule) -> dict[Position, float]:
+    def durations(self, schedule: Table) -> dict[Position, float]:
         """Seconds of each op of a schedule, in table order.
 
         Raises:
@@ -178,7 +178,7 @@ class Measured:
 Costs = Hardware | Measured
 
 
-def _kinds(schedule: Schedule) -> Iterator[tuple[Position, Op, OpKind]]:
+def _kinds(schedule: Table) -> Iterator[tuple[Position, Op, OpKind]]:
     saves = frozenset(schedule.saves)
     for position, op in schedule.positions():
         is_saved = op.what in "FB" and op.block in saves
@@ -193,7 +193,7 @@ def _medians(seconds: Mapping[OpKind, Sequence[float]]) -> dict[OpKind, float]:
     return {kind: median(times) for kind, times in seconds.items()}
 
 
-def op_durations(schedule: Schedule, costs: Costs) -> dict[Position, float]:
+def op_durations(schedule: Table, costs: Costs) -> dict[Position, float]:
     """Seconds of each op, in table order.
 
     Of a machine's rates, a backward is taken as twice the forward's work, and one forward more where it recomputes.
@@ -206,14 +206,14 @@ def op_durations(schedule: Schedule, costs: Costs) -> dict[Position, float]:
     return _hardware_durations(schedule, costs)
 
 
-def _hardware_durations(schedule: Schedule, hardware: Hardware) -> dict[Position, float]:
+def _hardware_durations(schedule: Table, hardware: Hardware) -> dict[Position, float]:
     parked = schedule.parked()
     return {
         position: hardware.launch_s + _work_s(schedule, op, parked, hardware) for position, op in schedule.positions()
     }
 
 
-def _work_s(schedule: Schedule, op: Op, parked: Mapping[int, Sequence[int]], hardware: Hardware) -> float:
+def _work_s(schedule: Table, op: Op, parked: Mapping[int, Sequence[int]], hardware: Hardware) -> float:
     workload = schedule.known_workload()
     if op.stream == Stream.COMPUTE:
         forwards = 1 if op.what == "F" else 2 if op.block in schedule.saves else 3

@@ -13,15 +13,14 @@ import networkx as nx
 
 from megatrain.scheduler.happens import waited_edges
 from megatrain.scheduler.op import NO_BLOCK, Stream
-from megatrain.scheduler.table import Position, Schedule
-from megatrain.scheduler.updates import update_group
+from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.waiting import last_updates
 from megatrain.scheduler.workload import Workload
 
 _Edge = tuple[Position, Position, str]
 
 
-def dependency_graph(schedule: Schedule, workload: Workload | None = None) -> nx.DiGraph[Position]:
+def dependency_graph(schedule: Table, workload: Workload | None = None) -> nx.DiGraph[Position]:
     """The dependencies of a table, as far as the table respects them.
 
     Nodes are positions with the attribute `op`; edges have the attribute `kind`:
@@ -64,7 +63,7 @@ def dependency_graph(schedule: Schedule, workload: Workload | None = None) -> nx
     return graph
 
 
-def derive_waits(schedule: Schedule, workload: Workload | None = None) -> dict[Position, tuple[Position, ...]]:
+def derive_waits(schedule: Table, workload: Workload | None = None) -> dict[Position, tuple[Position, ...]]:
     """For each op, the ops of other streams that it waits for, transitively reduced, in table order.
 
     The streams' own order and these waits imply every dependency; the runtime enforces nothing else.
@@ -72,7 +71,7 @@ def derive_waits(schedule: Schedule, workload: Workload | None = None) -> dict[P
     return waited_edges(dependency_graph(schedule, workload))
 
 
-def weight_bindings(schedule: Schedule) -> dict[Position, Position]:
+def weight_bindings(schedule: Table) -> dict[Position, Position]:
     """For each F and B, the `W` whose slot it reads: the last one of its block in an earlier tick."""
     latest: dict[int, Position] = {}
     found: dict[Position, Position] = {}
@@ -84,7 +83,7 @@ def weight_bindings(schedule: Schedule) -> dict[Position, Position]:
     return found
 
 
-def _stream_edges(schedule: Schedule) -> Iterator[_Edge]:
+def _stream_edges(schedule: Table) -> Iterator[_Edge]:
     last: dict[Stream, Position] = {}
     for position, _ in schedule.positions():
         if position.stream in last:
@@ -92,7 +91,7 @@ def _stream_edges(schedule: Schedule) -> Iterator[_Edge]:
         last[position.stream] = position
 
 
-def _weight_edges(schedule: Schedule) -> Iterator[_Edge]:
+def _weight_edges(schedule: Table) -> Iterator[_Edge]:
     for reader, load in weight_bindings(schedule).items():
         yield load, reader, "weight"
 
@@ -100,7 +99,7 @@ def _weight_edges(schedule: Schedule) -> Iterator[_Edge]:
 class _Found:
     """Where the ops of each kind stand, by block and micro-batch, ascending."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Table) -> None:
         self._positions: dict[tuple[Stream, str, int, int], list[Position]] = {}
         for position, op in schedule.positions():
             self._positions.setdefault((op.stream, op.what, op.block, op.micro_batch or 0), []).append(position)
@@ -109,11 +108,11 @@ class _Found:
         return [p for block in blocks for p in self._positions.get((stream, what, block, micro_batch), ())]
 
 
-def _data_edges(schedule: Schedule, workload: Workload) -> Iterator[_Edge]:
+def _data_edges(schedule: Table, workload: Workload) -> Iterator[_Edge]:
     yield from _later(_data_pairs(schedule, workload), "data")
 
 
-def _data_pairs(schedule: Schedule, workload: Workload) -> Iterator[tuple[Position, Position]]:
+def _data_pairs(schedule: Table, workload: Workload) -> Iterator[tuple[Position, Position]]:
     at = _Found(schedule)
     parked = replace(schedule, workload=workload).parked()
     for number in range(schedule.kind.micro_batches):
@@ -145,14 +144,14 @@ def _value_pairs(
             yield from _pairs(restore, at(Stream.COMPUTE, "B", workload.backward_readers(index), number))
 
 
-def _host_edges(schedule: Schedule, workload: Workload) -> Iterator[_Edge]:
+def _host_edges(schedule: Table, workload: Workload) -> Iterator[_Edge]:
     """Gradients before their norm and their updates, and updates of the step before ahead of this one's weights."""
     at = _Found(schedule)
     everything = at(Stream.D2H, "G", range(len(workload.blocks)))
     norms = at(Stream.HOST, "N", [NO_BLOCK])
     yield from _later(_pairs(everything, norms), "data")
     for block in workload.update_blocks():
-        group = update_group(workload, block)
+        group = workload.update_group(block)
         updates = at(Stream.HOST, "U", [block])
         readers = at(Stream.H2D, "W", group)
         if schedule.kind.updates == "deferred":
@@ -180,7 +179,7 @@ def _pairs(before: Sequence[Position], after: Sequence[Position]) -> Iterator[tu
     return ((a, b) for a in before for b in after)
 
 
-def _resource_edges(schedule: Schedule, workload: Workload) -> Iterator[_Edge]:
+def _resource_edges(schedule: Table, workload: Workload) -> Iterator[_Edge]:
     readers: dict[Position, list[Position]] = {}
     for reader, load in weight_bindings(schedule).items():
         readers.setdefault(load, []).append(reader)
@@ -200,7 +199,7 @@ def _resource_edges(schedule: Schedule, workload: Workload) -> Iterator[_Edge]:
         live[position] = (start, stop)
 
 
-def _memory_edges(schedule: Schedule) -> Iterator[_Edge]:
+def _memory_edges(schedule: Table) -> Iterator[_Edge]:
     compute: Position | None = None
     d2h: Position | None = None
     for tick, row in enumerate(schedule.ticks):
@@ -214,7 +213,7 @@ def _memory_edges(schedule: Schedule) -> Iterator[_Edge]:
         d2h = d2h if row.d2h is None else Position(tick, Stream.D2H)
 
 
-def _waiting_edges(schedule: Schedule, workload: Workload) -> Iterator[_Edge]:
+def _waiting_edges(schedule: Table, workload: Workload) -> Iterator[_Edge]:
     update = {op.block: p.tick for p, op in schedule.positions() if op.what == "U"}
     released = set(last_updates(workload, update).values()) if update else set[int]()
     last: Position | None = None

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from megatrain.checks import checked, optional
 from megatrain.errors import ScheduleError
 from megatrain.passes.program import Block, Program
-from megatrain.scheduler.build import STEP, build
+from megatrain.scheduler.builder.build import STEP, build
+from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Schedule
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload, merged
 from megatrain.sizes import SIZE, parse_bytes
 from megatrain.tracer.spec import TensorSpec

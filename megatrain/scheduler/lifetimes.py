@@ -6,14 +6,27 @@ Both the accounting of memory and the runtime follow these; the checker derives 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from megatrain.scheduler.op import Stream
-from megatrain.scheduler.order import OpTicks
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.workload import Workload
+
+# A block and a micro-batch.
+Run = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OpTicks:
+    """The tick of each op but `W`, by block and micro-batch; `G` counts as one of micro-batch 0."""
+
+    forward: dict[Run, int] = field(default_factory=dict[Run, int])
+    backward: dict[Run, int] = field(default_factory=dict[Run, int])
+    park: dict[Run, int] = field(default_factory=dict[Run, int])
+    restore: dict[Run, int] = field(default_factory=dict[Run, int])
+    offload: dict[Run, int] = field(default_factory=dict[Run, int])
 
 
 class Item(NamedTuple):
@@ -65,7 +78,7 @@ class StepFacts:
     kind: StepKind
 
 
-def lifetimes(schedule: Schedule) -> tuple[Lifetime, ...]:
+def lifetimes(schedule: Table) -> tuple[Lifetime, ...]:
     """All lifetimes of a schedule: values by index, then gradients, then those of the blocks.
 
     Raises:
@@ -75,7 +88,7 @@ def lifetimes(schedule: Schedule) -> tuple[Lifetime, ...]:
     return step_lifetimes(schedule.known_workload(), facts)
 
 
-def op_ticks(schedule: Schedule) -> OpTicks:
+def op_ticks(schedule: Table) -> OpTicks:
     """The ticks of the ops of a table, those of `W` and of the host aside; of an op that recurs, the last."""
     found = OpTicks()
     rows = {

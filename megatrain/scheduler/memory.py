@@ -9,7 +9,7 @@ from itertools import accumulate
 from megatrain.scheduler.lifetimes import Lifetime
 from megatrain.scheduler.op import Op, Stream
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.table import Table
 from megatrain.scheduler.workload import Workload
 
 
@@ -143,7 +143,7 @@ _PART_NAMES = {
 }
 
 
-def find_peak(schedule: Schedule, lives: Sequence[Lifetime]) -> Peak:
+def find_peak(schedule: Table, lives: Sequence[Lifetime]) -> Peak:
     """Says at which tick a schedule needs `device_bytes`, and for what."""
     workload = schedule.known_workload()
     accumulated = accumulated_bytes(workload)

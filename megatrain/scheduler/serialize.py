@@ -10,7 +10,7 @@ from megatrain.checks import checked, shown
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.op import STREAMS, parse_op
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Schedule, Slot, Tick
+from megatrain.scheduler.table import Slot, Table, Tick
 from megatrain.scheduler.workload import Workload
 
 FORMAT = 1
@@ -18,7 +18,7 @@ FORMAT = 1
 _FIGURES = ("keep", "h2d_bytes", "d2h_bytes", "peak_bytes", "device_bytes", "host_bytes")
 
 
-def schedule_to_json(schedule: Schedule) -> str:
+def table_to_json(schedule: Table) -> str:
     """Writes one object: figures by name, the table as tokens, the workload as `Workload.to_dict`."""
     data: dict[str, Any] = {
         "format": FORMAT,
@@ -35,8 +35,8 @@ def schedule_to_json(schedule: Schedule) -> str:
 
 
 @checked()
-def schedule_from_json(text: str) -> Schedule:
-    """Reads what `schedule_to_json` wrote.
+def table_from_json(text: str) -> Table:
+    """Reads what `table_to_json` wrote.
 
     Raises:
         ScheduleError: If the text isn't JSON, of another format, or lacks something.
@@ -48,7 +48,7 @@ def schedule_from_json(text: str) -> Schedule:
                 f"format {shown(data['format'])} of a schedule is unknown.\n  This reads format {FORMAT}.\n"
                 "  Write it anew with this version's Schedule.to_json."
             )
-        return Schedule(
+        return Table(
             ticks=tuple(_read_tick(tokens) for tokens in data["ticks"]),
             slots=tuple(Slot(offset, nbytes) for offset, nbytes in data["slots"]),
             saves=tuple(data["saves"]),

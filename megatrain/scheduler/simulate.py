@@ -11,7 +11,7 @@ from megatrain.checks import checked
 from megatrain.scheduler.costs import Costs, op_durations
 from megatrain.scheduler.dependency import dependency_graph, derive_waits
 from megatrain.scheduler.op import STREAMS, Stream
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.table import Position, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Simulation:
 
 
 @checked()
-def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+def simulate(schedule: Table, costs: Costs) -> Simulation:
     """Runs every op as soon as its stream is free and what it waits for is done.
 
     Args:
@@ -72,7 +72,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
 
 
 @checked()
-def critical_path(schedule: Schedule, costs: Costs) -> tuple[float, tuple[Position, ...]]:
+def critical_path(schedule: Table, costs: Costs) -> tuple[float, tuple[Position, ...]]:
     """Seconds and ops of the longest chain of dependencies, the order of streams included.
 
     No op waits for anything else, so this is how long the simulated step takes, and why.
@@ -81,7 +81,7 @@ def critical_path(schedule: Schedule, costs: Costs) -> tuple[float, tuple[Positi
 
 
 @checked()
-def lower_bounds(schedule: Schedule, costs: Costs) -> dict[str, float]:
+def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
     """Seconds below which these ops can't come, by reason.
 
     Per stream the sum of its ops, which run one by one; `"data"` is the longest chain of ops that need each

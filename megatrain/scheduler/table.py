@@ -1,22 +1,17 @@
-"""Schedule: one step as a table of ticks x streams, with what it takes."""
+"""Table: one step as ticks x streams, with what it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megatrain.checks import checked
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.op import STREAMS, Op, Stream
+from megatrain.scheduler.parking import parked_values
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
-
-if TYPE_CHECKING:
-    import networkx as nx
-
-    from megatrain.scheduler.costs import Costs
-    from megatrain.scheduler.simulate import Simulation
 
 
 class Position(NamedTuple):
@@ -71,8 +66,8 @@ class Tick:
 
 @checked()
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """Everything one step does, in order, and the bytes it takes; made by `schedule`, printed by `str`.
+class Table:
+    """Everything one step does, in order, and the bytes it takes: what a `Schedule` holds, without its verbs.
 
     Args:
         ticks: The table.
@@ -137,91 +132,9 @@ class Schedule:
             for stream, op in tick.ops():
                 yield Position(index, stream), op
 
-    def __str__(self) -> str:
-        from megatrain.scheduler.text import schedule_text
-
-        return schedule_text(self)
-
-    @staticmethod
-    def parse(text: str, workload: Workload | None = None) -> Schedule:
-        """Reads what `str` wrote; the result equals the original.
-
-        Raises:
-            ScheduleError: If the text isn't a schedule, with the number of the line.
-        """
-        from megatrain.scheduler.text import parse_schedule
-
-        return parse_schedule(text, workload)
-
-    def to_json(self) -> str:
-        """The schedule and its workload as JSON."""
-        from megatrain.scheduler.serialize import schedule_to_json
-
-        return schedule_to_json(self)
-
-    @staticmethod
-    def from_json(text: str) -> Schedule:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ScheduleError: If the text isn't a schedule.
-        """
-        from megatrain.scheduler.serialize import schedule_from_json
-
-        return schedule_from_json(text)
-
     def parked(self) -> dict[int, tuple[int, ...]]:
         """Values that `A` parks and returns, by the block of the op."""
-        from megatrain.scheduler.parking import parked_values
-
         return parked_values(self.known_workload(), self.kind, keep=self.keep, saves=self.saves)
-
-    def bindings(self) -> dict[Position, Position]:
-        """For each F and B of a block with state, the position of the `W` whose slot it reads."""
-        from megatrain.scheduler.dependency import weight_bindings
-
-        return weight_bindings(self)
-
-    def waits(self) -> Mapping[Position, tuple[Position, ...]]:
-        """For each op, the ops of other streams whose completion it waits for; none follows from another."""
-        from megatrain.scheduler.dependency import derive_waits
-
-        return derive_waits(self)
-
-    def to_networkx(self) -> nx.DiGraph[Position]:
-        """The dependency graph over positions; see `dependency_graph`."""
-        from megatrain.scheduler.dependency import dependency_graph
-
-        return dependency_graph(self)
-
-    @checked()
-    def check(self, workload: Workload | None = None) -> None:
-        """Proves that the schedule is safe for its workload, or for another one; see `check_schedule`.
-
-        Raises:
-            ScheduleError: With the rule that is broken, and the rows around the place.
-        """
-        from megatrain.scheduler.check import check_schedule
-
-        check_schedule(self, self.known_workload() if workload is None else workload)
-
-    def simulate(self, costs: Costs) -> Simulation:
-        """Runs the schedule on paper; see `megatrain.scheduler.simulate.simulate`."""
-        from megatrain.scheduler.simulate import simulate
-
-        return simulate(self, costs)
-
-    def critical_path(self, costs: Costs) -> tuple[float, tuple[Position, ...]]:
-        """Seconds and ops of the longest chain of dependencies."""
-        from megatrain.scheduler.simulate import critical_path
-
-        return critical_path(self, costs)
-
-    def lower_bounds(self, costs: Costs) -> dict[str, float]:
-        """Seconds below which no order of the same ops can come, per reason."""
-        from megatrain.scheduler.simulate import lower_bounds
-
-        return lower_bounds(self, costs)
 
     def known_workload(self) -> Workload:
         """The workload.

@@ -11,7 +11,7 @@ from megatrain.checks import checked
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.op import STREAMS, Op, Stream, parse_op
 from megatrain.scheduler.step_kind import MODES, OUTPUTS, TRANSFERS, UPDATES, StepKind
-from megatrain.scheduler.table import Schedule, Slot, Tick
+from megatrain.scheduler.table import Slot, Table, Tick
 from megatrain.scheduler.workload import Workload
 
 _HEADER = re.compile(
@@ -26,7 +26,7 @@ _RANGE = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?")
 _WIDTH = 100
 
 
-def schedule_text(schedule: Schedule) -> str:
+def table_text(schedule: Table) -> str:
     """Prints a schedule: the header, then one row per tick, in columns as wide as needed.
 
     An F whose graph is retained has a star. Lines that would say nothing are left out, as is the column of a
@@ -106,8 +106,8 @@ class _Read:
 
 
 @checked()
-def parse_schedule(text: str, workload: Workload | None = None) -> Schedule:
-    """Reads what `schedule_text` wrote; spaces between the cells don't matter, nor do empty lines.
+def parse_table(text: str, workload: Workload | None = None) -> Table:
+    """Reads what `table_text` wrote; spaces between the cells don't matter, nor do empty lines.
 
     Raises:
         ScheduleError: With the number of the line that can't be read, and the line.
@@ -119,7 +119,7 @@ def parse_schedule(text: str, workload: Workload | None = None) -> Schedule:
             _at_line(number, line.strip(), _reader_of(line, read), read)
     _at_line(max(1, len(lines)), lines[-1].strip() if lines else "", _check_complete, read)
     counts = ("num_slots", "num_ticks")
-    schedule = Schedule(
+    schedule = Table(
         ticks=tuple(read.ticks),
         slots=tuple(read.slots),
         saves=tuple(read.saves),
@@ -218,7 +218,7 @@ def _one_of(word: str, known: Sequence[str]) -> str:
     return word
 
 
-def _updates(schedule: Schedule) -> Iterable[str]:
+def _updates(schedule: Table) -> Iterable[str]:
     kind = schedule.kind
     return [f"{kind.updates}{', clipped' if kind.clip else ''}"] if kind.holds_gradients else []
 
@@ -227,7 +227,7 @@ def _updates(schedule: Schedule) -> Iterable[str]:
 class _Line:
     """A line of the header behind its first two: what it says of a schedule, in parts, and how it is read."""
 
-    parts: Callable[[Schedule], Iterable[str]]
+    parts: Callable[[Table], Iterable[str]]
     read: Callable[[str, _Read], None]
     separator: str = ", "
 
@@ -235,7 +235,7 @@ class _Line:
 def _choice(name: str, known: Sequence[str]) -> _Line:
     """The line of a part of the kind of step that is one of a few words, and is left out where that is the first."""
 
-    def parts(schedule: Schedule) -> Iterable[str]:
+    def parts(schedule: Table) -> Iterable[str]:
         word: str = getattr(schedule.kind, name)
         return [] if word == known[0] else [word]
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.updates import update_group
 from megatrain.scheduler.workload import Workload
 
 
@@ -22,7 +21,7 @@ def last_updates(workload: Workload, update: Mapping[int, int]) -> dict[int, int
     blocks = frozenset(workload.gradient_blocks())
     found: dict[int, int] = {}
     for block, tick in update.items():
-        for member in blocks.intersection(update_group(workload, block)):
+        for member in blocks.intersection(workload.update_group(block)):
             found[member] = max(found.get(member, -1), tick)
     return found
 

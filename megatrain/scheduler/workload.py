@@ -127,6 +127,15 @@ class Workload:
         """Blocks with an update of their own, ascending: each has one `U` in a step that updates."""
         return tuple(i for i, b in enumerate(self.blocks) if b.update_bytes > 0)
 
+    def update_group(self, block: int) -> tuple[int, ...]:
+        """The blocks that hold parameters which `U` of a block updates: itself first."""
+        if type(block) is not int or not 0 <= block < len(self.blocks):
+            raise ScheduleError(
+                f"there is no block {shown(block)}.\n"
+                f"  A block is named by its index, from 0 to {len(self.blocks) - 1}.\n  Look at workload.blocks."
+            )
+        return (block, *self.blocks[block].shares)
+
     def has_value_gradient(self, value: int) -> bool:
         """Tells whether some backward computes or reads the gradient of the value."""
         work = self._value(value)

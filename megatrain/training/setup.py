@@ -18,8 +18,8 @@ from megatrain.optim.threads import update_threads
 from megatrain.optim.updates import Updates
 from megatrain.optim.whole_step import Optimizer
 from megatrain.runtime.whole_step import StepExecutor
+from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Schedule
 from megatrain.tracer.structure import Arguments
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.modes import without_modes

@@ -22,7 +22,7 @@ from megatrain.runtime.rng import RngState
 from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.costs import Measured
-from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import SIZE
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.training import checkpoint

@@ -12,8 +12,8 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.landing import LandingArena
 from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.from_program import step_schedule
+from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Schedule
 
 # Steps of other sizes or numbers of micro-batches: those used last are kept.
 _MOST = 16

@@ -15,8 +15,7 @@ from torch import nn
 import tests.models
 from megatrain.passes.interpret import Code
 from megatrain.passes.pipeline import lower
-from megatrain.passes.program import Program
-from megatrain.passes.text import template_text
+from megatrain.passes.program import Program, template_text
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace
 from tests.models import MODELS

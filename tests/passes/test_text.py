@@ -13,7 +13,7 @@ from megatrain.passes.dedup import dedup
 from megatrain.passes.lift_state import lift_state
 from megatrain.passes.partition import partition
 from megatrain.passes.pipeline import lower
-from megatrain.passes.text import template_text
+from megatrain.passes.program import template_text
 from megatrain.tracer.trace import trace
 from tests.models import MODELS
 

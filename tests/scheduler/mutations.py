@@ -11,8 +11,9 @@ from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.lifetimes import lifetimes, op_ticks
 from megatrain.scheduler.memory import accumulated_bytes, count_moved, host_bytes, live_bytes, workspace_bytes
 from megatrain.scheduler.op import STREAMS, Op, Stream
+from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
-from megatrain.scheduler.table import Position, Schedule, Tick
+from megatrain.scheduler.table import Position, Tick
 from megatrain.scheduler.waiting import waiting_bytes
 
 

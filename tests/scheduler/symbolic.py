@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from megatrain.scheduler.op import STREAMS, Op, Stream
+from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
 from tests.scheduler.ledger import Harm, Ledger, op_name
 

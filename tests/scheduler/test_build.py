@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import OptionError, ScheduleError
-from megatrain.scheduler.build import ACTIVATIONS, backward_schedule
+from megatrain.scheduler.builder.build import ACTIVATIONS, backward_schedule
+from megatrain.scheduler.builder.slots import compute_stages, place_slots, residencies
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Stream
 from megatrain.scheduler.parking import keep_all
-from megatrain.scheduler.place import compute_stages, place_slots, residencies
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Slot
 from megatrain.scheduler.workload import ValueWork, Workload

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.build import backward_schedule
-from megatrain.scheduler.check import check_schedule
+from megatrain.scheduler.builder.build import backward_schedule
+from megatrain.scheduler.check.rules import check_schedule
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Op, Stream
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.table import Position
 from tests.scheduler.mutations import mutants, with_cells, with_figures
 from tests.scheduler.symbolic import Harm, find_harm
 from tests.scheduler.workloads import chain, example, schedules

@@ -9,7 +9,7 @@ from torch import nn
 import megatrain
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.op import Stream
-from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.schedule import Schedule
 from tests.runtime.twins import MODES, assert_twins, seeded
 
 modes = pytest.mark.parametrize("options", MODES.values(), ids=list(MODES))

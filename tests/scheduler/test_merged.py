@@ -17,7 +17,8 @@ from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
 from megatrain.scheduler.memory import host_bytes
 from megatrain.scheduler.op import Op
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload, merged
 from tests.scheduler.mutations import with_figures
 from tests.scheduler.symbolic import Machine, run

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.check import check_schedule
+from megatrain.scheduler.check.rules import check_schedule
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Stream
+from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import UPDATES
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.table import Position
 from tests.scheduler.mutations import mutants, with_cells, with_figures
 from tests.scheduler.symbolic import Harm, find_harm
 from tests.scheduler.test_check import waits_graph

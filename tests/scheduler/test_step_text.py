@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.from_program import schedule
-from megatrain.scheduler.table import Schedule
+from megatrain.scheduler.schedule import Schedule
 from tests.scheduler.workloads import example, step_schedules, trained
 
 

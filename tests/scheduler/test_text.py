@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.build import backward_schedule
+from megatrain.scheduler.builder.build import backward_schedule
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Op, Stream, parse_op
+from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Schedule, Tick
+from megatrain.scheduler.table import Tick
 from megatrain.scheduler.workload import Workload
 from tests.scheduler.workloads import chain, example, schedules
 

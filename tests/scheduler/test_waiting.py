@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.check import check_schedule
+from megatrain.scheduler.check.rules import check_schedule
 from megatrain.scheduler.costs import Hardware
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import UPDATES
-from megatrain.scheduler.table import Schedule
 from tests.scheduler.symbolic import Harm, find_harm
 from tests.scheduler.test_check import waits_graph
 from tests.scheduler.workloads import LAYER, example, step_schedules, trained

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from megatrain.scheduler.build import ACTIVATIONS
+from megatrain.scheduler.builder.build import ACTIVATIONS
 from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
-from megatrain.scheduler.table import Schedule
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 
 ACT, LAYER, EMBED = 8192, 132864, 65536

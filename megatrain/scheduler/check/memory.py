@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from megatrain.scheduler.case import Case
+from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.op import Stream
 from megatrain.scheduler.table import Position
 

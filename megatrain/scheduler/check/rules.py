@@ -13,21 +13,21 @@ from itertools import pairwise
 import networkx as nx
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.case import Case
-from megatrain.scheduler.check_memory import (
+from megatrain.scheduler.check.case import Case
+from megatrain.scheduler.check.host import check_norm, check_updates
+from megatrain.scheduler.check.memory import (
     check_figures,
     check_live_bytes,
     check_releases_come_first,
 )
-from megatrain.scheduler.check_updates import check_norm, check_updates
 from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.happens import graph_waits
 from megatrain.scheduler.op import Op, Stream
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.workload import Workload
 
 
-def check_schedule(schedule: Schedule, workload: Workload, graph: nx.DiGraph[Position] | None = None) -> None:
+def check_schedule(schedule: Table, workload: Workload, graph: nx.DiGraph[Position] | None = None) -> None:
     """Proves that a schedule runs its workload safely and within the memory it states.
 
     Args:
@@ -62,7 +62,7 @@ def check_schedule(schedule: Schedule, workload: Workload, graph: nx.DiGraph[Pos
         rule(case)
 
 
-def _check_slots(schedule: Schedule) -> None:
+def _check_slots(schedule: Table) -> None:
     """Slots stand in the order of their offsets; without copies they are empty."""
     offsets = [slot.offset for slot in schedule.slots]
     if offsets != sorted(set(offsets)):

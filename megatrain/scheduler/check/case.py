@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.happens import Clocks
 from megatrain.scheduler.op import PER_MICRO_BATCH, Op, Stream
-from megatrain.scheduler.table import Position, Schedule
+from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.text import table_rows
 from megatrain.scheduler.workload import Workload
 
@@ -23,7 +23,7 @@ class Case:
         waits: For each position, the positions in other streams that it waits for.
     """
 
-    def __init__(self, schedule: Schedule, workload: Workload, waits: Mapping[Position, Sequence[Position]]) -> None:
+    def __init__(self, schedule: Table, workload: Workload, waits: Mapping[Position, Sequence[Position]]) -> None:
         self.schedule = schedule
         self.workload = workload
         self.clocks = Clocks(waits)
@@ -96,7 +96,7 @@ class Case:
         return error
 
 
-def _expected_parks(schedule: Schedule, workload: Workload) -> dict[int, list[int]]:
+def _expected_parks(schedule: Table, workload: Workload) -> dict[int, list[int]]:
     """Values that have to be parked, by the last block whose backward reads them."""
     backwards = [i for i, block in enumerate(workload.blocks) if block.has_backward]
     if schedule.kind.transfer == "bind" or schedule.kind.mode == "forward" or not backwards:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatrain.scheduler.builder.host_ticks import HostTicks, head_updates, place_host, written_ticks
+from megatrain.scheduler.builder.order import Rows, assign_ticks
+from megatrain.scheduler.builder.slots import Residency, compute_stages, place_slots, residencies
 from megatrain.scheduler.lifetimes import StepFacts, step_lifetimes
 from megatrain.scheduler.memory import (
     accumulated_bytes,
@@ -14,12 +17,9 @@ from megatrain.scheduler.memory import (
     workspace_bytes,
 )
 from megatrain.scheduler.op import NO_BLOCK, PER_MICRO_BATCH, STREAMS, Op, Stream
-from megatrain.scheduler.order import Rows, assign_ticks
 from megatrain.scheduler.parking import parked_values
-from megatrain.scheduler.place import Residency, compute_stages, place_slots, residencies
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Schedule, Slot, Tick
-from megatrain.scheduler.updates import HostTicks, head_updates, place_host, written_ticks
+from megatrain.scheduler.table import Slot, Table, Tick
 from megatrain.scheduler.waiting import waiting_bytes
 from megatrain.scheduler.workload import Workload
 
@@ -97,14 +97,14 @@ class Builder:
         live = live_bytes(self.workload, lives, max(rows.num_ticks, host.num_ticks), arena)
         return Draft(plan, rows, host, live, max([*live, *self._busy_bytes(rows, live, facts.saves)], default=0))
 
-    def finish(self, draft: Draft) -> Schedule:
+    def finish(self, draft: Draft) -> Table:
         """Makes the rows, and the figures of the header."""
         placed = self._place(draft.plan.num_slots)
         parked = self._parked(draft.plan)
         ticks = _table(draft, placed, has_micro_batches=self.kind.micro_batches > 1)
         ops = [op for tick in ticks for _, op in tick.ops()]
         h2d, d2h = count_moved(self.workload, self.kind, ops, parked)
-        return Schedule(
+        return Table(
             ticks=ticks,
             slots=placed.slots,
             keep=draft.plan.keep,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.draft import Builder, Draft, Plan
+from megatrain.scheduler.builder.draft import Builder, Draft, Plan
+from megatrain.scheduler.builder.slots import alternates
 from megatrain.scheduler.lifetimes import lifetimes
 from megatrain.scheduler.memory import find_peak
 from megatrain.scheduler.op import NO_BLOCK
 from megatrain.scheduler.parking import keep_all
-from megatrain.scheduler.place import alternates
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 

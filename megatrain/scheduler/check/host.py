@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatrain.scheduler.case import Case
+from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.op import NO_BLOCK, Stream
 from megatrain.scheduler.table import Position
 

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatrain.scheduler.place import Residency, Stage
+from megatrain.scheduler.builder.slots import Residency, Stage
+from megatrain.scheduler.lifetimes import OpTicks, Run
 from megatrain.scheduler.workload import Workload
-
-# A block and a micro-batch.
-Run = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class OpTicks:
-    """The tick of each op but `W`, by block and micro-batch; `G` counts as one of micro-batch 0."""
-
-    forward: dict[Run, int] = field(default_factory=dict[Run, int])
-    backward: dict[Run, int] = field(default_factory=dict[Run, int])
-    park: dict[Run, int] = field(default_factory=dict[Run, int])
-    restore: dict[Run, int] = field(default_factory=dict[Run, int])
-    offload: dict[Run, int] = field(default_factory=dict[Run, int])
 
 
 @dataclass(frozen=True, slots=True)

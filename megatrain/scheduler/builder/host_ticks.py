@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain.scheduler.order import OpTicks
+from megatrain.scheduler.lifetimes import OpTicks
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
@@ -29,11 +29,6 @@ class HostTicks:
         return 1 + max([*self.update.values(), -1 if self.norm is None else self.norm], default=-1)
 
 
-def update_group(workload: Workload, block: int) -> tuple[int, ...]:
-    """The blocks that hold parameters which `U` of a block updates: itself first."""
-    return (block, *workload.blocks[block].shares)
-
-
 def head_updates(workload: Workload, loads: Iterable[int]) -> dict[int, int]:
     """Ticks of updates at the head of a step, each ahead of the first `W` that reads what it writes.
 
@@ -43,7 +38,7 @@ def head_updates(workload: Workload, loads: Iterable[int]) -> dict[int, int]:
     """
     owners: dict[int, list[int]] = {}
     for block in workload.update_blocks():
-        for member in update_group(workload, block):
+        for member in workload.update_group(block):
             owners.setdefault(member, []).append(block)
     order = dict.fromkeys(owner for block in loads for owner in owners.get(block, ()))
     return {block: tick for tick, block in enumerate(order)}
@@ -53,7 +48,7 @@ def written_ticks(workload: Workload, head: Mapping[int, int]) -> dict[int, int]
     """The tick in which the last update at the head writes a block's weights, by block."""
     found: dict[int, int] = {}
     for block, tick in head.items():
-        for member in update_group(workload, block):
+        for member in workload.update_group(block):
             found[member] = max(found.get(member, -1), tick)
     return found
 
@@ -94,5 +89,5 @@ def _by_readiness(workload: Workload, ticks: OpTicks) -> Sequence[tuple[int, int
         for (block, _), tick in runs.items():
             last[block] = max(last.get(block, -1), tick)
     return sorted(
-        (max(last[member] for member in update_group(workload, block)), block) for block in workload.update_blocks()
+        (max(last[member] for member in workload.update_group(block)), block) for block in workload.update_blocks()
     )

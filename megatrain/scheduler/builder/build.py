@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from megatrain.checks import Rule, checked, count, one_of, optional
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.budget import choose_draft, first_fit
-from megatrain.scheduler.draft import Builder, Plan
+from megatrain.scheduler.builder.budget import choose_draft, first_fit
+from megatrain.scheduler.builder.draft import Builder, Plan
+from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import KIND_RULES, StepKind
-from megatrain.scheduler.table import Schedule
 from megatrain.scheduler.workload import Workload
 
 ACTIVATIONS = ("auto", "recompute", "keep", "offload")
@@ -62,7 +62,7 @@ def build(
     workload.check()
     builder = Builder(workload, kind)
     draft = choose_draft(builder, num_slots=num_slots, keep=keep, memory=memory, activations=activations)
-    return builder.finish(draft)
+    return schedule_of(builder.finish(draft))
 
 
 @checked(num_slots=STEP["num_slots"], memory=optional(count(1)))
@@ -89,4 +89,4 @@ def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory
     builder = Builder(forward.known_workload(), replace(forward.kind, mode="backward"))
     counts = (2, 1) if num_slots is None else (num_slots,)
     plans = [Plan(count, forward.keep, forward.saves) for count in counts]
-    return builder.finish(first_fit(builder, plans, memory))
+    return schedule_of(builder.finish(first_fit(builder, plans, memory)))

@@ -1,0 +1,90 @@
+"""Schedule: a table, and all that one can ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+import networkx as nx
+
+from megatrain.checks import checked
+from megatrain.scheduler.check.rules import check_schedule
+from megatrain.scheduler.costs import Costs
+from megatrain.scheduler.dependency import dependency_graph, derive_waits, weight_bindings
+from megatrain.scheduler.serialize import table_from_json, table_to_json
+from megatrain.scheduler.simulate import Simulation, critical_path, lower_bounds, simulate
+from megatrain.scheduler.table import Position, Table
+from megatrain.scheduler.text import parse_table, table_text
+from megatrain.scheduler.workload import Workload
+
+
+class Schedule(Table):
+    """Everything one step does, in order, and the bytes it takes; made by `schedule`, printed by `str`.
+
+    `Table` says what it holds.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return table_text(self)
+
+    @staticmethod
+    def parse(text: str, workload: Workload | None = None) -> Schedule:
+        """Reads what `str` wrote; the result equals the original.
+
+        Raises:
+            ScheduleError: If the text isn't a schedule, with the number of the line.
+        """
+        return schedule_of(parse_table(text, workload))
+
+    def to_json(self) -> str:
+        """The schedule and its workload as JSON."""
+        return table_to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Schedule:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ScheduleError: If the text isn't a schedule.
+        """
+        return schedule_of(table_from_json(text))
+
+    def bindings(self) -> dict[Position, Position]:
+        """For each F and B of a block with state, the position of the `W` whose slot it reads."""
+        return weight_bindings(self)
+
+    def waits(self) -> Mapping[Position, tuple[Position, ...]]:
+        """For each op, the ops of other streams whose completion it waits for; none follows from another."""
+        return derive_waits(self)
+
+    def to_networkx(self) -> nx.DiGraph[Position]:
+        """The dependency graph over positions; see `dependency_graph`."""
+        return dependency_graph(self)
+
+    @checked()
+    def check(self, workload: Workload | None = None) -> None:
+        """Proves that the schedule is safe for its workload, or for another one; see `check_schedule`.
+
+        Raises:
+            ScheduleError: With the rule that is broken, and the rows around the place.
+        """
+        check_schedule(self, self.known_workload() if workload is None else workload)
+
+    def simulate(self, costs: Costs) -> Simulation:
+        """Runs the schedule on paper; see `megatrain.scheduler.simulate.simulate`."""
+        return simulate(self, costs)
+
+    def critical_path(self, costs: Costs) -> tuple[float, tuple[Position, ...]]:
+        """Seconds and ops of the longest chain of dependencies."""
+        return critical_path(self, costs)
+
+    def lower_bounds(self, costs: Costs) -> dict[str, float]:
+        """Seconds below which no order of the same ops can come, per reason."""
+        return lower_bounds(self, costs)
+
+
+def schedule_of(table: Table) -> Schedule:
+    """The schedule of a table."""
+    return Schedule(**{part.name: getattr(table, part.name) for part in fields(table)})
