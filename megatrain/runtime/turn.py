@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from megatrain.errors import ExecuteError
+from megatrain.interrupts import Interrupts
 
 
 class _Here(threading.local):
@@ -19,6 +20,8 @@ class _Here(threading.local):
 
 
 _HERE = _Here()
+# Whoever waits for a turn hears Ctrl-C so often, in seconds.
+_POLL_S = 0.1
 
 
 def turns_here() -> tuple[Turn, ...]:
@@ -57,16 +60,8 @@ class Turn:
         Raises:
             ExecuteError: If it is called from within a run, or in a forked process.
         """
-        self._check(what, in_child=in_child)
-        if not self._lock.acquire(blocking=os.getpid() == self._process):
-            raise ExecuteError(_FORKED.format(what=what))  # a thread that stayed behind has it, for ever
-        before = self._owner, _HERE.turns
-        try:
-            self._owner, _HERE.turns = threading.get_ident(), (*_HERE.turns, self)
+        with self._taken(what, in_child=in_child):
             yield
-        finally:
-            self._owner, _HERE.turns = before
-            self._lock.release()
 
     @contextmanager
     def run(self, what: str = "the model", *, in_child: bool = False, differentiates: bool = False) -> Generator[None]:
@@ -77,12 +72,34 @@ class Turn:
             in_child: See `hold`.
             differentiates: They use autograd's engine, whose threads may run hooks as well.
         """
-        with self.hold(what, in_child=in_child):
-            self._is_running, self._differentiates = True, differentiates
+        with self._taken(what, in_child=in_child, is_running=True, differentiates=differentiates):
+            yield
+
+    @contextmanager
+    def _taken(
+        self, what: str, *, in_child: bool, is_running: bool = False, differentiates: bool = False
+    ) -> Generator[None]:
+        self._check(what, in_child=in_child)
+        # Ctrl-C between the lock and what is noted of it would keep the turn for ever.
+        with Interrupts() as interrupts:
+            self._acquire(what, interrupts)
+            before = self._owner, _HERE.turns
             try:
-                yield
+                self._owner, _HERE.turns = threading.get_ident(), (*_HERE.turns, self)
+                self._is_running, self._differentiates = is_running, differentiates
+                with interrupts.released():
+                    yield
             finally:
-                self._is_running = self._differentiates = False
+                self._owner, _HERE.turns = before
+                self._is_running = self._differentiates = False  # nothing is taken within a run
+                self._lock.release()
+
+    def _acquire(self, what: str, interrupts: Interrupts) -> None:
+        is_child = os.getpid() != self._process
+        while not self._lock.acquire(timeout=0 if is_child else _POLL_S):
+            if is_child:
+                raise ExecuteError(_FORKED.format(what=what))  # a thread that stayed behind has it, for ever
+            interrupts.check()
 
     def _check(self, what: str, *, in_child: bool) -> None:
         if os.getpid() != self._process and not in_child:

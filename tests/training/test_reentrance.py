@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import _thread
+import functools
 import re
+import signal
 import threading
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.runtime.turn import Turn
+from tests.interrupting import Lines
 from tests.training.hazards import TRAP
 from tests.training.loops import MODES, Pair, adamw, assert_same, sgd, snapshot, stack_batch
 
@@ -202,6 +206,46 @@ def test_other_threads_wait_for_their_turn() -> None:
     for thread in threads:
         thread.join(UNTIL)
     assert order == ["first", "second"]
+
+
+@pytest.mark.parametrize("how", ["hold", "run", "run within hold"])
+def test_ctrl_c_at_any_line_of_taking_and_giving_back_a_turn_leaves_it_free(how: str) -> None:
+    def use(turn: Turn) -> None:
+        with turn.hold("save()") if how != "run" else nullcontext(), turn.run() if how != "hold" else nullcontext():
+            pass
+
+    counted, turn = Lines("runtime/turn.py"), Turn()
+    with counted.watched():
+        use(turn)
+    assert counted.count > 10
+    for at in range(1, counted.count + 1):
+        turn, lines = Turn(), Lines("runtime/turn.py", at=at, act=lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt), lines.watched():
+            use(turn)
+        use(turn)
+        within(functools.partial(use, turn))
+
+
+def test_ctrl_c_ends_waiting_for_a_turn() -> None:
+    turn = Turn()
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turn.run():
+            is_held.set()
+            may_end.wait(UNTIL)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_held.wait(UNTIL)
+    interrupter = threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGINT))
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt), turn.hold("save()"):
+        pass
+    may_end.set()
+    holder.join(UNTIL)
+    interrupter.join(UNTIL)
+    within(lambda: turn.hold("save()").__enter__())
 
 
 def test_a_thread_of_autograds_engine_does_not_wait_for_a_run_that_waits_for_it() -> None:
