@@ -17,11 +17,8 @@ from megatrain.options import PRECISION
 from megatrain.passes.program import Program
 from megatrain.runtime.available import available_bytes as available_now
 from megatrain.runtime.facts import Facts
-from megatrain.runtime.gradients import landing_bytes
-from megatrain.runtime.image import aligned
-from megatrain.runtime.landing import place
 from megatrain.scheduler.schedule import Schedule
-from megatrain.sizes import format_bytes
+from megatrain.sizes import aligned, format_bytes
 from megatrain.tracer.state import StateEntry, inventory
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
@@ -233,35 +230,25 @@ def _step_rows(
     programs: Sequence[Program], entries: Mapping[str, StateEntry], schedule: Schedule, *, on_host: bool
 ) -> Iterator[tuple[str, int]]:
     """What the schedule says, in rows: gradients and where they land, what is parked, what the device holds."""
-    is_train, copies = schedule.kind.mode == "train", schedule.kind.transfer == "copy"
-    gradients = slab = 0
-    if is_train and (schedule.kind.holds_gradients):
-        gradients = _waiting_bytes(programs[0], entries, schedule)
+    is_train, gradients, slab = schedule.kind.mode == "train", 0, 0
+    if is_train and schedule.kind.holds_gradients:
+        gradients = schedule.landing_bytes + _wholes_bytes(programs[0], entries)
     elif is_train:
         trained = {key for program in programs for keys in _trained(program) for key in keys}
         gradients = sum(entries[key].spec.nbytes for key in trained)
         # On the host they are copied without a page-locked place to land in.
-        slab = 0 if on_host or not copies else max(map(landing_bytes, programs))
-    values = schedule.known_workload().values
-    parked = sum(values[value].nbytes for parked in schedule.parked().values() for value in parked)
+        slab = 0 if on_host else schedule.landing_bytes
     yield "gradients", gradients
     yield "slab", slab
-    yield "parks", schedule.kind.micro_batches * parked
+    yield "parks", schedule.park_bytes
     yield "device memory", schedule.device_bytes if on_host else 0
 
 
-def _waiting_bytes(program: Program, entries: Mapping[str, StateEntry], schedule: Schedule) -> int:
-    """Bytes of gradients that wait for updates: the places that they have, and wholes made of parts."""
-    trained = [
-        [program.state[key] for key in dict.fromkeys(block.binding) if program.state[key].requires_grad]
-        for block in program.blocks
-    ]
-    wholes = {entry.owner for block in trained for entry in block if entry.base is not None}
-    whole_bytes = sum(entries[key].spec.nbytes for key in wholes)
-    if schedule.kind.transfer == "bind":
-        return schedule.host_bytes + whole_bytes
-    _, in_places = place(schedule, [sum(aligned(entry.spec.nbytes) for entry in block) for block in trained])
-    return in_places + whole_bytes
+def _wholes_bytes(program: Program, entries: Mapping[str, StateEntry]) -> int:
+    """Bytes of the gradients of parameters that are cut into parts, whose own gradients land elsewhere."""
+    state = [program.state[key] for block in program.blocks for key in block.binding]
+    wholes = {entry.owner for entry in state if entry.requires_grad and entry.base is not None}
+    return sum(entries[key].spec.nbytes for key in wholes)
 
 
 def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:

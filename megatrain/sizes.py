@@ -8,11 +8,20 @@ from fractions import Fraction
 
 from megatrain.checks import Rule
 
+ALIGNMENT = 64
+"""Tensors begin at multiples of this many bytes, wherever megatrain lays them out: a cache line, and enough for vector
+loads of any dtype."""
+
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _TEXT = re.compile(r"(?P<number>\d+(\.\d+)?)\s*((?P<prefix>[kmgtp]?)(?P<binary>i?)b)?", re.ASCII)
 # More than any machine addresses; and a text of so many digits is no size.
 _MOST_BYTES = 2**63 - 1
 _MOST_CHARACTERS = 40
+
+
+def aligned(nbytes: int) -> int:
+    """Returns `nbytes` rounded up to a multiple of `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def parse_bytes(size: int | float | str, option: str = "size") -> int:

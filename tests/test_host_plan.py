@@ -20,7 +20,6 @@ from megatrain.errors import ExecuteError, OptionError
 from megatrain.host_memory import HostPlan, HostRow, host_plan
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.runtime.facts import Facts
-from megatrain.runtime.gradients import landing_bytes
 from megatrain.runtime.landing import LandingArena
 from tests.models import MODELS, Gpt
 from tests.runtime.harness import loss_of
@@ -129,16 +128,17 @@ def test_of_adapters_only_they_have_state_and_gradients():
     trained = 3 * 2 * 32 * 2
     assert plan.bytes_of("parameters") == 3 * (4 * 32 * 32 + 128) + 4 * trained
     assert (plan.bytes_of("AdamW.exp_avg"), plan.bytes_of("gradients")) == (4 * trained, 4 * trained)
-    assert plan.bytes_of("slab") == 4 * trained // 3 == landing_bytes(program)
+    assert plan.bytes_of("slab") == 4 * trained // 3 == megatrain.schedule(program).landing_bytes
     assert host_plan(program, schedule, model, on_host=True).bytes_of("slab") == 0
 
 
 def test_gradients_land_in_room_for_one_blocks_own():
     model, x = adapted(), torch.randn(2, 32)
     program = megatrain.lower(megatrain.trace(model, (x,)))
-    assert landing_bytes(program) == 512
+    assert megatrain.schedule(program).landing_bytes == 512
     with torch.no_grad():
-        assert landing_bytes(megatrain.lower(megatrain.trace(model.requires_grad_(False), (x,)))) == 0
+        frozen = megatrain.lower(megatrain.trace(model.requires_grad_(False), (x,)))
+        assert megatrain.schedule(frozen).landing_bytes == 0
 
 
 def whole_step(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, megatrain.Schedule]:
@@ -162,7 +162,7 @@ def test_what_waits_and_what_is_parked_is_what_the_schedule_says(updates: str, c
 def test_wholes_of_gradients_count_beside_their_parts_and_sums_do_not():
     tied, ids = Gpt(), torch.randint(0, 32, (2, 8))
     program, schedule = whole_step(tied, ids, updates="serial")
-    landing = sum(block.gradient_bytes for block in schedule.known_workload().blocks)
+    landing = sum(block.landing_bytes for block in schedule.known_workload().blocks)
     assert host_plan(program, schedule, tied).bytes_of("gradients") == landing
     stacked, ids = Stacked(), torch.randint(0, 40, (5,))
     program = megatrain.lower(megatrain.trace(stacked, (ids,)), block_bytes=1024)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from megatrain.optim.master import Master, SplitMaster
 from megatrain.optim.masters import Masters
 from megatrain.optim.whole_step import Optimizer, own_copy
-from megatrain.runtime.image import aligned
+from megatrain.sizes import aligned
 
 
 class Undo:

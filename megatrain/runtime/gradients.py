@@ -8,28 +8,17 @@ from typing import Any
 import torch
 
 from megatrain.errors import ExecuteError
-from megatrain.passes.program import Program
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.host import HostArena, aligned
+from megatrain.runtime.host import HostArena
 from megatrain.runtime.landing import Landing
 from megatrain.runtime.loaded import Loaded
-from megatrain.scheduler.from_program import has_backward
 from megatrain.scheduler.schedule import Schedule
+from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
 
 Take = Callable[[str, torch.Tensor], None]
 """Takes a parameter's key and its whole gradient."""
-
-
-def landing_bytes(program: Program) -> int:
-    """Returns the bytes that the largest gradients of a block take where they land; frozen state has none."""
-    trained = (
-        [program.state[key] for key in block.binding if program.state[key].requires_grad]
-        for block in program.blocks
-        if has_backward(program, block)
-    )
-    return max((sum(aligned(entry.spec.nbytes) for entry in entries) for entries in trained), default=0)
 
 
 class GradientSink:
@@ -76,7 +65,7 @@ class GradientSink:
         return GradientSink(
             lambda key: engine.tensors[key],
             engine.device,
-            slab_bytes=landing_bytes(loaded.program),
+            slab_bytes=schedule.landing_bytes,
             parts=loaded.facts.parts,
             in_place=schedule.kind.transfer == "bind",
             landing=None if schedule.kind.transfer == "bind" else landing,
@@ -183,7 +172,7 @@ class GradientSink:
             place = self._slab.tensor[offset : offset + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
             place.copy_(gradient, non_blocking=True)
             places.append(place)
-            offset += -(-gradient.nbytes // 64) * 64
+            offset += aligned(gradient.nbytes)
         torch.accelerator.current_stream().synchronize()
         return [p.clone() if p is not None and p.layout == torch.strided else p for p in places]
 

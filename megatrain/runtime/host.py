@@ -9,14 +9,14 @@ import torch
 
 from megatrain.errors import ExecuteError
 from megatrain.runtime.available import available_bytes
-from megatrain.runtime.image import BlockImage, Entry, aligned, image, stored_stride, views
+from megatrain.runtime.image import BlockImage, Entry, image, stored_stride, views
 from megatrain.runtime.overlap import check_unshared
 from megatrain.runtime.pages import HostArena
 from megatrain.runtime.weights import Weights, check_replaceable, replace_memory
-from megatrain.sizes import format_bytes
+from megatrain.sizes import aligned, format_bytes
 from megatrain.tracer.spec import TensorSpec
 
-__all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "aligned", "image", "stored_stride", "views"]
+__all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "image", "stored_stride", "views"]
 
 
 @dataclass(slots=True, eq=False)

@@ -8,11 +8,9 @@ from functools import lru_cache
 
 import torch
 
+from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
-
-ALIGNMENT = 64
-"""Entries start at multiples of this many bytes: a cache line, and enough for vector loads of any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +54,6 @@ class BlockImage:
 
     def __str__(self) -> str:
         return "\n".join([f"image: {self.nbytes} B", *(f"  {entry}" for entry in self.entries)])
-
-
-def aligned(nbytes: int) -> int:
-    """Returns `nbytes` rounded up to a multiple of `ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def image(specs: Sequence[tuple[str, TensorSpec]]) -> BlockImage:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import inf
+from collections.abc import Sequence
 
 import torch
 
@@ -41,10 +40,7 @@ class LandingArena:
 
 
 class Landing:
-    """The places of one schedule: each block's gradients have theirs from their G to the U that uses them.
-
-    Places are reused within a step where the schedule lets gradients wait for their own update only: a G waits for
-    updates of earlier ticks.
+    """The places that a schedule states, as tensors: each block's gradients have theirs from G to the last U.
 
     Args:
         schedule: Of a whole step.
@@ -55,7 +51,8 @@ class Landing:
     def __init__(self, schedule: Schedule, loaded: Loaded, arena: LandingArena):
         self._arena = arena
         self._layouts = _layouts(loaded)
-        self._offsets, self.nbytes = place(schedule, [layout.nbytes for layout in self._layouts])
+        self._offsets = {place.block: place.offset for place in schedule.places}
+        self.nbytes = max((place.offset + place.nbytes for place in schedule.places), default=0)
         self._keys = [block.binding for block in loaded.program.blocks]
         self._memory: torch.Tensor | None = None
         self._places: dict[int, list[torch.Tensor | None]] = {}
@@ -80,35 +77,3 @@ def _layouts(loaded: Loaded) -> list[BlockImage]:
         image([(key, state[key].spec) for key in dict.fromkeys(block.binding) if state[key].requires_grad])
         for block in loaded.program.blocks
     ]
-
-
-def place(schedule: Schedule, sizes: Sequence[int]) -> tuple[Mapping[int, int], int]:
-    """Gives each block's gradients bytes, so that those alive at the same tick don't overlap.
-
-    Args:
-        schedule: Of a whole step.
-        sizes: Bytes of each block's gradients.
-
-    Returns:
-        The first byte by block, for those that have a `G`, and the bytes in all.
-    """
-    starts = {op.block: p.tick for p, op in schedule.positions() if op.what == "G"}
-    updates = {op.block: p.tick for p, op in schedule.positions() if op.what == "U"}
-    is_of_this_step = schedule.kind.updates in ("overlap", "serial")
-    ends: dict[int, float] = dict.fromkeys(starts, -inf if is_of_this_step else inf)
-    workload = schedule.known_workload()
-    for owner, tick in updates.items() if is_of_this_step else ():
-        for member in workload.update_group(owner):
-            ends[member] = max(ends.get(member, -inf), tick)
-    offsets: dict[int, int] = {}
-    alive: list[tuple[int, int, float]] = []  # first byte, byte after the last, and when it ends; by first byte
-    for block in sorted(starts, key=starts.__getitem__):
-        alive = [life for life in alive if life[2] >= starts[block]]
-        start = 0
-        for low, high, _ in alive:
-            if start + sizes[block] <= low:
-                break
-            start = max(start, high)
-        offsets[block] = start
-        alive = sorted([*alive, (start, start + sizes[block], ends[block])])
-    return offsets, max((offsets[block] + sizes[block] for block in offsets), default=0)

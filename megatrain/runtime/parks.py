@@ -8,8 +8,9 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from megatrain.runtime.image import aligned, image, views
+from megatrain.runtime.image import image, views
 from megatrain.runtime.pages import HostArena
+from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 
 

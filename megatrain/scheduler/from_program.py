@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatrain.checks import checked, optional
@@ -12,16 +12,7 @@ from megatrain.scheduler.builder.build import STEP, build
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload, merged
-from megatrain.sizes import SIZE, parse_bytes
-from megatrain.tracer.spec import TensorSpec
-
-SLOT_ALIGNMENT = 64
-
-
-def slot_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Bytes that tensors take in a slot, one after another, each on a 64-byte boundary."""
-    return sum(-(-spec.nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for spec in specs)
-
+from megatrain.sizes import SIZE, aligned, parse_bytes
 
 # What AdamW touches per byte of a parameter: it reads gradient, parameter and two moments, and writes the last three.
 UPDATE_TRAFFIC = 7
@@ -210,10 +201,12 @@ def _block_work(program: Program, block: Block, update: _Update, update_traffic:
     assert cost is not None, "measure runs before scheduling"
     is_differentiable = has_backward(program, block)
     trained = {k for k in block.binding if program.state[k].requires_grad}
+    gradients = [program.state[k].spec.nbytes for k in trained] if is_differentiable else []
     return BlockWork(
         name=block.name,
-        state_bytes=slot_bytes(program.state[k].spec for k in block.binding),
-        gradient_bytes=sum(program.state[k].spec.nbytes for k in trained) if is_differentiable else 0,
+        state_bytes=sum(aligned(program.state[k].spec.nbytes) for k in block.binding),
+        gradient_bytes=sum(gradients),
+        gradient_padding=sum(map(aligned, gradients)) - sum(gradients),
         saved_bytes=cost.saved_bytes,
         forward_workspace_bytes=cost.forward_workspace_bytes,
         backward_workspace_bytes=cost.backward_workspace_bytes,

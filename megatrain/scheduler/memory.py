@@ -108,16 +108,14 @@ def op_bytes(workload: Workload, kind: StepKind, op: Op, parked: Mapping[int, Se
     return work.state_bytes if op.what == "W" else work.gradient_bytes
 
 
-def host_bytes(workload: Workload, kind: StepKind, parked: Mapping[int, Sequence[int]]) -> int:
-    """Bytes of all parked values of all micro-batches, plus one slab as large as the largest gradients of a block.
+def slab_bytes(workload: Workload, kind: StepKind) -> int:
+    """Host bytes through which gradients go to the caller: as many as the largest gradients of a block take.
 
-    There is no slab where gradients wait on the host: see `waiting_bytes`.
+    There is no slab where gradients wait on the host, and where they are used where they are made.
     """
-    if kind.transfer == "bind" or kind.mode == "forward":
+    if kind.transfer == "bind" or kind.mode == "forward" or kind.holds_gradients:
         return 0
-    has_slab = not kind.holds_gradients
-    slab = max((b.gradient_bytes for b in workload.blocks if b.has_backward and has_slab), default=0)
-    return slab + kind.micro_batches * sum(workload.values[v].nbytes for values in parked.values() for v in values)
+    return max((block.landing_bytes for block in workload.blocks if block.has_backward), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
+from megatrain.sizes import aligned
 
 
 def turn_block(workload: Workload) -> int | None:
@@ -40,3 +41,8 @@ def parked_values(
         if readers and readers[-1] <= turn - keep and saved.isdisjoint(readers):
             found.setdefault(readers[-1], []).append(index)
     return {block: tuple(found[block]) for block in sorted(found)}
+
+
+def park_bytes(workload: Workload, kind: StepKind, parked: Mapping[int, Sequence[int]]) -> int:
+    """Host bytes of all parked values of all micro-batches, each in bytes of its own."""
+    return kind.micro_batches * sum(aligned(workload.values[v].nbytes) for values in parked.values() for v in values)

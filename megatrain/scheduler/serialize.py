@@ -10,7 +10,7 @@ from megatrain.checks import checked, shown
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.op import STREAMS, parse_op
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Slot, Table, Tick
+from megatrain.scheduler.table import Place, Slot, Table, Tick
 from megatrain.scheduler.workload import Workload
 
 FORMAT = 1
@@ -27,6 +27,7 @@ def table_to_json(schedule: Table) -> str:
         **asdict(schedule.kind),
         "saves": schedule.saves,
         "slots": [(slot.offset, slot.nbytes) for slot in schedule.slots],
+        "places": [(place.block, place.offset, place.nbytes) for place in schedule.places],
         "live_bytes": schedule.live_bytes,
         "ticks": [[None if (op := t.at(s)) is None else str(op) for s in STREAMS] for t in schedule.ticks],
         "workload": None if schedule.workload is None else schedule.workload.to_dict(),
@@ -52,6 +53,7 @@ def table_from_json(text: str) -> Table:
             ticks=tuple(_read_tick(tokens) for tokens in data["ticks"]),
             slots=tuple(Slot(offset, nbytes) for offset, nbytes in data["slots"]),
             saves=tuple(data["saves"]),
+            places=tuple(Place(*place) for place in data.get("places", ())),
             live_bytes=tuple(data["live_bytes"]),
             num_blocks=data["num_blocks"],
             workload=None if data["workload"] is None else Workload.from_dict(data["workload"]),

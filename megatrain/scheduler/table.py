@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatrain.checks import checked
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.op import STREAMS, Op, Stream
-from megatrain.scheduler.parking import parked_values
+from megatrain.scheduler.parking import park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
@@ -34,6 +34,24 @@ class Slot:
         nbytes: Size of the largest state it ever holds.
     """
 
+    offset: int
+    nbytes: int
+
+
+@checked()
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """The bytes of the host where a block's gradients land, and wait for their norm and their updates.
+
+    Places may overlap in bytes; the gradients that they hold at the same time don't.
+
+    Args:
+        block: Whose gradients.
+        offset: First byte, from the start of all places.
+        nbytes: Bytes they take.
+    """
+
+    block: int
     offset: int
     nbytes: int
 
@@ -81,11 +99,14 @@ class Table:
         d2h_bytes: Bytes copied to the host.
         peak_bytes: Largest of `live_bytes`.
         device_bytes: Largest sum of `live_bytes` and the workspace of the tick's F or B; what budgets bound.
-        host_bytes: Bytes of all parked values, each with its own place, plus one slab as large as the largest
-            gradients of a block, from which they become the caller's. Of a step with updates or a norm, instead of
-            the slab, the most bytes of gradients that wait for their updates at any tick. State isn't counted.
+        host_bytes: Bytes of all parked values, each in its own bytes, plus those where gradients land: one slab as
+            large as the largest gradients of a block, from which they become the caller's. Of a step with updates
+            or a norm all `places`; where weights are used in place, the most bytes of gradients that wait for their
+            updates at any tick. State isn't counted.
         num_blocks: Blocks of the model.
         kind: What it does besides running the blocks.
+        places: Where gradients land and wait on the host, by block. None where they go to the caller at once, or
+            are used where they are made.
         workload: What it was built for; not part of the text, nor of equality.
     """
 
@@ -101,6 +122,7 @@ class Table:
     host_bytes: int
     num_blocks: int
     kind: StepKind
+    places: tuple[Place, ...] = ()
     workload: Workload | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -131,6 +153,16 @@ class Table:
         for index, tick in enumerate(self.ticks):
             for stream, op in tick.ops():
                 yield Position(index, stream), op
+
+    @property
+    def park_bytes(self) -> int:
+        """The part of `host_bytes` that parked values take."""
+        return park_bytes(self.known_workload(), self.kind, self.parked())
+
+    @property
+    def landing_bytes(self) -> int:
+        """The part of `host_bytes` where gradients of parameters land."""
+        return self.host_bytes - self.park_bytes
 
     def parked(self) -> dict[int, tuple[int, ...]]:
         """Values that `A` parks and returns, by the block of the op."""

@@ -11,7 +11,7 @@ from megatrain.checks import checked
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.op import STREAMS, Op, Stream, parse_op
 from megatrain.scheduler.step_kind import MODES, OUTPUTS, TRANSFERS, UPDATES, StepKind
-from megatrain.scheduler.table import Slot, Table, Tick
+from megatrain.scheduler.table import Place, Slot, Table, Tick
 from megatrain.scheduler.workload import Workload
 
 _HEADER = re.compile(
@@ -21,6 +21,7 @@ _HEADER = re.compile(
 )
 _DEVICE = re.compile(r"device: (?P<device_bytes>\d{1,18}) B; host: (?P<host_bytes>\d{1,18}) B")
 _SLOT = re.compile(r"(?P<index>\d{1,18}) = (?P<offset>\d{1,18})\+(?P<nbytes>\d{1,18})")
+_PLACE = re.compile(r"(?P<block>\d{1,18}) = (?P<offset>\d{1,18})\+(?P<nbytes>\d{1,18})")
 _UPDATES = re.compile(r"(?P<updates>\w+)(?P<clip>, clipped)?")
 _RANGE = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?")
 _WIDTH = 100
@@ -91,6 +92,7 @@ class _Read:
 
     figures: dict[str, int] = field(default_factory=dict[str, int])
     slots: list[Slot] = field(default_factory=list[Slot])
+    places: list[Place] = field(default_factory=list[Place])
     saves: list[int] = field(default_factory=list[int])
     frozen: list[int] = field(default_factory=list[int])
     kind: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -125,6 +127,7 @@ def parse_table(text: str, workload: Workload | None = None) -> Table:
         saves=tuple(read.saves),
         live_bytes=tuple(read.live_bytes),
         kind=_kind(read),
+        places=tuple(read.places),
         workload=workload,
         **{name: figure for name, figure in read.figures.items() if name not in counts},
     )
@@ -185,6 +188,14 @@ def _read_slots(text: str, read: _Read) -> None:
         if match is None or int(match["index"]) != len(read.slots):
             raise ScheduleError(f"`{part.strip()}` isn't slot {len(read.slots)}; a slot reads `0 = 0+1024`.")
         read.slots.append(Slot(int(match["offset"]), int(match["nbytes"])))
+
+
+def _read_places(text: str, read: _Read) -> None:
+    for part in text.split(";"):
+        match = _PLACE.fullmatch(part.strip())
+        if match is None:
+            raise ScheduleError(f"`{part.strip()}` isn't the place of a block's gradients; one reads `3 = 0+1024`.")
+        read.places.append(Place(*map(int, match.groups())))
 
 
 def _read_ranges(text: str, read: _Read) -> list[int]:
@@ -253,6 +264,7 @@ _LINES: dict[str, _Line] = {
         lambda s: [str(s.kind.micro_batches)] if s.kind.micro_batches > 1 else [], _read_micro_batches
     ),
     "updates": _Line(_updates, _read_updates),
+    "places": _Line(lambda s: [f"{x.block} = {x.offset}+{x.nbytes}" for x in s.places], _read_places, "; "),
     "outputs": _choice("outputs", OUTPUTS),
 }
 

@@ -33,7 +33,8 @@ def waiting_bytes(
 
     That bounds what waits at run time, because a `G` waits for every `U` of an earlier tick that releases some (the
     "memory" edges of the dependency graph). Gradients that no `U` of this step needs wait until it ends, or for the
-    next step. 0 for a step with neither updates nor a norm: its gradients are the caller's at once.
+    next step. 0 for a step with neither updates nor a norm: its gradients are the caller's at once. 0
+    also where weights are copied: gradients have places then.
 
     Args:
         workload: What runs.
@@ -42,7 +43,7 @@ def waiting_bytes(
         update: Tick of each `U`, by block.
         num_ticks: Rows of the table.
     """
-    if not kind.holds_gradients:
+    if not kind.holds_gradients or kind.transfer == "copy":
         return 0
     change = [0] * (num_ticks + 1)
     for block, stay in _stays(

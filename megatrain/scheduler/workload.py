@@ -60,6 +60,8 @@ class BlockWork:
         update_bytes: Host bytes that the update of its parameters reads and writes. 0 if it updates none: they
             aren't trained, or another block that shares them does it.
         shares: Other blocks that hold some of the parameters which this block updates, or rows of them, ascending.
+        gradient_padding: Bytes between its gradients where they land on the host, each tensor on a boundary of
+            `megatrain.sizes.ALIGNMENT` bytes.
     """
 
     name: str
@@ -72,6 +74,12 @@ class BlockWork:
     forward_flops: int
     update_bytes: int = 0
     shares: tuple[int, ...] = ()
+    gradient_padding: int = 0
+
+    @property
+    def landing_bytes(self) -> int:
+        """Host bytes that the gradients of its parameters take where they land."""
+        return self.gradient_bytes + self.gradient_padding
 
 
 _Work = TypeVar("_Work", BlockWork, ValueWork)

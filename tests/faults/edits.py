@@ -105,7 +105,22 @@ def _moments(side: Side, number: int) -> None:
             value.mul_(0.5)
 
 
+def _can_forget(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch's own optimizer goes on without state: Adagrad of torch 2.11 makes it in its constructor alone."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    probe: Any = type(optimizer)([parameter], lr=0.1)  # pyright: ignore[reportCallIssue]
+    probe.state.clear()
+    parameter.grad = torch.ones(1)
+    try:
+        probe.step()
+    except KeyError:
+        return False
+    return True
+
+
 def _forget(side: Side, number: int) -> None:
+    if not _can_forget(side.optimizer):
+        return
     side.flush()  # what isn't an operation of torch is undone by updates that are due
     side.optimizer.state.pop(side.parameter(number), None)
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatrain.errors import ExecuteError
-from megatrain.runtime.host import BlockImage, HostStore, aligned, image
+from megatrain.runtime.host import BlockImage, HostStore, image
+from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 
 CPU = torch.device("cpu")

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatrain.runtime.host import aligned
 from megatrain.runtime.parks import ParkPool
+from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 
 CPU = torch.device("cpu")

@@ -45,6 +45,7 @@ class Ledger:
         self.at_work: set[int] = set()
         self.readers: Counter[int] = Counter()
         self.has_new_norm = False
+        self.places = {place.block: place for place in schedule.places}
         self.waiting, self.most_waiting = Counter[tuple[str, int]](), self.room_to_wait(machine)
         if self.is_deferred:
             for block in self.offloading:
@@ -52,12 +53,16 @@ class Ledger:
                     self.waiting["old", block] = self.blocks[block].gradient_bytes
 
     def room_to_wait(self, machine: Machine) -> int | None:
-        """Host bytes that are left for gradients, besides parked values; None if they aren't counted."""
-        schedule, values = machine.schedule, machine.workload.values
-        if not schedule.kind.holds_gradients:
-            return None
-        parks = sum(values[v].nbytes for found in machine.parked.values() for v in found)
-        return schedule.host_bytes - parks * schedule.kind.micro_batches
+        """Host bytes that are left for gradients without places; None if they aren't counted."""
+        return machine.schedule.host_bytes if machine.schedule.kind.holds_gradients and self.is_bound else None
+
+    def expect_free_place(self, op: Op) -> None:
+        """Those of the step before lie in the same places."""
+        mine = self.places.get(op.block)
+        for _, other in self.waiting if mine is not None else ():
+            theirs = self.places[other]
+            is_overwritten = mine.offset < theirs.offset + theirs.nbytes and theirs.offset < mine.offset + mine.nbytes
+            self.expect(not is_overwritten, f"{op} overwrites gradients of block {other} that wait")
 
     def expect(self, condition: bool, harm: str) -> None:
         if not condition:
@@ -83,6 +88,7 @@ class Ledger:
         elif op.what == "G":
             if self.is_deferred:
                 self.expect(self.owners(op.block) <= self.updated, f"{op} replaces gradients that are still needed")
+            self.expect_free_place(op)
             self.waiting["new", op.block] = self.blocks[op.block].gradient_bytes
             if self.most_waiting is not None:
                 self.expect(self.waiting.total() <= self.most_waiting, f"too many gradients wait when {op} starts")

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.lifetimes import lifetimes, op_ticks
-from megatrain.scheduler.memory import accumulated_bytes, count_moved, host_bytes, live_bytes, workspace_bytes
+from megatrain.scheduler.memory import accumulated_bytes, count_moved, live_bytes, workspace_bytes
 from megatrain.scheduler.op import STREAMS, Op, Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
@@ -42,7 +42,7 @@ def with_figures(schedule: Schedule) -> Schedule:
         ]
         h2d, d2h = count_moved(workload, schedule.kind, schedule.ops, schedule.parked())
         host = _host_figure(schedule)
-    except (KeyError, ValueError, IndexError):
+    except (KeyError, ValueError, IndexError, ScheduleError):
         return schedule
     return replace(
         schedule,
@@ -63,7 +63,8 @@ def _host_figure(schedule: Schedule) -> int:
     offload = {block: tick for (block, _), tick in op_ticks(schedule).offload.items()}
     update = {op.block: p.tick for p, op in schedule.positions() if op.what == "U"}
     waiting = waiting_bytes(workload, schedule.kind, offload, update, rows)
-    return waiting + host_bytes(workload, schedule.kind, schedule.parked())
+    places = max((place.offset + place.nbytes for place in schedule.places), default=0)
+    return waiting + places + schedule.park_bytes
 
 
 def mutants(schedule: Schedule, random: Random) -> Iterator[tuple[str, Schedule]]:

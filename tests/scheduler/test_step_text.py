@@ -67,6 +67,7 @@ slots: 0 = 0+132864; 1 = 132864+132864
 saves: 3
 micro-batches: 2
 updates: deferred, clipped
+places: 0 = 398592+132864; 1 = 265728+132864; 2 = 132864+132864; 3 = 0+132864
 tick  h2d   compute  d2h   host  live_bytes
    0  .     .        .     U0        266240
    1  W0@0  .        .     U1        266240
@@ -99,6 +100,7 @@ device: 597248 B; host: 265728 B
 slots: 0 = 0+132864; 1 = 132864+132864
 saves: 2
 updates: overlap
+places: 0 = 0+132864; 1 = 132864+132864; 2 = 0+132864
 tick  h2d   compute  d2h  host  live_bytes
    0  W0@1  .        .    .         265984
    1  W1@0  F0       .    .         274176

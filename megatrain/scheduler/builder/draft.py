@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatrain.scheduler.builder.host_places import place_gradients
 from megatrain.scheduler.builder.host_ticks import HostTicks, head_updates, place_host, written_ticks
 from megatrain.scheduler.builder.order import Rows, assign_ticks
 from megatrain.scheduler.builder.slots import Residency, compute_stages, place_slots, residencies
@@ -12,14 +13,14 @@ from megatrain.scheduler.lifetimes import StepFacts, step_lifetimes
 from megatrain.scheduler.memory import (
     accumulated_bytes,
     count_moved,
-    host_bytes,
     live_bytes,
+    slab_bytes,
     workspace_bytes,
 )
 from megatrain.scheduler.op import NO_BLOCK, PER_MICRO_BATCH, STREAMS, Op, Stream
-from megatrain.scheduler.parking import parked_values
+from megatrain.scheduler.parking import park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Slot, Table, Tick
+from megatrain.scheduler.table import Place, Slot, Table, Tick
 from megatrain.scheduler.waiting import waiting_bytes
 from megatrain.scheduler.workload import Workload
 
@@ -103,6 +104,7 @@ class Builder:
         parked = self._parked(draft.plan)
         ticks = _table(draft, placed, has_micro_batches=self.kind.micro_batches > 1)
         ops = [op for tick in ticks for _, op in tick.ops()]
+        places = place_gradients(self.workload, self.kind, _offload(draft), draft.host.update)
         h2d, d2h = count_moved(self.workload, self.kind, ops, parked)
         return Table(
             ticks=ticks,
@@ -114,9 +116,10 @@ class Builder:
             d2h_bytes=d2h,
             peak_bytes=max(draft.live, default=0),
             device_bytes=draft.device_bytes,
-            host_bytes=host_bytes(self.workload, self.kind, parked) + self._waiting_bytes(draft),
+            host_bytes=park_bytes(self.workload, self.kind, parked) + self._landing_bytes(draft, places),
             num_blocks=len(self.workload.blocks),
             kind=self.kind,
+            places=places,
             workload=self.workload,
         )
 
@@ -128,9 +131,12 @@ class Builder:
             for (block, micro_batch), tick in ticks.items()
         ]
 
-    def _waiting_bytes(self, draft: Draft) -> int:
-        offload = {block: tick for (block, _), tick in draft.rows.ticks.offload.items()}
-        return waiting_bytes(self.workload, self.kind, offload, draft.host.update, len(draft.live))
+    def _landing_bytes(self, draft: Draft, places: Sequence[Place]) -> int:
+        """Host bytes of gradients: in their places, in the slab, or where they are made, on the host."""
+        if places:
+            return max(place.offset + place.nbytes for place in places)
+        waiting = waiting_bytes(self.workload, self.kind, _offload(draft), draft.host.update, len(draft.live))
+        return waiting + slab_bytes(self.workload, self.kind)
 
     def _place(self, num_slots: int) -> _Placed:
         if num_slots not in self._placed:
@@ -142,6 +148,10 @@ class Builder:
 
     def _parked(self, plan: Plan) -> dict[int, tuple[int, ...]]:
         return parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves)
+
+
+def _offload(draft: Draft) -> dict[int, int]:
+    return {block: tick for (block, _), tick in draft.rows.ticks.offload.items()}
 
 
 def _table(draft: Draft, placed: _Placed, *, has_micro_batches: bool) -> tuple[Tick, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.op import NO_BLOCK, Stream
@@ -22,6 +22,61 @@ def check_norm(case: Case) -> None:
         if case.schedule.kind.updates == "deferred":
             for update in case.at(Stream.HOST, "U", block):
                 case.require_before(update, norm, "replaces the norm that is read by", rule)
+
+
+def check_places(case: Case) -> None:
+    """Gradients that wait on the host have bytes of their own as long as they wait."""
+    rule = "Gradients that wait have one place per block, by block; no G writes there before the last U has read them."
+    schedule = case.schedule
+    found = {place.block: range(place.offset, place.offset + place.nbytes) for place in schedule.places}
+    has_places = schedule.kind.holds_gradients and schedule.kind.transfer == "copy"
+    expected = [b for b in range(len(case.workload.blocks)) if has_places and case.at(Stream.D2H, "G", b)]
+    if [place.block for place in schedule.places] != expected:
+        raise case.fault(
+            f"places are stated for blocks {list(found)}, but gradients of blocks {expected} wait.",
+            rule,
+            0,
+            "State one place for each of these.",
+        )
+    for block, place in found.items():
+        if place.start < 0 or len(place) != case.workload.blocks[block].landing_bytes:
+            raise case.fault(
+                f"the place of block {block} has {len(place)} B, but its gradients land in "
+                f"{case.workload.blocks[block].landing_bytes} B.",
+                rule,
+                case.at(Stream.D2H, "G", block)[0].tick,
+                "State a place of that size.",
+            )
+    _check_places_are_free(case, found, rule)
+
+
+def _check_places_are_free(case: Case, places: Mapping[int, range], rule: str) -> None:
+    is_deferred = case.schedule.kind.updates == "deferred"
+    readers: dict[int, list[Position]] = {block: [] for block in places}
+    for position, op in case.ops:
+        if op.what == "U":
+            for member in {op.block, *case.workload.blocks[op.block].shares} & set(readers):
+                readers[member].append(position)
+    # What waits where, and the ops of this step that consume it; the gradients of the step before lie in their places.
+    waiting = {block: (places[block], found) for block, found in readers.items() if is_deferred and found}
+    for position, op in case.ops:
+        if op.what != "G" or op.block not in places:
+            continue
+        mine = places[op.block]
+        for other, (place, consumers) in list(waiting.items()):
+            if not (place.start < mine.stop and mine.start < place.stop):
+                continue
+            del waiting[other]
+            if not consumers:
+                raise case.fault(
+                    f"{case.name(position)} overwrites gradients of block {other}, which wait until the step is over.",
+                    rule,
+                    position.tick,
+                    "Give it a place of its own.",
+                )
+            for consumer in consumers:
+                case.require_before(consumer, position, f"overwrites gradients of block {other}, read by", rule)
+        waiting[op.block] = mine, [] if is_deferred else readers[op.block]
 
 
 def check_updates(case: Case) -> None:

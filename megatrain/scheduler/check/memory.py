@@ -8,6 +8,7 @@ from itertools import product
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.op import Stream
 from megatrain.scheduler.table import Position
+from megatrain.sizes import aligned
 
 
 def check_releases_come_first(case: Case) -> None:
@@ -222,18 +223,19 @@ def _recount_moved(case: Case) -> tuple[int, int]:
 def _recount_host(case: Case) -> int:
     if case.schedule.kind.transfer == "bind":
         return 0
-    sizes = (case.workload.blocks[op.block].gradient_bytes for _, op in case.ops if op.what == "G")
+    sizes = (case.workload.blocks[op.block].landing_bytes for _, op in case.ops if op.what == "G")
     slab = max([0, *sizes]) if not case.schedule.kind.holds_gradients else 0
-    parks = sum(case.workload.values[v].nbytes for values in case.parked.values() for v in values)
-    return slab + len(case.micro_batches) * parks
+    places = max((place.offset + place.nbytes for place in case.schedule.places), default=0)
+    parks = sum(aligned(case.workload.values[v].nbytes) for values in case.parked.values() for v in values)
+    return slab + places + len(case.micro_batches) * parks
 
 
 def _recount_waiting(case: Case) -> int:
-    """The most bytes of gradients on the host: those that came and that no update has consumed.
+    """The most bytes of gradients on the host without places: those that came and that no update has consumed.
 
     A deferred step begins with all that its updates consume.
     """
-    if not case.schedule.kind.holds_gradients:
+    if not case.schedule.kind.holds_gradients or case.schedule.kind.transfer == "copy":
         return 0
     consumed, is_deferred = _consumed(case), case.schedule.kind.updates == "deferred"
     waiting = sum(consumed.values()) if is_deferred else 0

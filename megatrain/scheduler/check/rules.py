@@ -14,7 +14,7 @@ import networkx as nx
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
-from megatrain.scheduler.check.host import check_norm, check_updates
+from megatrain.scheduler.check.host import check_norm, check_places, check_updates
 from megatrain.scheduler.check.memory import (
     check_figures,
     check_live_bytes,
@@ -275,6 +275,7 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_gradients,
     check_norm,
     check_updates,
+    check_places,
     check_releases_come_first,
     check_live_bytes,
     check_figures,
