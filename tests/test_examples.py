@@ -13,7 +13,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MOST_LINES = 60
-TESTED = {"minimal", "hf_llama", "lora", "plan_before_you_rent"}
 
 
 def printed(name: str, folder: Path) -> str:
@@ -39,9 +38,13 @@ def is_missing(package: str) -> bool:
     return importlib.util.find_spec(package) is None
 
 
-@pytest.mark.parametrize("name", sorted(TESTED))
-def test_an_example_is_short(name: str):
-    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < MOST_LINES
+def test_examples_are_short_and_each_is_named_by_a_test():
+    tests = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    examples = list((ROOT / "examples").glob("*.py"))
+    assert len(examples) >= 4
+    for path in examples:
+        assert len(path.read_text().splitlines()) < MOST_LINES, path.name
+        assert any(path.stem in text for text in tests), path.name
 
 
 def test_minimal_learns_within_a_budget_below_its_weights(tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,13 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
 MOST_LINES = 150
+FOLDERS = (".github", "benchmarks", "docs", "examples")
 TRAIN_STEP = megatrain.TrainStep
 
 
 def pages() -> list[Path]:
     """Every page that is part of the project."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode != 0:  # the project was unpacked, not cloned
-        return [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    return [ROOT / name for name in listed.stdout.splitlines() if name.endswith(".md") and (ROOT / name).exists()]
+    return [*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
 
 
 def executed(page: str, name: str) -> dict[str, Any]:
