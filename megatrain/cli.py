@@ -1,11 +1,15 @@
-"""The command line: `megatrain demo`, `megatrain verify`."""
+"""The command line: `megatrain demo`, `megatrain verify`, `megatrain --version`."""
 
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from collections.abc import Sequence
 
+import torch
+
+from megatrain import __version__
 from megatrain.demo import command as demo_command
 from megatrain.errors import MegatrainError
 from megatrain.verify import command as verify_command
@@ -38,6 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatrain", description="A compiler that trains PyTorch models larger than device memory."
     )
+    # A report of a fault needs all three.
+    versions = f"megatrain {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    parser.add_argument("--version", action="version", version=versions, help="print the versions and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
     demo_command.add_arguments(
         commands.add_parser("demo", help="train a small language model through the whole compiler, and show what ran")

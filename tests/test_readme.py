@@ -1,28 +1,67 @@
-"""What the README shows is what happens."""
+"""What the README and the pages around it show is what happens, and what they link to is there."""
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatrain
+from megatrain.scheduler.op import INSTRUCTIONS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+OPTIONS = (ROOT / "docs" / "options.md").read_text()
+MOST_LINES = 150
+FOLDERS = (".github", "benchmarks", "docs", "examples")
+TRAIN_STEP = megatrain.TrainStep
 
 
-def test_the_python_of_the_readme_runs(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+def pages() -> list[Path]:
+    """Every page that is part of the project."""
+    return [*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
+
+
+def executed(page: str, name: str) -> dict[str, Any]:
+    """Runs the Python of a page in one namespace: a later block goes on where an earlier one ended."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert blocks
-    namespace = {"__name__": "readme"}
-    # One namespace: a later block goes on where an earlier one ended, as a reader would.
+    namespace: dict[str, Any] = {"__name__": "page"}
     for number, block in enumerate(blocks):
-        exec(compile(block, f"README.md, block {number}", "exec"), namespace)
-    assert "schedule:" in capsys.readouterr().out
+        exec(compile(block, f"{name}, block {number}", "exec"), namespace)
+    return namespace
+
+
+def anchors(page: Path) -> set[str]:
+    """The names by which the headings of a page can be linked."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_readme_shows_the_table_first_and_is_short():
+    first = re.search(r"^```(\w+)\n(\S+)", README, re.MULTILINE)
+    assert first is not None
+    assert first.groups() == ("text", "schedule:")
+    assert len(README.splitlines()) <= MOST_LINES
+
+
+def test_the_python_of_the_readme_prints_the_table_that_it_shows(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    namespace = executed(README, "README.md")
     shown = re.search(r"^```text\n(schedule:.*?)^```$", README, re.DOTALL | re.MULTILINE)
     assert shown is not None
+    assert capsys.readouterr().out.startswith(shown[1])
     assert shown[1] == str(namespace["step"].schedule) + "\n"
+    assert namespace["step"].progress.count == 10
     assert (tmp_path / "runs" / "first" / "checkpoint.json").exists()
-    assert all(p.grad is not None for p in namespace["model"].parameters())
+    # What the text above the table says of it.
+    weights = sum(p.nbytes for p in namespace["model"].parameters())
+    assert (f"{weights / 1024:.0f}", f"{4 * weights / 1024:.0f}") == ("98", "390")
+    assert namespace["step"].schedule.device_bytes <= 84 * 1024
 
 
 def test_the_commands_of_the_readme_are_targets_of_make():
@@ -31,6 +70,90 @@ def test_the_commands_of_the_readme_are_targets_of_make():
     assert {"demo", "test"} <= shown <= targets
 
 
-def test_the_files_that_the_readme_links_to_exist():
-    links = re.findall(r"\]\(([^):#]+)\)", README)
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_the_figures_of_the_readme_are_those_of_the_pages_with_measurements():
+    models = (ROOT / "docs" / "models.md").read_text()
+    said = re.search(r"Of (\d+) models in fp32 (\d+) have eager's bits, (\d+)\s+differ .*, (\d+) is refused", README)
+    assert said is not None
+    for found in re.findall(r"(\d+) cases: (\d+) exact [^,]*, (\d+) close [^,]*, (\d+) refused", models):
+        assert found == said.groups()
+    measured = (ROOT / "docs" / "benchmarks.md").read_text()
+    fp32, bf16 = (measured.split(f"| {name} |", 1)[1] for name in ("fp32", "bf16 over fp32 masters"))
+    rows = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+ GiB) \| ([\d.]+) \| ([\d.]+ GiB) \|$", README, re.MULTILINE)
+    assert len(rows) == 4
+    for trainer, *figures in rows:
+        name = re.match(r"\w+", trainer)
+        assert name is not None
+        expected: list[str] = []
+        for table in (fp32, bf16):
+            row = re.search(rf"^\| {name[0]}\b.*\| [\d.]+ s \| ([\d.]+) \| .* \| ([\d.]+ GiB) \|$", table, re.MULTILINE)
+            assert row is not None
+            expected += [f"{float(row[1]):.2f}", row[2]]
+        # 1.645 prints as 1.65 or 1.64.
+        assert [float(f.removesuffix(" GiB")) for f in figures] == pytest.approx(
+            [float(e.removesuffix(" GiB")) for e in expected], abs=0.011
+        )
+
+
+def test_the_readme_links_every_page_of_the_documentation():
+    links = set(re.findall(r"\]\(([^):#]+)", README))
+    there = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert {"docs/decisions/README.md", *there} <= links
+
+
+def test_what_pages_link_to_exists():
+    wrong: list[str] = []
+    for page in pages():
+        prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for link, heading in re.findall(r"\]\((?!\w+:)([^)#]*)(?:#([^)]*))?\)", prose):
+            target = (page.parent / link) if link else page
+            if not target.exists() or (heading and heading not in anchors(target)):
+                wrong.append(f"{page.relative_to(ROOT)}: {link}#{heading}")
+    assert wrong == []
+
+
+def test_the_index_of_decisions_has_every_page_and_says_which_numbers_are_not_used():
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text()
+    numbers = {int(path.name[:4]): path.name for path in folder.glob("[0-9]*.md")}
+    rows = re.findall(r"^\| \[(\d+)\]\((\S+)\) \| \S.* \|$", index, re.MULTILINE)
+    assert {int(number): name for number, name in rows} == {n: name for n, name in numbers.items() if n > 0}
+    missing = re.search(r"The numbers ([\d, and]+) are not used", index)
+    assert missing is not None
+    assert set(map(int, re.findall(r"\d+", missing[1]))) == set(range(max(numbers))) - set(numbers)
+
+
+@pytest.mark.parametrize(
+    ("heading", "functions", "not_options"),
+    [
+        ("compile", (megatrain.compile,), {"model"}),
+        (
+            "TrainStep",
+            (TRAIN_STEP.__init__, TRAIN_STEP.save, TRAIN_STEP.load),
+            {"self", "compiled", "optimizer", "folder", "options"},
+        ),
+        ("plan", (megatrain.plan,), {"model", "args"}),
+        ("schedule", (megatrain.schedule,), {"program"}),
+        ("verify", (megatrain.verify,), {"model", "args", "kwargs"}),
+    ],
+)
+def test_the_page_of_options_has_each_option_of_each_function(
+    heading: str, functions: tuple[Callable[..., Any], ...], not_options: set[str]
+):
+    taken = {name for function in functions for name in inspect.signature(function).parameters}
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", OPTIONS, re.DOTALL | re.MULTILINE)
+    assert section is not None
+    tables = re.findall(r"^\| option .*\n\| ---.*\n((?:\|.*\n)+)", section[1], re.MULTILINE)
+    first_cells = [line.split("|")[1] for table in tables for line in table.splitlines()]
+    assert set(re.findall(r"`(\w+)`", " ".join(first_cells))) == taken - not_options
+
+
+def test_the_python_of_the_page_of_options_runs():
+    namespace = executed(OPTIONS, "docs/options.md")
+    assert all(p.grad is not None for p in namespace["model"].parameters())
+
+
+def test_the_glossary_has_each_op_of_each_stream():
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    for stream, letters in INSTRUCTIONS.items():
+        for letter in letters:
+            assert re.search(rf"^\| `{letter}\d?(?:@\d)?`.* \| {stream} \| ", glossary, re.MULTILINE), (stream, letter)

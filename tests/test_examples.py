@@ -1,0 +1,88 @@
+"""The examples run as a reader would run them, and print what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MOST_LINES = 60
+
+
+def printed(name: str, folder: Path) -> str:
+    """Runs an example in an empty folder, without network for the Hugging Face libraries."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
+    assert ended.returncode == 0, ended.stderr
+    assert list(folder.iterdir()) == [], "an example leaves nothing behind"
+    return ended.stdout
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """What the pattern's groups match, all of it."""
+    found = [
+        value for groups in re.findall(pattern, text) for value in ([groups] if isinstance(groups, str) else groups)
+    ]
+    assert found, f"nothing matches {pattern} in:\n{text}"
+    return [float(value) for value in found]
+
+
+def is_missing(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
+
+
+def test_examples_are_short_and_each_is_named_by_a_test():
+    tests = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    examples = list((ROOT / "examples").glob("*.py"))
+    assert len(examples) >= 4
+    for path in examples:
+        assert len(path.read_text().splitlines()) < MOST_LINES, path.name
+        assert any(path.stem in text for text in tests), path.name
+
+
+def test_minimal_learns_within_a_budget_below_its_weights(tmp_path: Path):
+    shown = printed("minimal", tmp_path)
+    losses = numbers(r"step \d+: loss ([\d.]+)", shown)
+    assert losses[-1] < losses[0] / 100
+    weights, held, budget = numbers(r"weights (\d+) B, most that the device held (\d+) B, budget (\d+) B", shown)
+    assert held <= budget < weights
+    assert "schedule: 8 blocks" in shown
+
+
+@pytest.mark.skipif(is_missing("transformers"), reason="transformers isn't installed")
+def test_hf_llama_learns_and_its_checkpoint_is_a_hugging_face_model(tmp_path: Path):
+    shown = printed("hf_llama", tmp_path)
+    losses = numbers(r"step \d+: loss ([\d.]+)", shown)
+    assert losses[-1] < losses[0] - 0.5
+    weights, taken = numbers(r"weights (\d+) B, the step takes (\d+) B", shown)
+    assert taken < weights / 2
+    assert "the same weights: True" in shown
+    assert re.search(r"verify LlamaForCausalLM: equal to eager PyTorch; (\d+) of \1 tensors bit for bit", shown)
+
+
+@pytest.mark.skipif(is_missing("peft") or is_missing("transformers"), reason="peft or transformers isn't installed")
+def test_lora_trains_adapters_and_nothing_else(tmp_path: Path):
+    shown = printed("lora", tmp_path)
+    losses = numbers(r"step \d+: loss ([\d.]+)", shown)
+    assert losses[-1] < losses[0] - 0.5
+    assert "frozen weights unchanged: True" in shown
+    weights, taken = numbers(r"weights (\d+) B, the step takes (\d+) B", shown)
+    assert taken < weights / 2
+    moved, back = numbers(r"moves (\d+) B to the device and (\d+) B back", shown)
+    assert back < weights / 4 < moved
+
+
+@pytest.mark.skipif(is_missing("transformers"), reason="transformers isn't installed")
+def test_the_plan_fits_the_card_and_one_of_two_machines(tmp_path: Path):
+    shown = printed("plan_before_you_rent", tmp_path)
+    assert re.search(r"^plan: LlamaForCausalLM, \d+ blocks, 6738415616 parameters; bf16", shown)
+    assert numbers(r"device: ([\d.]+) GiB of 9.00 GiB: fits", shown)[0] < 9
+    assert re.search(r"64GiB: it does not fit\na step needs [\d.]+ GiB of host memory, 64.00 GiB are available", shown)
+    assert shown.rstrip().endswith("128GiB: it fits")
