@@ -107,10 +107,10 @@ def test_a_wrong_backward_names_its_block(block, part, monkeypatch):
 def test_a_slot_that_holds_another_blocks_weights_is_found(monkeypatch):
     real = Slots.prefetch
 
-    def prefetch(self, block, slot):
-        real(self, block, slot)
+    def prefetch(self, block, where):
+        real(self, block, where)
         if block == 2:
-            self._buffer(block, slot)[:4] = 0
+            self._engine.arena.slot(*where)[:4] = 0
 
     monkeypatch.setattr(Slots, "prefetch", prefetch)
     found = first(report_of("stack"))
@@ -121,10 +121,10 @@ def test_a_slot_that_holds_another_blocks_weights_is_found(monkeypatch):
 def test_a_slot_that_is_poisoned_while_in_use_is_found(monkeypatch):
     real = Operations.forward
 
-    def forward(self, calls, step):
-        if step.op.block == 3:
-            self._slots._buffer(3, step.slot).fill_(0xFF)
-        real(self, calls, step)
+    def forward(self, calls, instruction):
+        if instruction.op.block == 3:
+            self._engine.arena.slot(*instruction.state).fill_(0xFF)
+        real(self, calls, instruction)
 
     monkeypatch.setitem(megatrain.runtime.operations._HANDLERS, ("compute", "F"), forward)
     found = first(report_of("stack"))
@@ -139,10 +139,10 @@ def test_weights_that_are_not_streamed_again_after_an_update_are_found_in_the_se
     real = Slots.prefetch
     kept: dict[int, torch.Tensor] = {}
 
-    def prefetch(self, block, slot):
-        real(self, block, slot)
+    def prefetch(self, block, where):
+        real(self, block, where)
         if block == 1:
-            buffer = self._buffer(block, slot)
+            buffer = self._engine.arena.slot(*where)
             buffer.copy_(kept.setdefault(id(self._engine), buffer.clone()))
 
     monkeypatch.setattr(Slots, "prefetch", prefetch)
@@ -173,13 +173,14 @@ def test_a_recompute_with_other_random_numbers_is_found(monkeypatch):
 def test_gradients_lost_behind_the_last_block_are_found(monkeypatch):
     real = GradientSink.receive
 
-    def receive(self, block, keys, gradients, completes):
+    def receive(self, block, keys, gradients, completes, landing):
         real(
             self,
             block,
             keys,
             [(None, s) if k == "blocks.1.fc.bias" else (g, s) for k, (g, s) in zip(keys, gradients, strict=True)],
             completes,
+            landing,
         )
 
     monkeypatch.setattr(GradientSink, "receive", receive)

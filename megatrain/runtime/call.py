@@ -16,6 +16,7 @@ from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.parks import Parks
 from megatrain.runtime.rng import OwnGenerators, RngState
 from megatrain.runtime.start import Start, version
+from megatrain.scheduler.instructions import Bytes
 
 ParameterGradient = tuple[torch.Tensor | None, bool]
 """A parameter's gradient, or None, and whether others hold its memory too."""
@@ -65,7 +66,7 @@ class Call:
         self.gradients: dict[str, torch.Tensor] = {}
         self.parameter_gradients: dict[int, list[ParameterGradient]] = {}
         self.graphs: dict[int, LocalGraph] = {}
-        self.slot_of: dict[int, int | None] = {}
+        self.state_of: dict[int, Bytes | None] = {}
         self.rng: dict[int, RngState | None] = {}
         self.outputs: list[torch.Tensor] = []
         self.status = OPEN

@@ -8,17 +8,18 @@ import torch
 from torch import nn
 
 from megatrain.checks import checked, shown
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients import GradientSink, Take
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.operations import Operations
-from megatrain.runtime.plan import Plan, cold_schedule, plan_schedule
 from megatrain.runtime.rng import repeated_rng
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.start import Start
+from megatrain.scheduler.builder.build import backward_schedule
+from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.schedule import Schedule
 
 
@@ -38,14 +39,16 @@ class Executor:
                 f"the schedule has {schedule.num_blocks} blocks, the program has {len(program.blocks)}.\n"
                 "  A schedule runs the program that it was made for.\n  Give megatrain.schedule(program)."
             )
+        if schedule.kind.is_training_step:
+            raise ScheduleError(_TRAINING_STEP)
         engine = model if isinstance(model, Engine) else Engine(model, program.device)
         self.program = program
         self.schedule = schedule
         self._engine = engine
         self.loaded = Loaded.of(program, engine, is_training=schedule.kind.mode == "train")
-        self._slots = Slots(schedule, self.loaded.images, engine)
-        self._plan = plan_schedule(schedule)
-        self._resumed: Plan | None = None
+        self._slots = Slots(self.loaded.images, engine)
+        self._instructions = schedule.instructions
+        self._resumed: Instructions | None = None
         self.facts = self.loaded.facts
         self.differentiable_outputs = self.facts.differentiable_outputs
         self.differentiable_inputs = self.facts.differentiable_inputs
@@ -81,14 +84,14 @@ class Executor:
 
     def _run_forward(self, start: Start, *, commits: bool) -> Call:
         engine = self._engine
-        parks = engine.parks.take([self.loaded.specs[v] for v in self._plan.parked_values])
+        parks = engine.parks.take(self._instructions.park_bytes)
         call = Call(engine.meter, parks, start, self.loaded)
         try:
-            engine.arena.ensure(self._plan.arena_bytes)
+            engine.arena.ensure(self._instructions.slot_bytes)
             engine.meter.set_arena(engine.arena.nbytes)
             call.begin(engine.device)
             engine.give_slots(None)
-            self._operations.run([call], self._plan.forward, self._plan.forward_ends)
+            self._operations.run([call], self._instructions.forward)
             engine.give_slots(call)
             if commits:
                 self._commit_buffers(call)
@@ -159,15 +162,15 @@ class Executor:
         self._sink.begin(take)
         is_warm = engine.has_slots(call)
         engine.give_slots(None)
-        plan = self._plan if is_warm else self._cold_plan()
-        engine.arena.ensure(plan.arena_bytes)
-        self._operations.run([call], plan.backward, plan.backward_ends)
+        instructions = self._instructions if is_warm else self._cold()
+        engine.arena.ensure(instructions.slot_bytes)
+        self._operations.run([call], instructions.backward)
         return [call.gradients.get(self.program.inputs[i]) for i in self.differentiable_inputs]
 
-    def _cold_plan(self) -> Plan:
+    def _cold(self) -> Instructions:
         """The backward of a call after which another used the slots: it prefetches everything anew."""
         if self._resumed is None:
-            self._resumed = plan_schedule(cold_schedule(self.schedule))
+            self._resumed = _cold_schedule(self.schedule).instructions
         return self._resumed
 
     def _commit_buffers(self, call: Call) -> None:
@@ -201,3 +204,20 @@ def _check_number(name: str, given: Sequence[object], wanted: Sequence[object]) 
             "  Each input of the program has one input, and each output a gradient or None, in order.\n"
             "  Look at program.inputs and program.outputs."
         )
+
+
+def _cold_schedule(warm: Schedule) -> Schedule:
+    """The backward alone, checked, in the memory that `warm` takes if possible."""
+    try:
+        cold = backward_schedule(warm, memory=warm.device_bytes)
+    except ScheduleError:
+        cold = backward_schedule(warm, num_slots=1)
+    cold.check()
+    return cold
+
+
+_TRAINING_STEP = (
+    "the schedule is of a whole training step.\n"
+    "  An Executor runs one call: a forward and its backward; updates are the caller's.\n"
+    "  Build it without micro_batches, updates, clip and outputs, or run it by a TrainStep."
+)

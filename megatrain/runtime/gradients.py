@@ -12,6 +12,7 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.host import HostArena
 from megatrain.runtime.landing import Landing
 from megatrain.runtime.loaded import Loaded
+from megatrain.scheduler.instructions import Bytes
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
@@ -91,6 +92,7 @@ class GradientSink:
         keys: Sequence[str],
         gradients: Sequence[tuple[torch.Tensor | None, bool]],
         completes: Iterable[str],
+        landing: Bytes | None,
     ) -> None:
         """Takes one block's gradients. If a hook on a parameter fails, the same block may come again.
 
@@ -100,9 +102,10 @@ class GradientSink:
             gradients: On the compute device, None where nothing flowed, each with whether others hold its memory
                 too, so that it may not be adopted.
             completes: Keys whose sum is complete with this block.
+            landing: Where the gradients land on the host; None if they have no bytes there.
         """
         if block not in self._received:
-            self._add(keys, self._land(block, gradients))
+            self._add(keys, self._land(block, landing, gradients))
             self._received.add(block)
         for key in completes:
             total = self._sums.get(key)
@@ -141,9 +144,11 @@ class GradientSink:
         start, end = part.rows
         whole[start:end] = gradient.to_dense() if gradient.layout != torch.strided else gradient
 
-    def _land(self, block: int, gradients: Sequence[tuple[torch.Tensor | None, bool]]) -> list[torch.Tensor | None]:
-        if self._landing is not None and self._reuses_places:
-            return _copied(self._landing.places(block), [gradient for gradient, _ in gradients])
+    def _land(
+        self, block: int, where: Bytes | None, gradients: Sequence[tuple[torch.Tensor | None, bool]]
+    ) -> list[torch.Tensor | None]:
+        if self._landing is not None and self._reuses_places and where is not None:
+            return _copied(self._landing.places(block, where), [gradient for gradient, _ in gradients])
         if self._slab is not None:
             return self._land_through_slab([gradient for gradient, _ in gradients])
         if self._device.type != "cpu":  # there is no slab beside places

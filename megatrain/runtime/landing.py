@@ -9,7 +9,7 @@ import torch
 from megatrain.runtime.image import BlockImage, image, views
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.pages import HostArena
-from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.instructions import Bytes
 
 
 class LandingArena:
@@ -40,32 +40,36 @@ class LandingArena:
 
 
 class Landing:
-    """The places that a schedule states, as tensors: each block's gradients have theirs from G to the last U.
+    """Each block's gradients as tensors where they land on the host.
 
     Args:
-        schedule: Of a whole step.
+        nbytes: Bytes of all of them; some may lie in the same bytes one after another.
         loaded: What runs.
-        arena: Where the places are.
+        arena: Where they are.
     """
 
-    def __init__(self, schedule: Schedule, loaded: Loaded, arena: LandingArena):
+    def __init__(self, nbytes: int, loaded: Loaded, arena: LandingArena):
         self._arena = arena
+        self._nbytes = nbytes
         self._layouts = _layouts(loaded)
-        self._offsets = {place.block: place.offset for place in schedule.places}
-        self.nbytes = max((place.offset + place.nbytes for place in schedule.places), default=0)
         self._keys = [block.binding for block in loaded.program.blocks]
         self._memory: torch.Tensor | None = None
         self._places: dict[int, list[torch.Tensor | None]] = {}
 
-    def places(self, block: int) -> Sequence[torch.Tensor | None]:
-        """Returns where the gradients of a block's state go, in its order; None for what isn't trained."""
-        memory = self._arena.ensure(self.nbytes)
+    def places(self, block: int, where: Bytes) -> Sequence[torch.Tensor | None]:
+        """Returns where the gradients of a block's state go, in its order; None for what isn't trained.
+
+        Args:
+            block: Whose gradients.
+            where: Their bytes, the same each time.
+        """
+        memory = self._arena.ensure(self._nbytes)
         if memory is not self._memory:
             self._memory = memory
             self._places.clear()
         if block not in self._places:
-            layout, start = self._layouts[block], self._offsets.get(block, 0)  # without a G it has no bytes
-            found = views(layout, memory[start : start + layout.nbytes])
+            layout = self._layouts[block]
+            found = views(layout, memory[where.offset : where.offset + layout.nbytes])
             by_key = {entry.key: tensor for entry, tensor in zip(layout.entries, found, strict=True)}
             self._places[block] = [by_key.get(key) for key in self._keys[block]]
         return self._places[block]

@@ -14,10 +14,11 @@ from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.call import Call, ParameterGradient
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients import GradientSink
-from megatrain.runtime.plan import Planned, Release
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.runtime.streams import Event
+from megatrain.scheduler.instructions import Half, Instruction
+from megatrain.scheduler.lifetimes import Item
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 
@@ -60,8 +61,7 @@ class Operations:
     def run(
         self,
         calls: Sequence[Call],
-        steps: Sequence[Planned],
-        ends: Sequence[Release],
+        half: Half,
         *,
         around: Around | None = None,
         done: set[Position] | None = None,
@@ -72,16 +72,15 @@ class Operations:
 
         Args:
             calls: One per micro-batch.
-            steps: The operations; what they wait for and isn't among them is over.
-            ends: What to let go of afterwards.
+            half: What runs; ops that it waits for and that aren't part of it are over.
             around: The rest of a whole step.
             done: Operations that are over, and are left out; the others are added as they succeed.
             is_recovery: What an earlier run left is made up for; tests inject no failures.
             watch: Takes the time of each operation.
         """
         done = set() if done is None else done
-        left = [step for step in steps if step.position not in done]
-        events = {step.position: Event(str(step.op)) for step in left}
+        left = [instruction for instruction in half.instructions if instruction.position not in done]
+        events = {instruction.position: Event(str(instruction.op)) for instruction in left}
         streams = self._engine.streams
         queues = {
             "h2d": streams.h2d.submit,
@@ -90,41 +89,41 @@ class Operations:
             "compute": streams.compute.run,
         }
         # Transfers first: they start as soon as what they wait for is done, while compute runs on this thread.
-        in_order = sorted(left, key=lambda step: step.op.stream == "compute")
+        in_order = sorted(left, key=lambda instruction: instruction.op.stream == "compute")
         try:
             with streams.step(synchronize=False, is_recovery=is_recovery):
-                for step in in_order:
-                    waits, over = self._waits(step, events), events[step.position]
-                    work = self._work(calls, step, around)
-                    work = work if watch is None else watch.timed(step, work)
-                    queues[step.op.stream](str(step.op), work, waits, over)
+                for instruction in in_order:
+                    waits, over = self._waits(instruction, events), events[instruction.position]
+                    work = self._work(calls, instruction, around)
+                    work = work if watch is None else watch.timed(instruction, work)
+                    queues[instruction.op.stream](str(instruction.op), work, waits, over)
         finally:
             done.update(position for position, event in events.items() if event.host_done and not event.has_failed)
-        self.release(calls, ends)
+        self.release(calls, half.frees)
 
-    def _waits(self, step: Planned, events: Mapping[Position, Event]) -> list[Event]:
+    def _waits(self, instruction: Instruction, events: Mapping[Position, Event]) -> list[Event]:
         """Events of these operations; others are over."""
-        return [events[w] for w in step.waits if w in events]
+        return [events[w] for w in instruction.waits if w in events]
 
-    def _work(self, calls: Sequence[Call], step: Planned, around: Around | None) -> Callable[[], None]:
-        if step.op.stream == "host":
+    def _work(self, calls: Sequence[Call], instruction: Instruction, around: Around | None) -> Callable[[], None]:
+        if instruction.op.stream == "host":
             assert around is not None
-            return around.norm if step.op.what == "N" else functools.partial(around.update, step.op.block)
-        handler = _HANDLERS[step.op.stream, step.op.what]
+            return around.norm if instruction.op.what == "N" else functools.partial(around.update, instruction.op.block)
+        handler = _HANDLERS[instruction.op.stream, instruction.op.what]
 
         def work() -> None:
-            if around is not None and step.op.stream == "compute":
-                around.before_compute(step.micro_batch)
-            self.release(calls, step.released_before)
-            if around is not None and step.is_turn:
-                around.turn(step.micro_batch)
-            handler(self, calls, step)
-            self.release(calls, step.released_after)
-            self._slots.poison(step.freed_ranges)
+            if around is not None and instruction.op.stream == "compute":
+                around.before_compute(instruction.micro_batch)
+            self.release(calls, instruction.frees_before)
+            if around is not None and instruction.turns:
+                around.turn(instruction.micro_batch)
+            handler(self, calls, instruction)
+            self.release(calls, instruction.frees_after)
+            self._slots.poison(instruction.leaves)
 
         return work
 
-    def release(self, calls: Sequence[Call], items: Sequence[Release]) -> None:
+    def release(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
         """Lets go of items."""
         for kind, number, micro_batch in items:
             call = calls[micro_batch]
@@ -132,38 +131,37 @@ class Operations:
 
     # -- handlers ------------------------------------------------------------------------------------------
 
-    def prefetch(self, calls: Sequence[Call], step: Planned) -> None:
+    def prefetch(self, calls: Sequence[Call], instruction: Instruction) -> None:
         """W: copies weights into a slot."""
-        assert step.op.slot is not None
-        self._slots.prefetch(step.op.block, step.op.slot)
+        self._slots.prefetch(instruction.op.block, instruction.state)
 
-    def park(self, calls: Sequence[Call], step: Planned) -> None:
+    def park(self, calls: Sequence[Call], instruction: Instruction) -> None:
         """A to the host."""
-        call = calls[step.micro_batch]
-        for value in step.values:
+        call = calls[instruction.micro_batch]
+        for value, place in instruction.parked:
             name = call.loaded.names[value]
-            call.parks.put(name, call.values[name])
+            call.parks.put(name, call.values[name], place.offset)
 
-    def unpark(self, calls: Sequence[Call], step: Planned) -> None:
+    def unpark(self, calls: Sequence[Call], instruction: Instruction) -> None:
         """A to the device."""
-        call = calls[step.micro_batch]
-        for value in step.values:
+        call = calls[instruction.micro_batch]
+        for value, _ in instruction.parked:
             name = call.loaded.names[value]
             call.return_value(name, call.parks.get(name, self._engine.device))
 
-    def forward(self, calls: Sequence[Call], step: Planned) -> None:
+    def forward(self, calls: Sequence[Call], instruction: Instruction) -> None:
         """F: with its graph retained, or without."""
-        call = calls[step.micro_batch]
+        call = calls[instruction.micro_batch]
         loaded = call.loaded
-        block = loaded.program.blocks[step.op.block]
+        block = loaded.program.blocks[instruction.op.block]
         runner = loaded.runners[block.index]
         inputs = [call.values[name] for name in block.inputs]
-        state = self._slots.state(block.index, step.slot)
+        state = self._slots.state(block.index, instruction.state)
         with call.own_generators():
-            if step.is_recomputed or call.can_repeat:
+            if instruction.recomputes or call.can_repeat:
                 call.rng[block.index] = runner.rng_state()
-            if step.saves:
-                graph = self._graph(call, block, step, inputs, state)
+            if instruction.retains:
+                graph = self._graph(call, block, instruction, inputs, state)
                 call.graphs[block.index] = graph
                 saved = graph.saved_tensors()
                 outputs: Sequence[torch.Tensor] = [t.detach() for t in graph.outputs]
@@ -173,32 +171,32 @@ class Operations:
         for name, tensor in zip(block.outputs, outputs, strict=True):
             call.set_value(name, tensor)
         call.hold("saved", block.index, saved)
-        if step.micro_batch + 1 < len(calls):
-            call.pass_on(block.outputs, calls[step.micro_batch + 1])
+        if instruction.micro_batch + 1 < len(calls):
+            call.pass_on(block.outputs, calls[instruction.micro_batch + 1])
 
-    def _graph(self, call: Call, block: Block, step: Planned, inputs: Any, state: Any) -> LocalGraph:
+    def _graph(self, call: Call, block: Block, instruction: Instruction, inputs: Any, state: Any) -> LocalGraph:
         # The graph keeps this function; it must not keep the call, which keeps the graph.
-        slots = call.slot_of
-        slots[block.index] = step.slot
+        states = call.state_of
+        states[block.index] = instruction.state
         return call.loaded.runners[block.index].forward_with_graph(
             inputs,
             state,
             call.loaded.facts.needs_grad[block.index],
             call.loaded.facts.is_carried[block.index],
-            lambda: self._slots.state(block.index, slots[block.index]),
+            lambda: self._slots.state(block.index, states[block.index]),
         )
 
-    def backward(self, calls: Sequence[Call], step: Planned) -> None:
+    def backward(self, calls: Sequence[Call], instruction: Instruction) -> None:
         """B: from the retained graph, or recomputed."""
-        call = calls[step.micro_batch]
-        block = call.loaded.program.blocks[step.op.block]
-        call.slot_of[block.index] = step.slot
+        call = calls[instruction.micro_batch]
+        block = call.loaded.program.blocks[instruction.op.block]
+        call.state_of[block.index] = instruction.state
         output_gradients = [call.gradients.get(name) for name in block.outputs]
         carried = [call.gradients.get(name) for name in block.inputs]
         if all(g is None for g in output_gradients):
-            self._add_gradients(calls, step, [None] * len(block.binding))
+            self._add_gradients(calls, instruction, [None] * len(block.binding))
             return
-        graph = call.graphs.get(block.index) or self._recomputed(call, block, step)
+        graph = call.graphs.get(block.index) or self._recomputed(call, block, instruction)
         try:
             own, parameters = graph.gradients(output_gradients, carried)
         except BaseException:
@@ -209,16 +207,18 @@ class Operations:
             if gradient is not None:
                 call.drop("gradient", name)  # the sum so far is part of the new one
                 call.set_gradient(name, gradient)
-        self._add_gradients(calls, step, parameters)
+        self._add_gradients(calls, instruction, parameters)
 
-    def _recomputed(self, call: Call, block: Block, step: Planned) -> LocalGraph:
+    def _recomputed(self, call: Call, block: Block, instruction: Instruction) -> LocalGraph:
         inputs = [call.values[name] for name in block.inputs]
         with call.loaded.runners[block.index].repeated(call.rng.get(block.index)):
-            return self._graph(call, block, step, inputs, self._slots.state(block.index, step.slot))
+            return self._graph(call, block, instruction, inputs, self._slots.state(block.index, instruction.state))
 
-    def _add_gradients(self, calls: Sequence[Call], step: Planned, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _add_gradients(
+        self, calls: Sequence[Call], instruction: Instruction, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
         """Adds one micro-batch's gradients of a block's parameters to those before, in their order."""
-        first, block = calls[0], step.op.block
+        first, block = calls[0], instruction.op.block
         # What others hold too may not become somebody's `.grad`; looked up before it counts as held here.
         landings = [(g, is_shared) for g, is_shared in zip(gradients, self._are_shared(gradients), strict=True)]
         known = first.parameter_gradients.get(block)
@@ -226,8 +226,8 @@ class Operations:
             landings = [_added(*pair) for pair in zip(known, landings, strict=True)]
         first.parameter_gradients[block] = landings
         first.hold("parameters", block, [gradient for gradient, _ in landings])
-        if self._has_empty_gradients[block] and step.micro_batch == len(calls) - 1:
-            self.offload(calls, step)  # there is nothing to move, so the table has no G
+        if self._has_empty_gradients[block] and instruction.micro_batch == len(calls) - 1:
+            self.offload(calls, instruction)  # there is nothing to move, so the table has no G
 
     def _are_shared(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
         """Tells of each gradient whether its memory is also that of a value, or of another of them."""
@@ -239,11 +239,12 @@ class Operations:
             for g in gradients
         ]
 
-    def offload(self, calls: Sequence[Call], step: Planned) -> None:
+    def offload(self, calls: Sequence[Call], instruction: Instruction) -> None:
         """G."""
-        loaded, block = calls[0].loaded, calls[0].loaded.program.blocks[step.op.block]
+        loaded, block = calls[0].loaded, calls[0].loaded.program.blocks[instruction.op.block]
         gradients = calls[0].parameter_gradients[block.index]
-        self._sink.receive(block.index, block.binding, gradients, loaded.facts.completes[block.index])
+        completes = loaded.facts.completes[block.index]
+        self._sink.receive(block.index, block.binding, gradients, completes, instruction.landing)
 
 
 def _added(before: ParameterGradient, now: ParameterGradient) -> ParameterGradient:
@@ -260,7 +261,7 @@ def _added(before: ParameterGradient, now: ParameterGradient) -> ParameterGradie
 
 _OF_VALUES = ("value", "gradient", "original")
 
-_HANDLERS: dict[tuple[str, str], Callable[[Operations, Sequence[Call], Planned], None]] = {
+_HANDLERS: dict[tuple[str, str], Callable[[Operations, Sequence[Call], Instruction], None]] = {
     ("h2d", "W"): Operations.prefetch,
     ("h2d", "A"): Operations.unpark,
     ("compute", "F"): Operations.forward,

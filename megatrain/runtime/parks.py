@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from queue import Empty, SimpleQueue
 
 import torch
 
 from megatrain.runtime.image import image, views
 from megatrain.runtime.pages import HostArena
-from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -36,15 +34,14 @@ class ParkPool:
             self._collect()
             return sum(nbytes * len(arenas) for nbytes, arenas in self._idle.items())
 
-    def take(self, specs: Iterable[TensorSpec]) -> Parks:
+    def take(self, nbytes: int) -> Parks:
         """Returns the parks of one call; they come back with `Parks.give`, or when dropped.
 
         Call it on the thread that computes: transfers tell torch's allocator about its current stream.
 
         Args:
-            specs: All values that will be parked, in any order.
+            nbytes: Bytes of all values that will be parked.
         """
-        nbytes = sum(aligned(spec.nbytes) for spec in specs)
         return Parks(self._arena(nbytes), self._returned, self._device)
 
     def _arena(self, nbytes: int) -> HostArena:
@@ -82,7 +79,6 @@ class Parks:
     def __init__(self, arena: HostArena, pool: SimpleQueue[HostArena], device: torch.device) -> None:
         self._arena: HostArena | None = arena
         self._pool = pool
-        self._used_bytes = 0
         self._places: dict[str, torch.Tensor] = {}
         self._is_cpu = device.type == "cpu"
         self._compute = None if self._is_cpu else torch.accelerator.current_stream(device)
@@ -92,10 +88,16 @@ class Parks:
         """Bytes of host memory taken; 0 once given back."""
         return 0 if self._arena is None else self._arena.nbytes
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies a value to the host, on the current stream; the caller may drop `tensor` at once."""
+    def put(self, name: str, tensor: torch.Tensor, offset: int) -> None:
+        """Copies a value to the host, on the current stream; the caller may drop `tensor` at once.
+
+        Args:
+            name: By which `get` finds it.
+            tensor: The value.
+            offset: Its first byte in the range, at a multiple of `megatrain.sizes.ALIGNMENT`.
+        """
         if name not in self._places:
-            self._places[name] = self._new_place(TensorSpec.of(tensor))
+            self._places[name] = self._new_place(TensorSpec.of(tensor), offset)
         self._places[name].copy_(tensor.detach(), non_blocking=True)
         if not self._is_cpu:
             # It was made on the compute stream: without this its memory could be handed out again, there,
@@ -112,12 +114,11 @@ class Parks:
             tensor.record_stream(self._compute)
         return tensor
 
-    def _new_place(self, spec: TensorSpec) -> torch.Tensor:
+    def _new_place(self, spec: TensorSpec, offset: int) -> torch.Tensor:
         assert self._arena is not None, "the parks were given back already"
         layout = image([("", spec)])
-        start, self._used_bytes = self._used_bytes, self._used_bytes + layout.nbytes
-        assert self._used_bytes <= self._arena.nbytes, "more is parked than was announced"
-        (place,) = views(layout, self._arena.tensor[start : self._used_bytes])
+        assert offset + layout.nbytes <= self._arena.nbytes, "more is parked than was announced"
+        (place,) = views(layout, self._arena.tensor[offset : offset + layout.nbytes])
         return place
 
     def give(self) -> None:

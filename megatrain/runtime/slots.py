@@ -8,14 +8,13 @@ import torch
 
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.host import BlockImage, HostStore
-from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.instructions import Bytes
 
 
 class Slots:
-    """Fills the slots of a schedule from the host store and shows templates what is in them, without a copy.
+    """Fills slots from the host store and shows templates what is in them, without a copy.
 
     Args:
-        schedule: Names the slots.
         images: Layout of each block's state.
         engine: Holds the store and the arena that slots are cut from.
 
@@ -23,11 +22,9 @@ class Slots:
         places: Where each tensor of the blocks' state lies in the store, by key; of one in parts, the place of a part.
     """
 
-    def __init__(self, schedule: Schedule, images: Sequence[BlockImage], engine: Engine):
-        self._schedule = schedule
+    def __init__(self, images: Sequence[BlockImage], engine: Engine):
         self._images = images
         self._engine = engine
-        self._is_bound = schedule.kind.transfer == "bind"
         self._views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
         self.places = {
             entry.owner: place
@@ -40,26 +37,23 @@ class Slots:
         assert self._engine.store is not None
         return self._engine.store
 
-    def prefetch(self, block: int, slot: int) -> None:
-        """Copies a block's state into a slot; nothing moves where state is used in place."""
-        if not self._is_bound:
-            self._store.prefetch(self._images[block], self._buffer(block, slot))
+    def prefetch(self, block: int, where: Bytes | None) -> None:
+        """Copies a block's state to bytes of the arena; nothing moves where state is used in place."""
+        if where is not None:
+            self._store.prefetch(self._images[block], self._engine.arena.slot(*where))
 
-    def state(self, block: int, slot: int | None) -> list[torch.Tensor]:
-        """Returns a block's state as views of its slot, or of the host store where it is used in place."""
-        if self._is_bound or slot is None:
+    def state(self, block: int, where: Bytes | None) -> list[torch.Tensor]:
+        """Returns a block's state as views of the arena, or of the host store where state is used in place."""
+        if where is None:
             return self._store.bound(self._images[block])
-        key = (block, slot, self._engine.arena.generation)
+        key = (block, where.offset, self._engine.arena.generation)
         if key not in self._views:
-            self._views[key] = self._store.views(self._images[block], self._buffer(block, slot))
+            self._views[key] = self._store.views(self._images[block], self._engine.arena.slot(*where))
         return self._views[key]
 
-    def poison(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Fills freed bytes `(offset, length)` with NaN, if a test asked for it."""
+    def poison(self, ranges: Sequence[Bytes]) -> None:
+        """Fills bytes that were left with NaN, if a test asked for it."""
         chaos = self._engine.chaos
-        if chaos is not None and chaos.poison and not self._is_bound:
-            for offset, nbytes in ranges:
-                self._engine.arena.slot(offset, nbytes).fill_(0xFF)
-
-    def _buffer(self, block: int, slot: int) -> torch.Tensor:
-        return self._engine.arena.slot(self._schedule.slots[slot].offset, self._images[block].nbytes)
+        if chaos is not None and chaos.poison:
+            for where in ranges:
+                self._engine.arena.slot(*where).fill_(0xFF)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatrain.runtime.plan import Planned
+from megatrain.scheduler.instructions import Instruction
 from megatrain.scheduler.op import Stream
 from megatrain.scheduler.table import Position
 
@@ -27,18 +27,18 @@ class Stopwatch:
         self._last: dict[Stream, float] = {}
         self._begin: float | None = None
 
-    def timed(self, step: Planned, work: Callable[[], None]) -> Callable[[], None]:
+    def timed(self, instruction: Instruction, work: Callable[[], None]) -> Callable[[], None]:
         """Returns the work of an operation, with its time taken; on an accelerator its stream waits for the end."""
         begin = self._begin = time.perf_counter() if self._begin is None else self._begin
 
         def run() -> None:
             work()
-            stream = step.position.stream
+            stream = instruction.position.stream
             if stream != Stream.HOST and torch.accelerator.is_available():
                 torch.accelerator.current_stream().synchronize()
-            end = self._ends[step.position] = time.perf_counter()
+            end = self._ends[instruction.position] = time.perf_counter()
             free = self._last.get(stream, begin)
             self._last[stream] = end
-            self.seconds[step.position] = end - max([free, *(self._ends[w] for w in step.waits)])
+            self.seconds[instruction.position] = end - max([free, *(self._ends[w] for w in instruction.waits)])
 
         return run

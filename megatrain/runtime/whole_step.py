@@ -15,7 +15,6 @@ from megatrain.runtime.gradients import GradientSink
 from megatrain.runtime.landing import Landing, LandingArena
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.operations import Operations
-from megatrain.runtime.plan import plan_step
 from megatrain.runtime.rng import OwnGenerators, micro_batch_seed
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.start import Start
@@ -60,9 +59,10 @@ class StepExecutor:
         self.engine = engine
         by_program = {id(p): Loaded.of(p, engine, is_training=True) for p in programs}
         self.loaded = [by_program[id(p)] for p in programs]
-        self.slots = Slots(schedule, self.loaded[0].images, engine)
-        self.plan = plan_step(schedule)
-        self.sink = GradientSink.of(self.loaded[0], engine, schedule, Landing(schedule, self.loaded[0], arena))
+        self.slots = Slots(self.loaded[0].images, engine)
+        self.instructions = schedule.instructions
+        landing = Landing(self.instructions.landing_bytes, self.loaded[0], arena)
+        self.sink = GradientSink.of(self.loaded[0], engine, schedule, landing)
         self.operations = Operations(schedule, self.slots, engine, self.sink)
 
     @property
@@ -100,12 +100,11 @@ class StepRun:
         engine = executor.engine
         engine.refresh()
         self._calls: list[Call] = []
-        parked = executor.plan.parked_values
         for number, (loaded, tensors) in enumerate(zip(executor.loaded, inputs, strict=True)):
             start = Start.of(loaded.program, tensors, engine.tensors, executor.slots.places)
             is_own = number > 0 and start.rng is not None
             generators = OwnGenerators(micro_batch_seed(number, engine.device), engine.device) if is_own else None
-            parks = engine.parks.take([loaded.specs[v] for v in parked])
+            parks = engine.parks.take(executor.instructions.park_bytes)
             call = Call(engine.meter, parks, start, loaded, generators=generators, can_repeat=True)
             self._calls.append(call)
 
@@ -116,7 +115,7 @@ class StepRun:
             ExecuteError: If an operation on a stream's own thread fails. What compute raises passes unchanged.
         """
         executor, engine = self._executor, self._executor.engine
-        engine.arena.ensure(executor.plan.arena_bytes)
+        engine.arena.ensure(executor.instructions.slot_bytes)
         engine.meter.set_arena(engine.arena.nbytes)
         engine.give_slots(None)
         for number, call in enumerate(self._calls):
@@ -132,17 +131,17 @@ class StepRun:
         Raises:
             ExecuteError: See `go`.
         """
-        host = (step.position for step in self._executor.plan.backward if step.op.stream == "host")
+        instructions = self._executor.instructions.all
+        host = (instruction.position for instruction in instructions if instruction.op.stream == "host")
         self._done.update(host)
         self._executor.sink.stop_reuse()
         self._run(trainer, is_recovery=True)
 
     def _run(self, trainer: Trainer, *, is_recovery: bool = False) -> None:
-        plan, around = self._executor.plan, _Around(self._executor.engine, self._calls, trainer)
+        around = _Around(self._executor.engine, self._calls, trainer)
         self._executor.operations.run(
             self._calls,
-            plan.backward,
-            plan.backward_ends,
+            self._executor.instructions.backward,
             around=around,
             done=self._done,
             is_recovery=is_recovery,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megatrain.scheduler.op import Stream
 from megatrain.scheduler.step_kind import StepKind
@@ -30,19 +30,22 @@ class OpTicks:
 
 
 class Item(NamedTuple):
-    """Something that takes device memory.
+    """Something of one micro-batch that takes device memory.
 
-    `"value"` and `"gradient"` have the number of a value, `"parameters"` (gradients of a block's parameters)
-    and `"saved"` (a retained graph) that of a block.
+    `"value"`, `"original"` (a value that is parked, until it has left the device) and `"gradient"` have the number of
+    a value; `"parameters"` (gradients of a block's parameters) and `"saved"` (a retained graph) that of a block.
+
+    The gradients of a block's parameters, of which there is one sum, count as those of micro-batch 0.
     """
 
-    kind: Literal["value", "gradient", "parameters", "saved"]
+    kind: str
     number: int
+    micro_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """One life of an item. A parked value has two: before it leaves the device and after its return.
+    """One life of an item, between two moments.
 
     Args:
         item: What lives.
@@ -50,15 +53,12 @@ class Lifetime:
             after a return, and for gradients, the bytes of the value itself.
         start: The op that makes it; None if it exists when the step begins.
         ends: The item is released when all these ops are done; empty if it outlives the step.
-        micro_batch: Whose it is. The gradients of a block's parameters, of which there is one sum, count as those
-            of micro-batch 0.
     """
 
     item: Item
     nbytes: int
     start: Position | None
     ends: tuple[Position, ...]
-    micro_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,26 +153,26 @@ def _at(ticks: Mapping[int, int], blocks: Iterable[int], stream: Stream = Stream
 
 def _value_lives(workload: Workload, uses: _Uses, index: int, parked_by: int | None) -> list[Lifetime]:
     value = workload.values[index]
-    item, nbytes, number = Item("value", index), workload.storages[value.storage], uses.micro_batch
+    item, nbytes = Item("value", index, uses.micro_batch), workload.storages[value.storage]
     backward = [] if uses.mode == "forward" else _backward_uses(workload, uses, index)
     if parked_by is not None:
-        restore = Position(uses.restore[parked_by], Stream.H2D)
-        second = Lifetime(item, value.nbytes, restore, tuple(backward), number)
+        returned = Lifetime(item, value.nbytes, Position(uses.restore[parked_by], Stream.H2D), tuple(backward))
         if uses.mode == "backward":
-            return [second]
+            return [returned]
         ends = [*_at(uses.forward, value.readers), Position(uses.park[parked_by], Stream.D2H)]
-        return [Lifetime(item, nbytes, _made_at(uses, value.producer), tuple(ends), number), second]
+        original = Item("original", index, uses.micro_batch)
+        return [Lifetime(original, nbytes, _made_at(uses, value.producer), tuple(ends)), returned]
     if value.is_output and (uses.outputs_end is None or value.is_committed):
-        return [Lifetime(item, nbytes, _made_at(uses, value.producer), (), number)]
+        return [Lifetime(item, nbytes, _made_at(uses, value.producer), ())]
     if uses.mode == "backward":
-        return [Lifetime(item, nbytes, None, tuple(backward), number)] if backward else []
+        return [Lifetime(item, nbytes, None, tuple(backward))] if backward else []
     ends = [*_at(uses.forward, value.readers), *backward]
     if value.is_output and uses.outputs_end is not None:
         ends.append(uses.outputs_end)
     if not ends and value.producer is not None:
         # Nobody reads it: it dies with the forward that makes it.
         ends = _at(uses.forward, [value.producer])
-    return [Lifetime(item, nbytes, _made_at(uses, value.producer), tuple(ends), number)]
+    return [Lifetime(item, nbytes, _made_at(uses, value.producer), tuple(ends))]
 
 
 def _made_at(uses: _Uses, producer: int | None) -> Position | None:
@@ -200,7 +200,7 @@ def _gradient_lives(workload: Workload, uses: _Uses, index: int) -> list[Lifetim
         is_there = uses.mode == "backward"
         first = None if is_there else Position(min(uses.backward.values()), Stream.COMPUTE)
     ends = () if value.producer is None else tuple(_at(uses.backward, [value.producer]))
-    return [Lifetime(Item("gradient", index), value.nbytes, first, ends, uses.micro_batch)]
+    return [Lifetime(Item("gradient", index, uses.micro_batch), value.nbytes, first, ends)]
 
 
 def _block_lives(workload: Workload, facts: StepFacts, uses: _Uses, block: int) -> list[Lifetime]:
@@ -214,5 +214,5 @@ def _block_lives(workload: Workload, facts: StepFacts, uses: _Uses, block: int) 
         found.append(Lifetime(Item("parameters", block), work.gradient_bytes, Position(first, Stream.COMPUTE), (end,)))
     if block in uses.saves:
         start = _made_at(uses, block)
-        found.append(Lifetime(Item("saved", block), work.saved_bytes, start, (backward,), uses.micro_batch))
+        found.append(Lifetime(Item("saved", block, uses.micro_batch), work.saved_bytes, start, (backward,)))
     return found

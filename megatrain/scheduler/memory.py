@@ -12,6 +12,9 @@ from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Table
 from megatrain.scheduler.workload import Workload
 
+# What lies in the storage of a value; gradients have their own.
+_OF_VALUES = ("value", "original")
+
 
 def live_bytes(workload: Workload, lives: Sequence[Lifetime], num_ticks: int, arena_bytes: int) -> tuple[int, ...]:
     """Bytes that exist at any moment of each tick: from the tick of `start` to the last of `ends`, inclusive.
@@ -26,9 +29,9 @@ def live_bytes(workload: Workload, lives: Sequence[Lifetime], num_ticks: int, ar
     sharers = _sharers(workload)
     for life in lives:
         start, end = span(life, num_ticks)
-        storage = workload.values[life.item.number].storage if life.item.kind == "value" else -1
+        storage = workload.values[life.item.number].storage if life.item.kind in _OF_VALUES else -1
         if storage >= 0 and sharers[storage] > 1:
-            shared.setdefault((storage, life.micro_batch), []).append((start, end))
+            shared.setdefault((storage, life.item.micro_batch), []).append((start, end))
         else:
             change[start] += life.nbytes
             change[end + 1] -= life.nbytes
@@ -135,6 +138,7 @@ class Peak:
 
 _PART_NAMES = {
     "value": "activations",
+    "original": "activations",
     "gradient": "gradients of activations",
     "parameters": "gradients of parameters",
     "saved": "retained graphs",
@@ -159,8 +163,8 @@ def find_peak(schedule: Table, lives: Sequence[Lifetime]) -> Peak:
         start, end = span(life, len(schedule.ticks))
         if not start <= tick <= end:
             continue
-        if life.item.kind == "value":
-            storage = workload.values[life.item.number].storage, life.micro_batch
+        if life.item.kind in _OF_VALUES:
+            storage = workload.values[life.item.number].storage, life.item.micro_batch
             if storage in storages:
                 continue
             storages.add(storage)

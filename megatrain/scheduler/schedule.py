@@ -8,9 +8,12 @@ from dataclasses import fields
 import networkx as nx
 
 from megatrain.checks import checked
+from megatrain.scheduler.builder.emit import emit
+from megatrain.scheduler.check.instructions import check_instructions
 from megatrain.scheduler.check.rules import check_schedule
 from megatrain.scheduler.costs import Costs
 from megatrain.scheduler.dependency import dependency_graph, derive_waits, weight_bindings
+from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.serialize import table_from_json, table_to_json
 from megatrain.scheduler.simulate import Simulation, critical_path, lower_bounds, simulate
 from megatrain.scheduler.table import Position, Table
@@ -51,6 +54,17 @@ class Schedule(Table):
         """
         return schedule_of(table_from_json(text))
 
+    @property
+    def instructions(self) -> Instructions:
+        """What the runtime walks: every op with its waits, its bytes on either side, and what it frees; checked.
+
+        Raises:
+            ScheduleError: If the schedule doesn't know its workload, or isn't safe for it.
+        """
+        made = emit(self)
+        self.check(instructions=made)
+        return made
+
     def bindings(self) -> dict[Position, Position]:
         """For each F and B of a block with state, the position of the `W` whose slot it reads."""
         return weight_bindings(self)
@@ -64,13 +78,20 @@ class Schedule(Table):
         return dependency_graph(self)
 
     @checked()
-    def check(self, workload: Workload | None = None) -> None:
+    def check(self, workload: Workload | None = None, *, instructions: Instructions | None = None) -> None:
         """Proves that the schedule is safe for its workload, or for another one; see `check_schedule`.
+
+        Args:
+            workload: What it is to run; None is its own.
+            instructions: Those of it that are to be walked, which are checked as well.
 
         Raises:
             ScheduleError: With the rule that is broken, and the rows around the place.
         """
-        check_schedule(self, self.known_workload() if workload is None else workload)
+        workload = self.known_workload() if workload is None else workload
+        check_schedule(self, workload)
+        if instructions is not None:
+            check_instructions(instructions, self, workload)
 
     def simulate(self, costs: Costs) -> Simulation:
         """Runs the schedule on paper; see `megatrain.scheduler.simulate.simulate`."""

@@ -14,6 +14,7 @@ from megatrain.runtime.arena import DeviceArena
 from megatrain.runtime.host import HostArena, HostStore, image
 from megatrain.runtime.parks import ParkPool
 from megatrain.runtime.streams import Chaos, Event, StreamSet
+from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 
 NUM_BLOCKS = 16
@@ -63,7 +64,7 @@ class Chain:
         return value
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        parks = self.pool.take([TensorSpec.of(self.start)] * NUM_BLOCKS)
+        parks = self.pool.take(NUM_BLOCKS * aligned(self.start.nbytes))
         values, found, free, parked = {-1: self.start}, [], [], []
         streams, store, last = self.streams, self.store, str(NUM_BLOCKS - 1)
 
@@ -78,7 +79,9 @@ class Chain:
                 streams.h2d.submit(w.label, partial(store.prefetch, layout, slot), waits, w)
                 streams.compute.run(f.label, partial(forward, b, slot), (w, *parked), f)
                 # The value leaves the device before the next block drops it.
-                streams.d2h.submit(a.label, lambda b=b: parks.put(str(b), values[b]), (f,), a)
+                streams.d2h.submit(
+                    a.label, lambda b=b: parks.put(str(b), values[b], b * aligned(self.start.nbytes)), (f,), a
+                )
                 parked = [a]
                 free.append(f)
             back, end = Event("back"), Event("end")

@@ -54,7 +54,8 @@ def assert_chaotic_parity(model, args, kwargs, choice: Choice) -> None:
         reject()  # eager PyTorch refuses this model: it overwrites what its own backward needs
     found = train(compiled, streamed, args, kwargs, steps=steps)
     assert_same(expected, found, tolerance=choice.tolerance, updates=choice.tolerance == 0)
-    assert compiled.peak_bytes <= compiled.schedule.device_bytes
+    # After a step the model may take another branch, which is captured and scheduled by itself.
+    assert compiled.peak_bytes <= max(variant.schedule.device_bytes for variant in compiled.megatrain._variants)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megatrain.errors import ExecuteError
 from megatrain.passes import part_calls
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams import Chaos
+from megatrain.scheduler.instructions import Bytes
 from tests.experts import IDLE, Bmm, Gathered, Grouped, Layers, Routed
 from tests.runtime.harness import assert_same, train
 from tests.runtime.saved import save, save_sharded, state_of
@@ -394,10 +395,10 @@ def test_verify_finds_nothing_where_nothing_is_wrong(kind: str):
 def test_verify_names_the_part_that_is_wrong_in_its_slot(monkeypatch: pytest.MonkeyPatch):
     real = Slots.prefetch
 
-    def broken(self: Slots, block: int, slot: int) -> None:
-        real(self, block, slot)
+    def broken(self: Slots, block: int, where: Bytes | None) -> None:
+        real(self, block, where)
         if "layers.1.down[4:8]" in [entry.key for entry in self._images[block].entries]:
-            self.state(block, slot)[0].mul_(1.5)
+            self.state(block, where)[0].mul_(1.5)
 
     monkeypatch.setattr(Slots, "prefetch", broken)
     report = megatrain.verify(layers(), tokens(), device="cpu", block_bytes=LIMIT, transfer="copy")

@@ -5,22 +5,18 @@ import torch
 
 from megatrain.runtime.parks import ParkPool
 from megatrain.sizes import aligned
-from megatrain.tracer.spec import TensorSpec
 
 CPU = torch.device("cpu")
-
-
-def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
-    return TensorSpec(shape, dtype)
 
 
 def test_parked_values_come_back():
     pool = ParkPool(CPU)
     values = {"x": torch.randn(3, 5), "y": torch.arange(4), "z": torch.randn(4, 6).t(), "e": torch.empty(0)}
-    parks = pool.take([TensorSpec.of(t) for t in values.values()])
-    assert parks.nbytes == sum(aligned(t.nbytes) for t in values.values())
-    for name, tensor in values.items():
-        parks.put(name, tensor)
+    sizes = [aligned(tensor.nbytes) for tensor in values.values()]
+    parks = pool.take(sum(sizes))
+    assert parks.nbytes == sum(sizes)
+    for index, (name, tensor) in enumerate(values.items()):
+        parks.put(name, tensor, sum(sizes[:index]))
     for name, tensor in values.items():
         back = parks.get(name, CPU)
         assert torch.equal(back, tensor)
@@ -30,31 +26,31 @@ def test_parked_values_come_back():
 
 def test_parks_are_reused_between_calls():
     pool = ParkPool(CPU)
-    parks = pool.take([spec(1000)])
-    parks.put("x", torch.ones(1000))
+    parks = pool.take(4032)
+    parks.put("x", torch.ones(1000), 0)
     address = parks._places["x"].data_ptr()
     parks.give()
     parks.give()
     assert (parks.nbytes, pool.idle_bytes) == (0, 4032)
-    again = pool.take([spec(1000)])
-    again.put("y", torch.ones(1000))
+    again = pool.take(4032)
+    again.put("y", torch.ones(1000), 0)
     assert again._places["y"].data_ptr() == address
     assert pool.idle_bytes == 0
 
 
 def test_parks_of_calls_under_way_are_apart():
     pool = ParkPool(CPU)
-    one, two = pool.take([spec(8)]), pool.take([spec(8)])
-    one.put("x", torch.zeros(8))
-    two.put("x", torch.ones(8))
+    one, two = pool.take(64), pool.take(64)
+    one.put("x", torch.zeros(8), 0)
+    two.put("x", torch.ones(8), 0)
     assert one.get("x", CPU).sum() == 0
 
 
 def test_dropped_parks_return_to_the_pool_and_nothing_is_hoarded():
     pool = ParkPool(CPU)
     for length in range(1, 50):
-        parks = pool.take([spec(length * 16)])
-        parks.put("x", torch.ones(length * 16))
+        parks = pool.take(length * 64)
+        parks.put("x", torch.ones(length * 16), 0)
         del parks
         assert pool.idle_bytes == length * 64
     pool.trim()
@@ -63,15 +59,15 @@ def test_dropped_parks_return_to_the_pool_and_nothing_is_hoarded():
 
 def test_nothing_parked_takes_nothing():
     pool = ParkPool(CPU)
-    parks = pool.take([])
+    parks = pool.take(0)
     assert parks.nbytes == 0
     parks.give()
     assert pool.idle_bytes == 0
 
 
 def test_more_than_announced_is_our_mistake():
-    parks = ParkPool(CPU).take([spec(16)])
-    parks.put("x", torch.ones(16))
-    parks.put("x", torch.zeros(16))
+    parks = ParkPool(CPU).take(64)
+    parks.put("x", torch.ones(16), 0)
+    parks.put("x", torch.zeros(16), 0)
     with pytest.raises(AssertionError, match="more is parked"):
-        parks.put("y", torch.ones(1))
+        parks.put("y", torch.ones(1), 64)

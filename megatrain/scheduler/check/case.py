@@ -51,6 +51,12 @@ class Case:
         """The B of a block of every micro-batch, once it is known that there are."""
         return [self.backward(block, number) for number in self.micro_batches]
 
+    def op(self, position: Position) -> Op:
+        """The op that stands somewhere."""
+        found = self.schedule.ticks[position.tick].at(position.stream)
+        assert found is not None
+        return found
+
     def name(self, position: Position) -> str:
         """An op and where it stands, for messages."""
         op = self.schedule.ticks[position.tick].at(position.stream)

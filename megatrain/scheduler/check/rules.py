@@ -7,7 +7,7 @@ and asks of every pair of ops that need an order whether the streams and the wai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import networkx as nx
@@ -56,10 +56,19 @@ def check_schedule(schedule: Table, workload: Workload, graph: nx.DiGraph[Positi
         )
     # Deriving dependencies looks up blocks and slots, so these must be in range before.
     _check_ops_are_known(plain)
-    waits = graph_waits(dependency_graph(schedule, workload) if graph is None else graph)
+    check_waits(schedule, workload, graph_waits(dependency_graph(schedule, workload) if graph is None else graph))
+
+
+def check_waits(schedule: Table, workload: Workload, waits: Mapping[Position, Sequence[Position]]) -> Case:
+    """Proves the same of ops that wait for these, once it is known that blocks, slots and micro-batches exist.
+
+    Returns:
+        The case, for further rules.
+    """
     case = Case(schedule, workload, waits)
     for rule in RULES:
         rule(case)
+    return case
 
 
 def _check_slots(schedule: Table) -> None:

@@ -1,0 +1,148 @@
+"""emit(): the instructions of a table, with what each op waits for, where its bytes are, and what it frees."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatrain.scheduler.dependency import derive_waits, weight_bindings
+from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructions, Parked
+from megatrain.scheduler.lifetimes import Item, lifetimes
+from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.table import Position, Table
+from megatrain.sizes import aligned
+
+
+def emit(table: Table) -> Instructions:
+    """Derives the instructions of a table, which must know its workload and be right."""
+    positions = list(table.positions())
+    split = -1
+    if not table.kind.is_training_step:
+        split = max((p.tick for p, op in positions if op.what == "F"), default=-1)
+    frees, maker = _Frees(table, split), _Maker(table)
+    made = [
+        maker.instruction(position, op, tuple(frees.before[position]), tuple(frees.after[position]))
+        for position, op in positions
+    ]
+    return Instructions(
+        forward=Half(tuple(i for i in made if i.position.tick <= split), tuple(frees.forward_ends)),
+        backward=Half(tuple(i for i in made if i.position.tick > split), tuple(frees.backward_ends)),
+        slot_bytes=table.arena_bytes,
+        park_bytes=maker.park_bytes,
+        landing_bytes=table.landing_bytes,
+    )
+
+
+class _Maker:
+    """Looks up what instructions need besides frees."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._blocks = table.known_workload().blocks
+        self._waits = derive_waits(table)
+        self._ops = dict(table.positions())
+        self._bindings = weight_bindings(table)
+        self._parked, self.park_bytes = _park_places(table)
+        self._places = {place.block: Bytes(place.offset, place.nbytes) for place in table.places}
+        self._leaves = self._last_readers()
+        backwards = [(position, op) for position, op in table.positions() if op.what == "B"]
+        self._recomputed = {op.block for _, op in backwards}.difference(table.saves)
+        self._turns = {op.micro_batch: position for position, op in reversed(backwards)}
+
+    def instruction(
+        self, position: Position, op: Op, frees_before: tuple[Item, ...], frees_after: tuple[Item, ...]
+    ) -> Instruction:
+        load = position if op.what == "W" else self._bindings.get(position)
+        return Instruction(
+            position=position,
+            op=op,
+            waits=self._waits.get(position, ()),
+            state=None if load is None else self._state(load),
+            parked=self._parked.get(op.block, ()) if op.what == "A" else (),
+            landing=self._landing(op) if op.what == "G" else None,
+            retains=op.what == "F" and op.block in self._table.saves,
+            recomputes=op.what == "F" and op.block in self._recomputed,
+            turns=self._turns.get(op.micro_batch) == position,
+            frees_before=frees_before,
+            frees_after=frees_after,
+            leaves=tuple(self._leaves[position]),
+        )
+
+    def _state(self, load: Position) -> Bytes | None:
+        op = self._ops[load]
+        if self._table.kind.transfer == "bind":
+            return None
+        assert op.slot is not None
+        return Bytes(self._table.slots[op.slot].offset, self._blocks[op.block].state_bytes)
+
+    def _landing(self, op: Op) -> Bytes | None:
+        if self._table.kind.transfer == "bind":
+            return None
+        # Gradients that become the caller's at once all go through the slab.
+        return self._places.get(op.block, Bytes(0, self._blocks[op.block].landing_bytes))
+
+    def _last_readers(self) -> Mapping[Position, list[Bytes]]:
+        last: dict[Position, Position] = {}
+        for reader, load in self._bindings.items():
+            last[load] = max(last.get(load, reader), reader)
+        found: dict[Position, list[Bytes]] = defaultdict(list)
+        for load, reader in last.items():
+            state = self._state(load)
+            if state is not None:
+                found[reader].append(state)
+        return found
+
+
+def _park_places(table: Table) -> tuple[dict[int, tuple[Parked, ...]], int]:
+    """Gives each parked value bytes of its own, in the order of the blocks that need them back and of the values."""
+    values, offset = table.known_workload().values, 0
+    found: dict[int, tuple[Parked, ...]] = {}
+    for block, parked in table.parked().items():
+        places: list[Parked] = []
+        for value in parked:
+            nbytes = aligned(values[value].nbytes)
+            places.append(Parked(value, Bytes(offset, nbytes)))
+            offset += nbytes
+        found[block] = tuple(places)
+    return found, offset
+
+
+@dataclass(slots=True)
+class _Frees:
+    """Decides where each item is let go of.
+
+    What a compute op uses last goes right after it. What a transfer uses last goes before whatever takes device
+    memory first in a later tick, a compute op or a returning activation: both wait for that transfer, so freed memory
+    is reused in stream order, and is free when the table says so. The two may run side by side, so the item stands
+    before both, and letting go a second time does nothing.
+    """
+
+    table: Table
+    split: int
+    before: dict[Position, list[Item]] = field(default_factory=lambda: defaultdict(list))
+    after: dict[Position, list[Item]] = field(default_factory=lambda: defaultdict(list))
+    forward_ends: list[Item] = field(default_factory=list[Item])
+    backward_ends: list[Item] = field(default_factory=list[Item])
+
+    def __post_init__(self) -> None:
+        compute = [p for p, _ in self.table.positions() if p.stream == Stream.COMPUTE]
+        returns = [p for p, op in self.table.positions() if p.stream == Stream.H2D and op.what == "A"]
+        for life in lifetimes(self.table):
+            if life.ends:
+                self._place(life.item, life.ends, (compute, returns))
+
+    def _place(self, item: Item, ends: Sequence[Position], takers: Sequence[Sequence[Position]]) -> None:
+        last_compute = max((p.tick for p in ends if p.stream == Stream.COMPUTE), default=-1)
+        last_transfer = max((p.tick for p in ends if p.stream != Stream.COMPUTE), default=-1)
+        if last_compute > last_transfer:
+            self.after[Position(last_compute, Stream.COMPUTE)].append(item)
+            return
+        is_forward = last_transfer <= self.split
+        last_tick = self.split if is_forward else len(self.table.ticks)
+        for takes in takers:
+            first = bisect_right(takes, last_transfer, key=lambda p: p.tick)
+            if first < len(takes) and takes[first].tick <= last_tick:
+                self.before[takes[first]].append(item)
+        (self.forward_ends if is_forward else self.backward_ends).append(item)

@@ -1,0 +1,258 @@
+"""The checker's rules of instructions: they are the table's ops, wait enough, and hold every byte as long as needed."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatrain.errors import ScheduleError
+from megatrain.scheduler.check.case import Case
+from megatrain.scheduler.check.rules import check_waits
+from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructions
+from megatrain.scheduler.lifetimes import Item
+from megatrain.scheduler.op import Stream
+from megatrain.scheduler.table import Position, Table
+from megatrain.scheduler.workload import Workload
+from megatrain.sizes import ALIGNMENT
+
+
+def check_instructions(instructions: Instructions, table: Table, workload: Workload) -> None:
+    """Proves that instructions do what the table says, safely and in the memory that it states.
+
+    Shares no decision with `emit`.
+
+    Args:
+        instructions: What the runtime is to walk; any will do, they need not come from `emit`.
+        table: A table that passed its own check.
+        workload: What runs.
+
+    Raises:
+        ScheduleError: Naming the instruction and the rule.
+    """
+    _check_order(instructions, table)
+    waits = {i.position: i.waits for i in instructions.all}
+    in_order = {position: waits[position] for position, _ in table.positions()}
+    for instruction in instructions.all:
+        _check_waits_are_earlier(instruction, in_order)
+    case = check_waits(table, workload, in_order)
+    _check_flags(case, instructions)
+    _check_state(case, instructions)
+    _check_landings(case, instructions)
+    _check_parks(case, instructions)
+    _check_frees(case, instructions)
+    totals = {"slot_bytes": table.arena_bytes, "landing_bytes": table.landing_bytes}
+    for name, nbytes in totals.items():
+        if getattr(instructions, name) != nbytes:
+            raise ScheduleError(f"{name} of the instructions is {getattr(instructions, name)}, but is {nbytes}.")
+
+
+def _fault(instruction: Instruction | str, what: str, rule: str) -> ScheduleError:
+    where = instruction
+    if isinstance(instruction, Instruction):
+        where = f"{instruction.position.stream}:{instruction.op} at tick {instruction.position.tick}"
+    return ScheduleError(f"{where} {what}.\n  {rule}\n  Take what schedule.instructions makes.")
+
+
+def _expect(instruction: Instruction | str, name: str, found: Any, expected: Any, rule: str) -> None:
+    if found != expected:
+        raise _fault(instruction, f"has {name} {_shown(found)}, not {_shown(expected)}", rule)
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) or "nothing" if type(value) in (list, tuple) else str(value)
+
+
+def _check_order(instructions: Instructions, table: Table) -> None:
+    rule = "Instructions are the ops of the table, in its order; of a call, those up to the last F come first."
+    found = [(i.position, i.op) for i in instructions.all]
+    if found != list(table.positions()):
+        raise _fault("the instructions", "are not the ops of the table", rule)
+    forwards = [p.tick for p, op in found if op.what == "F"]
+    split = max(forwards) if forwards and not table.kind.is_training_step else -1
+    expected = sum(p.tick <= split for p, _ in found)
+    _expect("the part until the outputs", "ops", len(instructions.forward.instructions), expected, rule)
+
+
+def _check_waits_are_earlier(instruction: Instruction, known: Mapping[Position, object]) -> None:
+    rule = "An op waits for ops of earlier ticks and other streams."
+    for wait in instruction.waits:
+        is_other = wait.stream != instruction.position.stream and wait.tick < instruction.position.tick
+        if wait not in known or not is_other:
+            raise _fault(instruction, f"waits for {wait.stream} {wait.tick}", rule)
+
+
+def _check_flags(case: Case, instructions: Instructions) -> None:
+    rule = "`saves` says which graphs are retained; others are recomputed."
+    is_train, turned = case.schedule.kind.mode == "train", set[int]()
+    for instruction in instructions.all:
+        op, number = instruction.op, instruction.micro_batch
+        is_forward, is_saved = op.what == "F", op.block in case.saved
+        has_backward = is_train and case.workload.blocks[op.block].has_backward
+        _expect(instruction, "a retained graph", instruction.retains, is_forward and is_saved, rule)
+        _expect(instruction, "a recompute", instruction.recomputes, is_forward and has_backward and not is_saved, rule)
+        turns = op.what == "B" and number not in turned
+        _expect(instruction, "a turn", instruction.turns, turns, "The caller's gradients come in ahead of the first B.")
+        turned |= {number} if turns else set()
+
+
+def _check_state(case: Case, instructions: Instructions) -> None:
+    """Each W fills its slot, each F and B reads what the last W of its block filled, and the last reader leaves it."""
+    rule = "F and B read the bytes that the last W of their block in an earlier tick filled; the last of them leaves."
+    is_bound = case.schedule.kind.transfer == "bind"
+    filled: dict[int, tuple[Position, Bytes]] = {}
+    reader: dict[Position, tuple[Position, Bytes]] = {}
+    pending: list[tuple[int, Position, Bytes]] = []
+    by_tick: dict[int, list[Instruction]] = {}
+    for instruction in instructions.all:
+        by_tick.setdefault(instruction.position.tick, []).append(instruction)
+    for tick in sorted(by_tick):
+        for instruction in by_tick[tick]:
+            op, expected = instruction.op, None
+            if op.what == "W" and op.slot is not None and not is_bound:
+                nbytes = case.workload.blocks[op.block].state_bytes
+                expected = Bytes(case.schedule.slots[op.slot].offset, nbytes)
+                pending.append((op.block, instruction.position, expected))
+            elif op.what in "FB" and op.block in filled and not is_bound:
+                load, expected = filled[op.block]
+                reader[load] = instruction.position, expected
+            _expect(instruction, "state", instruction.state, expected, rule)
+        filled.update({block: (load, where) for block, load, where in pending})
+        pending.clear()
+    left: dict[Position, set[Bytes]] = {}
+    for position, where in reader.values():
+        left.setdefault(position, set()).add(where)
+    for instruction in instructions.all:
+        _expect(instruction, "left bytes", sorted(instruction.leaves), sorted(left.get(instruction.position, ())), rule)
+
+
+def _check_landings(case: Case, instructions: Instructions) -> None:
+    rule = "G puts gradients in the place that the table states, or in the slab; where nothing moves, nowhere."
+    places = {place.block: Bytes(place.offset, place.nbytes) for place in case.schedule.places}
+    for instruction in instructions.all:
+        expected, block = None, instruction.op.block
+        if instruction.op.what == "G" and case.schedule.kind.transfer == "copy":
+            expected = places.get(block) or Bytes(0, case.workload.blocks[block].landing_bytes)
+        _expect(instruction, "a landing", instruction.landing, expected, rule)
+
+
+def _check_parks(case: Case, instructions: Instructions) -> None:
+    rule = "Every parked value has bytes of its own in host memory, and comes back from where it went."
+    known: dict[int, Bytes] = {}
+    for instruction in instructions.all:
+        expected = case.parked.get(instruction.op.block, []) if instruction.op.what == "A" else []
+        _expect(instruction, "values", [p.value for p in instruction.parked], list(expected), rule)
+        for value, host in instruction.parked:
+            _expect(instruction, f"value {value}", host, known.setdefault(value, host), rule)
+            if host.offset % ALIGNMENT or host.nbytes < case.workload.values[value].nbytes:
+                raise _fault(instruction, f"has no room for value {value} at {host}", rule)
+    end = 0
+    for value, host in sorted(known.items(), key=lambda item: item[1]):
+        if host.offset < end:
+            raise _fault("the instructions", f"park value {value} at {host}, which is another's", rule)
+        end = host.offset + host.nbytes
+    _expect("the instructions", "parks of bytes", instructions.park_bytes, end, rule)
+    stated = case.schedule.park_bytes
+    _expect("the table", "parks of bytes", stated, end * len(case.micro_batches), rule)
+
+
+def _check_frees(case: Case, instructions: Instructions) -> None:
+    """Every item is let go of after its last use, and before anything takes device memory in a later tick."""
+    rule = "What compute used last is freed after it; what a transfer used last, ahead of what next takes memory."
+    before: dict[Position, set[Item]] = {}
+    after: dict[Position, set[Item]] = {}
+    ends: tuple[set[Item], set[Item]] = (set(), set())
+    split = instructions.forward.instructions[-1].position.tick if instructions.forward.instructions else -1
+    computes = [p for p, _ in case.ops if p.stream == Stream.COMPUTE]
+    takers = computes, [p for p, op in case.ops if p.stream == Stream.H2D and op.what == "A"]
+    for item, uses in _uses(case):
+        last = max(uses, key=lambda p: (p.tick, p.stream != Stream.COMPUTE))
+        if last.stream == Stream.COMPUTE:
+            after.setdefault(last, set()).add(item)
+            continue
+        half = 0 if last.tick <= split else 1
+        ends[half].add(item)
+        for taker in _next_takers(takers, last.tick, split if half == 0 else len(case.schedule.ticks)):
+            before.setdefault(taker, set()).add(item)
+            for use in uses:
+                case.require_before(use, taker, "takes the memory of what is used by", rule)
+    for one in instructions.all:
+        _expect_items(one, "frees ahead of it", one.frees_before, before.get(one.position), rule)
+        _expect_items(one, "frees", one.frees_after, after.get(one.position), rule)
+    for half, expected in zip((instructions.forward, instructions.backward), ends, strict=True):
+        _check_end(half, expected, rule)
+
+
+def _check_end(half: Half, expected: set[Item], rule: str) -> None:
+    _expect_items("the end of a half", "frees", half.frees, expected, rule)
+
+
+def _expect_items(
+    instruction: Instruction | str, name: str, found: tuple[Item, ...], expected: set[Item] | None, rule: str
+) -> None:
+    texts = [f"{item.kind} {item.number}.{item.micro_batch}" for item in sorted(found)]
+    _expect(instruction, name, texts, [f"{i.kind} {i.number}.{i.micro_batch}" for i in sorted(expected or ())], rule)
+
+
+def _next_takers(takers: Sequence[Sequence[Position]], tick: int, until: int) -> Iterator[Position]:
+    """The first op of compute, and the first activation that returns, in later ticks."""
+    for positions in takers:
+        found = bisect_right(positions, tick, key=lambda p: p.tick)
+        if found < len(positions) and positions[found].tick <= until:
+            yield positions[found]
+
+
+def _uses(case: Case) -> Iterator[tuple[Item, list[Position]]]:
+    """All items that are let go of within the step, each with the ops that use it."""
+    kind, workload = case.schedule.kind, case.workload
+    backwards = set() if kind.mode == "forward" else set(workload.backward_blocks())
+    parked = {value: block for block, values in case.parked.items() for value in values}
+    losses = _losses(case) if kind.outputs == "release" else {}
+    for number in case.micro_batches:
+        for index in range(len(workload.values)):
+            yield from _value_uses(case, index, number, parked.get(index), losses)
+            producer = workload.values[index].producer
+            if backwards and workload.has_value_gradient(index) and producer is not None:
+                yield Item("gradient", index, number), [case.backward(producer, number)]
+        for block in backwards & case.saved:
+            yield Item("saved", block, number), [case.backward(block, number)]
+    for block in backwards:
+        if workload.blocks[block].gradient_bytes > 0:
+            yield Item("parameters", block), case.at(Stream.D2H, "G", block)
+
+
+def _value_uses(
+    case: Case, index: int, number: int, parked_by: int | None, losses: Mapping[int, Position]
+) -> Iterator[tuple[Item, list[Position]]]:
+    value, kind = case.workload.values[index], case.schedule.kind
+    forward = [] if kind.mode == "backward" else [case.forward(block, number) for block in value.readers]
+    backward: list[Position] = []
+    if kind.mode != "forward":
+        backward = [case.backward(block, number) for block in case.workload.backward_readers(index)]
+        if value.producer in case.saved:
+            backward.append(case.backward(value.producer, number))
+    item = Item("value", index, number)
+    if parked_by is not None:
+        if kind.mode != "backward":
+            yield Item("original", index, number), [*forward, *case.at(Stream.D2H, "A", parked_by, number)]
+        yield item, backward
+        return
+    uses = [*forward, *backward]
+    if value.is_output:
+        if kind.outputs == "keep" or value.is_committed:
+            return
+        uses.append(losses[number])
+    if not uses and value.producer is not None and kind.mode != "backward":
+        uses = [case.forward(value.producer, number)]
+    if uses:
+        yield item, uses
+
+
+def _losses(case: Case) -> dict[int, Position]:
+    """The first B of each micro-batch, ahead of which the caller has made a loss of the outputs; else its last F."""
+    found: dict[int, Position] = {}
+    for position, op in case.ops:
+        known = found.get(op.micro_batch or 0)
+        if op.what in ("F", "B") and (known is None or case.op(known).what == "F"):
+            found[op.micro_batch or 0] = position
+    return found

@@ -1,0 +1,170 @@
+"""Instructions are all that the runtime needs: printed, read back, and checked by rules of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.errors import ScheduleError
+from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructions, Parked
+from megatrain.scheduler.lifetimes import Item
+from megatrain.scheduler.op import Stream
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.table import Position
+from tests.scheduler.workloads import example, schedules, step_schedules, trained
+
+
+def changed(made: Instructions, index: int, **parts: Any) -> Instructions:
+    """The same with one instruction changed."""
+    split = len(made.forward.instructions)
+    every = [*made.all]
+    every[index] = replace(every[index], **parts)
+    return replace(
+        made,
+        forward=replace(made.forward, instructions=tuple(every[:split])),
+        backward=replace(made.backward, instructions=tuple(every[split:])),
+    )
+
+
+def mutants(made: Instructions, dice: Random) -> Iterator[tuple[str, Instructions]]:
+    """A wait less, a range moved or another size, a free less, more or elsewhere, a flag turned, a figure changed."""
+    for index, one in enumerate(made.all):
+        where = f"{one.op} at {one.position.tick}"
+        for wait in one.waits:
+            yield f"{where} without {wait}", changed(made, index, waits=tuple(w for w in one.waits if w != wait))
+        for flag in ("retains", "recomputes", "turns"):
+            yield f"{where}, {flag}", changed(made, index, **{flag: not getattr(one, flag)})
+        for name in ("state", "landing"):
+            found: Bytes | None = getattr(one, name)
+            others = [Bytes(0, 64)] if found is None else [None, *_moved(found)]
+            yield from ((f"{where}, {name} {other}", changed(made, index, **{name: other})) for other in others)
+        yield from _other_parks(made, index, one, where)
+        yield from _other_frees(made, index, one, where, dice)
+    for name in ("slot_bytes", "park_bytes", "landing_bytes"):
+        yield name, replace(made, **{name: getattr(made, name) + 64})
+    for name in ("forward", "backward"):
+        half: Half = getattr(made, name)
+        for item in half.frees:
+            kept = tuple(i for i in half.frees if i != item)
+            yield f"end without {item}", replace(made, **{name: replace(half, frees=kept)})
+
+
+def _moved(found: Bytes) -> list[Bytes]:
+    return [Bytes(found.offset + 64, found.nbytes), Bytes(found.offset, found.nbytes + 64)]
+
+
+def _other_parks(made: Instructions, index: int, one: Instruction, where: str) -> Iterator[tuple[str, Instructions]]:
+    for number, (value, host) in enumerate(one.parked):
+        rest = one.parked[:number], one.parked[number + 1 :]
+        yield f"{where} without {value}", changed(made, index, parked=(*rest[0], *rest[1]))
+        for other in _moved(host):
+            parked = (*rest[0], Parked(value, other), *rest[1])
+            yield f"{where}, {value} at {other}", changed(made, index, parked=parked)
+
+
+def _other_frees(
+    made: Instructions, index: int, one: Instruction, where: str, dice: Random
+) -> Iterator[tuple[str, Instructions]]:
+    for name in ("frees_before", "frees_after", "leaves"):
+        items: tuple[Any, ...] = getattr(one, name)
+        for item in items:
+            less = changed(made, index, **{name: tuple(i for i in items if i != item)})
+            yield f"{where}, {name} without {item}", less
+            other = dice.randrange(len(made.all))
+            if other != index and item not in getattr(made.all[other], name):
+                moved = changed(less, other, **{name: (*getattr(made.all[other], name), item)})
+                yield f"{where}, {name} {item} by number {other}", moved
+    yield f"{where} frees more", changed(made, index, frees_after=(*one.frees_after, Item("value", 99)))
+
+
+def is_rejected(plan: Schedule, made: Instructions) -> bool:
+    try:
+        plan.check(instructions=made)
+    except ScheduleError:
+        return True
+    return False
+
+
+@given(st.one_of(schedules(), step_schedules()))
+@settings(max_examples=150)
+def test_instructions_of_every_schedule_pass_their_check_and_are_read_back(plan: Schedule):
+    made = plan.instructions
+    assert Instructions.parse(str(made)) == made
+    assert [(i.position, i.op) for i in made.all] == list(plan.positions())
+    assert {i.position: i.waits for i in made.all} == dict(plan.waits())
+
+
+@given(st.one_of(schedules(), step_schedules()), st.integers(0, 2**20))
+@settings(max_examples=40)
+def test_every_other_instruction_is_refused(plan: Schedule, seed: int):
+    made = plan.instructions
+    assert [name for name, mutant in mutants(made, Random(seed)) if not is_rejected(plan, mutant)] == []
+
+
+def test_many_mutations_are_tried():
+    plan = schedule(trained(4, tied=True), keep=1, micro_batches=2, updates="deferred", clip=True, outputs="release")
+    tried = dict(mutants(plan.instructions, Random(0)))
+    assert len(tried) > 300
+    assert not any(mutant == plan.instructions for mutant in tried.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"waits": (Position(9, Stream.H2D),)}, "compute:F2 at tick 3 waits for h2d 9"),
+        ({"state": Bytes(64, 132864)}, "compute:F2 at tick 3 has state 64+132864, not 0+132864"),
+        ({"retains": True}, "compute:F2 at tick 3 has a retained graph True, not False"),
+        ({"frees_before": ()}, "compute:F2 at tick 3 has frees ahead of it nothing, not original 1.0"),
+    ],
+)
+def test_each_fault_is_named(change: dict[str, Any], message: str):
+    plan = schedule(example(), keep=1)
+    made = plan.instructions
+    index = next(n for n, i in enumerate(made.all) if str(i.op) == "F2")
+    with pytest.raises(ScheduleError) as caught:
+        plan.check(instructions=changed(made, index, **change))
+    assert str(caught.value).splitlines()[0] == message + "."
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "1  compute  F0  after h2d",
+            "line 3 of the instructions can't be read: `h2d` isn't an op; one reads `h2d 3`.",
+        ),
+        (
+            "1  compute  F0  does much",
+            "line 3 of the instructions can't be read: `does much` begins with none of after",
+        ),
+        ("1  compute  F0  turns; turns", "line 3 of the instructions can't be read: `turns` stands there twice."),
+        ("1  compute  W0@1", "line 3 of the instructions can't be read: the compute stream can't do `W`"),
+        ("compute  F0", "line 3 of the instructions can't be read: expected a tick, a stream and an op"),
+        ("1  compute  F0  frees thing 3", "line 3 of the instructions can't be read: `thing` is none of value"),
+    ],
+)
+def test_a_line_that_is_no_instruction_is_named(line: str, message: str):
+    lines = str(schedule(example()).instructions).splitlines()
+    with pytest.raises(ScheduleError) as caught:
+        Instructions.parse("\n".join([*lines[:2], line, *lines[3:]]))
+    assert str(caught.value).startswith(message)
+
+
+def test_a_text_that_is_cut_short_is_refused():
+    lines = str(schedule(example()).instructions).splitlines()
+    with pytest.raises(ScheduleError, match="the header announces 18 instructions, found 17"):
+        Instructions.parse("\n".join(lines[:-2]))
+    with pytest.raises(ScheduleError, match="instructions begin with"):
+        Instructions.parse("")
+
+
+def test_the_printed_form_of_a_training_step(golden: Any) -> None:
+    plan = schedule(trained(3), keep=0, micro_batches=2, updates="overlap", outputs="release")
+    golden("step_instructions", f"{plan}\n\n{plan.instructions}")
