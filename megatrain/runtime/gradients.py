@@ -92,7 +92,7 @@ class GradientSink:
         keys: Sequence[str],
         gradients: Sequence[tuple[torch.Tensor | None, bool]],
         completes: Iterable[str],
-        landing: Bytes | None,
+        landing: Bytes | None = None,
     ) -> None:
         """Takes one block's gradients. If a hook on a parameter fails, the same block may come again.
 

@@ -15,6 +15,7 @@ import megatrain
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams import Chaos
+from megatrain.scheduler.instructions import Bytes
 from tests.models import MODELS
 from tests.runtime.harness import assert_same, train
 from tests.strategies import WIDTH, module_trees
@@ -149,9 +150,9 @@ def test_poison_reaches_a_reader_that_comes_late(monkeypatch: pytest.MonkeyPatch
     model, args, kwargs = MODELS["gpt_loss"]()
     original = Slots.state
 
-    def too_early(self, block, slot):
-        views = original(self, block, slot)
-        self.poison([(s.offset, s.nbytes) for s in self._schedule.slots])
+    def too_early(self, block, where):
+        views = original(self, block, where)
+        self.poison([Bytes(0, self._engine.arena.nbytes)])
         return views
 
     monkeypatch.setattr(Slots, "state", too_early)
