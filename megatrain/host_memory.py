@@ -10,7 +10,7 @@ from torch import nn
 
 from megatrain.checks import Rule, checked, count, one_of, optional
 from megatrain.errors import ExecuteError
-from megatrain.optim.masters import Masters
+from megatrain.optim.masters.registry import Masters
 from megatrain.optim.need import OPTIMIZER, OptimizerNeed, made_over, optimizer_need
 from megatrain.optim.stand_ins import Updated
 from megatrain.options import PRECISION

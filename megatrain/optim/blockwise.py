@@ -10,8 +10,8 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from megatrain.errors import OptimizerError
+from megatrain.optim.impostor import Optimizer, StepCode, WholeStep, step_code
 from megatrain.optim.per_parameter import check_per_parameter
-from megatrain.optim.whole_step import Optimizer, StepCode, WholeStep, step_code
 from megatrain.runtime.heap import return_free_memory
 from megatrain.torch_features import check_torch
 

@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.checks import Rule
 from megatrain.errors import OptionError
-from megatrain.optim.adamw import native_reason
-from megatrain.optim.master_step import is_one_pass
+from megatrain.optim.fast.adamw import native_reason
+from megatrain.optim.impostor import Optimizer
+from megatrain.optim.masters.block_update import is_one_pass
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.optim.stand_ins import Found, Updated, add, bytes_by_name, empty, kind_of, step_on_stand_ins
-from megatrain.optim.whole_step import Optimizer
 from megatrain.tracer.spec import TensorSpec
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.optim.whole_step import (
+from megatrain.optim.impostor import (
     ALIGNED,
     Optimizer,
     WholeStep,

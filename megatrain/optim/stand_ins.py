@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.errors import OptimizerError
-from megatrain.optim.whole_step import ALIGNED, Optimizer, attributes, impostor, own_copy, step_code
+from megatrain.optim.impostor import ALIGNED, Optimizer, attributes, impostor, own_copy, step_code
 from megatrain.passes.measure import LiveBytes
 from megatrain.torch_features import check_torch
 from megatrain.torch_private import DataDependentOutputException, forbid_memory, unset_fake_temporarily

@@ -14,9 +14,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from megatrain.errors import ExecuteError
-from megatrain.optim.layout import dense, in_memory, laid_out_like, memory_order
-from megatrain.optim.master import Master, RoundedMaster, SplitMaster, WholeMaster, set_halves
-from megatrain.optim.master_sources import PIECE, check_saved, generator_source, low_source, master_source
+from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, set_halves
+from megatrain.optim.masters.memory_order import dense, in_memory, laid_out_like, memory_order
+from megatrain.optim.masters.to_files import PIECE, check_saved, generator_source, low_source, master_source
 from megatrain.runtime.checkpoint import parts
 from megatrain.runtime.start import version
 from megatrain.saving import Saved, Source

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain.optim.master import SplitMaster, WholeMaster
+from megatrain.optim.masters.halves import SplitMaster, WholeMaster
 
 SOURCE = Path(__file__).with_name("adamw.c")
 LANES = 16

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.optim.master import Master, RoundedMaster, Scratch, SplitMaster, WholeMaster, pieces, read_
-from megatrain.optim.native import LANES, NativeKernel, build
+from megatrain.optim.fast.native import LANES, NativeKernel, build
+from megatrain.optim.masters.halves import Master, RoundedMaster, Scratch, SplitMaster, WholeMaster, pieces, read_
 from megatrain.torch_private import fused_adamw
 
 Kernel = Literal["auto", "plain", "fused", "native"]

@@ -10,11 +10,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from megatrain.errors import OptimizerError
-from megatrain.optim.adamw import AdamWOptions, Kernel, Moments, adamw_, native_reason
-from megatrain.optim.layout import in_memory, laid_out_like, memory_order, out_of_memory_order
-from megatrain.optim.master import Master, RoundedMaster, WholeMaster, read_, write_
-from megatrain.optim.masters import Masters
-from megatrain.optim.whole_step import Optimizer, StepCode, step_code
+from megatrain.optim.fast.adamw import AdamWOptions, Kernel, Moments, adamw_, native_reason
+from megatrain.optim.impostor import Optimizer, StepCode, step_code
+from megatrain.optim.masters.halves import Master, RoundedMaster, WholeMaster, read_, write_
+from megatrain.optim.masters.memory_order import in_memory, laid_out_like, memory_order, out_of_memory_order
+from megatrain.optim.masters.registry import Masters
 
 GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
 
