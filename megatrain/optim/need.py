@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from megatrain.checks import Rule
 from megatrain.errors import OptionError
-from megatrain.optim.fast.adamw import native_reason
+from megatrain.optim.fast import FastPath, fast_path
 from megatrain.optim.impostor import Optimizer
-from megatrain.optim.masters.block_update import is_one_pass
+from megatrain.optim.masters.halves import SplitMaster, WholeMaster
 from megatrain.optim.per_parameter import check_per_parameter
-from megatrain.optim.stand_ins import Found, Updated, add, bytes_by_name, empty, kind_of, step_on_stand_ins
+from megatrain.optim.stand_ins import Found, Updated, add, bytes_by_name, empty, faked, kind_of, step_on_stand_ins
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -40,10 +41,10 @@ def optimizer_need(
 ) -> OptimizerNeed:
     """Finds out what the steps of an optimizer take, without allocating it.
 
-    The class's own code takes two steps on fake tensors of the real shapes, once for each kind of block. A number that
-    it reads is one half where no fake tensor can know it. State that exists already counts as it is. Code that needs
-    memory behind its tensors steps on small corners of the parameters instead; its state is then taken to grow with
-    the parameter.
+    A fast path makes its state on fake tensors of the real shapes. Else the class's own code takes two steps on them,
+    once for each kind of block. A number that it reads is one half where no fake tensor can know it. State that exists
+    already counts as it is. Code that needs memory behind its tensors steps on small corners of the parameters
+    instead; its state is then taken to grow with the parameter.
 
     Args:
         optimizer: The user's; left as it is.
@@ -58,24 +59,25 @@ def optimizer_need(
     groups = {parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
     known: dict[Hashable, Found] = {}
 
-    def found(members: Sequence[Updated]) -> Found:
-        kind = tuple(kind_of(optimizer, member, groups[member.parameter]) for member in members)
+    def found(members: Sequence[Updated], path: FastPath | None = None) -> Found:
+        kind = (path, *(kind_of(optimizer, member, groups[member.parameter]) for member in members))
         if kind not in known:
-            known[kind] = step_on_stand_ins(optimizer, members)
+            step = step_on_stand_ins(optimizer, members) if path is None else _state_made(optimizer, members, path)
+            known[kind] = step
         return known[kind]
 
     state: dict[str, int] = {}
     scratch = undo = 0
     for block in blocks:
-        mine = [member for member in block if member.parameter in groups]
-        by_code = [m for m in mine if not _is_one_pass(optimizer, m, optimizer.param_groups[groups[m.parameter]])]
-        in_one_pass = [m for m in mine if m not in by_code]
-        parts = [found(members) for members in (in_one_pass, by_code) if members]
+        paths = {m: _path(optimizer, m, groups[m.parameter]) for m in block if m.parameter in groups}
+        by_code = [m for m, path in paths.items() if path is None]
+        parts = [found([m], path) for m, path in paths.items() if path is not None]
+        parts += [found(by_code)] if by_code else []
         for part in parts:
             add(state, part.state)
         dropped = parts[-1].scratch_bytes + _prepared_bytes(by_code, scales=scales) if by_code else 0
-        if undoes and (by_code or (in_one_pass and native_reason() is not None)):
-            copied = sum(m.spec.nbytes for m in mine) + sum(sum(part.state.values()) for part in parts)
+        if undoes and not all(_is_sure(m, path) for m, path in paths.items()):
+            copied = sum(m.spec.nbytes for m in paths) + sum(sum(part.state.values()) for part in parts)
             undo = max(undo, copied)
         scratch = max(scratch, dropped)
     seen = {member.parameter for block in blocks for member in block}
@@ -85,8 +87,26 @@ def optimizer_need(
     return OptimizerNeed(state, scratch + undo, any(part.is_estimate for part in known.values()))
 
 
-def _is_one_pass(optimizer: Optimizer, member: Updated, group: Mapping[str, Any]) -> bool:
-    return is_one_pass(optimizer, group) and bool(member.is_split or group["fused"])
+def _path(optimizer: Optimizer, member: Updated, group: int) -> FastPath | None:
+    if not member.is_split and member.spec.dtype != torch.float32:
+        return None  # it has no master
+    return fast_path(optimizer, optimizer.param_groups[group], is_whole=not member.is_split)
+
+
+def _is_sure(member: Updated, path: FastPath | None) -> bool:
+    kind, gradient = (SplitMaster, torch.bfloat16) if member.is_split else (WholeMaster, member.spec.dtype)
+    return path is not None and path.is_sure(kind, gradient)
+
+
+def _state_made(optimizer: Optimizer, members: Sequence[Updated], path: FastPath) -> Found:
+    """What a fast path keeps: the state that exists, or what it makes of a parameter without memory."""
+    total: dict[str, int] = {}
+    with FakeTensorMode():
+        for member in members:
+            held = optimizer.state.get(member.parameter)
+            state = pytree.tree_map_only(torch.Tensor, faked, held) if held else path.new_state(empty(member.spec))
+            add(total, bytes_by_name(state))
+    return Found(total)
 
 
 def _prepared_bytes(members: Sequence[Updated], *, scales: bool) -> int:

@@ -95,8 +95,8 @@ def _stepped(optimizer: Optimizer, members: Sequence[Updated]) -> Found:
             stand_in = stand_ins[member.parameter] = _stand_in(empty(member.spec), member)
             stand_in.grad = empty(member.spec)
             if member.parameter in optimizer.state:
-                state[stand_in] = pytree.tree_map_only(torch.Tensor, _faked, optimizer.state[member.parameter])
-        groups = _groups_over(optimizer, stand_ins, lambda v: _faked(v) if isinstance(v, torch.Tensor) else own_copy(v))
+                state[stand_in] = pytree.tree_map_only(torch.Tensor, faked, optimizer.state[member.parameter])
+        groups = _groups_over(optimizer, stand_ins, lambda v: faked(v) if isinstance(v, torch.Tensor) else own_copy(v))
         runner = impostor(optimizer, beside, groups, state)
         given = [*stand_ins.values(), *(p.grad for p in stand_ins.values() if p.grad is not None), *_tensors(state)]
         for tensor in given:
@@ -110,7 +110,7 @@ def _stepped(optimizer: Optimizer, members: Sequence[Updated]) -> Found:
         return Found(total, max(0, live.peak - live.current))
 
 
-def _faked(tensor: torch.Tensor) -> torch.Tensor:
+def faked(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor like this one without its memory; a number, such as the count of steps, keeps its value."""
     if tensor.numel() != 1 or tensor.is_meta or isinstance(tensor, FakeTensor):
         return empty(TensorSpec.of(tensor))

@@ -123,7 +123,7 @@ def test_halves_are_joined_unless_the_update_is_one_pass():
 
 @pytest.mark.parametrize("reason", [None, "no compiler"])
 def test_what_is_kept_to_undo_an_update_counts_where_one_may_fail(reason: str | None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatrain.optim.need.native_reason", lambda: reason)
+    monkeypatch.setattr("megatrain.optim.fast.adamw.native_reason", lambda: reason)
     narrow = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
     halves = [[Updated(narrow, TensorSpec((1000,), torch.float32), is_split=True)]]
     in_one_pass = optimizer_need(torch.optim.AdamW([narrow]), halves, undoes=True, scales=True)

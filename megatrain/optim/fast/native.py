@@ -1,4 +1,4 @@
-"""AdamW in one pass over memory, built from C by the machine's own compiler when it is first wanted."""
+"""NativeKernel: a function of C, built by the machine's own compiler when it is first wanted."""
 
 from __future__ import annotations
 
@@ -10,83 +10,76 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from megatrain.optim.masters.halves import SplitMaster, WholeMaster
+Argument = Literal["tensor", "floats", "int32", "int64"]
+"""What a function of C takes: a pointer to a tensor's elements or to fp32 numbers, or a whole number."""
 
-SOURCE = Path(__file__).with_name("adamw.c")
-LANES = 16
-"""The kernel takes multiples of this many elements."""
-
+_TYPES = {"tensor": ctypes.c_void_p, "floats": ctypes.c_void_p, "int32": ctypes.c_int32, "int64": ctypes.c_int64}
 _COMPILERS = ("cc", "gcc", "clang")
-# No contraction and no reassociation: the bits are torch's.
+# No contraction and no reassociation: the bits are those that the source says.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-std=c11", "-shared", "-fPIC")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class NativeKernel:
-    """The compiled functions."""
+    """A function of C that returns nothing; calls release the interpreter's lock.
 
-    split: Callable[..., None]
-    whole: Callable[..., None]
+    Args:
+        source: The file, C11 with OpenMP; it is compiled once per process.
+        function: Its name in the file.
+        signature: What its arguments are.
+    """
 
-    def __call__(
-        self,
-        master: WholeMaster | SplitMaster,
-        gradient: torch.Tensor,
-        moments: tuple[torch.Tensor, torch.Tensor],
-        scalars: tuple[float, ...],
-        *,
-        threads: int,
-    ) -> None:
-        """Updates contiguous tensors of equal length in place, with the interpreter's lock released.
+    source: Path
+    function: str
+    signature: tuple[Argument, ...]
 
-        Args:
-            master: Flat.
-            gradient: fp32 or bf16.
-            moments: First and second, fp32.
-            scalars: As `adamw.c` lists them.
-            threads: How many threads work on it.
-        """
-        assert gradient.numel() % LANES == 0
-        is_split = isinstance(master, SplitMaster)
-        function = self.split if is_split else self.whole
-        held = (master.high, master.low) if is_split else (master.values,)
-        function(
-            *(tensor.data_ptr() for tensor in held),
-            gradient.data_ptr(),
-            int(gradient.dtype == torch.bfloat16),
-            *(tensor.data_ptr() for tensor in moments),
-            (ctypes.c_float * len(scalars))(*scalars),
-            gradient.numel(),
-            threads,
-        )
+    def fault(self) -> str | None:
+        """Returns why it can't be called here, or None if it can. The first call compiles, in well below a second."""
+        library = build(self.source)
+        return library if isinstance(library, str) else None
+
+    def __call__(self, *arguments: torch.Tensor | int | tuple[float, ...]) -> None:
+        """Calls the function. Tensors are contiguous and on the host; it writes into them what its source says."""
+        _loaded(self)(*map(_as_c, arguments))
+
+
+def _as_c(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        assert argument.is_contiguous()
+        return argument.data_ptr()
+    return (ctypes.c_float * len(argument))(*argument) if isinstance(argument, tuple) else argument
 
 
 @functools.cache
-def build(source: Path = SOURCE, compilers: tuple[str, ...] = _COMPILERS) -> NativeKernel | str:
-    """Compiles the kernel once per process, in well below a second.
+def _loaded(kernel: NativeKernel) -> Callable[..., None]:
+    library = build(kernel.source)
+    assert not isinstance(library, str), library
+    function = library[kernel.function]  # not an attribute, which all kernels of this name would share
+    function.argtypes, function.restype = [_TYPES[argument] for argument in kernel.signature], None
+    return function
+
+
+@functools.cache
+def build(source: Path, compilers: tuple[str, ...] = _COMPILERS) -> ctypes.CDLL | str:
+    """Compiles a file of C once per process.
 
     Returns:
-        The kernel, or why there is none.
+        What it became, loaded; or why there is nothing.
     """
     compiler = next((path for path in map(shutil.which, compilers) if path), None)
     if compiler is None:
         return f"no C compiler: none of {', '.join(compilers)} is on the path"
     with tempfile.TemporaryDirectory(prefix="megatrain-") as folder:
-        library = f"{folder}/adamw.so"
+        library = f"{folder}/{source.stem}.so"
         command = [compiler, *_FLAGS, str(source), "-o", library, "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-            loaded = ctypes.CDLL(library)
+            return ctypes.CDLL(library)
         except subprocess.CalledProcessError as error:
             return f"{compiler} failed: {error.stderr.strip()[:500]}"
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{compiler} failed: {error}"
-    pointer, number = ctypes.c_void_p, ctypes.c_int
-    others = [pointer, number, pointer, pointer, pointer, ctypes.c_int64, number]
-    loaded.adamw_split.argtypes = [pointer, pointer, *others]
-    loaded.adamw_whole.argtypes = [pointer, *others]
-    loaded.adamw_split.restype = loaded.adamw_whole.restype = None
-    return NativeKernel(loaded.adamw_split, loaded.adamw_whole)
