@@ -11,8 +11,8 @@ from torch import nn
 
 from megatrain.errors import OptimizerError, OptionError
 from megatrain.optim.impostor import step_code
-from megatrain.optim.need import OPTIMIZER, made_over, optimizer_need
-from megatrain.optim.stand_ins import Updated
+from megatrain.optim.made_over import OPTIMIZER, made_over
+from megatrain.optim.need import Updated, optimizer_need
 from megatrain.tracer.spec import TensorSpec
 
 SHAPES = ((96, 110), (96,), (3, 4, 5), ())

@@ -13,8 +13,7 @@ from megatrain.optim.fast.adamw import AdamWInOnePass
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.masters.block_update import MasterStep
 from megatrain.optim.masters.halves import CHUNK, RoundedMaster, SplitMaster, WholeMaster, read_
-from megatrain.optim.need import optimizer_need
-from megatrain.optim.stand_ins import Updated
+from megatrain.optim.need import Updated, optimizer_need
 from megatrain.scheduler.from_program import UPDATE_TRAFFIC
 from megatrain.tracer.spec import TensorSpec
 
