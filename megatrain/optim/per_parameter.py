@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.optim.impostor import ALIGNED, Optimizer, WholeStep, attributes, is_same, step_code
+from megatrain.optim.impostor import ALIGNED, Optimizer, OptimizerStep, attributes, is_same, step_code
 from megatrain.optim.rehearsal import (
     corner,
     over_stand_ins,
@@ -106,7 +106,7 @@ def _difference(optimizer: Optimizer, *, sparse: bool) -> str | None:
             one.grad = random_gradient(one, generator, sparse=sparse)
             other.grad = one.grad.clone()
         code(whole)
-        step = WholeStep(parts, code)
+        step = OptimizerStep(parts, code)
         for parameter in reversed(step.parameters):
             step.update({parameter})
         step.commit()
