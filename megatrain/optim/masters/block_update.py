@@ -56,8 +56,9 @@ class MasterStep:
         """Updates all parameters in the optimizer's groups that have a gradient."""
         fast = list(self._fast(optimizer))
         # Whatever can fail comes before the first write.
-        for item in _prepared(optimizer, fast):
-            self._in_one_pass(item, optimizer.state[item.parameter])
+        with torch.no_grad():
+            for item in _prepared(optimizer, fast):
+                self._in_one_pass(item, optimizer.state[item.parameter])
         _without(optimizer, [item.parameter for item in fast], self._by_its_own_code)
 
     def cannot_fail(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
@@ -72,13 +73,17 @@ class MasterStep:
     def _fast(self, optimizer: Optimizer) -> Iterator[_Fast]:
         """The parameters that have a gradient, a master and a fast path."""
         for group in optimizer.param_groups:
+            known: dict[bool, tuple[FastPath, Any] | None] = {}
             for parameter in group["params"]:
                 master, gradient = self._masters.get(parameter), self._gradient_of(parameter)
                 if master is None or gradient is None:
                     continue
-                path = fast_path(optimizer, group, is_whole=isinstance(master, WholeMaster))
-                if path is not None:
-                    yield _Fast(parameter, path, master, gradient, path.options(group))
+                is_whole = isinstance(master, WholeMaster)
+                if is_whole not in known:
+                    path = fast_path(optimizer, group, is_whole=is_whole)
+                    known[is_whole] = None if path is None else (path, path.options(group))
+                if (found := known[is_whole]) is not None:
+                    yield _Fast(parameter, master, gradient, *found)
 
     def _in_one_pass(self, item: _Fast, state: Mapping[str, Any]) -> None:
         path, order = item.path, memory_order(item.parameter)
@@ -88,8 +93,7 @@ class MasterStep:
             item.master, item.gradient, moments, numbers, item.options, scale=self.scale, threads=self._threads
         )
         try:
-            with torch.no_grad():
-                path.update(given)
+            path.update(given)
         finally:
             self._wrote(item.parameter)
 
@@ -150,9 +154,9 @@ class _Fast(NamedTuple):
     """A parameter for a fast path, and its gradient: in its own layout, and in the master's once it is prepared."""
 
     parameter: torch.Tensor
-    path: FastPath
     master: Master
     gradient: torch.Tensor
+    path: FastPath
     options: Any
 
 
