@@ -176,7 +176,8 @@ def _on_fakes(optimizer: Optimizer, members: Sequence[Updated]) -> OptimizerNeed
             stand_ins[member.parameter].grad = empty(member.spec)
     runner = over_stand_ins(optimizer, stand_ins, of_state=fake, of_option=fake)
     gradients = [p.grad for p in stand_ins.values() if p.grad is not None]
-    given = [*stand_ins.values(), *gradients, *_tensors(runner.state)]
+    states = {index: runner.state.get(p) for index, p in enumerate(stand_ins.values())}
+    given = [*stand_ins.values(), *gradients, *_tensors(states)]
     for tensor in given:
         forbid_memory(tensor)
     with mode, WithoutValues(), LiveBytes(given) as live:

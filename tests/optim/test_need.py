@@ -167,6 +167,30 @@ def test_code_that_takes_only_sparse_gradients_is_tried_on_those():
     assert {name: need.state[name] for name in ("exp_avg", "exp_avg_sq")} == {"exp_avg": 600, "exp_avg_sq": 600}
 
 
+class Counting(torch.optim.Optimizer):
+    """Keeps a count that belongs to no parameter."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {})
+        self.state["all"] = {"count": torch.zeros(())}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["all"]["count"] += 1
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter].setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+
+
+def test_state_that_belongs_to_no_parameter_is_there_and_stays_as_it_is():
+    parameters = parameters_of(SHAPES)
+    optimizer = Counting(parameters)
+    need = optimizer_need(optimizer, alone(parameters))
+    assert not need.is_estimate
+    assert optimizer.state["all"]["count"] == 0
+    step(optimizer, parameters)
+    assert dict(need.state) == kept(optimizer)
+
+
 def test_code_that_runs_on_nothing_is_refused():
     class Broken(OverMemory):
         def step(self, closure: Any = None) -> None:

@@ -14,6 +14,7 @@ from megatrain.optim.impostor import Optimizer
 from megatrain.optim.masters.block_update import MasterStep
 from megatrain.optim.masters.halves import CHUNK, RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.optim.need import Updated, optimizer_need
+from megatrain.optim.updates import Updates
 from megatrain.scheduler.from_program import UPDATE_TRAFFIC
 from megatrain.tracer.spec import TensorSpec
 
@@ -122,6 +123,24 @@ def test_a_piece_that_fails_is_not_taken_over(descent: Descent):
         step(optimizer)
     assert (parameter[:size] != 0).all()
     assert (parameter[size:] == 0).all()
+
+
+def test_an_update_that_fails_is_put_back_and_taken_again(descent: Descent):
+    size = CHUNK * torch.get_num_threads()
+    parameter = torch.nn.Parameter(torch.zeros(2 * size))
+    optimizer = sgd(parameter)
+    masters = {parameter: WholeMaster(parameter.detach())}
+    updates = Updates(optimizer, [[parameter]], masters=masters, names={parameter: "weight"})
+    updates.receive(parameter, torch.ones(2 * size))
+    updates.begin()
+    descent.fails = True
+    with pytest.raises(MemoryError):
+        updates.update(0)
+    assert torch.equal(parameter, torch.zeros(2 * size))
+    assert parameter not in optimizer.state
+    descent.fails = False
+    updates.finish()
+    assert torch.equal(parameter, torch.full((2 * size,), -0.1))
 
 
 def test_state_that_is_not_the_paths_is_refused_before_anything_is_written(descent: Descent):
