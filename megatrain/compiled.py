@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from megatrain.errors import ExecuteError
-from megatrain.optim.master_weights import MasterWeights
-from megatrain.optim.masters import Masters
-from megatrain.optim.narrow import explained, masters_of
+from megatrain.optim.masters.from_files import MasterWeights
+from megatrain.optim.masters.narrow_model import explained, masters_of
+from megatrain.optim.masters.registry import Masters
 from megatrain.options import Options
 from megatrain.passes.program import Program
 from megatrain.runtime.engine import Engine, ordinary_tensors

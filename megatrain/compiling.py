@@ -12,7 +12,7 @@ from megatrain.checks import checked
 from megatrain.compiled import Compiled
 from megatrain.compiled_module import CompiledModule, compiled_module
 from megatrain.errors import OptionError
-from megatrain.optim.narrow import narrowed
+from megatrain.optim.masters.narrow_model import narrowed
 from megatrain.options import COMPILE, Options
 from megatrain.runtime.checkpoint import WeightFiles
 from megatrain.runtime.streams import Chaos, Recording

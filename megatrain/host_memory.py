@@ -10,9 +10,9 @@ from torch import nn
 
 from megatrain.checks import Rule, checked, count, one_of, optional
 from megatrain.errors import ExecuteError
-from megatrain.optim.masters import Masters
-from megatrain.optim.need import OPTIMIZER, OptimizerNeed, made_over, optimizer_need
-from megatrain.optim.stand_ins import Updated
+from megatrain.optim.made_over import OPTIMIZER, made_over
+from megatrain.optim.masters.registry import Masters
+from megatrain.optim.need import OptimizerNeed, Updated, optimizer_need
 from megatrain.options import PRECISION
 from megatrain.passes.program import Program
 from megatrain.runtime.available import available_bytes as available_now

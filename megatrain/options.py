@@ -12,7 +12,7 @@ import torch
 from megatrain.checks import PATHS, Rule, one_of, optional
 from megatrain.errors import OptionError
 from megatrain.opaque_model import OPAQUE
-from megatrain.optim.masters import Kind
+from megatrain.optim.masters.registry import Kind
 from megatrain.runtime.checkpoint import WeightFiles, read_paths
 from megatrain.saving.replace import present
 from megatrain.scheduler.builder.build import STEP

@@ -15,7 +15,7 @@ from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.host_memory import HostPlan, OptimizerLike, host_plan, in_columns, narrow_entries
 from megatrain.interrupts import Interrupts
 from megatrain.opaque_model import check_opaque
-from megatrain.optim.need import OPTIMIZER
+from megatrain.optim.made_over import OPTIMIZER
 from megatrain.options import PRECISION
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program

@@ -10,8 +10,8 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from megatrain.errors import OptimizerError
+from megatrain.optim.impostor import Optimizer, OptimizerStep, StepCode, step_code
 from megatrain.optim.per_parameter import check_per_parameter
-from megatrain.optim.whole_step import Optimizer, StepCode, WholeStep, step_code
 from megatrain.runtime.heap import return_free_memory
 from megatrain.torch_features import check_torch
 
@@ -60,7 +60,7 @@ class BlockOptimizer:
             self._owned.append(set(block) - seen)
             seen |= self._owned[-1]
         self._seen = seen
-        self._step: WholeStep | None = None
+        self._step: OptimizerStep | None = None
         self._after: list[Any] = []
         self._left: set[int] = set()
 
@@ -103,7 +103,7 @@ class BlockOptimizer:
                 )
         # A step that is due when a hook is registered was over by then in a plain loop.
         self._after = _post_hooks(self._optimizer)
-        self._step = WholeStep(self._optimizer, self._code)
+        self._step = OptimizerStep(self._optimizer, self._code)
         self._left = set(range(len(self._owned)))
         if "step" in vars(self._optimizer):
             # As the patch of a scheduler does, which would warn if it went on before a step.

@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
-from megatrain.checks import Rule
-from megatrain.errors import OptionError
-from megatrain.optim.adamw import native_reason
-from megatrain.optim.master_step import is_one_pass
+from megatrain.errors import OptimizerError
+from megatrain.optim.fast import FastPath, fast_path
+from megatrain.optim.impostor import Optimizer, own_copy, step_code
+from megatrain.optim.masters.halves import SplitMaster, WholeMaster
 from megatrain.optim.per_parameter import check_per_parameter
-from megatrain.optim.stand_ins import Found, Updated, add, bytes_by_name, empty, kind_of, step_on_stand_ins
-from megatrain.optim.whole_step import Optimizer
+from megatrain.optim.rehearsal import (
+    WithoutValues,
+    corner,
+    empty,
+    faked,
+    over_stand_ins,
+    random_gradient,
+    unnoticed,
+    with_gradients_it_takes,
+)
+from megatrain.passes.measure import LiveBytes
+from megatrain.torch_features import check_torch
+from megatrain.torch_private import forbid_memory
 from megatrain.tracer.spec import TensorSpec
+
+_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Updated:
+    """A parameter as its update sees it.
+
+    Args:
+        parameter: The object in the optimizer's groups.
+        spec: Of the values that are updated, and of the gradient: fp32 where the parameter has a split master.
+        is_split: It has one, or another kind of bf16 master.
+    """
+
+    parameter: torch.Tensor
+    spec: TensorSpec
+    is_split: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerNeed:
-    """What the host holds for an optimizer, beside parameters and gradients.
+    """What the host holds for an optimizer, or for the update of some parameters, beside parameters and gradients.
 
     Args:
         state: Bytes by their name in a parameter's state (`exp_avg`), in order of first appearance.
@@ -40,10 +68,10 @@ def optimizer_need(
 ) -> OptimizerNeed:
     """Finds out what the steps of an optimizer take, without allocating it.
 
-    The class's own code takes two steps on fake tensors of the real shapes, once for each kind of block. A number that
-    it reads is one half where no fake tensor can know it. State that exists already counts as it is. Code that needs
-    memory behind its tensors steps on small corners of the parameters instead; its state is then taken to grow with
-    the parameter.
+    A fast path makes its state on fake tensors of the real shapes. Else the class's own code takes two steps on them,
+    once for each kind of block. A number that it reads is one half where no fake tensor can know it. State that exists
+    already counts as it is. Code that needs memory behind its tensors steps on small corners of the parameters
+    instead; its state is then taken to grow with the parameter.
 
     Args:
         optimizer: The user's; left as it is.
@@ -56,37 +84,56 @@ def optimizer_need(
     """
     check_per_parameter(optimizer, probe=False)
     groups = {parameter: index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
-    known: dict[Hashable, Found] = {}
+    known: dict[Hashable, OptimizerNeed] = {}
 
-    def found(members: Sequence[Updated]) -> Found:
-        kind = tuple(kind_of(optimizer, member, groups[member.parameter]) for member in members)
+    def found(members: Sequence[Updated], path: FastPath | None = None) -> OptimizerNeed:
+        kind = (path, *(_kind_of(optimizer, member, groups[member.parameter]) for member in members))
         if kind not in known:
-            known[kind] = step_on_stand_ins(optimizer, members)
+            step = _step_on_stand_ins(optimizer, members) if path is None else _state_made(optimizer, members, path)
+            known[kind] = step
         return known[kind]
 
     state: dict[str, int] = {}
     scratch = undo = 0
     for block in blocks:
-        mine = [member for member in block if member.parameter in groups]
-        by_code = [m for m in mine if not _is_one_pass(optimizer, m, optimizer.param_groups[groups[m.parameter]])]
-        in_one_pass = [m for m in mine if m not in by_code]
-        parts = [found(members) for members in (in_one_pass, by_code) if members]
+        paths = {m: _path(optimizer, m, groups[m.parameter]) for m in block if m.parameter in groups}
+        by_code = [m for m, path in paths.items() if path is None]
+        parts = [found([m], path) for m, path in paths.items() if path is not None]
+        parts += [found(by_code)] if by_code else []
         for part in parts:
-            add(state, part.state)
+            _add(state, part.state)
         dropped = parts[-1].scratch_bytes + _prepared_bytes(by_code, scales=scales) if by_code else 0
-        if undoes and (by_code or (in_one_pass and native_reason() is not None)):
-            copied = sum(m.spec.nbytes for m in mine) + sum(sum(part.state.values()) for part in parts)
+        if undoes and not all(_is_sure(m, path) for m, path in paths.items()):
+            copied = sum(m.spec.nbytes for m in paths) + sum(sum(part.state.values()) for part in parts)
             undo = max(undo, copied)
         scratch = max(scratch, dropped)
     seen = {member.parameter for block in blocks for member in block}
     for parameter, held in dict(optimizer.state).items():
         if parameter not in seen:
-            add(state, bytes_by_name(held))
+            _add(state, _bytes_by_name(held))
     return OptimizerNeed(state, scratch + undo, any(part.is_estimate for part in known.values()))
 
 
-def _is_one_pass(optimizer: Optimizer, member: Updated, group: Mapping[str, Any]) -> bool:
-    return is_one_pass(optimizer, group) and bool(member.is_split or group["fused"])
+def _path(optimizer: Optimizer, member: Updated, group: int) -> FastPath | None:
+    if not member.is_split and member.spec.dtype != torch.float32:
+        return None  # it has no master
+    return fast_path(optimizer, optimizer.param_groups[group], is_whole=not member.is_split)
+
+
+def _is_sure(member: Updated, path: FastPath | None) -> bool:
+    kind, gradient = (SplitMaster, torch.bfloat16) if member.is_split else (WholeMaster, member.spec.dtype)
+    return path is not None and path.is_sure(kind, gradient)
+
+
+def _state_made(optimizer: Optimizer, members: Sequence[Updated], path: FastPath) -> OptimizerNeed:
+    """What a fast path keeps: the state that exists, or what it makes of a parameter without memory."""
+    total: dict[str, int] = {}
+    with FakeTensorMode():
+        for member in members:
+            held = optimizer.state.get(member.parameter)
+            state = pytree.tree_map_only(torch.Tensor, faked, held) if held else path.new_state(empty(member.spec))
+            _add(total, _bytes_by_name(state))
+    return OptimizerNeed(total, 0)
 
 
 def _prepared_bytes(members: Sequence[Updated], *, scales: bool) -> int:
@@ -94,49 +141,108 @@ def _prepared_bytes(members: Sequence[Updated], *, scales: bool) -> int:
     return sum(2 * m.spec.nbytes if m.is_split else m.spec.nbytes * scales for m in members)
 
 
-def made_over(
-    kind: type[Optimizer] | str, specs: Mapping[str, TensorSpec]
-) -> tuple[Optimizer, Mapping[str, torch.Tensor]]:
-    """Makes an optimizer with its default options over parameters that have no memory.
+def _add(total: dict[str, int], more: Mapping[str, int]) -> None:
+    """Adds bytes to those of the same name."""
+    for name, nbytes in more.items():
+        total[name] = total.get(name, 0) + nbytes
 
-    Args:
-        kind: A class, or the name of one in `torch.optim`.
-        specs: The parameters by key.
 
-    Returns:
-        The optimizer, and its parameters by key.
+def _kind_of(optimizer: Optimizer, member: Updated, group: int) -> Hashable:
+    """Returns what parameters have in common whose updates keep and drop the same."""
+    held = pytree.tree_map_only(torch.Tensor, TensorSpec.of, optimizer.state.get(member.parameter, {}))
+    return group, member.spec, member.is_split, str(held)
 
-    Raises:
-        OptionError: If it can't be made so.
-    """
-    make: Any = _class_of(kind)
-    name = make.__name__
-    with FakeTensorMode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        parameters = {key: torch.nn.Parameter(empty(spec)) for key, spec in specs.items()}
+
+def _step_on_stand_ins(optimizer: Optimizer, members: Sequence[Updated]) -> OptimizerNeed:
+    """Takes two steps on tensors without memory; or, where the code needs some, on corners of the parameters."""
+    check_torch()
+    with unnoticed():
         try:
-            return make(list(parameters.values())), parameters
-        except Exception as error:  # whatever the constructor of a user's class raises
-            raise OptionError(
-                f"optimizer={name} can't be made over all trained parameters of the model: {error}\n"
-                "  A class gets all of them, in one group with its default options.\n"
-                "  Give an optimizer over those that it shall have; on meta neither takes memory."
-            ) from error
+            return _on_fakes(optimizer, members)
+        except Exception as error:  # whatever the optimizer's code raises on tensors without memory
+            return _on_corners(optimizer, members, error)
 
 
-def _class_of(kind: object) -> object:
-    return getattr(torch.optim, kind, None) if isinstance(kind, str) else kind
+def _on_fakes(optimizer: Optimizer, members: Sequence[Updated]) -> OptimizerNeed:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(value: Any) -> Any:
+        with mode:
+            return faked(value) if isinstance(value, torch.Tensor) else own_copy(value)
+
+    with mode:
+        stand_ins = {member.parameter: _stand_in(empty(member.spec), member) for member in members}
+        for member in members:
+            stand_ins[member.parameter].grad = empty(member.spec)
+    runner = over_stand_ins(optimizer, stand_ins, of_state=fake, of_option=fake)
+    gradients = [p.grad for p in stand_ins.values() if p.grad is not None]
+    states = {index: runner.state.get(p) for index, p in enumerate(stand_ins.values())}
+    given = [*stand_ins.values(), *gradients, *_tensors(states)]
+    for tensor in given:
+        forbid_memory(tensor)
+    with mode, WithoutValues(), LiveBytes(given) as live:
+        for _ in range(_STEPS):
+            step_code(optimizer)(runner)
+    total: dict[str, int] = {}
+    for stand_in in stand_ins.values():
+        _add(total, _bytes_by_name(runner.state.get(stand_in, {})))
+    return OptimizerNeed(total, max(0, live.peak - live.current))
 
 
-def _fault(value: object) -> str | None:
-    kind = _class_of(value)
-    is_known = isinstance(kind, Optimizer) or (isinstance(kind, type) and issubclass(kind, Optimizer))
-    return None if is_known else "is not known"
+def _on_corners(optimizer: Optimizer, members: Sequence[Updated], cause: Exception) -> OptimizerNeed:
+    """Steps on corners of the parameters, one by one, for code that fake tensors can't bear."""
+    total: dict[str, int] = {}
+    for member in members:
+        if held := optimizer.state.get(member.parameter):
+            _add(total, _bytes_by_name(held))
+            continue
+        try:
+            _add(total, _bytes_by_corner(optimizer, member))
+        except Exception:  # again of the optimizer's code; the first cause is the one to tell
+            raise _unknown(optimizer, cause) from cause
+    return OptimizerNeed(total, 0, is_estimate=True)
 
 
-OPTIMIZER = Rule(
-    "an optimizer over the model's parameters, its class, or the name of a class in torch.optim",
-    '{name}="AdamW"',
-    _fault,
-)
-"""What `made_over` takes, and an optimizer itself."""
+def _bytes_by_corner(optimizer: Optimizer, member: Updated) -> dict[str, int]:
+    def stepped(sparse: bool) -> dict[str, int]:
+        stand_in = _stand_in(corner(torch.empty(member.spec.shape, dtype=member.spec.dtype, device="meta")), member)
+        runner = over_stand_ins(optimizer, {member.parameter: stand_in}, of_state=corner)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(_STEPS):
+            stand_in.grad = random_gradient(stand_in, generator, sparse=sparse)
+            step_code(optimizer)(runner)
+        ratio = member.spec.numel / max(1, stand_in.numel())
+        return _bytes_by_name(runner.state.get(stand_in, {}), ratio)
+
+    return with_gradients_it_takes(optimizer, stepped)
+
+
+def _unknown(optimizer: Optimizer, cause: Exception) -> OptimizerError:
+    return OptimizerError(
+        f"what {type(optimizer).__name__} will keep can't be found out: {cause}\n"
+        "  Its step runs on stand-ins of the parameters, on the host, first without memory and then on small ones.\n"
+        "  Mend what it says, or take a step first: state that exists is counted as it is."
+    )
+
+
+def _stand_in(values: torch.Tensor, member: Updated) -> torch.nn.Parameter:
+    return torch.nn.Parameter(values, requires_grad=member.parameter.requires_grad)
+
+
+def _tensors(value: Mapping[Any, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(dict(value)) if isinstance(leaf, torch.Tensor)]
+
+
+def _bytes_by_name(state: Any, ratio: float = 1.0) -> dict[str, int]:
+    """Returns the bytes of a parameter's state, each memory once, under the first of its names; of scalars unscaled."""
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+    for name, value in state.items() if isinstance(state, Mapping) else [("state", state)]:
+        for tensor in _tensors({name: value}):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                found[str(name)] = found.get(str(name), 0) + int(
+                    storage.nbytes() * (ratio if tensor.numel() > 1 else 1)
+                )
+    return found

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.optim.whole_step import (
-    ALIGNED,
-    Optimizer,
-    WholeStep,
-    attributes,
-    impostor,
-    is_same,
-    own_copy,
-    step_code,
+from megatrain.optim.impostor import ALIGNED, Optimizer, OptimizerStep, attributes, is_same, step_code
+from megatrain.optim.rehearsal import (
+    corner,
+    over_stand_ins,
+    random_gradient,
+    shared_state,
+    unnoticed,
+    with_gradients_it_takes,
 )
 
 _STEPS = 3
-_EDGE = 4
 _DEPTH = 3
 
 
@@ -50,8 +45,7 @@ def check_per_parameter(optimizer: Optimizer, *, probe: bool = True) -> None:
         if held is not None:
             raise _refusal(optimizer, f"its attribute `{name}` holds a {type(held).__name__} beside its groups")
     if probe:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            warnings.simplefilter("ignore")
+        with unnoticed():
             difference = _try(optimizer)
         if difference is not None:
             raise _refusal(optimizer, f"steps over some parameters at a time leave another {difference}")
@@ -86,20 +80,20 @@ def _inside(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
 
 def _try(optimizer: Optimizer) -> str | None:
     """Returns what differs after a few steps, or None."""
-    is_sparse = any(p.grad is not None and p.grad.is_sparse for g in optimizer.param_groups for p in g["params"])
-    cause: Exception | None = None
-    for sparse in (is_sparse, not is_sparse):  # some take sparse gradients only
-        try:
-            return _difference(optimizer, sparse=sparse)
-        except OptimizerError:
-            raise
-        except Exception as error:  # whatever the optimizer's code raises on its stand-ins
-            cause = cause or error
-    raise _refusal(optimizer, f"it can't be tried on small stand-ins ({cause}); probe=False skips the trial") from cause
+    try:
+        return with_gradients_it_takes(optimizer, lambda sparse: _difference(optimizer, sparse=sparse))
+    except OptimizerError:
+        raise
+    except Exception as error:
+        why = f"it can't be tried on small stand-ins ({error}); probe=False skips the trial"
+        raise _refusal(optimizer, why) from error
 
 
 def _difference(optimizer: Optimizer, *, sparse: bool) -> str | None:
-    whole, parts = _clone(optimizer), _clone(optimizer)
+    chosen = [parameter for group in optimizer.param_groups for parameter in _few(group["params"])]
+    whole, parts = (
+        over_stand_ins(optimizer, {p: _stand_in(p, optimizer) for p in chosen}, of_state=corner) for _ in range(2)
+    )
     code = step_code(optimizer)
     pairs = [
         (one, other)
@@ -109,11 +103,10 @@ def _difference(optimizer: Optimizer, *, sparse: bool) -> str | None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(_STEPS):
         for one, other in pairs:
-            gradient = torch.randn(one.shape, generator=generator).to(one.dtype)
-            one.grad = gradient.to_sparse(1) if sparse and gradient.dim() else gradient
+            one.grad = random_gradient(one, generator, sparse=sparse)
             other.grad = one.grad.clone()
         code(whole)
-        step = WholeStep(parts, code)
+        step = OptimizerStep(parts, code)
         for parameter in reversed(step.parameters):
             step.update({parameter})
         step.commit()
@@ -138,56 +131,21 @@ def _compare(whole: Optimizer, parts: Optimizer, pairs: list[tuple[torch.Tensor,
 def _beside(optimizer: Optimizer) -> list[dict[Any, Any]]:
     """Returns what an optimizer holds that belongs to no single parameter."""
     groups = [{k: v for k, v in group.items() if k not in ALIGNED} for group in optimizer.param_groups]
-    return [*groups, _shared_state(optimizer), attributes(optimizer)]
+    return [*groups, shared_state(optimizer), attributes(optimizer)]
 
 
-def _shared_state(optimizer: Optimizer) -> dict[Any, Any]:
-    state: Any = optimizer.state  # some keep entries that belong to no parameter
-    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-
-
-def _clone(optimizer: Optimizer) -> Optimizer:
-    """Makes an optimizer over corners of a few parameters, with the corners of their state."""
-    state: Any = defaultdict(dict)
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        kept = _few(group["params"])
-        made = {key: own_copy(value) for key, value in group.items() if key not in ALIGNED}
-        made.update({key: [group[key][i] for i in kept] for key in ALIGNED if key in group})
-        made["params"] = [torch.nn.Parameter(_stand_in(p, optimizer), p.requires_grad) for p in made["params"]]
-        for index, stand_in in zip(kept, made["params"], strict=True):
-            if group["params"][index] in optimizer.state:
-                state[stand_in] = _corners(optimizer.state[group["params"][index]])
-        groups.append(made)
-    state.update(copy.deepcopy(_shared_state(optimizer)))
-    return impostor(optimizer, copy.deepcopy(attributes(optimizer)), groups, state)
-
-
-def _few(parameters: list[torch.Tensor]) -> list[int]:
-    """Returns the places of up to two parameters of each kind."""
-    kinds: dict[object, list[int]] = {}
-    for index, parameter in enumerate(parameters):
-        kinds.setdefault((parameter.dim(), parameter.dtype), []).append(index)
-    return sorted(index for places in kinds.values() for index in places[:2])
+def _few(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns up to two parameters of each kind."""
+    kinds: dict[object, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dim(), parameter.dtype), []).append(parameter)
+    return [parameter for alike in kinds.values() for parameter in alike[:2]]
 
 
 def _stand_in(parameter: torch.Tensor, optimizer: Optimizer) -> torch.Tensor:
     """Returns the corner of a parameter, in fp32 if its state says that an fp32 master is what the code updates."""
-    values: Any = optimizer.state.get(parameter, {}).values()
-    is_wide = any(isinstance(v, torch.Tensor) and v.dim() and v.dtype == torch.float32 for v in values)
-    corner = _corner(parameter)
-    return corner.float() if is_wide and corner.dtype == torch.bfloat16 else corner
-
-
-def _corner(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_meta:
-        return torch.zeros([min(size, _EDGE) for size in tensor.shape], dtype=tensor.dtype)
-    return tensor.detach()[tuple(slice(0, _EDGE) for _ in tensor.shape)].clone()
-
-
-def _corners(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _corner(value)
-    if isinstance(value, Mapping):
-        return {key: _corners(item) for key, item in value.items()}
-    return [_corners(item) for item in value] if isinstance(value, list) else copy.deepcopy(value)
+    held: Any = optimizer.state.get(parameter, {}).values()
+    is_wide = any(isinstance(v, torch.Tensor) and v.dim() and v.dtype == torch.float32 for v in held)
+    values = corner(parameter)
+    values = values.float() if is_wide and values.dtype == torch.bfloat16 else values
+    return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from megatrain.optim.master import Master, SplitMaster
-from megatrain.optim.masters import Masters
-from megatrain.optim.whole_step import Optimizer, own_copy
+from megatrain.optim.impostor import Optimizer, own_copy
+from megatrain.optim.masters.halves import Master, SplitMaster
+from megatrain.optim.masters.registry import Masters
 from megatrain.sizes import aligned
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,17 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatrain.optim.blockwise import BlockOptimizer
-from megatrain.optim.master import Master
-from megatrain.optim.master_step import MasterStep
+from megatrain.optim.impostor import Optimizer
+from megatrain.optim.masters.block_update import MasterStep
+from megatrain.optim.masters.halves import Master
 from megatrain.optim.norm import GradientNorm, NonFinite
 from megatrain.optim.undo import Undo
-from megatrain.optim.whole_step import Optimizer
+
+
+def update_threads(leave: int = 1) -> int:
+    """Returns how many processors this process may use, less those left to compute and issue transfers; at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, allowed - leave)
 
 
 @dataclass(slots=True, eq=False)

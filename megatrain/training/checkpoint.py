@@ -15,7 +15,7 @@ from megatrain import saving
 from megatrain.checks import Rule, named, shown
 from megatrain.compiled import Compiled
 from megatrain.errors import CheckpointError
-from megatrain.optim.whole_step import Optimizer
+from megatrain.optim.impostor import Optimizer
 from megatrain.runtime import json_rules
 from megatrain.runtime.json_rules import anything, integer, mapping, optional, problems, record, text
 from megatrain.saving.fitting import misfits

@@ -14,9 +14,8 @@ from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.host_memory import HostPlan, host_plan
 from megatrain.interrupts import Interrupts
 from megatrain.optim.blockwise import has_hooks
-from megatrain.optim.threads import update_threads
-from megatrain.optim.updates import Updates
-from megatrain.optim.whole_step import Optimizer
+from megatrain.optim.impostor import Optimizer
+from megatrain.optim.updates import Updates, update_threads
 from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind

@@ -16,8 +16,8 @@ from megatrain.compiled import Variant
 from megatrain.compiled_module import COMPILED, CompiledModule
 from megatrain.errors import ExecuteError
 from megatrain.host_memory import HostPlan
+from megatrain.optim.impostor import Optimizer
 from megatrain.optim.per_parameter import check_per_parameter
-from megatrain.optim.whole_step import Optimizer
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.runtime.whole_step import StepExecutor

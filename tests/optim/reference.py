@@ -11,8 +11,8 @@ from torch import nn
 
 from megatrain.compiled_module import CompiledModule
 from megatrain.optim.blockwise import BlockOptimizer
-from megatrain.optim.master import read_
-from megatrain.optim.master_step import MasterStep
+from megatrain.optim.masters.block_update import MasterStep
+from megatrain.optim.masters.halves import read_
 
 Maker = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 MAKERS: dict[str, Maker] = {

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from megatrain.errors import OptimizerError
 from megatrain.optim.blockwise import BlockOptimizer
-from megatrain.optim.whole_step import is_same
+from megatrain.optim.impostor import is_same
 
 SHAPES = ((5, 3), (5,), (4, 4), (3,), (6, 2), (1,), (2, 3), ())
 BLOCKS = ((0, 1), (2, 0), (3,), (), (4, 5))  # 0 is tied, 6 is in no block, a block may have none

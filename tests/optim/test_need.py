@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from megatrain.errors import OptimizerError, OptionError
-from megatrain.optim.need import OPTIMIZER, made_over, optimizer_need
-from megatrain.optim.stand_ins import Updated
-from megatrain.optim.whole_step import step_code
+from megatrain.optim.impostor import step_code
+from megatrain.optim.made_over import OPTIMIZER, made_over
+from megatrain.optim.need import Updated, optimizer_need
 from megatrain.tracer.spec import TensorSpec
 
 SHAPES = ((96, 110), (96,), (3, 4, 5), ())
@@ -123,7 +123,7 @@ def test_halves_are_joined_unless_the_update_is_one_pass():
 
 @pytest.mark.parametrize("reason", [None, "no compiler"])
 def test_what_is_kept_to_undo_an_update_counts_where_one_may_fail(reason: str | None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatrain.optim.need.native_reason", lambda: reason)
+    monkeypatch.setattr("megatrain.optim.fast.adamw.native_reason", lambda: reason)
     narrow = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
     halves = [[Updated(narrow, TensorSpec((1000,), torch.float32), is_split=True)]]
     in_one_pass = optimizer_need(torch.optim.AdamW([narrow]), halves, undoes=True, scales=True)
@@ -165,6 +165,30 @@ def test_code_that_takes_only_sparse_gradients_is_tried_on_those():
     parameter = nn.Parameter(torch.zeros(30, 5))
     need = optimizer_need(torch.optim.SparseAdam([parameter]), alone([parameter]))
     assert {name: need.state[name] for name in ("exp_avg", "exp_avg_sq")} == {"exp_avg": 600, "exp_avg_sq": 600}
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a count that belongs to no parameter."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {})
+        self.state["all"] = {"count": torch.zeros(())}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["all"]["count"] += 1
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter].setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+
+
+def test_state_that_belongs_to_no_parameter_is_there_and_stays_as_it_is():
+    parameters = parameters_of(SHAPES)
+    optimizer = Counting(parameters)
+    need = optimizer_need(optimizer, alone(parameters))
+    assert not need.is_estimate
+    assert optimizer.state["all"]["count"] == 0
+    step(optimizer, parameters)
+    assert dict(need.state) == kept(optimizer)
 
 
 def test_code_that_runs_on_nothing_is_refused():

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import megatrain
-from megatrain.optim.master import read_
+from megatrain.optim.masters.halves import read_
 from tests.models import MODELS, Gpt
 from tests.training.adapters import adapted_llama
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megatrain.optim.master import SplitMaster, read_, set_halves
-from megatrain.optim.masters import Masters
+from megatrain.optim.masters.halves import SplitMaster, read_, set_halves
+from megatrain.optim.masters.registry import Masters
 from megatrain.runtime.checkpoint import Stored, parts
 from megatrain.runtime.weights import Weights
 

@@ -1,4 +1,4 @@
-from megatrain.optim.threads import update_threads
+from megatrain.optim.updates import update_threads
 
 
 def test_one_thread_is_left_and_one_remains(monkeypatch):

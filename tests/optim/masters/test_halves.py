@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain.optim.master import CHUNK, RoundedMaster, SplitMaster, read_, write_
+from megatrain.optim.masters.halves import CHUNK, RoundedMaster, SplitMaster, read_, write_
 
 LOW_BITS = (0, 1, 2, 3, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF, 0x1234, 0xABCD)
 
@@ -89,7 +89,7 @@ def test_stochastic_rounding_draws_the_same_whatever_the_pieces(monkeypatch):
     values = torch.randn(1000)
     results = []
     for chunk in (CHUNK, 16):
-        monkeypatch.setattr("megatrain.optim.master.CHUNK", chunk)
+        monkeypatch.setattr("megatrain.optim.masters.halves.CHUNK", chunk)
         master = RoundedMaster(torch.empty(1000, dtype=torch.bfloat16), torch.Generator().manual_seed(5))
         write_(master, values)
         results.append(master.high)

@@ -1,4 +1,4 @@
-"""The step of a torch optimizer over masters: in one pass where it is AdamW, or by its own code."""
+"""The step of a torch optimizer over masters: by a fast path where there is one, or by its own code."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from megatrain.errors import OptimizerError
-from megatrain.optim.adamw import AdamWOptions, Kernel, Moments, adamw_, native_reason
-from megatrain.optim.layout import in_memory, laid_out_like, memory_order, out_of_memory_order
-from megatrain.optim.master import Master, RoundedMaster, WholeMaster, read_, write_
-from megatrain.optim.masters import Masters
-from megatrain.optim.whole_step import Optimizer, StepCode, step_code
+from megatrain.optim.fast import FastPath, ParameterUpdate, fast_path
+from megatrain.optim.impostor import Optimizer, StepCode, step_code
+from megatrain.optim.masters.halves import Master, WholeMaster, read_, write_
+from megatrain.optim.masters.memory_order import in_memory, laid_out_like, memory_order, out_of_memory_order
+from megatrain.optim.masters.registry import Masters
 
 GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -22,7 +22,7 @@ GradientOf = Callable[[torch.Tensor], torch.Tensor | None]
 class MasterStep:
     """Updates the masters of the parameters in an optimizer's groups: `code` of a `BlockOptimizer`.
 
-    AdamW runs as one fused pass over each master, and has the bits of `fused=True` over fp32 parameters. For any other
+    Where a `FastPath` matches (AdamW has one), it updates one master after the other. For any other
     optimizer the halves of one call are joined to fp32, its own code updates them, and they are split again: that
     takes eight bytes per element of a block, and has the bits of that code over fp32 parameters. State is fp32 either
     way, and lies in `optimizer.state`.
@@ -35,10 +35,9 @@ class MasterStep:
     Args:
         masters: By parameter, whose memory is that of the master (of the high half, if it has halves), in the order
             of that memory. Parameters without one are updated by the optimizer's own code, and so are whole ones
-            unless it says `fused=True`.
+            that the fast path leaves to it.
         gradient_of: Returns a parameter's gradient, of its shape; None is `.grad`.
-        kernel: Of AdamW; see `adamw_`.
-        threads: Of AdamW's native kernel.
+        threads: Of a native kernel.
     """
 
     def __init__(
@@ -46,63 +45,57 @@ class MasterStep:
         masters: Mapping[torch.Tensor, Master],
         *,
         gradient_of: GradientOf | None = None,
-        kernel: Kernel = "auto",
         threads: int | None = None,
     ):
         self.scale = 1.0
         self._masters = masters
         self._gradient_of: GradientOf = gradient_of or _grad
-        self._kernel: Kernel = kernel
         self._threads = threads
 
     def __call__(self, optimizer: Optimizer) -> None:
         """Updates all parameters in the optimizer's groups that have a gradient."""
-        fused = list(self._fusable(optimizer))
+        fast = list(self._fast(optimizer))
         # Whatever can fail comes before the first write.
-        for pair in _prepared(optimizer, fused):
-            self._adamw(*pair)
-        _without(optimizer, [fusable.parameter for fusable in fused], self._by_its_own_code)
+        with torch.no_grad():
+            for item in _prepared(optimizer, fast):
+                self._in_one_pass(item, optimizer.state[item.parameter])
+        _without(optimizer, [item.parameter for item in fast], self._by_its_own_code)
 
     def cannot_fail(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
         """Tells whether the update of these parameters, once it writes, is sure to reach its end."""
-        if native_reason() is not None:
-            return False
-        native = {
-            parameter
-            for parameter, master, gradient, _ in self._fusable(optimizer)
-            if not isinstance(master, RoundedMaster) and gradient.dtype in (torch.float32, torch.bfloat16)
+        sure = {
+            item.parameter
+            for item in self._fast(optimizer)
+            if item.path.is_sure(type(item.master), item.gradient.dtype)
         }
-        return all(p in native or self._gradient_of(p) is None for p in parameters)
+        return all(p in sure or self._gradient_of(p) is None for p in parameters)
 
-    def _fusable(self, optimizer: Optimizer) -> Iterator[_Fusable]:
-        """The parameters whose update is one pass over each master."""
-        if step_code(optimizer) is not _ADAMW:
-            return
-        for group in (group for group in optimizer.param_groups if _is_fusable(group)):
-            options = AdamWOptions.of(group)
+    def _fast(self, optimizer: Optimizer) -> Iterator[_Fast]:
+        """The parameters that have a gradient, a master and a fast path."""
+        for group in optimizer.param_groups:
+            known: dict[bool, tuple[FastPath, Any] | None] = {}
             for parameter in group["params"]:
                 master, gradient = self._masters.get(parameter), self._gradient_of(parameter)
-                if master is None or gradient is None or (isinstance(master, WholeMaster) and not group["fused"]):
+                if master is None or gradient is None:
                     continue
-                yield _Fusable(parameter, master, gradient, options)
+                is_whole = isinstance(master, WholeMaster)
+                if is_whole not in known:
+                    path = fast_path(optimizer, group, is_whole=is_whole)
+                    known[is_whole] = None if path is None else (path, path.options(group))
+                if (found := known[is_whole]) is not None:
+                    yield _Fast(parameter, master, gradient, *found)
 
-    def _adamw(self, fusable: _Fusable, state: dict[str, Any]) -> None:
-        parameter, master, gradient, options = fusable
-        order = memory_order(parameter)
-        state["step"] += 1
+    def _in_one_pass(self, item: _Fast, state: Mapping[str, Any]) -> None:
+        path, order = item.path, memory_order(item.parameter)
+        moments = tuple(in_memory(state[name], order) for name in path.moments)
+        numbers = tuple(state[name] for name in path.numbers)
+        given = ParameterUpdate(
+            item.master, item.gradient, moments, numbers, item.options, scale=self.scale, threads=self._threads
+        )
         try:
-            adamw_(
-                master,
-                Moments(in_memory(state["exp_avg"], order), in_memory(state["exp_avg_sq"], order)),
-                gradient,
-                step=int(state["step"].item()),
-                options=options,
-                scale=self.scale,
-                kernel=self._kernel,
-                threads=self._threads,
-            )
+            path.update(given)
         finally:
-            self._wrote(parameter)
+            self._wrote(item.parameter)
 
     def _by_its_own_code(self, optimizer: Optimizer) -> None:
         taken: list[_Taken] = []
@@ -157,45 +150,65 @@ class _Taken:
     master: Master | None
 
 
-class _Fusable(NamedTuple):
-    """A parameter for one pass, and its gradient: in its own layout, and in the master's once it is prepared."""
+class _Fast(NamedTuple):
+    """A parameter for a fast path, and its gradient: in its own layout, and in the master's once it is prepared."""
 
     parameter: torch.Tensor
     master: Master
     gradient: torch.Tensor
-    options: AdamWOptions
+    path: FastPath
+    options: Any
 
 
-def _prepared(optimizer: Optimizer, fused: Sequence[_Fusable]) -> list[tuple[_Fusable, dict[str, Any]]]:
-    """Brings gradients and state into the form that the passes need; if that fails, no new state is left.
+def _prepared(optimizer: Optimizer, fast: Sequence[_Fast]) -> list[_Fast]:
+    """Brings gradients and state into the form that fast paths need; if that fails, no new state is left.
 
     Raises:
-        OptimizerError: If a gradient or a moment isn't one of its parameter.
+        OptimizerError: If a gradient or state isn't one of its parameter.
     """
-    new = [item.parameter for item in fused if not optimizer.state.get(item.parameter)]
+    new = [item.parameter for item in fast if not optimizer.state.get(item.parameter)]
     try:
-        return [_prepare(item, optimizer.state[item.parameter]) for item in fused]
+        return [_prepare(item, optimizer.state[item.parameter]) for item in fast]
     except BaseException:
         for parameter in new:
             optimizer.state.pop(parameter, None)
         raise
 
 
-def _prepare(item: _Fusable, state: dict[str, Any]) -> tuple[_Fusable, dict[str, Any]]:
-    parameter, gradient = item.parameter, item.gradient
-    _make_moments(parameter, state)
-    named = {"gradient": gradient, **{name: state[name] for name in ("step", "exp_avg", "exp_avg_sq")}}
-    for name, tensor in named.items():
-        if name != "step" and (tensor.shape != parameter.shape or tensor.layout != torch.strided):
+def _prepare(item: _Fast, state: dict[str, Any]) -> _Fast:
+    parameter, path = item.parameter, item.path
+    if not state:
+        state.update(path.new_state(parameter))
+    _check_names(parameter, path, state)
+    for name, tensor in {"gradient": item.gradient, **{name: state[name] for name in path.moments}}.items():
+        if tensor.shape != parameter.shape or tensor.layout != torch.strided:
             raise OptimizerError(
                 f"`{name}` of a {tuple(parameter.shape)} parameter is {tuple(tensor.shape)}, {tensor.layout}.\n"
                 "  An update takes dense tensors of the parameter's shape.\n"
                 "  Look at hooks on gradients, and at what was put into optimizer.state."
             )
-    for name in ("exp_avg", "exp_avg_sq"):  # what was loaded may be laid out otherwise
+    for name in path.moments:  # what was loaded may be laid out otherwise
         state[name] = laid_out_like(state[name], parameter)
-    flat = in_memory(gradient, memory_order(parameter)).contiguous()
-    return item._replace(gradient=flat), state
+    flat = in_memory(item.gradient, memory_order(parameter)).contiguous()
+    return item._replace(gradient=flat)
+
+
+def _check_names(parameter: torch.Tensor, path: FastPath, state: Mapping[str, Any]) -> None:
+    """Refuses state without one of a fast path's names, and moments that aren't fp32."""
+    missing = [name for name in (*path.numbers, *path.moments) if not isinstance(state.get(name), torch.Tensor)]
+    if missing:
+        raise OptimizerError(
+            f"the state of a {tuple(parameter.shape)} parameter has no tensor `{missing[0]}`.\n"
+            f"  {type(path).__name__} goes on from it.\n"
+            "  Put it into optimizer.state, or clear the parameter's state to begin anew."
+        )
+    narrow = [state[name].dtype for name in path.moments if state[name].dtype != torch.float32]
+    if narrow:
+        raise OptimizerError(
+            f"the moments of a {tuple(parameter.shape)} parameter are {narrow[0]}.\n"
+            "  Over bf16 masters they stay fp32; load_state_dict turns state into the parameter's dtype.\n"
+            "  Put the fp32 tensors into optimizer.state after loading."
+        )
 
 
 def _check_state(optimizer: Optimizer, parameter: torch.Tensor) -> None:
@@ -214,34 +227,8 @@ def _check_state(optimizer: Optimizer, parameter: torch.Tensor) -> None:
             )
 
 
-def _make_moments(parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    if not state:
-        zeros = (torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False) for _ in range(2))
-        state.update(step=torch.tensor(0.0), exp_avg=next(zeros), exp_avg_sq=next(zeros))
-    if state["exp_avg"].dtype != torch.float32:
-        raise OptimizerError(
-            f"the moments of a {tuple(parameter.shape)} parameter are {state['exp_avg'].dtype}.\n"
-            "  Over bf16 masters they stay fp32; load_state_dict turns state into the parameter's dtype.\n"
-            "  Put the fp32 tensors into optimizer.state after loading."
-        )
-
-
 def _grad(parameter: torch.Tensor) -> torch.Tensor | None:
     return parameter.grad
-
-
-_ADAMW = step_code(torch.optim.AdamW([torch.nn.Parameter(torch.empty(0))]))
-
-
-def _is_fusable(group: Mapping[str, Any]) -> bool:
-    """Whether the fused update does what `AdamW.step` would do with these options."""
-    others = ("amsgrad", "capturable", "differentiable")
-    return bool(group["decoupled_weight_decay"]) and not any(group[option] for option in others)
-
-
-def is_one_pass(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether the masters of this group are updated in one pass, rather than by the optimizer's own code."""
-    return step_code(optimizer) is _ADAMW and _is_fusable(group)
 
 
 def _without(optimizer: Optimizer, done: list[torch.Tensor], code: StepCode) -> None:

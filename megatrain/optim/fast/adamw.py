@@ -5,16 +5,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.optim.master import Master, RoundedMaster, Scratch, SplitMaster, WholeMaster, pieces, read_
-from megatrain.optim.native import LANES, NativeKernel, build
+from megatrain.optim.fast.native import Argument, NativeKernel
+from megatrain.optim.fast.path import FastPath, ParameterUpdate
+from megatrain.optim.fast.pieces import in_pieces
+from megatrain.optim.impostor import Optimizer, step_code
+from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.torch_private import fused_adamw
 
 Kernel = Literal["auto", "plain", "fused", "native"]
+
+LANES = 16
+"""`adamw.c` takes multiples of this many elements."""
+
+_SOURCE = Path(__file__).with_name("adamw.c")
+# Gradient and whether it is bf16, two moments, scalars, number of elements, threads.
+_OTHERS: tuple[Argument, ...] = ("tensor", "int32", "tensor", "tensor", "floats", "int64", "int32")
+_SPLIT = NativeKernel(_SOURCE, "adamw_split", ("tensor", "tensor", *_OTHERS))
+_WHOLE = NativeKernel(_SOURCE, "adamw_whole", ("tensor", *_OTHERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,45 +113,34 @@ def adamw_(
         OptimizerError: If `"native"` was asked for and can't be had.
     """
     assert gradient.shape == master.shape
-    numel, flat = gradient.numel(), gradient.reshape(-1)
     done = 0
-    if kernel in ("auto", "native") and not isinstance(master, RoundedMaster) and gradient.dtype in _GRADIENTS:
-        found = _native()
-        if isinstance(found, NativeKernel):
-            done = numel // LANES * LANES
+    if kernel in ("auto", "native") and _is_native(type(master), gradient.dtype):
+        reason = native_reason()
+        if reason is None:
+            done = gradient.numel() // LANES * LANES
+            part, stretch = master.part(0, done), gradient.reshape(-1)[:done]
             scalars = _scalars(step, options, scale)
-            count = threads or torch.get_num_threads()
-            found(master.part(0, done), flat[:done], moments.part(0, done).both, scalars, threads=count)
+            _in_c(part, stretch, moments.part(0, done), scalars, threads or torch.get_num_threads())
         elif kernel == "native":
-            raise OptimizerError(f"kernel='native' can't be had: {found}.\n  Use kernel='auto'.")
+            raise OptimizerError(f"kernel='native' can't be had: {reason}.\n  Use kernel='auto'.")
     update = _plain if kernel == "plain" else _fused
-    scratch = Scratch(numel - done)
-    for start, end in ((start + done, end + done) for start, end in pieces(numel - done)):
-        part = master.part(start, end)
-        values, wide, spare = scratch.take(end - start)
-        part.load(values, spare)
-        wide.copy_(flat[start:end])
-        if scale != 1.0:
-            wide.mul_(scale)
-        update(values, wide, moments.part(start, end), step, options)
-        part.store(values, spare)
+    for values, wide, both in in_pieces(master, gradient, moments.both, scale=scale, start=done):
+        update(values, wide, Moments(*both), step, options)
 
 
-_GRADIENTS = (torch.float32, torch.bfloat16)
-
-
-def native_reason() -> str | None:
-    """Returns why `kernel="native"` can't be had here, or None if it can."""
-    found = _native()
-    return found if isinstance(found, str) else None
+def _is_native(master: type[Master], gradient: torch.dtype) -> bool:
+    return master is not RoundedMaster and gradient in (torch.float32, torch.bfloat16)
 
 
 @functools.cache
-def _native() -> NativeKernel | str:
-    """Builds the kernel and compares its bits with torch's: processors differ in what torch fuses."""
-    kernel = build()
-    if isinstance(kernel, str):
-        return kernel
+def native_reason() -> str | None:
+    """Returns why `kernel="native"` can't be had here, or None if it can.
+
+    The kernel is built, and its bits compared with torch's: processors differ in what torch fuses.
+    """
+    reason = _SPLIT.fault()
+    if reason is not None:
+        return reason
     generator = torch.Generator().manual_seed(0)
     for narrow, beta1 in ((False, 0.9), (True, 0.9), (False, 0.3)):
         options = AdamWOptions(1e-3, (beta1, 0.99), weight_decay=0.1)
@@ -150,10 +152,21 @@ def _native() -> NativeKernel | str:
             gradient = torch.randn(values.shape, generator=generator).to(torch.bfloat16 if narrow else torch.float32)
             _fused(values, gradient.float(), theirs, step, options)
             for master, mine in states:
-                kernel(master, gradient, mine.both, _scalars(step, options, 1.0), threads=1)
+                _in_c(master, gradient, mine, _scalars(step, options, 1.0), 1)
         if not all(torch.equal(read_(torch.empty_like(values), master), values) for master in masters):
             return "its bits differ from those of torch's fused AdamW on this processor"
-    return kernel
+    return None
+
+
+def _in_c(master: Master, gradient: torch.Tensor, moments: Moments, scalars: tuple[float, ...], threads: int) -> None:
+    """Updates contiguous tensors of equal length in place; `scalars` are those that `adamw.c` lists."""
+    assert gradient.numel() % LANES == 0
+    others = (gradient, int(gradient.dtype == torch.bfloat16), *moments.both, scalars, gradient.numel(), threads)
+    if isinstance(master, SplitMaster):
+        _SPLIT(master.high, master.low, *others)
+    else:
+        assert isinstance(master, WholeMaster)
+        _WHOLE(master.values, *others)
 
 
 def _plain(values: torch.Tensor, gradient: torch.Tensor, moments: Moments, step: int, options: AdamWOptions) -> None:
@@ -201,3 +214,45 @@ def _scalars(step: int, options: AdamWOptions, scale: float) -> tuple[float, ...
         options.eps,
         -lr / (1 - beta1**step),
     )
+
+
+class AdamWInOnePass(FastPath):
+    """AdamW over masters, with the bits of `fused=True` over fp32 parameters."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+    numbers = ("step",)
+
+    def matches(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+        """Whether its step is AdamW's own, with options that the fused update has."""
+        others = ("amsgrad", "capturable", "differentiable")
+        is_adamw = step_code(optimizer) is _ADAMW and bool(group["decoupled_weight_decay"])
+        return is_adamw and not any(group[option] for option in others)
+
+    def matches_whole(self, group: Mapping[str, Any]) -> bool:
+        """Whether the group says `fused=True`: without it, AdamW over fp32 has other bits."""
+        return bool(group["fused"])
+
+    def options(self, group: Mapping[str, Any]) -> AdamWOptions:
+        """Reads the numbers of a step."""
+        return AdamWOptions.of(group)
+
+    def update(self, given: ParameterUpdate) -> None:
+        """Updates one parameter by `adamw_`."""
+        (step,) = given.numbers
+        step.add_(1)
+        adamw_(
+            given.master,
+            Moments(*given.moments),
+            given.gradient,
+            step=int(step.item()),
+            options=given.options,
+            scale=given.scale,
+            threads=given.threads,
+        )
+
+    def is_sure(self, master: type[Master], gradient: torch.dtype) -> bool:
+        """Whether the native kernel does it, which takes no memory."""
+        return _is_native(master, gradient) and native_reason() is None
+
+
+_ADAMW = step_code(torch.optim.AdamW([torch.nn.Parameter(torch.empty(0))]))

@@ -11,8 +11,8 @@ from torch import nn
 
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.interrupts import Interrupts
-from megatrain.optim.masters import Kind, Masters
-from megatrain.optim.narrowed import Narrowed
+from megatrain.optim.masters.narrow_tensor import Narrowed
+from megatrain.optim.masters.registry import Kind, Masters
 from megatrain.runtime.overlap import check_unshared
 from megatrain.tracer.layouts import check_plain_state
 from megatrain.tracer.state import inventory

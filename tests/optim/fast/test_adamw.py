@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.optim import native
-from megatrain.optim.adamw import AdamWOptions, Moments, adamw_, native_reason
-from megatrain.optim.master import CHUNK, RoundedMaster, SplitMaster, WholeMaster, read_
+from megatrain.optim.fast import native
+from megatrain.optim.fast.adamw import AdamWOptions, Moments, adamw_, native_reason
+from megatrain.optim.masters.halves import CHUNK, RoundedMaster, SplitMaster, WholeMaster, read_
 
 NUMELS = (0, 1, 7, 16, 1000, 2 * CHUNK + 37)
 KERNELS = ("plain", "fused", "native", "auto")
@@ -117,12 +117,12 @@ def test_the_native_kernel_has_the_same_bits_with_any_number_of_threads():
 
 
 def test_without_a_compiler_the_update_falls_back_and_says_why(tmp_path, monkeypatch):
-    assert "no C compiler" in native.build(compilers=("no-such-compiler",))
     broken = tmp_path / "broken.c"
+    assert "no C compiler" in native.build(broken, compilers=("no-such-compiler",))
     broken.write_text("int main(")
     if not native_reason():
         assert "failed" in native.build(broken)
-    monkeypatch.setattr("megatrain.optim.adamw._native", lambda: "no C compiler here")
+    monkeypatch.setattr("megatrain.optim.fast.adamw.native_reason", lambda: "no C compiler here")
     master, _, reference, _ = train("auto", 100, lr=1e-3)
     assert torch.equal(read_(torch.empty(100), master), reference)
     with pytest.raises(OptimizerError, match="no C compiler here"):

@@ -12,12 +12,12 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import TraceError
-from megatrain.optim import narrow
-from megatrain.optim.narrowed import Narrowed
+from megatrain.optim.masters import narrow_model
+from megatrain.optim.masters.narrow_tensor import Narrowed
 from tests.interrupting import Lines
 from tests.optim.reference import assert_same_bits
 
-FILES = ("optim/narrow.py", "optim/narrowed.py")
+FILES = ("optim/masters/narrow_model.py", "optim/masters/narrow_tensor.py")
 KINDS = ("exact", "rounded")
 
 
@@ -72,7 +72,7 @@ class State:
         for name, gradient in self.gradients.items():
             assert found[name].grad is not None, (where, name)
             assert_same_bits(gradient, found[name].grad, (where, name))
-        assert narrow._OF_MODELS.get(self.model) is None, where
+        assert narrow_model._OF_MODELS.get(self.model) is None, where
 
 
 def attempt(model: nn.Module, kind: str, *, captures: bool = False) -> Any:
@@ -150,7 +150,7 @@ def test_an_allocation_that_fails_leaves_the_model_as_it_was(kind: str, monkeypa
 
 
 def narrow_read(master: Any) -> torch.Tensor:
-    return megatrain.optim.master.read_(torch.empty(master.shape), master)
+    return megatrain.optim.masters.halves.read_(torch.empty(master.shape), master)
 
 
 @pytest.mark.parametrize("is_master", [True, False])

@@ -6,40 +6,23 @@ import weakref
 import zlib
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from megatrain.errors import ExecuteError
-from megatrain.optim.layout import dense, in_memory, laid_out_like, memory_order
-from megatrain.optim.master import Master, RoundedMaster, SplitMaster, WholeMaster, set_halves
-from megatrain.optim.master_sources import PIECE, check_saved, generator_source, low_source, master_source
+from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, set_halves
+from megatrain.optim.masters.held import Held
+from megatrain.optim.masters.memory_order import dense, in_memory, memory_order
+from megatrain.optim.masters.to_files import PIECE, check_saved, generator_source, low_source, master_source
 from megatrain.runtime.checkpoint import parts
 from megatrain.runtime.start import version
 from megatrain.saving import Saved, Source
-from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import inventory
 
 Kind = Literal["whole", "exact", "rounded"]
 """What bf16 parameters have: no masters, low halves beside them, or themselves, rounded by chance."""
-
-
-@dataclass(slots=True, eq=False)
-class _Held:
-    """One parameter.
-
-    `low` is what it lacks to its master, of its shape; None is zero. `mark` is its version and address when `low` was
-    last known to belong to it.
-    """
-
-    key: str
-    parameter: torch.Tensor
-    low: torch.Tensor | None = None
-    mark: tuple[int, int] = (0, 0)
-    generator: torch.Generator | None = None
 
 
 class Masters(Mapping[torch.Tensor, Master]):
@@ -63,8 +46,8 @@ class Masters(Mapping[torch.Tensor, Master]):
         self.casts_inputs = casts_inputs
         self._model = weakref.ref(model)
         self._seed = torch.initial_seed()
-        self._held: dict[int, _Held] = {}
-        self._by_key: dict[str, _Held] = {}
+        self._held: dict[int, Held] = {}
+        self._by_key: dict[str, Held] = {}
 
     # -- the mapping --------------------------------------------------------------------------------------
 
@@ -110,9 +93,9 @@ class Masters(Mapping[torch.Tensor, Master]):
         if model is None:
             return
         entries, tensors = inventory(model)
-        found: dict[int, _Held] = {}
+        found: dict[int, Held] = {}
         for key in (key for key, entry in entries.items() if entry.kind == "parameter"):
-            held = self._held.get(id(tensors[key])) or _Held(key, tensors[key])
+            held = self._held.get(id(tensors[key])) or Held(key, tensors[key])
             held.key = key
             found[id(tensors[key])] = held
         self._held = found
@@ -122,19 +105,19 @@ class Masters(Mapping[torch.Tensor, Master]):
         """Notes that what the parameter holds now was written together with its low half."""
         held = self._held.get(id(parameter))
         if held is not None:
-            held.mark = _mark(held.parameter)
+            held.wrote()
 
     @contextmanager
     def moving(self) -> Generator[None]:
         """In its body, parameters may get other memory with the same values."""
         for held in self._held.values():
-            self._drop_old_low(held)
+            held.drop_old_low()
         try:
             yield
         finally:
             for held in self._held.values():
                 if held.low is not None:
-                    held.mark = _mark(held.parameter)
+                    held.wrote()
 
     def halves(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter of the model has a low half beside it once it is bf16."""
@@ -160,7 +143,7 @@ class Masters(Mapping[torch.Tensor, Master]):
             return False
         if not values.is_floating_point() or values.shape != parameter.shape or values.is_meta:
             return False
-        whole = (parameter.detach(), self._room(held), values.detach())
+        whole = (parameter.detach(), held.room(), values.detach())
         for high, low, piece in zip(*(parts(tensor, PIECE) for tensor in whole), strict=True):
             set_halves(high, low, piece)
         self.wrote(parameter)
@@ -169,7 +152,7 @@ class Masters(Mapping[torch.Tensor, Master]):
     def room_for(self, key: str) -> torch.Tensor | None:
         """Returns the low half of a parameter whose values are about to be set; None if it has none to set."""
         held = self._by_key.get(key)
-        return None if held is None or not self._has_halves(held) else self._room(held)
+        return None if held is None or not self._has_halves(held) else held.room()
 
     def loading(self) -> TorchFunctionMode:
         """While it is active, `parameter.copy_(values)` sets the exact master."""
@@ -210,9 +193,9 @@ class Masters(Mapping[torch.Tensor, Master]):
         """
         self.check(saved)
         for held in self._halved():
-            _check_values(held)
+            held.check_values()
         for held in self._halved():
-            saved[f"{held.key}.low"].read(self._room(held))
+            saved[f"{held.key}.low"].read(held.room())
             self.wrote(held.parameter)
         for held, generator in self._generators():
             state = generator.get_state()
@@ -233,22 +216,22 @@ class Masters(Mapping[torch.Tensor, Master]):
 
     # -- one parameter -------------------------------------------------------------------------------------
 
-    def _halved(self) -> list[_Held]:
+    def _halved(self) -> list[Held]:
         return [held for held in self._held.values() if self._has_halves(held)]
 
-    def _has_halves(self, held: _Held) -> bool:
+    def _has_halves(self, held: Held) -> bool:
         return held.parameter.dtype == torch.bfloat16 and self.halves(held.parameter)
 
-    def _has_master(self, held: _Held) -> bool:
+    def _has_master(self, held: Held) -> bool:
         if held.parameter.dtype == torch.bfloat16 and self.kind == "rounded":
             return held.parameter.requires_grad
         is_whole = held.parameter.dtype == torch.float32 and held.parameter.requires_grad
         return is_whole or self._has_halves(held)
 
-    def _master(self, held: _Held) -> Master:
+    def _master(self, held: Held) -> Master:
         parameter = held.parameter
-        _check_values(held)
-        self._drop_old_low(held)
+        held.check_values()
+        held.drop_old_low()
         values = parameter.detach()
         if (moved := dense(values)) is not values:
             parameter.data = moved  # as the host store does when it takes it in
@@ -259,28 +242,15 @@ class Masters(Mapping[torch.Tensor, Master]):
             return WholeMaster(in_memory(values, order))
         if self.kind == "rounded":
             return RoundedMaster(in_memory(values, order), self._generator(held))
-        return SplitMaster(in_memory(values, order), in_memory(self._room(held), order))
+        return SplitMaster(in_memory(values, order), in_memory(held.room(), order))
 
-    def _drop_old_low(self, held: _Held) -> None:
-        if held.low is not None and held.mark != _mark(held.parameter):
-            held.low.zero_()
-            self.wrote(held.parameter)
-
-    def _room(self, held: _Held) -> torch.Tensor:
-        """Returns the low half, laid out like the parameter."""
-        values = held.parameter.detach()
-        if held.low is None:
-            held.low = torch.zeros_like(values, dtype=torch.int16, device="cpu")
-        held.low = laid_out_like(held.low, values)
-        return held.low
-
-    def _generators(self) -> Iterator[tuple[_Held, torch.Generator]]:
+    def _generators(self) -> Iterator[tuple[Held, torch.Generator]]:
         if self.kind == "rounded":
             for held in self._held.values():
                 if held.parameter.dtype == torch.bfloat16 and held.parameter.requires_grad:
                     yield held, self._generator(held)
 
-    def _generator(self, held: _Held) -> torch.Generator:
+    def _generator(self, held: Held) -> torch.Generator:
         # One for each parameter: the bits hang on no order of updates.
         if held.generator is None:
             held.generator = torch.Generator().manual_seed((self._seed + zlib.crc32(held.key.encode())) % 2**63)
@@ -290,7 +260,7 @@ class Masters(Mapping[torch.Tensor, Master]):
         held = self._held.get(id(tensor))
         if held is None or tensor.dtype != torch.bfloat16:
             return Source.of(tensor)
-        _check_values(held)
+        held.check_values()
         return master_source(tensor, held.low)
 
 
@@ -303,16 +273,3 @@ class _Exactly(TorchFunctionMode):
         if func is torch.Tensor.copy_ and len(args) > 1 and self._masters.take(args[0], args[1]):
             return args[0]
         return func(*args, **(kwargs or {}))
-
-
-def _mark(parameter: torch.Tensor) -> tuple[int, int]:
-    return version(parameter), parameter.data_ptr()
-
-
-def _check_values(held: _Held) -> None:
-    if held.parameter.is_meta:
-        raise ExecuteError(
-            f"parameter `{held.key}` {TensorSpec.of(held.parameter)} is on the meta device and has no values.\n"
-            "  A master is what a parameter holds.\n"
-            "  Call load_weights() first, or the model."
-        )

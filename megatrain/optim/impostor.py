@@ -1,4 +1,4 @@
-"""One step of a torch optimizer, taken for some of its parameters at a time by its own code."""
+"""An impostor: an optimizer of the same class over other parameters, on which the class's own code takes a step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ HOOKS = tuple(
 ALIGNED = ("params", "param_names")
 """What a group holds per parameter; all else are options."""
 
-_OF_STATE_DICTS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-_OWN = ("state", "param_groups", "step", *HOOKS, *_OF_STATE_DICTS)
+_OWN = ("state", "param_groups", "step", *HOOKS)
 
 
 def step_code(optimizer: Optimizer) -> StepCode:
@@ -80,7 +74,7 @@ def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*flat)
 
 
-class WholeStep:
+class OptimizerStep:
     """A step that has begun: options are those of its beginning, whatever the user sets meanwhile.
 
     Each call of `update` runs the optimizer's own code on an impostor that shares the state, but has only some

@@ -5,10 +5,10 @@ import torch
 
 from megatrain.errors import OptimizerError
 from megatrain.optim.blockwise import BlockOptimizer
-from megatrain.optim.master import RoundedMaster, SplitMaster, WholeMaster, read_
-from megatrain.optim.master_step import MasterStep
+from megatrain.optim.impostor import is_same
+from megatrain.optim.masters.block_update import MasterStep
+from megatrain.optim.masters.halves import RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.optim.norm import GradientNorm
-from megatrain.optim.whole_step import is_same
 
 SHAPES = ((50, 30), (30,), (40, 40), (7,), (20, 10))
 NORMS = (1, 3)  # stay fp32

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.optim.layout import dense, in_memory, memory_order
-from megatrain.optim.master import SplitMaster, pieces, read_, write_
+from megatrain.optim.masters.halves import SplitMaster, pieces, read_, write_
+from megatrain.optim.masters.memory_order import dense, in_memory, memory_order
 
 
 @dataclass(frozen=True, slots=True, eq=False)

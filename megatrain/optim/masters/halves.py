@@ -115,8 +115,8 @@ class RoundedMaster:
     """A bf16 tensor that is its own master: what an update changes is rounded up or down by chance.
 
     The chance is the distance to the other neighbour, so the mean of many roundings is the value itself, and small
-    updates are not lost on average. One generator draws for all masters: the same seed and the same order of
-    updates give the same bits, whatever the number of threads.
+    updates are not lost on average: stochastic rounding. A generator draws for one master alone: the same seed and the
+    same updates of this master give the same bits, whatever the number of threads and the order of other updates.
 
     Attributes:
         high: bf16, contiguous, on the host.
@@ -162,20 +162,6 @@ def pieces(numel: int) -> Iterator[tuple[int, int]]:
     size = CHUNK * torch.get_num_threads()
     for start in range(0, numel, size):
         yield start, min(numel, start + size)
-
-
-class Scratch:
-    """Memory for the fp32 values of one piece, its gradient, and room to take them apart."""
-
-    def __init__(self, numel: int):
-        size = min(numel, CHUNK * torch.get_num_threads())
-        self._values = torch.empty(size)
-        self._gradient = torch.empty(size)
-        self._spare = torch.empty(size, dtype=torch.int32)
-
-    def take(self, numel: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns room for values, a gradient (both fp32) and bits (int32) of `numel` elements."""
-        return self._values[:numel], self._gradient[:numel], self._spare[:numel]
 
 
 @torch.no_grad()

@@ -1,0 +1,14 @@
+"""Fast paths: updates of some optimizers in one pass over a parameter, fp32 or bf16 with masters.
+
+AdamW has one. For another optimizer, subclass `FastPath`, and `register` an object of that class before the first
+training step; `unregister` takes it out again. `NativeKernel` calls a function of C that the machine's compiler builds.
+docs/fast_paths.md writes one for Lion.
+"""
+
+from megatrain.optim.fast.adamw import AdamWInOnePass
+from megatrain.optim.fast.native import NativeKernel
+from megatrain.optim.fast.path import FastPath, ParameterUpdate, fast_path, register, unregister
+
+__all__ = ["FastPath", "NativeKernel", "ParameterUpdate", "fast_path", "register", "unregister"]
+
+register(AdamWInOnePass())

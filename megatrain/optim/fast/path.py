@@ -1,0 +1,173 @@
+"""FastPath: how an optimizer's update of one parameter is done without the optimizer's own code."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatrain.checks import checked, instance_of
+from megatrain.errors import OptimizerError
+from megatrain.optim.fast.pieces import Piece, in_pieces
+from megatrain.optim.impostor import Optimizer
+from megatrain.optim.masters.halves import Master, SplitMaster, WholeMaster
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterUpdate:
+    """What the update of one parameter reads and writes.
+
+    All tensors lie in the order of the parameter's memory. Those of the master, `moments` and `numbers` are the
+    parameter's and the optimizer's own memory: an update writes into them.
+
+    Args:
+        master: The parameter's values: `WholeMaster` of an fp32 parameter, `SplitMaster` or `RoundedMaster` of bf16.
+        gradient: Contiguous, of the master's shape, fp32 or bf16; not to be written to.
+        moments: fp32, contiguous, of the master's shape; in the order of `FastPath.moments`.
+        numbers: fp32 tensors without dimensions, in the order of `FastPath.numbers`.
+        options: What `FastPath.options` returned.
+        scale: Factor of the gradient, such as the coefficient of clipping.
+        threads: How many threads code that isn't torch's may take; None is as many as torch.
+    """
+
+    master: Master
+    gradient: torch.Tensor
+    moments: tuple[torch.Tensor, ...]
+    numbers: tuple[torch.Tensor, ...]
+    options: Any
+    scale: float = 1.0
+    threads: int | None = None
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yields values, gradient and moments of one piece after the other, all fp32 and flat, whatever the master is.
+
+        Values and gradient are scratch memory. The gradient is scaled, and may be written to. The master takes the
+        values over when the next piece is asked for; moments are changed in place. Pieces end where caches do, so an
+        update that treats elements differently by their place belongs elsewhere.
+        """
+        return in_pieces(self.master, self.gradient, self.moments, scale=self.scale)
+
+
+class FastPath(ABC):
+    """An optimizer's update of one parameter, in one object; `register` puts it to use.
+
+    The update has the bits of the optimizer's own code over an fp32 parameter, or says in its documentation how far it
+    is from them. State has the names that the optimizer's own code gives, so that a checkpoint fits both.
+
+    Attributes:
+        moments: Names of state in fp32, of the parameter's shape (`exp_avg`).
+        numbers: Names of state that is one fp32 number (`step`), before the moments in a parameter's state.
+    """
+
+    moments: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+
+    @abstractmethod
+    def matches(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+        """Tells whether it updates the parameters of this group that are bf16 and have masters.
+
+        Args:
+            optimizer: Of the user, or one of the same class that has only some of its parameters.
+            group: One of its param groups.
+        """
+
+    def matches_whole(self, group: Mapping[str, Any]) -> bool:
+        """Tells whether it updates fp32 parameters of a group that `matches`, too. Yes, unless it is overridden."""
+        del group
+        return True
+
+    def options(self, group: Mapping[str, Any]) -> Any:
+        """Reads the numbers of a step from a group; it returns the group itself, unless it is overridden.
+
+        What is wrong with them is raised here, before anything is written.
+        """
+        return group
+
+    def new_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Makes the state of a parameter before its first update: zeros, laid out as the parameter is."""
+        numbers = {name: torch.tensor(0.0) for name in self.numbers}
+        zeros = {
+            name: torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False, device="cpu")
+            for name in self.moments
+        }
+        return {**numbers, **zeros}
+
+    @abstractmethod
+    def update(self, given: ParameterUpdate) -> None:
+        """Updates one parameter and its state in place; gradients are not recorded."""
+
+    def is_sure(self, master: type[Master], gradient: torch.dtype) -> bool:
+        """Tells whether an update, once it writes, is sure to reach its end.
+
+        If it isn't (the default), what a block's update writes is copied before, to be put back after a failure.
+
+        Args:
+            master: The kind of master.
+            gradient: The gradient's dtype.
+        """
+        del master, gradient
+        return False
+
+    def traffic(self, master: type[Master]) -> float:
+        """Returns the bytes of host memory that an update reads and writes, per byte of the parameter.
+
+        The gradient is read; values and moments are read and written, each once.
+
+        Args:
+            master: The kind of master; of an fp32 parameter it is `WholeMaster`, all others are bf16 parameters.
+        """
+        width = 4 if master is WholeMaster else 2
+        beside = 2 if master is SplitMaster else 0
+        return (width + 2 * (width + beside + 4 * len(self.moments))) / width
+
+
+_PATHS: list[FastPath] = []
+
+
+@checked(path=instance_of(FastPath, "an object of a subclass of FastPath", "that object, not its class"))
+def register(path: FastPath) -> None:
+    """Puts a fast path to use, ahead of those that are there; training steps that are under way take it up, too.
+
+    Raises:
+        OptimizerError: If it is registered already.
+    """
+    if any(known is path for known in _PATHS):
+        raise OptimizerError(
+            f"{type(path).__name__} is registered already.\n"
+            "  A fast path is registered once, for all optimizers of a process.\n"
+            "  Call unregister() with it first."
+        )
+    _PATHS.insert(0, path)
+
+
+@checked(path=instance_of(FastPath, "an object of a subclass of FastPath", "that object, not its class"))
+def unregister(path: FastPath) -> None:
+    """Takes a fast path out of use; its optimizers' own code updates their parameters from then on.
+
+    Raises:
+        OptimizerError: If it isn't registered.
+    """
+    if not any(known is path for known in _PATHS):
+        raise OptimizerError(
+            f"{type(path).__name__} is not registered.\n"
+            "  A fast path is known by the object that was registered, not by its class.\n"
+            "  Keep the object that you give to register()."
+        )
+    _PATHS[:] = [known for known in _PATHS if known is not path]
+
+
+def fast_path(optimizer: Optimizer, group: Mapping[str, Any], *, is_whole: bool = False) -> FastPath | None:
+    """Returns what updates parameters of a group in one pass: the latest registered that does; None if none does.
+
+    Args:
+        optimizer: As of `FastPath.matches`.
+        group: One of its param groups.
+        is_whole: The parameter is fp32, so it has no other master than itself.
+    """
+    for path in _PATHS:
+        if path.matches(optimizer, group) and (not is_whole or path.matches_whole(group)):
+            return path
+    return None

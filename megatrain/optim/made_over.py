@@ -1,0 +1,64 @@
+"""An optimizer that is given by its class, made over parameters that have no memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatrain.checks import Rule
+from megatrain.errors import OptionError
+from megatrain.optim.impostor import Optimizer
+from megatrain.optim.rehearsal import empty
+from megatrain.tracer.spec import TensorSpec
+
+
+def made_over(
+    kind: type[Optimizer] | str, specs: Mapping[str, TensorSpec]
+) -> tuple[Optimizer, Mapping[str, torch.Tensor]]:
+    """Makes an optimizer with its default options over parameters that have no memory.
+
+    Args:
+        kind: A class, or the name of one in `torch.optim`.
+        specs: The parameters by key.
+
+    Returns:
+        The optimizer, and its parameters by key.
+
+    Raises:
+        OptionError: If it can't be made so.
+    """
+    make: Any = _class_of(kind)
+    name = make.__name__
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parameters = {key: torch.nn.Parameter(empty(spec)) for key, spec in specs.items()}
+        try:
+            return make(list(parameters.values())), parameters
+        except Exception as error:  # whatever the constructor of a user's class raises
+            raise OptionError(
+                f"optimizer={name} can't be made over all trained parameters of the model: {error}\n"
+                "  A class gets all of them, in one group with its default options.\n"
+                "  Give an optimizer over those that it shall have; on meta neither takes memory."
+            ) from error
+
+
+def _class_of(kind: object) -> object:
+    return getattr(torch.optim, kind, None) if isinstance(kind, str) else kind
+
+
+def _fault(value: object) -> str | None:
+    kind = _class_of(value)
+    is_known = isinstance(kind, Optimizer) or (isinstance(kind, type) and issubclass(kind, Optimizer))
+    return None if is_known else "is not known"
+
+
+OPTIMIZER = Rule(
+    "an optimizer over the model's parameters, its class, or the name of a class in torch.optim",
+    '{name}="AdamW"',
+    _fault,
+)
+"""What `made_over` takes, and an optimizer itself."""

@@ -1,0 +1,155 @@
+"""Rehearsal: an optimizer's own code steps on stand-ins for its parameters, to show what it does.
+
+A stand-in is a small corner of a parameter, or a tensor of its shape that has no memory. The optimizer itself stays as
+it is: the code runs on an impostor over the stand-ins, with state, options and attributes of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatrain.errors import OptimizerError
+from megatrain.optim.impostor import ALIGNED, Optimizer, attributes, impostor, own_copy
+from megatrain.torch_private import DataDependentOutputException, forbid_memory, unset_fake_temporarily
+from megatrain.tracer.spec import TensorSpec
+
+Result = TypeVar("Result")
+
+_EDGE = 4
+
+
+@contextmanager
+def unnoticed() -> Generator[None]:
+    """In its body no warning is shown, generators are left as they were, and new tensors are on the CPU."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def over_stand_ins(
+    optimizer: Optimizer,
+    stand_ins: Mapping[torch.Tensor, torch.Tensor],
+    *,
+    of_state: Callable[[torch.Tensor], torch.Tensor],
+    of_option: Callable[[Any], Any] = own_copy,
+) -> Optimizer:
+    """Makes an optimizer of the same class over stand-ins, which shares nothing with the one it is made of.
+
+    Args:
+        optimizer: The user's.
+        stand_ins: By parameter. Parameters without one are left out.
+        of_state: Makes what stands for a tensor in a parameter's state.
+        of_option: Makes what stands for an option of a group.
+    """
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        kept = [index for index, parameter in enumerate(group["params"]) if parameter in stand_ins]
+        made = {key: of_option(value) for key, value in group.items() if key not in ALIGNED}
+        made.update({key: [group[key][i] for i in kept] for key in ALIGNED if key in group})
+        made["params"] = [stand_ins[parameter] for parameter in made["params"]]
+        groups.append(made)
+    state: Any = defaultdict(dict)
+    for parameter, stand_in in stand_ins.items():
+        if parameter in optimizer.state:
+            held: Any = optimizer.state[parameter]
+            held = dict(held) if isinstance(held, Mapping) else held
+            state[stand_in] = pytree.tree_map(
+                lambda leaf: of_state(leaf) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf), held
+            )
+    state.update(copy.deepcopy(shared_state(optimizer)))
+    return impostor(optimizer, copy.deepcopy(attributes(optimizer)), groups, state)
+
+
+def shared_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """Returns the entries of an optimizer's state that belong to no parameter; some optimizers keep such."""
+    state: Any = optimizer.state
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+
+
+def corner(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of the first few elements along each dimension; of a tensor on meta zeros on the host."""
+    if tensor.is_meta:
+        return torch.zeros([min(size, _EDGE) for size in tensor.shape], dtype=tensor.dtype)
+    return tensor.detach()[tuple(slice(0, _EDGE) for _ in tensor.shape)].clone()
+
+
+def random_gradient(parameter: torch.Tensor, generator: torch.Generator, *, sparse: bool) -> torch.Tensor:
+    """Returns a gradient for a stand-in, of its shape and dtype."""
+    gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return gradient.to_sparse(1) if sparse and gradient.dim() else gradient
+
+
+def with_gradients_it_takes(optimizer: Optimizer, attempt: Callable[[bool], Result]) -> Result:
+    """Tries something with gradients such as the parameters have now, and then with the other kind.
+
+    Some optimizers take sparse gradients only.
+
+    Args:
+        optimizer: The user's.
+        attempt: Is told whether gradients are sparse.
+
+    Raises:
+        OptimizerError: If an attempt does.
+        Exception: What the first attempt raises, if both fail: whatever the optimizer's code raises on its stand-ins.
+    """
+    is_sparse = any(p.grad is not None and p.grad.is_sparse for g in optimizer.param_groups for p in g["params"])
+    causes: list[Exception] = []
+    for sparse in (is_sparse, not is_sparse):
+        try:
+            return attempt(sparse)
+        except OptimizerError:
+            raise
+        except Exception as error:
+            causes.append(error)
+    raise causes[0]
+
+
+def empty(spec: TensorSpec) -> torch.Tensor:
+    """Returns a tensor of this spec on the host."""
+    if spec.stride is None:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+
+
+def faked(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor like this one without its memory, in the body of a `FakeTensorMode`.
+
+    A number, such as the count of steps, keeps its value.
+    """
+    if tensor.numel() != 1 or tensor.is_meta or isinstance(tensor, FakeTensor):
+        return empty(TensorSpec.of(tensor))
+    with unset_fake_temporarily():
+        number = tensor.item()
+    return torch.tensor(number, dtype=tensor.dtype).reshape(tensor.shape)
+
+
+class WithoutValues(TorchDispatchMode):
+    """Lets code run on fake tensors: unknown numbers are one half, and memory behind a tensor can't be asked for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            result = func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return _one(args[0].dtype)
+        # Else `data_ptr()` is 0, and code of C that trusts it ends the process.
+        pytree.tree_map_only(FakeTensor, forbid_memory, result)
+        return result
+
+
+def _one(dtype: torch.dtype) -> Any:
+    if dtype == torch.bool:
+        return True
+    # Neither end of the range of a decay: `1 - x` and `1 / x` exist.
+    return 0.5 if dtype.is_floating_point else 1
