@@ -62,7 +62,6 @@ RIGHT = {
     "Template.name": TEXTS,
     "Template.*puts": "tuple",
     "Template.state": "tuple",
-    "Template.provenance": "tuple",
     "Template.is_random": "true",
     # A budget is any number of bytes; the program, schedule and host plan beside it aren't swept as it hangs on them.
     "Plan.device_memory": "None huge",

@@ -24,9 +24,7 @@ def lift_state(program: Program) -> Program:
         template, binding = _lift(program.templates[block.template], block.name)
         templates[template.name] = template
         blocks.append(dataclasses.replace(block, binding=binding))
-    return dataclasses.replace(
-        program, templates=templates, blocks=tuple(blocks), provenance=(*program.provenance, "lift_state")
-    )
+    return dataclasses.replace(program, templates=templates, blocks=tuple(blocks))
 
 
 def _lift(template: Template, block_name: str) -> tuple[Template, tuple[str, ...]]:
@@ -46,10 +44,7 @@ def _lift(template: Template, block_name: str) -> tuple[Template, tuple[str, ...
         ports.append(Port(lifted.name, lifted.meta["spec"]))
         keys.append(key)
         last_input = lifted
-    lifted_template = dataclasses.replace(
-        template, graph=graph, state=tuple(ports), provenance=(*template.provenance, "lift_state")
-    )
-    return lifted_template, tuple(keys)
+    return dataclasses.replace(template, graph=graph, state=tuple(ports)), tuple(keys)
 
 
 def _first(graph: fx.Graph) -> fx.Node:

@@ -31,7 +31,7 @@ def measure(program: Program) -> Program:
         name: dataclasses.replace(template, cost=_cost(template, differentiable[name], program))
         for name, template in program.templates.items()
     }
-    return dataclasses.replace(program, templates=templates, provenance=(*program.provenance, "measure"))
+    return dataclasses.replace(program, templates=templates)
 
 
 def _differentiable_ports(program: Program) -> dict[str, list[bool]]:

@@ -57,7 +57,6 @@ class Template:
         outputs: What other blocks or the caller read.
         is_random: Draws from the random generator.
         cost: Filled in by `measure`.
-        provenance: The passes that made it.
     """
 
     name: str
@@ -67,7 +66,11 @@ class Template:
     outputs: tuple[Port, ...]
     is_random: bool
     cost: TemplateCost | None = None
-    provenance: tuple[str, ...] = ()
+
+    @property
+    def reads_by_name(self) -> bool:
+        """Whether it reads state by `get_attr` nodes, as it does until `lift_state`."""
+        return any(node.op == "get_attr" for node in self.graph.nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,7 @@ class Program:
         outputs: Sources of the tensors that the model returns.
         state: All state the program reads, by key.
         device: The compute device that the capture assumed.
-        provenance: The passes that made it.
+        provenance: Names of the passes that made it, in order; the pipeline writes them down.
     """
 
     name: str
@@ -154,6 +157,11 @@ class Program:
     state: Mapping[str, StateEntry]
     device: torch.device
     provenance: tuple[str, ...] = ()
+
+    @property
+    def is_lifted(self) -> bool:
+        """Whether no template reads state by name, so that all state comes in by the blocks' bindings."""
+        return not any(template.reads_by_name for template in self.templates.values())
 
     @checked()
     def state_bytes(self, block: Block) -> int:
@@ -223,9 +231,9 @@ def _program_text(program: Program) -> str:
     users: dict[str, list[int]] = defaultdict(list)
     for block in program.blocks:
         users[block.template].append(block.index)
-    passes = ", ".join(program.provenance)
+    passes = f"; from {', '.join(program.provenance)}" if program.provenance else ""
     lines = [
-        f"program {program.name}: {len(program.blocks)} blocks, {len(program.templates)} templates; from {passes}",
+        f"program {program.name}: {len(program.blocks)} blocks, {len(program.templates)} templates{passes}",
         f"  inputs {_list(program.inputs)}; outputs {_list(tuple(o.name for o in program.outputs))}",
     ]
     lines += [f"  buffer {value} = {key}" for value, key in program.buffers]

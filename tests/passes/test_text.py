@@ -59,7 +59,7 @@ def test_partition_cuts_at_the_layers():
     assert_expected_inline(
         str(partition(canonicalize(_tiny()))).split("\n\n")[0],
         """\
-program Tiny: 3 blocks, 3 templates; from canonicalize, partition
+program Tiny: 3 blocks, 3 templates
   inputs arg0; outputs relu_1
   buffer calls = calls
   commit calls = calls_in_0
@@ -106,7 +106,7 @@ def test_dedup_gives_equal_layers_one_template():
     assert_expected_inline(
         str(program),
         """\
-program Sequential: 3 blocks, 1 templates; from canonicalize, partition, lift_state, dedup
+program Sequential: 3 blocks, 1 templates
   inputs arg0; outputs linear_2
   block 0 0: t0(arg0) -> linear; state 16 bytes
   block 1 1: t0(linear) -> linear_1; state 16 bytes
