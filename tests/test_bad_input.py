@@ -101,6 +101,10 @@ RIGHT = {
     # No example: the first call compiles.
     "compile.example_args": "list tuple",
     "*.example_kwargs": "dict",
+    # No pass of one's own.
+    "compile.passes": "list tuple",
+    "plan.passes": "list tuple",
+    "lower.rewrites": "list tuple",
     "trace.kwargs": "dict",
     "trace.opaque": "dict",
     "verify.compile_options": "dict",

@@ -171,8 +171,9 @@ class TracedModule:
             self.graph.lint()
             returned: Any = self.graph.output_node().args[0]
         except (RuntimeError, StopIteration, IndexError) as error:
+            first_line = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise TraceError(
-                f"the graph of `{self.name}` is not well-formed: {str(error).splitlines()[0].rstrip('.')}.\n"
+                f"the graph of `{self.name}` is not well-formed: {first_line}.\n"
                 "  It runs from its inputs to one output, and reads nothing before it is made.\n"
                 "  Change graphs with `Rewriter`, which keeps them so."
             ) from error
