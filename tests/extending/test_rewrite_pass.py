@@ -32,10 +32,8 @@ def chunked_cross_entropy(traced: megatrain.TracedModule, *, rows: int = 10) -> 
         add, ignored = partial(rewriter.call, loss), options["ignore_index"]
         hidden = add("flatten", logits.args[0], 0, -2)
         sums = []
-        for start in range(0, hidden.meta["spec"].shape[0], rows):
-            count = min(rows, hidden.meta["spec"].shape[0] - start)
-            part = add(F.linear, add("narrow", hidden, 0, start, count), *logits.args[1:])
-            target = add("narrow", labels, 0, start, count)
+        for chunk, target in zip(add("split", hidden, rows), add("split", labels, rows), strict=True):
+            part = add(F.linear, chunk, *logits.args[1:])
             sums.append(add(F.cross_entropy, part, target, ignore_index=ignored, reduction="sum"))
         num_counted = add("sum", add("ne", labels, ignored))
         rewriter.replace(loss, add("div", add("sum", add(torch.stack, sums)), num_counted))
