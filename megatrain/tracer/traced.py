@@ -14,7 +14,7 @@ from megatrain.errors import TraceError
 from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.guards import Guard
 from megatrain.tracer.inputs import WrittenInputs
-from megatrain.tracer.node_meta import check_meta, refuse_meta
+from megatrain.tracer.node_meta import CALLS, check_meta, refuse_meta
 from megatrain.tracer.side_outputs import SideOutputs
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
@@ -23,7 +23,7 @@ from megatrain.tracer.targets import call_text
 
 
 @checked()
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TracedModule:
     """What the model's forward did, once, for one signature of inputs.
 
@@ -107,9 +107,10 @@ class TracedModule:
         inputs = ", ".join(f"{n.name}: {n.meta['spec']}" for n in self.inputs)
         outputs = self.results
         specs = ", ".join(str(n.meta["spec"]) for n in outputs[: len(self.outputs.placeholders)])
-        lines = [f"traced {self.name}({inputs}) -> ({specs})", *self._state_lines()]
+        returned = specs if len(self.outputs.placeholders) == 1 else f"({specs})"
+        lines = [f"traced {self.name}({inputs}) -> {returned}", *self._state_lines()]
         for node in self.graph.nodes:
-            if node.op in ("call_function", "call_method"):
+            if node.op in CALLS:
                 spec = f": {node.meta['spec']}" if "spec" in node.meta else ""
                 path = node.meta["modules"][-1][0] if node.meta["modules"] else ""
                 lines.append(f"  {node.name}{spec} = {call_text(node)}" + (f"  # {path}" if path else ""))
@@ -124,6 +125,10 @@ class TracedModule:
             left = ", ".join(n.name for n in outputs[count:])
             lines.append(f"  leaves {', '.join(names)}" + (f" = {left}" if left else ""))
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        calls = sum(node.op in CALLS for node in self.graph.nodes)
+        return f"<TracedModule {self.name}: {calls} calls, {len(self.state)} state tensors>"
 
     def _state_lines(self) -> list[str]:
         parameters = [e for e in self.state.values() if e.kind == "parameter"]
