@@ -114,12 +114,13 @@ def _check_kind(name: str, made: object, given: TracedModule | Program, *, is_re
         return
     if isinstance(made, Program) and not is_rewrite:
         return
-    rule = "A pass takes a TracedModule and returns another one, or a Program."
+    rule, way_out = "A pass takes a TracedModule and returns another one, or a Program.", "what `Rewriter.done()` gives"
     if is_rewrite:
         rule = "A rewrite takes a TracedModule and returns a TracedModule."
     elif isinstance(given, Program):
         rule = "A pass behind partition takes a Program and returns a Program."
-    raise LowerError(f"the pass `{name}` returned {named(made)}.\n  {rule}\n  Return what `Rewriter.done()` gives.")
+        way_out = "what dataclasses.replace(program, ...) gives"
+    raise LowerError(f"the pass `{name}` returned {named(made)}.\n  {rule}\n  Return {way_out}.")
 
 
 def _check(name: str, made: TracedModule | Program, given: TracedModule | Program) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from megatrain.checks import checked
@@ -29,13 +30,24 @@ class Rewriter:
 
     A rewrite is a plain function. This one takes a negation through a product:
 
-        def negate_late(traced):
-            rewriter = Rewriter(traced)
-            for product in rewriter.calls(torch.mul):
-                if product.args[0].target is torch.neg:
-                    positive = rewriter.call(product, torch.mul, product.args[0].args[0], product.args[1])
-                    rewriter.replace(product, rewriter.call(product, torch.neg, positive))
-            return rewriter.done()
+    >>> import megatrain
+    >>> def negate_late(traced):
+    ...     rewriter = Rewriter(traced)
+    ...     for product in rewriter.calls(torch.mul):
+    ...         negation, factor = product.args
+    ...         if negation.target is torch.neg:
+    ...             positive = rewriter.call(product, torch.mul, negation.args[0], factor)
+    ...             rewriter.replace(product, rewriter.call(product, torch.neg, positive))
+    ...     return rewriter.done()
+    >>> class Model(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return torch.mul(torch.neg(x), 3)
+    >>> print(negate_late(megatrain.trace(Model(), kwargs={"x": torch.ones(2)})))
+    traced Model(x: f32[2]) -> f32[2]
+      state: 0 parameters, 0 bytes; 0 buffers, 0 bytes
+      mul_1: f32[2] = torch.mul(x, 3)
+      mul: f32[2] = torch.neg(mul_1)
+      return mul
 
     Args:
         traced: The capture.
@@ -52,6 +64,7 @@ class Rewriter:
         self.graph, self._copies = copied_graph(traced.graph)
         self._writes_back = {key: self._copies[node] for key, node in traced.writes_back}
         self._next_storage = 1 + max((n.meta.get("storage", 0) for n in self.graph.nodes), default=0)
+        self._mode = FakeTensorMode()
         self._added: set[fx.Node] = set()
         self._last_after: dict[fx.Node, fx.Node] = {}
         self._writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -129,7 +142,7 @@ class Rewriter:
             is_number = spec.dtype.is_floating_point or spec.dtype.is_complex
             self._describe(node, spec, has_grad and is_number, storage, spec.nbytes)
             return node
-        outcome = tried(target, args, kwargs or {}, site, self.device)
+        outcome = tried(target, args, kwargs or {}, site, self.device, self._mode)
         if outcome.same is not None:
             return outcome.same
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(outcome.result)):

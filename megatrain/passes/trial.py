@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.errors import LowerError
 from megatrain.interrupts import Interrupts
+from megatrain.torch_private import disable_current_modes
 from megatrain.tracer.rng import GeneratorWatch
 from megatrain.tracer.source import SourceLine
 from megatrain.tracer.spec import TensorSpec
@@ -22,6 +23,10 @@ from megatrain.tracer.watch import EffectWatch, storage_key
 
 Target = str | Callable[..., Any]
 """A function of tensors, or the name of a tensor's method."""
+
+_RULE = "A call that a pass adds is tried on tensors without values, to learn its result's shape, dtype and strides."
+_WAY_OUT = "Give it operands that fit, and let no shape hang on values."
+_NAME_IT = 'Give the function itself, such as F.linear, or the name of a method, such as "view".'
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +72,31 @@ class Outcome:
 
 
 def tried(
-    target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any], site: Site, device: torch.device
+    target: Target,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    site: Site,
+    device: torch.device,
+    mode: FakeTensorMode,
 ) -> Outcome:
     """Runs a call on tensors without values, in the modes of its site.
+
+    Args:
+        target: What is called.
+        args: Its arguments, with nodes for tensors.
+        kwargs: Its keyword arguments, likewise.
+        site: Where it will stand.
+        device: Where the model computes.
+        mode: Makes the tensors without values; one serves many trials.
 
     Raises:
         LowerError: If it can't run so, changes an operand in place, or makes a tensor where the model doesn't compute.
     """
     stand_ins: dict[fx.Node, torch.Tensor] = {}
-    watch = EffectWatch(lambda _: None, lambda _: None, GeneratorWatch().draw)
+    watch = EffectWatch(lambda _: None, lambda _: None, _draw)
     # Ctrl-C waits for the end of the call: an error in a dispatch mode that C++ can't bear ends the process.
     with Interrupts(), ExitStack() as stack:
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(mode)
         stack.enter_context(torch.set_grad_enabled(site.grad))
         for kind, dtype in site.autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
@@ -111,8 +129,11 @@ def tried(
     return Outcome(result, {storage_key(fake): n for n, fake in stand_ins.items()}, same, watch.is_random)
 
 
-_RULE = "A call that a pass adds is tried on tensors without values, to learn its result's shape, dtype and strides."
-_WAY_OUT = "Give it operands that fit, and let no shape hang on values."
+def _draw(call: Callable[[], Any]) -> tuple[Any, bool]:
+    """Makes a call that may draw, in a stream of its own: the user's generators stay as they are."""
+    with disable_current_modes():
+        watch = GeneratorWatch()
+    return watch.draw(call)
 
 
 def _called(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -158,9 +179,6 @@ def check_target(target: Any) -> None:
         refuse_call(target, "can't be called", "A call is of a function, or of a tensor's method.", _NAME_IT)
     if isinstance(target, str) and not hasattr(torch.Tensor, target):
         refuse_call(target, "is no method of torch.Tensor", "A text names a method of the first operand.", _NAME_IT)
-
-
-_NAME_IT = 'Give the function itself, such as F.linear, or the name of a method, such as "view".'
 
 
 def refuse_call(target: Any, what: str, rule: str, way_out: str, *, cause: BaseException | None = None) -> NoReturn:
