@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from megatrain.errors import LowerError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import disable_current_modes
+from megatrain.tracer.modes import autocast_state
 from megatrain.tracer.rng import GeneratorWatch
 from megatrain.tracer.source import SourceLine
 from megatrain.tracer.spec import TensorSpec
@@ -97,9 +98,7 @@ def tried(
     # Ctrl-C waits for the end of the call: an error in a dispatch mode that C++ can't bear ends the process.
     with Interrupts(), ExitStack() as stack:
         stack.enter_context(mode)
-        stack.enter_context(torch.set_grad_enabled(site.grad))
-        for kind, dtype in site.autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+        _enter_modes(stack, site)
 
         def stand_in(node: fx.Node) -> Any:
             if node not in stand_ins:
@@ -115,8 +114,24 @@ def tried(
             refuse_call(
                 target, f"can't be called so: {type(error).__name__}: {first_line}", _RULE, _WAY_OUT, cause=error
             )
-    written = {storage_key(tensor) for tensor in watch.written}
-    changed = [node.name for node, fake in stand_ins.items() if storage_key(fake) in written]
+    operands = {storage_key(fake): node for node, fake in stand_ins.items()}
+    _check_writes(target, watch.written, operands)
+    _check_device(target, result, device)
+    same = next((node for node, fake in stand_ins.items() if fake is result), None)
+    return Outcome(result, operands, same, watch.is_random)
+
+
+def _enter_modes(stack: ExitStack, site: Site) -> None:
+    """Enters the modes that a step enters around the call; what the caller has on now doesn't count there either."""
+    stack.enter_context(torch.set_grad_enabled(site.grad))
+    for kind, _ in autocast_state():
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    for kind, dtype in site.autocast:
+        stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+
+
+def _check_writes(target: Target, written: Sequence[torch.Tensor], operands: Mapping[int, fx.Node]) -> None:
+    changed = [operands[key].name for key in map(storage_key, written) if key in operands]
     if changed:
         refuse_call(
             target,
@@ -124,9 +139,6 @@ def tried(
             "What a pass adds makes new tensors; a write would reach whatever shares that memory.",
             "Call the form of it that returns a new tensor.",
         )
-    _check_device(target, result, device)
-    same = next((node for node, fake in stand_ins.items() if fake is result), None)
-    return Outcome(result, {storage_key(fake): n for n, fake in stand_ins.items()}, same, watch.is_random)
 
 
 def _draw(call: Callable[[], Any]) -> tuple[Any, bool]:

@@ -141,6 +141,15 @@ def test_modes_are_those_of_the_call_it_is_like():
     assert made.meta["spec"].dtype == torch.bfloat16
 
 
+def test_modes_of_whoever_runs_the_pass_do_not_count():
+    rewriter = Rewriter(_traced())
+    (linear,) = rewriter.calls(F.linear)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        made = rewriter.call(linear, F.linear, *linear.args)
+    assert made.meta["spec"] == linear.meta["spec"]
+    assert made.meta["requires_grad"]
+
+
 def test_a_call_that_draws_is_marked():
     rewriter = Rewriter(_traced())
     linear = rewriter.calls(F.linear)[0]
