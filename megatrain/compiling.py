@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from megatrain.compiled_module import CompiledModule, compiled_module
 from megatrain.errors import OptionError
 from megatrain.optim.masters.narrow_model import narrowed
 from megatrain.options import COMPILE, Options
+from megatrain.passes.pipeline import Rewrite
 from megatrain.runtime.checkpoint import WeightFiles
 from megatrain.runtime.streams import Chaos, Recording
 
 
 @checked(**COMPILE)
-def compile(  # the name torch users expect
+def compile(  # noqa: PLR0913  # the name torch users expect; all but the model are keywords
     model: nn.Module,
     *,
     device: torch.device | str | None = None,
@@ -33,6 +34,7 @@ def compile(  # the name torch users expect
     weights: WeightFiles | None = None,
     masters: str = "exact",
     opaque: str = "warn",
+    passes: Sequence[Rewrite] = (),
     chaos: Chaos | None = None,
     recording: Recording | None = None,
 ) -> CompiledModule:
@@ -60,6 +62,9 @@ def compile(  # the name torch users expect
             updates round by chance.
         opaque: What happens if code in the outermost module can't be captured, so that the whole model is one block:
             `"warn"` with an `OpaqueModelWarning`, `"refuse"` with a TraceError, or `"allow"`.
+        passes: Rewrites of your own, each a function `TracedModule -> TracedModule`: a capture goes through them in
+            order, is checked after each, and is then cut into blocks. `print(compiled.program)` names them. See
+            docs/extending.md.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects what the executor issued; for tests.
 
@@ -69,6 +74,7 @@ def compile(  # the name torch users expect
     Raises:
         OptionError: If an option isn't what it may be, or a parameter has no place in that precision.
         TraceError: If the model can't be captured faithfully (now, or at the first call).
+        LowerError: If one of `passes` returns something else than such a graph, or one that breaks a rule (likewise).
         ScheduleError: If `memory` is too small for the largest block.
         WeightsError: If `weights` can't be read, or don't fit the model.
     """
@@ -77,7 +83,9 @@ def compile(  # the name torch users expect
             "the model is compiled already.\n  A compiled model holds its parameters in a host store of its own.\n"
             "  Use it as it is, or compile the plain model again: compile(compiled.megatrain.model, ...)."
         )
-    options = Options.read(device, memory, precision, activations, transfer, block_bytes, weights, masters, opaque)
+    options = Options.read(
+        device, memory, precision, activations, transfer, block_bytes, weights, masters, opaque, passes
+    )
     compiled = Compiled(model, options, chaos, recording)
     module = compiled_module(compiled)
     with narrowed(model, compiled.masters):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from megatrain.checks import PATHS, Rule, one_of, optional
 from megatrain.errors import OptionError
 from megatrain.opaque_model import OPAQUE
 from megatrain.optim.masters.registry import Kind
+from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.runtime.checkpoint import WeightFiles, read_paths
 from megatrain.saving.replace import present
 from megatrain.scheduler.builder.build import STEP
@@ -34,6 +35,7 @@ COMPILE: Mapping[str, Rule] = {
     "weights": optional(PATHS),
     "masters": one_of("exact", "rounded"),
     "opaque": one_of(*OPAQUE),
+    "passes": PASSES,
 }
 """What the options of `compile` may be, one by one."""
 _MARGIN = 0.9
@@ -53,6 +55,7 @@ class Options:
         weights: Files and folders with the model's state, or None.
         masters: What bf16 parameters have: `"whole"` (nothing, as precision is fp32), `"exact"` or `"rounded"`.
         opaque: Whether a model that is one opaque block is told of: `"warn"`, `"refuse"` or `"allow"`.
+        passes: The user's own rewrites of captured graphs.
     """
 
     device: torch.device
@@ -64,6 +67,7 @@ class Options:
     weights: tuple[Path, ...] | None = None
     masters: Kind = "whole"
     opaque: str = "warn"
+    passes: tuple[Rewrite, ...] = ()
 
     @staticmethod
     def read(
@@ -76,6 +80,7 @@ class Options:
         weights: WeightFiles | None = None,
         masters: str = "exact",
         opaque: str = "warn",
+        passes: Sequence[Rewrite] = (),
     ) -> Options:
         """Resolves the options of `compile`, each of which is right by itself.
 
@@ -102,7 +107,7 @@ class Options:
         # A checkpoint whose save was ended between its two renames lies beside its place.
         paths = None if weights is None else tuple(present(path) for path in read_paths(weights))
         kind: Kind = "whole" if precision == "fp32" else "rounded" if masters == "rounded" else "exact"
-        return Options(target, budget, precision, activations, transfer, size, paths, kind, opaque)
+        return Options(target, budget, precision, activations, transfer, size, paths, kind, opaque, tuple(passes))
 
     def budget(self) -> int:
         """The device-memory budget in bytes: as given, or what is free now less a tenth."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.opaque_model import check_opaque
 from megatrain.optim.made_over import OPTIMIZER
 from megatrain.options import PRECISION
-from megatrain.passes.pipeline import lower
+from megatrain.passes.pipeline import PASSES, Rewrite, lower
 from megatrain.passes.program import Program
 from megatrain.runtime.block import outer_hooks_off
 from megatrain.scheduler.builder.build import STEP
@@ -105,6 +105,7 @@ class Plan:
     max_grad_norm=optional(number(above=0)),
     activations=STEP["activations"],
     block_bytes=optional(SIZE),
+    passes=PASSES,
     example_args=EXAMPLE_ARGS,
     example_kwargs=EXAMPLE_KWARGS,
 )
@@ -120,6 +121,7 @@ def plan(
     overlap: bool = True,
     activations: str = "auto",
     block_bytes: int | str | None = None,
+    passes: Sequence[Rewrite] = (),
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
@@ -140,12 +142,14 @@ def plan(
         overlap: Updates run beside the backward; those that wait for a norm, beside the next step.
         activations: As for `compile`.
         block_bytes: As for `compile`.
+        passes: As for `compile`.
         example_args: Another way to give `args`.
         example_kwargs: Example keyword arguments.
 
     Raises:
         OptionError: If an option isn't what it may be, or no example was given.
         TraceError: If the model can't be captured faithfully.
+        LowerError: If one of `passes` breaks a rule.
         ScheduleError: If the model can't be scheduled so in any memory.
         OptimizerError: If the optimizer can't update block by block.
     """
@@ -163,7 +167,8 @@ def plan(
             "plan has positional arguments of an example twice.\n  `example_args` is another way to give them.\n"
             "  Leave `example_args` out, or the arguments behind the model."
         )
-    program = _captured(model, Arguments.of(args or example_args, dict(example_kwargs or {})), precision, target)
+    arguments = Arguments.of(args or example_args, dict(example_kwargs or {}))
+    program = _captured(model, arguments, precision, target, passes)
     kind = _step_kind(program, optimizer is not None, micro_batches, max_grad_norm, overlap)
     table, too_small = _scheduled(program, kind, device_limit, activations)
     table.check()
@@ -171,7 +176,9 @@ def plan(
     return Plan(program, table, host, device_limit, host_limit, precision, too_small)
 
 
-def _captured(model: nn.Module, arguments: Arguments, precision: str, block_bytes: int | None) -> Program:
+def _captured(
+    model: nn.Module, arguments: Arguments, precision: str, block_bytes: int | None, passes: Sequence[Rewrite]
+) -> Program:
     tensors = list(arguments.tensors)
     entries, state = inventory(model)
     narrow = narrow_entries(entries) if precision == "bf16" else entries
@@ -185,7 +192,7 @@ def _captured(model: nn.Module, arguments: Arguments, precision: str, block_byte
         with torch.autograd.set_detect_anomaly(False), torch.enable_grad():
             traced = trace(model, args, kwargs)
             check_opaque(traced, "warn", set())
-            return lower(traced, block_bytes=block_bytes)
+            return lower(traced, block_bytes=block_bytes, rewrites=passes)
 
 
 @contextmanager

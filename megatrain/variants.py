@@ -214,7 +214,7 @@ class Variants:
                 return Variant(
                     traced, other.program, other.plan, guards, assumptions, other.executor, planned=other.planned
                 )
-        program = lower(traced, block_bytes=self._options.block_bytes)
+        program = lower(traced, block_bytes=self._options.block_bytes, rewrites=self._options.passes)
         plan = functools.partial(_planned, program, self._options, is_training=torch.is_grad_enabled())
         return Variant(traced, program, plan, guards, assumptions)
 

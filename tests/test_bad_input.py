@@ -63,7 +63,6 @@ RIGHT = {
     "Template.name": TEXTS,
     "Template.*puts": "tuple",
     "Template.state": "tuple",
-    "Template.provenance": "tuple",
     "Template.is_random": "true",
     # A budget is any number of bytes; the program, schedule and host plan beside it aren't swept as it hangs on them.
     "Plan.device_memory": "None huge",
@@ -103,6 +102,10 @@ RIGHT = {
     # No example: the first call compiles.
     "compile.example_args": "list tuple",
     "*.example_kwargs": "dict",
+    # No pass of one's own.
+    "compile.passes": "list tuple",
+    "plan.passes": "list tuple",
+    "lower.rewrites": "list tuple",
     "trace.kwargs": "dict",
     "trace.opaque": "dict",
     "verify.compile_options": "dict",

@@ -21,7 +21,14 @@ def canonicalize(traced: TracedModule) -> TracedModule:
         linear = F.linear(x, weight)     ->   linear = F.linear(x, weight)
     """
     graph, copies = copied_graph(traced.graph)
-    kept = {copies[node] for _, node in traced.writes_back}
+    written = tuple((key, copies[node]) for key, node in traced.writes_back)
+    return without_dead(dataclasses.replace(traced, graph=graph, writes_back=written))
+
+
+def without_dead(traced: TracedModule) -> TracedModule:
+    """Erases dead calls from a graph that a pass has just made; returns the capture without unread state."""
+    graph = traced.graph
+    kept = {node for _, node in traced.writes_back}
     for node in reversed(list(graph.nodes)):
         is_check = isinstance(node.target, Expectation | Observer)
         is_effect = is_check or node.meta.get("is_random") or node.meta.get("writes")
@@ -29,16 +36,15 @@ def canonicalize(traced: TracedModule) -> TracedModule:
             continue
         graph.erase_node(node)
     for node in graph.nodes:
-        alive = tuple(w for w in node.meta.get("writes", ()) if not w._erased)  # pyright: ignore[reportPrivateUsage]
         if "writes" in node.meta:
-            node.meta["writes"] = alive
+            node.meta["writes"] = tuple(w for w in node.meta["writes"] if not is_erased(w))
     used = {n.target for n in graph.nodes if n.op == "get_attr"} | {key for key, _ in traced.writes_back}
-    return dataclasses.replace(
-        traced,
-        graph=graph,
-        state={k: e for k, e in traced.state.items() if k in used},
-        writes_back=tuple((key, copies[node]) for key, node in traced.writes_back),
-    )
+    return dataclasses.replace(traced, state={k: e for k, e in traced.state.items() if k in used})
+
+
+def is_erased(node: fx.Node) -> bool:
+    """Tells whether a node was taken out of its graph."""
+    return node._erased  # pyright: ignore[reportPrivateUsage]
 
 
 def copied_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

@@ -25,11 +25,10 @@ def dedup(program: Program) -> Program:
         key = template_key(template)
         if key not in by_key:
             by_key[key] = f"t{len(by_key)}"
-            provenance = (*template.provenance, "dedup")
-            templates[by_key[key]] = dataclasses.replace(template, name=by_key[key], provenance=provenance)
+            templates[by_key[key]] = dataclasses.replace(template, name=by_key[key])
         renamed[block.template] = by_key[key]
     blocks = tuple(dataclasses.replace(b, template=renamed[b.template]) for b in program.blocks)
-    return dataclasses.replace(program, templates=templates, blocks=blocks, provenance=(*program.provenance, "dedup"))
+    return dataclasses.replace(program, templates=templates, blocks=blocks)
 
 
 def template_key(template: Template) -> Any:

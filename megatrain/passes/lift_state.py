@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from itertools import chain, count
 
 from torch import fx
 
@@ -24,9 +25,7 @@ def lift_state(program: Program) -> Program:
         template, binding = _lift(program.templates[block.template], block.name)
         templates[template.name] = template
         blocks.append(dataclasses.replace(block, binding=binding))
-    return dataclasses.replace(
-        program, templates=templates, blocks=tuple(blocks), provenance=(*program.provenance, "lift_state")
-    )
+    return dataclasses.replace(program, templates=templates, blocks=tuple(blocks))
 
 
 def _lift(template: Template, block_name: str) -> tuple[Template, tuple[str, ...]]:
@@ -34,6 +33,7 @@ def _lift(template: Template, block_name: str) -> tuple[Template, tuple[str, ...
     ports: list[Port] = []
     keys: list[str] = []
     last_input: fx.Node | None = None
+    names = {node.name for node in graph.nodes}
     for node in [n for n in graph.nodes if n.op == "placeholder"]:
         last_input = node
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
@@ -43,17 +43,23 @@ def _lift(template: Template, block_name: str) -> tuple[Template, tuple[str, ...
         lifted.meta.update(spec=node.meta["spec"], requires_grad=node.meta["requires_grad"])
         node.replace_all_uses_with(lifted)
         graph.erase_node(node)
+        names.remove(node.name)
+        _rename(lifted, _port_name(key, block_name), names)
         ports.append(Port(lifted.name, lifted.meta["spec"]))
         keys.append(key)
         last_input = lifted
-    lifted_template = dataclasses.replace(
-        template, graph=graph, state=tuple(ports), provenance=(*template.provenance, "lift_state")
-    )
-    return lifted_template, tuple(keys)
+    return dataclasses.replace(template, graph=graph, state=tuple(ports)), tuple(keys)
 
 
 def _first(graph: fx.Graph) -> fx.Node:
     return next(iter(graph.nodes))
+
+
+def _rename(node: fx.Node, name: str, names: set[str]) -> None:
+    """Gives a node its name, numbered if another has it; by itself the graph keeps an erased node's name taken."""
+    legal = fx.Graph().placeholder(name).name
+    node.name = next(n for n in chain([legal], (f"{legal}_{i}" for i in count(1))) if n not in names)
+    names.add(node.name)
 
 
 def _port_name(key: str, block_name: str) -> str:

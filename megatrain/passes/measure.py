@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,8 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatrain.errors import LowerError
 from megatrain.interrupts import Interrupts
 from megatrain.passes.canonicalize import copied_graph
+from megatrain.passes.cost import TemplateCost
 from megatrain.passes.interpret import Code, opaque_calls
-from megatrain.passes.program import Program, Template, TemplateCost
+from megatrain.passes.program import Program, Template
 from megatrain.tracer.expect import Expectation
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.targets import call_text
@@ -31,7 +32,7 @@ def measure(program: Program) -> Program:
         name: dataclasses.replace(template, cost=_cost(template, differentiable[name], program))
         for name, template in program.templates.items()
     }
-    return dataclasses.replace(program, templates=templates, provenance=(*program.provenance, "measure"))
+    return dataclasses.replace(program, templates=templates)
 
 
 def _differentiable_ports(program: Program) -> dict[str, list[bool]]:
@@ -92,7 +93,8 @@ def _cost(template: Template, differentiable: list[bool], program: Program) -> T
 def _measured(template: Template, differentiable: list[bool], program: Program) -> TemplateCost:
     code = Code(_with_known_shapes(template.graph, program.device))
     ports = (*template.inputs, *template.state)
-    with FakeTensorMode():
+    # The cache gives two tensors where a kernel gives one twice: figures would hang on what ran before in the process.
+    with FakeTensorMode() as mode, disable_fake_tensor_cache(mode):
         arguments = [_empty(program.device, port.spec) for port in ports]
         leaves = [
             t.detach().requires_grad_(needs_grad) for t, needs_grad in zip(arguments, differentiable, strict=True)

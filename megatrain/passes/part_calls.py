@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.fx.node import map_aggregate
 
-from megatrain.passes.rows import known_name, memory_order, on_meta, operands, resized
+from megatrain.passes.canonicalize import is_erased
+from megatrain.passes.rewrite import Rewriter
+from megatrain.passes.rows import known_name, memory_order, operands, resized
+from megatrain.passes.trial import Site, Target
 from megatrain.passes.uses import Batch, Grouped, Row, Selection, Step, Use
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
@@ -29,30 +30,24 @@ class Part:
 
 
 class PartWriter:
-    """Adds calls to a graph, in front of the call that they replace, and describes them.
+    """Adds the calls of parts, behind the call that they replace.
 
     Args:
-        graph: Is changed.
-        device: Of the tensors that it makes.
+        rewriter: Has the graph.
     """
 
-    def __init__(self, graph: fx.Graph, device: torch.device):
-        self._graph = graph
-        self._device = device
-        self._next_storage = 1 + max((n.meta.get("storage", 0) for n in graph.nodes), default=0)
+    def __init__(self, rewriter: Rewriter):
+        self._rewriter = rewriter
         self._num_uses = 0
-        self._writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        for node in graph.nodes:
-            for written in node.meta.get("writes", ()):
-                self._writers[written].append(node)
         # The call being replaced, and the module call of the part at work.
         self._like: fx.Node
         self._marker: tuple[tuple[str, int], ...] = ()
 
     def part(self, weight: fx.Node, entry: StateEntry) -> Part:
         """Reads a part of `weight`; the parts share its memory."""
-        with self._graph.inserting_before(weight):
-            node = self._graph.create_node("get_attr", entry.key, name=entry.key.replace(".", "_"))
+        graph = self._rewriter.graph
+        with graph.inserting_before(weight):
+            node = graph.create_node("get_attr", entry.key, name=entry.key.replace(".", "_"))
         node.meta.update(weight.meta, spec=entry.spec, key=entry.key)
         return Part(entry, node)
 
@@ -60,28 +55,16 @@ class PartWriter:
         """Replaces a use of the whole by uses of its parts."""
         self._like = use.end
         self._num_uses += 1
-        with self._graph.inserting_before(use.end):
-            joined = self._joined(use, parts)
-            self._marker = ()
-        end = use.end
-        assert joined.meta["spec"].shape == end.meta["spec"].shape, f"{joined.meta['spec']} replaces {end.meta['spec']}"
-        for key in ("storage", "storage_bytes", "requires_grad"):
-            joined.meta[key] = end.meta[key]
-        end.replace_all_uses_with(joined)
-        for node in self._writers.get(end, ()):
-            node.meta["writes"] = tuple(joined if w is end else w for w in node.meta["writes"])
-            self._writers[joined].append(node)
+        joined = self._joined(use, parts)
+        self._marker = ()
+        self._rewriter.replace(use.end, joined)
         for node in (*reversed(use.nodes()), *(step.node for step in reversed(use.before))):
             self.erase(node)
-        joined.name = end.name  # the same tensor as ever; all other names are new ones
 
     def erase(self, node: fx.Node) -> None:
         """Removes a node that nothing reads any more."""
-        if node.users:
-            return
-        for other in self._writers.pop(node, ()):
-            other.meta["writes"] = tuple(w for w in other.meta["writes"] if w is not node)
-        self._graph.erase_node(node)
+        if not is_erased(node):
+            self._rewriter.erase(node)
 
     # -- one use ------------------------------------------------------------------------------------------
 
@@ -112,7 +95,7 @@ class PartWriter:
         target, args = (
             ("__getitem__", (weights, row)) if known_name(call) == "__getitem__" else ("select", (weights, 0, row))
         )
-        return self._add("call_method", target, args, {}, call, call.meta["spec"], weights.meta["storage"])
+        return self._add(target, args, {}, call, call.meta["spec"], weights.meta["storage"])
 
     @_joined.register
     def _(self, use: Selection, parts: list[Part]) -> fx.Node:
@@ -141,8 +124,7 @@ class PartWriter:
     @_joined.register
     def _(self, use: Grouped, parts: list[Part]) -> fx.Node:
         count = use.tokens.meta["spec"].shape[0]
-        spec = TensorSpec((count,), torch.int64)
-        places = self._add("call_function", torch.arange, (count,), {"device": self._device}, None, spec, None)
+        places = self._new(torch.arange, count, device=self._rewriter.device)
         joined: fx.Node | None = None
         for part in parts:
             self._begin(part)
@@ -185,7 +167,7 @@ class PartWriter:
         start, end = part.entry.rows
         padding = use.gather.padding
         padding = padding - start if padding is not None and start <= padding < end else None
-        return self._add("call_function", F.embedding, (local, weights, padding), {}, call, call.meta["spec"], None)
+        return self._add(F.embedding, (local, weights, padding), {}, call, call.meta["spec"], None)
 
     def _on_rows(self, step: Step, tensor: fx.Node, rows: tuple[int, int]) -> fx.Node:
         """Repeats a call on a stretch of rows."""
@@ -215,18 +197,10 @@ class PartWriter:
     def _in_order(self, tensor: fx.Node, dims: list[int]) -> fx.Node:
         return tensor if dims == sorted(dims) else self._new("permute", tensor, dims)
 
-    def _new(self, target: str | Callable[..., Any], *args: Any) -> fx.Node:
-        """Adds a call of our own; its spec is what it gives on meta tensors."""
-        made: Any = map_aggregate(args, lambda a: on_meta(a) if isinstance(a, fx.Node) else a)
-        with torch.no_grad():
-            result: torch.Tensor = getattr(made[0], target)(*made[1:]) if isinstance(target, str) else target(*made)
-        is_view = target in ("narrow", "select", "permute")
-        storage = args[0].meta["storage"] if is_view else None
-        op = "call_method" if isinstance(target, str) else "call_function"
-        node = self._add(op, target, args, {}, None, TensorSpec.of(result), storage)
-        if is_view:
-            node.meta["storage_bytes"] = args[0].meta["storage_bytes"]
-        return node
+    def _new(self, target: Target, *args: Any, **kwargs: Any) -> fx.Node:
+        """Adds a call of our own, outside of any autocast region."""
+        site = replace(self._site(self._like), autocast=())
+        return self._rewriter.add(site, target, args, kwargs, name=_name(target))
 
     def _copy(
         self, node: fx.Node, replaced: Mapping[fx.Node, fx.Node], dim: int = 0, size: int | None = None
@@ -236,28 +210,19 @@ class PartWriter:
         spec = node.meta["spec"] if size is None else resized(node.meta["spec"], dim, size)
         aliased = [n for n in operands(node) if n.meta.get("storage") == node.meta["storage"]]
         storage = replaced.get(aliased[0], aliased[0]).meta["storage"] if aliased else None
-        return self._add(node.op, node.target, args, kwargs, node, spec, storage)
+        return self._add(node.target, args, kwargs, node, spec, storage)
 
     def _add(
-        self, op: str, target: Any, args: Any, kwargs: Any, like: fx.Node | None, spec: TensorSpec, storage: int | None
+        self, target: Any, args: Any, kwargs: Any, like: fx.Node, spec: TensorSpec, storage: int | None
     ) -> fx.Node:
-        """Adds a node with its meta; `like` is the call that it repeats, None for a call of our own."""
-        name = f"part_{target if isinstance(target, str) else call_name(target)}"
-        node = self._graph.create_node(op, target, tuple(args), dict(kwargs), name)
-        end = self._like.meta
-        if storage is None:
-            storage, self._next_storage = self._next_storage, self._next_storage + 1
-        has_grad = end["grad"] if like is None else like.meta["grad"]
-        is_differentiable = any(n.meta.get("requires_grad") for n in operands(node)) and has_grad
-        node.meta.update(
-            spec=spec,
-            requires_grad=is_differentiable and (spec.dtype.is_floating_point or spec.dtype.is_complex),
-            storage=storage,
-            storage_bytes=spec.nbytes,
-            modules=(*end["modules"], *self._marker),
-            source=end["source"],
-            grad=has_grad,
-            autocast=() if like is None else like.meta["autocast"],
-            is_random=False,
-        )
-        return node
+        """Repeats a call, `like`, whose result is known: not every kernel can be tried without values."""
+        site = replace(self._site(self._like), grad=like.meta["grad"], autocast=like.meta["autocast"])
+        return self._rewriter.add(site, target, args, kwargs, spec=spec, storage=storage, name=_name(target))
+
+    def _site(self, end: fx.Node) -> Site:
+        site = Site.of(end)
+        return replace(site, modules=(*site.modules, *self._marker))
+
+
+def _name(target: Target) -> str:
+    return f"part_{target if isinstance(target, str) else call_name(target)}"

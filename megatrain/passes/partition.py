@@ -74,7 +74,6 @@ class _Cut:
             templates[template.name] = template
             blocks.append(block)
         outputs: Any = traced.graph.output_node().args[0]
-        splits = ("split_state",) if any(entry.base for entry in traced.state.values()) else ()
         return Program(
             name=traced.name,
             templates=templates,
@@ -87,7 +86,6 @@ class _Cut:
             outputs=tuple(self._output(node) for node in outputs),
             state=dict(traced.state),
             device=traced.device,
-            provenance=("canonicalize", *splits, "partition"),
         )
 
     def _refuse_history(self, buffers: list[tuple[str, str]]) -> None:
@@ -140,7 +138,6 @@ class _Cut:
             state=(),
             outputs=tuple(Port(copies[n].name, n.meta["spec"]) for n in outputs),
             is_random=any(n.meta["is_random"] for n in interval.nodes),
-            provenance=("canonicalize", "partition"),
         )
         block = Block(index, interval.name, template.name, names, tuple(self._current[n] for n in outputs), ())
         return template, block

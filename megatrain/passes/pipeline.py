@@ -1,13 +1,14 @@
-"""lower(): runs the passes in order, the checker after each."""
+"""lower(): runs the passes in order, the checker after each, and writes down which ran."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from megatrain.checks import checked, named, optional
-from megatrain.errors import LowerError
+from megatrain.checks import checked, function, named, optional, sequence_of
+from megatrain.errors import LowerError, OptionError, TraceError
 from megatrain.passes.canonicalize import canonicalize
 from megatrain.passes.dedup import dedup
 from megatrain.passes.lift_state import lift_state
@@ -20,16 +21,22 @@ from megatrain.sizes import SIZE, parse_bytes
 from megatrain.tracer.traced import TracedModule
 
 Pass = Callable[[Any], Any]
+"""`TracedModule -> TracedModule`, `TracedModule -> Program` (`partition` alone) or `Program -> Program`."""
+Rewrite = Callable[[TracedModule], TracedModule]
+"""A pass that changes the graph, and is checked after it like those of megatrain."""
 AfterPass = Callable[[str, TracedModule | Program], None]
 
 PROGRAM_PASSES: tuple[Pass, ...] = (lift_state, dedup, measure)
+PASSES = sequence_of(function(1), (tuple, list), "a list of passes")
+"""What a list of passes may be, wherever it enters."""
 
 
-@checked(block_bytes=optional(SIZE))
+@checked(block_bytes=optional(SIZE), passes=optional(PASSES), rewrites=PASSES)
 def lower(
     traced: TracedModule,
     *,
     block_bytes: int | str | None = None,
+    rewrites: Sequence[Rewrite] = (),
     passes: Sequence[Pass] | None = None,
     after_pass: AfterPass | None = None,
 ) -> Program:
@@ -39,37 +46,121 @@ def lower(
         traced: The capture.
         block_bytes: Target size of a block's state, in bytes or as `"64MiB"`; None keeps the model's own
             repeated modules.
-        passes: Replaces the default order canonicalize, split_state (with `block_bytes` only), partition,
-            lift_state, dedup, measure.
+        rewrites: Passes of your own on the graph, run after canonicalize; what `compile` takes as `passes`.
+        passes: Replaces the default order canonicalize, your rewrites, split_state (with `block_bytes` only),
+            partition, lift_state, dedup, measure.
         after_pass: Called with the pass's name and its result, after the checker; for dumps and timing.
 
     Returns:
-        A program that passes `verify_program`.
+        A program that passes `verify_program`, and whose `provenance` names the passes that ran.
 
     Raises:
         OptionError: If an option isn't what it may be.
-        LowerError: If a pass breaks a rule, or the passes don't end in a program.
+        LowerError: If a pass breaks a rule, or the passes don't end in a program whose state is lifted.
     """
+    limit = None if block_bytes is None else parse_bytes(block_bytes)
     if passes is None:
-        limit = None if block_bytes is None else parse_bytes(block_bytes)
         splits = () if limit is None else (partial(split_state, limit=limit),)
-        passes = (canonicalize, *splits, partial(partition, block_bytes=limit), *PROGRAM_PASSES)
-    value: Any = traced
-    for step in passes:
-        value = step(value)
-        _check(value)
-        if after_pass is not None:
-            after_pass(str(getattr(getattr(step, "func", step), "__name__", step)), value)
+        passes = (canonicalize, *rewrites, *splits, partial(partition, block_bytes=limit), *PROGRAM_PASSES)
+    elif rewrites or limit is not None:
+        raise OptionError(
+            f"passes= and {'rewrites' if rewrites else 'block_bytes'}= were given together.\n"
+            "  `passes` is the whole order of passes; the other option is for the default order.\n"
+            "  Put your rewrites, and partial(partition, block_bytes=...), among the passes."
+        )
+    value = _run(traced, passes, rewrites, after_pass)
     if not isinstance(value, Program):
         raise LowerError(
             f"the passes end in {named(value)}.\n  They end in a program.\n"
             "  Have partition and the passes after it among them, or leave `passes` out."
         )
+    if not value.is_lifted:
+        raise LowerError(
+            f"the passes end in a program of {value.name} whose templates read state by name.\n"
+            "  What runs is templates without state, bound to the state of each block.\n"
+            "  Have lift_state among the passes behind partition, or leave `passes` out."
+        )
     return value
 
 
-def _check(value: TracedModule | Program) -> None:
-    if isinstance(value, TracedModule):
-        value.check()
-    elif isinstance(value, Program):  # pyright: ignore[reportUnnecessaryIsInstance]  # passes may be a user's
-        verify_program(value)
+def _run(
+    traced: TracedModule, passes: Sequence[Pass], rewrites: Sequence[Rewrite], after_pass: AfterPass | None
+) -> TracedModule | Program:
+    value: TracedModule | Program = traced
+    traced.check()
+    provenance: list[str] = []
+    for step in passes:
+        name = pass_name(step)
+        made = step(value)
+        _check_kind(name, made, value, is_rewrite=any(step is rewrite for rewrite in rewrites))
+        _check(name, made, value)
+        provenance.append(name)
+        value = dataclasses.replace(made, provenance=tuple(provenance)) if isinstance(made, Program) else made
+        if after_pass is not None:
+            after_pass(name, value)
+    return value
+
+
+def pass_name(step: Pass) -> str:
+    """Returns the name of a pass: of its function, or of the class of an object that is called."""
+    while isinstance(step, partial):
+        step = step.func
+    return str(getattr(step, "__name__", type(step).__name__))
+
+
+def _check_kind(name: str, made: object, given: TracedModule | Program, *, is_rewrite: bool) -> None:
+    """Refuses what isn't a value that passes make, or not in this place."""
+    if isinstance(made, TracedModule) and isinstance(given, TracedModule):
+        return
+    if isinstance(made, Program) and not is_rewrite:
+        return
+    rule, way_out = "A pass takes a TracedModule and returns another one, or a Program.", "what `Rewriter.done()` gives"
+    if is_rewrite:
+        rule = "A rewrite takes a TracedModule and returns a TracedModule."
+    elif isinstance(given, Program):
+        rule = "A pass behind partition takes a Program and returns a Program."
+        way_out = "what dataclasses.replace(program, ...) gives"
+    raise LowerError(f"the pass `{name}` returned {named(made)}.\n  {rule}\n  Return {way_out}.")
+
+
+def _check(name: str, made: TracedModule | Program, given: TracedModule | Program) -> None:
+    """Runs the checker on what a pass made.
+
+    Raises:
+        LowerError: Naming the pass and the rule that it broke.
+    """
+    try:
+        if isinstance(made, Program):
+            verify_program(made)
+            return
+        made.check()
+    except (LowerError, TraceError) as error:
+        raise LowerError(f"the pass `{name}` broke a rule: {error}") from error
+    if isinstance(given, TracedModule):
+        _check_ends(name, made, given)
+
+
+def _check_ends(name: str, made: TracedModule, given: TracedModule) -> None:
+    """What callers give and get stays: the capture's guards, and the structure of its result, tell of nothing else."""
+    for what, old, new in (
+        ("inputs", _described(given.inputs), _described(made.inputs)),
+        ("outputs", _described(given.results), _described(made.results)),
+        ("written buffers", [k for k, _ in given.writes_back], [k for k, _ in made.writes_back]),
+    ):
+        # Names of results are of no account: another call may make them.
+        if old != new:
+            raise LowerError(
+                f"the pass `{name}` gave {given.name} other {what}: {_listed(new)} instead of {_listed(old)}.\n"
+                "  A pass changes how results are computed; callers give and get the same.\n"
+                "  Put a tensor of the same shape, dtype and strides in the place of each."
+            )
+
+
+def _described(nodes: Sequence[Any]) -> list[str]:
+    return [
+        f"{node.name}: {node.meta['spec']}" if node.op == "placeholder" else str(node.meta["spec"]) for node in nodes
+    ]
+
+
+def _listed(items: Sequence[str]) -> str:
+    return ", ".join(items) if items else "nothing"

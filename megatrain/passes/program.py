@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from megatrain.checks import checked, count
+from megatrain.passes.cost import TemplateCost
 from megatrain.passes.interpret import opaque_calls
 from megatrain.tracer.observer import Observer
 from megatrain.tracer.opaque import Opaque
@@ -26,25 +27,8 @@ class Port:
     spec: TensorSpec
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateCost:
-    """Bytes and work of one execution of a template, measured on fake tensors.
-
-    Args:
-        saved_bytes: What the forward holds for its backward, beyond inputs, outputs and state.
-        forward_workspace_bytes: Most bytes alive inside the forward beyond inputs, outputs and state.
-        backward_workspace_bytes: The same for recompute and backward, beyond the gradients produced.
-        forward_flops: Floating-point operations of the forward's matrix products, convolutions and attention.
-    """
-
-    saved_bytes: int
-    forward_workspace_bytes: int
-    backward_workspace_bytes: int
-    forward_flops: int
-
-
 @checked()
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Template:
     """The code of a block without its state.
 
@@ -57,7 +41,6 @@ class Template:
         outputs: What other blocks or the caller read.
         is_random: Draws from the random generator.
         cost: Filled in by `measure`.
-        provenance: The passes that made it.
     """
 
     name: str
@@ -67,7 +50,15 @@ class Template:
     outputs: tuple[Port, ...]
     is_random: bool
     cost: TemplateCost | None = None
-    provenance: tuple[str, ...] = ()
+
+    @property
+    def reads_by_name(self) -> bool:
+        """Whether it reads state by `get_attr` nodes, as it does until `lift_state`."""
+        return any(node.op == "get_attr" for node in self.graph.nodes)
+
+    def __repr__(self) -> str:
+        ports = f"{len(self.inputs)} inputs, {len(self.state)} state tensors, {len(self.outputs)} outputs"
+        return f"<Template {self.name}: {ports}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +83,7 @@ class Value:
 
 
 @checked(index=count())
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Block:
     """A contiguous piece of the graph, in execution order.
 
@@ -112,6 +103,9 @@ class Block:
     outputs: tuple[str, ...]
     binding: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        return f"<Block {self.index} {self.name}: {self.template}>"
+
 
 @dataclass(frozen=True, slots=True)
 class OutputRef:
@@ -122,7 +116,7 @@ class OutputRef:
 
 
 @checked()
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Program:
     """A model as blocks over shared templates; prints itself, one line per block.
 
@@ -139,7 +133,7 @@ class Program:
         outputs: Sources of the tensors that the model returns.
         state: All state the program reads, by key.
         device: The compute device that the capture assumed.
-        provenance: The passes that made it.
+        provenance: Names of the passes that made it, in order; the pipeline writes them down.
     """
 
     name: str
@@ -154,6 +148,11 @@ class Program:
     state: Mapping[str, StateEntry]
     device: torch.device
     provenance: tuple[str, ...] = ()
+
+    @property
+    def is_lifted(self) -> bool:
+        """Whether no template reads state by name, so that all state comes in by the blocks' bindings."""
+        return not any(template.reads_by_name for template in self.templates.values())
 
     @checked()
     def state_bytes(self, block: Block) -> int:
@@ -187,6 +186,9 @@ class Program:
     def __str__(self) -> str:
         return _program_text(self)
 
+    def __repr__(self) -> str:
+        return f"<Program {self.name}: {len(self.blocks)} blocks, {len(self.templates)} templates>"
+
 
 def template_text(template: Template, heading: str = "") -> str:
     """Prints a template as a Python function whose state is keyword-only."""
@@ -196,7 +198,8 @@ def template_text(template: Template, heading: str = "") -> str:
     if template.state:
         lines.append("    *,")
         lines += [f'    {port.name}: "{port.spec}",' for port in template.state]
-    lines.append(") -> (" + ", ".join(f'"{port.spec}"' for port in template.outputs) + "):")
+    specs = ", ".join(f'"{port.spec}"' for port in template.outputs)
+    lines.append(f") -> {specs if len(template.outputs) == 1 else f'({specs})'}:")
     modes = ""
     for node in template.graph.nodes:
         if node.op not in ("call_function", "call_method"):
@@ -207,8 +210,8 @@ def template_text(template: Template, heading: str = "") -> str:
         modes = here
         spec = f': "{node.meta["spec"]}"' if "spec" in node.meta else ""
         lines.append(f"    {'    ' if here else ''}{node.name}{spec} = {call_text(node)}")
-    outputs = [p.name for p in template.outputs]
-    lines.append(f"    return ({', '.join(outputs)}{',' if len(outputs) == 1 else ''})")
+    outputs = ", ".join(port.name for port in template.outputs)
+    lines.append(f"    return {outputs if len(template.outputs) == 1 else f'({outputs})'}")
     return "\n".join(lines)
 
 
@@ -223,9 +226,9 @@ def _program_text(program: Program) -> str:
     users: dict[str, list[int]] = defaultdict(list)
     for block in program.blocks:
         users[block.template].append(block.index)
-    passes = ", ".join(program.provenance)
+    passes = f"; from {', '.join(program.provenance)}" if program.provenance else ""
     lines = [
-        f"program {program.name}: {len(program.blocks)} blocks, {len(program.templates)} templates; from {passes}",
+        f"program {program.name}: {len(program.blocks)} blocks, {len(program.templates)} templates{passes}",
         f"  inputs {_list(program.inputs)}; outputs {_list(tuple(o.name for o in program.outputs))}",
     ]
     lines += [f"  buffer {value} = {key}" for value, key in program.buffers]
@@ -240,9 +243,27 @@ def _program_text(program: Program) -> str:
         )
         lines += [f"    opaque {call.name or 'the model'}: {call.reason}" for call in program.opaque(block)]
     for template in program.templates.values():
-        blocks = ", ".join(map(str, users[template.name]))
-        lines += ["", template_text(template, f"# template {template.name}: blocks {blocks}")]
+        lines += ["", template_text(template, _heading(template, users[template.name]))]
     return "\n".join(lines)
+
+
+def _heading(template: Template, blocks: Sequence[int]) -> str:
+    """Says in one line which blocks run a template, and what one of them takes of the device."""
+    heading = f"# template {template.name}: block{'s' * (len(blocks) > 1)} {_ranges(blocks)}"
+    if template.cost is None:
+        return heading
+    return f"{heading}; state {sum(port.spec.nbytes for port in template.state)} B, {template.cost}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Prints ascending numbers as `1-3, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _part_lines(program: Program) -> list[str]:

@@ -197,14 +197,6 @@ def grouped_of(node: fx.Node, weights: fx.Node) -> tuple[fx.Node, fx.Node] | Non
     return (rows, ends) if is_plain and operands(node).count(weights) == 1 else None
 
 
-def on_meta(node: fx.Node) -> torch.Tensor:
-    """Returns a tensor like a node's, without values."""
-    spec: TensorSpec = node.meta["spec"]
-    if spec.stride is None:
-        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-
-
 def memory_order(spec: TensorSpec) -> list[int]:
     """Returns the dimensions of a tensor, that with the largest stride first."""
     jumps = spec.stride

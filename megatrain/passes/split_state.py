@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 
-from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.part_calls import Part, PartWriter
+from megatrain.passes.rewrite import Rewriter
 from megatrain.passes.rows import Act, act_on, gather_of, grouped_of, operands, resized, row_of
 from megatrain.passes.uses import Batch, Grouped, Row, Selection, Step, Use
 from megatrain.tracer.spec import TensorSpec
@@ -46,10 +45,10 @@ def split_state(traced: TracedModule, *, limit: int) -> TracedModule:
     large = _separable(traced, large) if large else []
     if not large:
         return traced
-    graph, copies = copied_graph(traced.graph)
-    writer = PartWriter(graph, traced.device)
-    kept = {copies[node] for _, node in traced.writes_back}
-    weights = _weights(graph)
+    rewriter = Rewriter(traced)
+    writer = PartWriter(rewriter)
+    kept = rewriter.kept
+    weights = _weights(rewriter.graph)
     state = dict(traced.state)
     for entry in large:
         weight = weights[entry.key]
@@ -57,12 +56,7 @@ def split_state(traced: TracedModule, *, limit: int) -> TracedModule:
         if uses is not None:
             parts = _write(writer, weight, uses, [entry.part(*rows) for rows in _bounds(entry, limit)])
             state = _replaced(state, entry.key, {p.entry.key: p.entry for p in parts})
-    return dataclasses.replace(
-        traced,
-        graph=graph,
-        state=state,
-        writes_back=tuple((key, copies[node]) for key, node in traced.writes_back),
-    )
+    return rewriter.done(state=state)
 
 
 def _has_rows(entry: StateEntry) -> bool:

@@ -16,13 +16,16 @@ def verify_program(program: Program) -> None:
     Raises:
         LowerError: Naming the block or template at fault and the rule it breaks.
     """
+    is_lifted = any(template.state for template in program.templates.values())
     for template in program.templates.values():
-        _check_template(template, "lift_state" in program.provenance)
+        _check_template(template, is_lifted)
     defined = {name for name, value in program.values.items() if value.producer is None}
     if [block.index for block in program.blocks] != list(range(len(program.blocks))):
         _fail(f"program {program.name}", "numbers its blocks wrongly", "Indices follow the execution order.")
+    values = {name: value.spec for name, value in program.values.items()}
+    state = {key: entry.spec for key, entry in program.state.items()}
     for block in program.blocks:
-        _check_block(program, block, defined)
+        _check_block(program, block, defined, values, state)
         defined.update(block.outputs)
     _check_ends(program, defined)
     _check_parts(program)
@@ -36,8 +39,8 @@ def _check_template(template: Template, is_lifted: bool) -> None:
     where = f"template {template.name}"
     template.graph.lint()
     nodes = list(template.graph.nodes)
-    if is_lifted and any(n.op == "get_attr" for n in nodes):
-        _fail(where, "still reads state by name", "After lift_state a template holds no tensor.")
+    if is_lifted and template.reads_by_name:
+        _fail(where, "still reads state by name", "All templates take their state as inputs, or none does.")
     if any(n.op in ("call_module",) for n in nodes):
         _fail(where, "calls a module", "A template consists of torch calls only.")
     outputs: Any = template.graph.output_node().args[0]
@@ -53,13 +56,17 @@ def _check_template(template: Template, is_lifted: bool) -> None:
             )
 
 
-def _check_block(program: Program, block: Block, defined: set[str]) -> None:
+def _check_block(
+    program: Program,
+    block: Block,
+    defined: set[str],
+    values: Mapping[str, TensorSpec],
+    state: Mapping[str, TensorSpec],
+) -> None:
     where = f"block {block.index} ({block.name})"
     template = program.templates.get(block.template)
     if template is None:
         _fail(where, f"uses template {block.template}, which doesn't exist", "Every block has a template.")
-    values = {name: value.spec for name, value in program.values.items()}
-    state = {key: entry.spec for key, entry in program.state.items()}
     _check_ports(where, block.inputs, template.inputs, values)
     _check_ports(where, block.outputs, template.outputs, values)
     _check_ports(where, block.binding, template.state, state)

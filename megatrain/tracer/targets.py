@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Callable
@@ -109,10 +110,49 @@ def _index_text(index: Any) -> str:
     return literal_text(index)
 
 
+def told_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call but those that equal the function's defaults; the rest makes the same call."""
+    defaults = _defaults(node)
+    if not defaults:
+        return node.args, dict(node.kwargs)
+    kwargs = {k: v for k, v in node.kwargs.items() if not _is_default(v, defaults.get(k, _NONE))}
+    args = list(node.args)
+    by_place = list(defaults.values())
+    while args and _is_default(args[-1], by_place[len(args) - 1] if len(args) <= len(by_place) else _NONE):
+        args.pop()
+    return tuple(args), kwargs
+
+
+_NONE = object()
+
+
+def _defaults(node: fx.Node) -> dict[str, Any]:
+    """The parameters of a function or method written in Python, with their defaults; empty where they aren't known.
+
+    A wrapper's own signature counts, not that of what it wraps: the wrapper is called.
+    """
+    function: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    if not isinstance(function, FunctionType):
+        return {}
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        return {}
+    return {p.name: _NONE if p.default is p.empty else p.default for p in parameters}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Tells whether leaving an argument out makes the same call; 1, 1.0 and True are three things."""
+    if isinstance(value, float):
+        return isinstance(default, float) and value.hex() == default.hex()
+    plain = value is None or isinstance(value, bool | int | str)
+    return plain and type(value) is type(default) and value == default
+
+
 def call_text(node: fx.Node) -> str:
-    """Prints the call a node makes: `F.linear(x, weight, None)` or `x.view(2, -1)`."""
-    parts = [literal_text(a) for a in node.args]
-    parts += [f"{k}={literal_text(v)}" for k, v in node.kwargs.items()]
+    """Prints the call a node makes, without arguments that are defaults: `F.dropout(x, p=0.1)` or `x.view(2, -1)`."""
+    args, kwargs = told_arguments(node)
+    parts = [literal_text(a) for a in args]
+    parts += [f"{k}={literal_text(v)}" for k, v in kwargs.items()]
     if node.op == "call_method" and node.target == "__getitem__":
         return f"{parts[0]}[{_index_text(node.args[1])}]"
     print_call = getattr(node.target, "call_text", None)

@@ -14,6 +14,7 @@ from megatrain.errors import TraceError
 from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.guards import Guard
 from megatrain.tracer.inputs import WrittenInputs
+from megatrain.tracer.node_meta import CALLS, check_meta, refuse_meta
 from megatrain.tracer.side_outputs import SideOutputs
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
@@ -22,15 +23,13 @@ from megatrain.tracer.targets import call_text
 
 
 @checked()
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TracedModule:
     """What the model's forward did, once, for one signature of inputs.
 
     The graph is straight-line: placeholders (the input tensors, in order), `get_attr` nodes (state, by fully
-    qualified name), one call node per torch call, one output. A node's meta holds `spec`, `requires_grad`,
-    `storage` (which tensors alias), `modules` (the module calls it ran in, outermost first), `source` (the
-    user's line), `grad` and `autocast` (the modes it ran under), `is_random`, and `writes` (the nodes whose
-    memory it changes).
+    qualified name), one call node per torch call, one output. What a node's meta holds is told in
+    `megatrain/tracer/node_meta.py`.
 
     Args:
         name: Class name of the model.
@@ -73,13 +72,19 @@ class TracedModule:
         """The placeholders, in the order of the flattened arguments."""
         return tuple(n for n in self.graph.nodes if n.op == "placeholder")
 
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """What the graph returns: the tensors of the model's result, then those that it leaves elsewhere."""
+        nodes: Any = self.graph.output_node().args[0]
+        return tuple(nodes)
+
     @checked()
     def result(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Any:
         """Returns what the model would return, around the first of the graph's output `tensors`.
 
         An output that is an input which the model wrote into is the caller's own tensor, if `inputs` are given.
         """
-        nodes: Any = self.graph.output_node().args[0]
+        nodes = self.results
         end = len(nodes) - len(self.written_inputs.indices)
         own = {n: inputs[i] for n, i in zip(nodes[end:], self.written_inputs.indices, strict=True) if inputs}
         count = len(self.outputs.placeholders)
@@ -100,11 +105,12 @@ class TracedModule:
 
     def __str__(self) -> str:
         inputs = ", ".join(f"{n.name}: {n.meta['spec']}" for n in self.inputs)
-        outputs: Any = self.graph.output_node().args[0]
+        outputs = self.results
         specs = ", ".join(str(n.meta["spec"]) for n in outputs[: len(self.outputs.placeholders)])
-        lines = [f"traced {self.name}({inputs}) -> ({specs})", *self._state_lines()]
+        returned = specs if len(self.outputs.placeholders) == 1 else f"({specs})"
+        lines = [f"traced {self.name}({inputs}) -> {returned}", *self._state_lines()]
         for node in self.graph.nodes:
-            if node.op in ("call_function", "call_method"):
+            if node.op in CALLS:
                 spec = f": {node.meta['spec']}" if "spec" in node.meta else ""
                 path = node.meta["modules"][-1][0] if node.meta["modules"] else ""
                 lines.append(f"  {node.name}{spec} = {call_text(node)}" + (f"  # {path}" if path else ""))
@@ -120,6 +126,10 @@ class TracedModule:
             lines.append(f"  leaves {', '.join(names)}" + (f" = {left}" if left else ""))
         return "\n".join(lines)
 
+    def __repr__(self) -> str:
+        calls = sum(node.op in CALLS for node in self.graph.nodes)
+        return f"<TracedModule {self.name}: {calls} calls, {len(self.state)} state tensors>"
+
     def _state_lines(self) -> list[str]:
         parameters = [e for e in self.state.values() if e.kind == "parameter"]
         others = [e for e in self.state.values() if e.kind != "parameter"]
@@ -131,18 +141,22 @@ class TracedModule:
         return lines
 
     def check(self) -> None:
-        """Checks that the graph is well-formed and that every tensor in it is described.
+        """Checks that the graph is well-formed, and that every node in it is described.
 
         Raises:
-            TraceError: If a node is undescribed or reads state that the inventory lacks.
+            TraceError: If a node lacks a key of its meta, or reads state that the inventory lacks or knows otherwise.
         """
-        self.graph.lint()
+        self._check_form()
         for node in self.graph.nodes:
-            if node.op == "get_attr" and node.target not in self.state:
-                raise TraceError(f"the graph reads state `{node.target}`, which the inventory lacks")
-            if node.op in ("placeholder", "get_attr") and "spec" not in node.meta:
-                raise TraceError(f"node `{node.name}` has no spec")
+            check_meta(node)
+            if node.op == "get_attr":
+                self._check_state(node)
         for key, node in self.writes_back:
+            if key not in self.state:
+                raise TraceError(
+                    f"the value of `{node.name}` is written back to `{key}`, which the inventory of state lacks.\n"
+                    "  `state` lists everything that the graph reads or writes.\n  Keep its entry in `state`."
+                )
             if not self.state[key].is_writable:
                 raise TraceError(
                     f"the model writes into its {self.state[key].kind} `{key}` during forward.\n"
@@ -150,4 +164,39 @@ class TracedModule:
                     "  Update trained parameters outside the forward."
                 )
             if node.graph is not self.graph:
-                raise TraceError(f"the value written back to `{key}` belongs to another graph")
+                raise TraceError(
+                    f"the value written back to `{key}` belongs to another graph.\n"
+                    "  A pass that copies the graph has to name the copy's nodes.\n"
+                    "  Change graphs with `Rewriter`, which does that."
+                )
+
+    def _check_form(self) -> None:
+        """Refuses what no graph may be: lint raises bare errors, for whoever wrote the pass at fault."""
+        try:
+            self.graph.lint()
+            returned: Any = self.graph.output_node().args[0]
+        except (RuntimeError, StopIteration, IndexError) as error:
+            first_line = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+            raise TraceError(
+                f"the graph of `{self.name}` is not well-formed: {first_line}.\n"
+                "  It runs from its inputs to one output, and reads nothing before it is made.\n"
+                "  Change graphs with `Rewriter`, which keeps them so."
+            ) from error
+        if not isinstance(returned, tuple | list) or not all(isinstance(n, fx.Node) for n in returned):
+            raise TraceError(
+                f"the graph of `{self.name}` doesn't return a tuple of its nodes.\n"
+                "  Its results stand in the order of `outputs`, `side_outputs` and `written_inputs`.\n"
+                "  Replace them one by one: `Rewriter.replace` keeps the order."
+            )
+
+    def _check_state(self, node: fx.Node) -> None:
+        entry = self.state.get(str(node.target))
+        if entry is None:
+            raise TraceError(
+                f"the graph reads state `{node.target}`, which the inventory lacks.\n"
+                "  `state` lists everything that the graph reads.\n  Add an entry for it, or read what is listed."
+            )
+        if node.meta["key"] != node.target or node.meta["spec"] != entry.spec:
+            refuse_meta(
+                node, f"reads `{node.target}`: {entry.spec}, but its meta says {node.meta['key']}: {node.meta['spec']}"
+            )

@@ -80,3 +80,22 @@ def test_measuring_runs_under_the_shapes_of_the_capture_where_they_depend_on_val
 
     program = lower(trace(Selected(4, 4), (torch.tensor([[1.0] * 4, [-1.0] * 4]),)))
     assert _cost(program).forward_flops == 2 * 1 * 4 * 4
+
+
+def test_a_cost_does_not_hang_on_what_was_measured_before_in_the_process():
+    # The backward of an LSTM gives one tensor as the gradient of two biases; a cache of fake results made two of it.
+    costs = [_cost(lower(trace(*MODELS["lstm"]()))) for _ in range(3)]
+    assert costs[0] == costs[1] == costs[2]
+
+
+def test_a_cost_prints_bytes_in_full_and_work_in_three_digits():
+    texts = {
+        0: "0 FLOP",
+        999: "999 FLOP",
+        1000: "1 KFLOP",
+        999_499: "999 KFLOP",
+        999_500: "1 MFLOP",
+        4_194_304: "4.19 MFLOP",
+    }
+    for flops, text in texts.items():
+        assert str(TemplateCost(1, 2, 3, flops)) == f"saves 1 B, workspace 3 B, {text}"

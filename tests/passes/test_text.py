@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
+import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from torch import nn
+from torch import fx, nn
 
 from megatrain.passes.canonicalize import canonicalize
 from megatrain.passes.dedup import dedup
@@ -14,6 +17,7 @@ from megatrain.passes.lift_state import lift_state
 from megatrain.passes.partition import partition
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import template_text
+from megatrain.tracer.targets import call_text
 from megatrain.tracer.trace import trace
 from tests.models import MODELS
 
@@ -43,7 +47,7 @@ def test_canonicalize_removes_what_nobody_reads():
     assert_expected_inline(
         str(canonicalize(_tiny())),
         """\
-traced Tiny(arg0: f32[1, 2]) -> (f32[1, 2])
+traced Tiny(arg0: f32[1, 2]) -> f32[1, 2]
   state: 2 parameters, 32 bytes; 1 buffers, 8 bytes
   add_: i64[] = calls.add_(1)
   linear: f32[1, 2] = F.linear(arg0, layers.0.weight, None)  # layers.0
@@ -59,7 +63,7 @@ def test_partition_cuts_at_the_layers():
     assert_expected_inline(
         str(partition(canonicalize(_tiny()))).split("\n\n")[0],
         """\
-program Tiny: 3 blocks, 3 templates; from canonicalize, partition
+program Tiny: 3 blocks, 3 templates
   inputs arg0; outputs relu_1
   buffer calls = calls
   commit calls = calls_in_0
@@ -76,10 +80,10 @@ def test_a_template_reads_state_by_name_before_it_is_lifted():
         """\
 def t1(
     arg0: "f32[1, 2]",
-) -> ("f32[1, 2]"):
+) -> "f32[1, 2]":
     linear: "f32[1, 2]" = F.linear(arg0, layers.0.weight, None)
     relu: "f32[1, 2]" = torch.relu(linear)
-    return (relu,)""",
+    return relu""",
     )
 
 
@@ -92,10 +96,10 @@ def t1(
     arg0: "f32[1, 2]",
     *,
     weight: "f32[2, 2]",
-) -> ("f32[1, 2]"):
+) -> "f32[1, 2]":
     linear: "f32[1, 2]" = F.linear(arg0, weight, None)
     relu: "f32[1, 2]" = torch.relu(linear)
-    return (relu,)""",
+    return relu""",
     )
     assert [b.binding for b in lifted.blocks] == [(), ("layers.0.weight",), ("layers.1.weight",)]
 
@@ -106,20 +110,20 @@ def test_dedup_gives_equal_layers_one_template():
     assert_expected_inline(
         str(program),
         """\
-program Sequential: 3 blocks, 1 templates; from canonicalize, partition, lift_state, dedup
+program Sequential: 3 blocks, 1 templates
   inputs arg0; outputs linear_2
   block 0 0: t0(arg0) -> linear; state 16 bytes
   block 1 1: t0(linear) -> linear_1; state 16 bytes
   block 2 2: t0(linear_1) -> linear_2; state 16 bytes
 
-# template t0: blocks 0, 1, 2
+# template t0: blocks 0-2
 def t0(
     arg0: "f32[1, 2]",
     *,
     weight: "f32[2, 2]",
-) -> ("f32[1, 2]"):
+) -> "f32[1, 2]":
     linear: "f32[1, 2]" = F.linear(arg0, weight, None)
-    return (linear,)""",
+    return linear""",
     )
 
 
@@ -133,12 +137,12 @@ def t1(
     *,
     fc_weight: "f32[4, 4]",
     fc_bias: "f32[4]",
-) -> ("f32[2, 4]"):
+) -> "f32[2, 4]":
     with torch.autocast('cpu', torch.bfloat16, cache_enabled=False):
         linear_1: "bf16[2, 4]" = F.linear(linear, fc_weight, fc_bias)
         tanh: "bf16[2, 4]" = torch.tanh(linear_1)
         add: "f32[2, 4]" = linear.add(tanh)
-    return (add,)""",
+    return add""",
     )
 
 
@@ -148,3 +152,82 @@ def test_a_gpt_prints_as_a_program(golden: Callable[[str, str], None]):
 
 def test_a_cnn_prints_as_a_program(golden: Callable[[str, str], None]):
     golden("program_cnn", str(lower(trace(*MODELS["cnn"]()))))
+
+
+def scaled(x: torch.Tensor, scale: float = 1.0, shift: int | None = None, *, is_flat: bool = False) -> torch.Tensor:
+    """A function of a user's own, with defaults."""
+    y = x * scale + (0 if shift is None else shift)
+    return y.flatten() if is_flat else y
+
+
+# `__wrapped__` has other defaults than the wrapper, which is what a call calls.
+@functools.wraps(scaled)
+def doubled(x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+    return scaled(x, scale)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "kwargs", "text"),
+    [
+        (F.dropout, (), {"p": 0.5, "training": True, "inplace": False}, "F.dropout(x)"),
+        (F.dropout, (0.5, True, False), {}, "F.dropout(x)"),
+        (F.dropout, (0.5, False, False), {}, "F.dropout(x, 0.5, False)"),
+        (F.dropout, (0.5,), {"training": False}, "F.dropout(x, training=False)"),
+        # What is equal and isn't the same stays.
+        (F.dropout, (0.5, 1), {}, "F.dropout(x, 0.5, 1)"),
+        (scaled, (1,), {}, "scaled(x, 1)"),
+        (scaled, (1.0,), {"shift": None, "is_flat": False}, "scaled(x)"),
+        (scaled, (-0.0,), {"is_flat": True}, "scaled(x, -0.0, is_flat=True)"),
+        # It goes by the name of what it wraps.
+        (doubled, (1.0,), {}, "scaled(x, 1.0)"),
+        (doubled, (2.0,), {}, "scaled(x)"),
+        # Written in C: what its defaults are isn't known.
+        (F.linear, (None,), {}, "F.linear(x, None)"),
+        ("split", (2, 0), {}, "x.split(2)"),
+        ("split", (2, 1), {}, "x.split(2, 1)"),
+    ],
+)
+def test_a_call_is_printed_without_the_functions_own_defaults(target, args, kwargs, text):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    made = graph.call_method if isinstance(target, str) else graph.call_function
+    assert call_text(made(target, (x, *args), kwargs)).rpartition("test_text.")[2] == text
+
+
+def test_a_state_port_has_the_name_of_its_state_unless_another_tensor_has_it():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(2, 2, bias=False)
+            self.second = nn.ModuleDict({"first": nn.Linear(2, 2, bias=False)})
+
+        def forward(self, first_weight):
+            return self.second["first"](self.first(first_weight))
+
+    program = lower(trace(Twice(), (), {"first_weight": torch.ones(1, 2)}))
+    (template,) = program.templates.values()
+    assert [port.name for port in template.inputs] == ["first_weight"]
+    assert [port.name for port in template.state] == ["first_weight_1", "first_weight_2"]
+    (template,) = lower(trace(Twice(), (torch.ones(1, 2),))).templates.values()
+    assert [port.name for port in template.state] == ["first_weight", "first_weight_1"]
+
+
+def test_values_show_in_a_line_without_addresses():
+    traced = _tiny()
+    program = lower(traced)
+    assert repr(traced) == "<TracedModule Tiny: 6 calls, 3 state tensors>"
+    assert repr(program) == "<Program Tiny: 3 blocks, 2 templates>"
+    assert repr(program.blocks[1]) == "<Block 1 layers.0: t1>"
+    assert repr(program.templates["t1"]) == "<Template t1: 1 inputs, 1 state tensors, 1 outputs>"
+
+
+def test_the_heading_of_a_template_tells_its_blocks_and_its_cost():
+    kinds = (nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+    program = lower(trace(nn.Sequential(*kinds), (torch.ones(4, 2),)))
+    headings = [line for line in str(program).splitlines() if line.startswith("#")]
+    assert_expected_inline(
+        "\n".join(headings),
+        """\
+# template t0: blocks 0-1, 3; state 24 B, saves 0 B, workspace 64 B, 32 FLOP
+# template t1: block 2; state 16 B, saves 0 B, workspace 64 B, 32 FLOP""",
+    )

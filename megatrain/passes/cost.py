@@ -1,0 +1,37 @@
+"""TemplateCost: what one execution of a template takes; the figures that schedules are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateCost:
+    """Bytes and work of one execution of a template, measured on fake tensors.
+
+    Args:
+        saved_bytes: What the forward holds for its backward, beyond inputs, outputs and state.
+        forward_workspace_bytes: Most bytes alive inside the forward beyond inputs, outputs and state.
+        backward_workspace_bytes: The same for recompute and backward, beyond the gradients produced.
+        forward_flops: Floating-point operations of the forward's matrix products, convolutions and attention.
+
+    >>> print(TemplateCost(90112, 24576, 57088, 4194304))
+    saves 90112 B, workspace 57088 B, 4.19 MFLOP
+    """
+
+    saved_bytes: int
+    forward_workspace_bytes: int
+    backward_workspace_bytes: int
+    forward_flops: int
+
+    def __str__(self) -> str:
+        workspace = max(self.forward_workspace_bytes, self.backward_workspace_bytes)
+        return f"saves {self.saved_bytes} B, workspace {workspace} B, {_flops_text(self.forward_flops)}"
+
+
+def _flops_text(flops: int) -> str:
+    scaled, units = float(flops), iter(("", "K", "M", "G", "T", "P"))
+    unit = next(units)
+    while scaled >= 999.5 and unit != "P":
+        scaled, unit = scaled / 1000, next(units)
+    return f"{scaled:.3g} {unit}FLOP"

@@ -1,0 +1,293 @@
+"""Rewriter: how a pass changes a graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from megatrain.checks import checked
+from megatrain.passes.canonicalize import copied_graph, is_erased, without_dead
+from megatrain.passes.replacing import check_alike, refuse_rewrite, take_over_memory
+from megatrain.passes.trial import Site, Target, check_target, refuse_call, tried
+from megatrain.tracer.node_meta import CALLS
+from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.state import StateEntry
+from megatrain.tracer.targets import call_name
+from megatrain.tracer.traced import TracedModule
+from megatrain.tracer.watch import storage_key
+
+
+class Rewriter:
+    """Changes a copy of a capture's graph, node by node; the capture itself stays as it is.
+
+    A rewrite is a plain function. This one takes a negation through a product:
+
+    >>> import megatrain
+    >>> def negate_late(traced):
+    ...     rewriter = Rewriter(traced)
+    ...     for product in rewriter.calls(torch.mul):
+    ...         negation, factor = product.args
+    ...         if negation.target is torch.neg:
+    ...             positive = rewriter.call(product, torch.mul, negation.args[0], factor)
+    ...             rewriter.replace(product, rewriter.call(product, torch.neg, positive))
+    ...     return rewriter.done()
+    >>> class Model(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return torch.mul(torch.neg(x), 3)
+    >>> print(negate_late(megatrain.trace(Model(), kwargs={"x": torch.ones(2)})))
+    traced Model(x: f32[2]) -> f32[2]
+      state: 0 parameters, 0 bytes; 0 buffers, 0 bytes
+      mul_1: f32[2] = torch.mul(x, 3)
+      mul: f32[2] = torch.neg(mul_1)
+      return mul
+
+    Args:
+        traced: The capture.
+
+    Attributes:
+        graph: The copy. Nodes may be looked for there; they are added and replaced by the methods here.
+        device: Where the model computes; for calls that make tensors, such as `torch.arange`.
+    """
+
+    @checked()
+    def __init__(self, traced: TracedModule):
+        self._traced = traced
+        self.device = traced.device
+        self.graph, self._copies = copied_graph(traced.graph)
+        self._writes_back = {key: self._copies[node] for key, node in traced.writes_back}
+        self._next_storage = 1 + max((n.meta.get("storage", 0) for n in self.graph.nodes), default=0)
+        self._mode = FakeTensorMode()
+        self._added: set[fx.Node] = set()
+        self._last_after: dict[fx.Node, fx.Node] = {}
+        self._writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in self.graph.nodes:
+            for written in node.meta.get("writes", ()):
+                self._writers[written].append(node)
+
+    @property
+    def kept(self) -> set[fx.Node]:
+        """The nodes whose values are written back into buffers after the forward."""
+        return set(self._writes_back.values())
+
+    def calls(self, target: Target) -> list[fx.Node]:
+        """Lists the calls of a function, or of a method by its name, in execution order."""
+        return [n for n in self.graph.nodes if n.op in CALLS and n.target == target]
+
+    def call(self, like: fx.Node, target: Target, /, *args: Any, **kwargs: Any) -> Any:
+        """Adds a call behind `like` and behind what was added there before, and describes it.
+
+        Its spec is what the call gives on tensors without values; grad mode, autocast, the module and the user's line
+        are those of `like`. Its operands may be any nodes up to there.
+
+        Args:
+            like: The call that it resembles, usually the one that it will replace.
+            target: A function of tensors, or the name of a tensor's method. The function may make several torch calls.
+                It is run at each step and again at each recomputation, so it must compute the same from the same
+                operands, and hold no tensors of its own; autograd goes through it as through any code.
+            args: Its arguments, with nodes for tensors.
+            kwargs: Its keyword arguments, likewise.
+
+        Returns:
+            The node. For a call with several results a tuple with a node for each tensor; for one that gives back an
+            operand (`x.contiguous()`), that operand.
+
+        Raises:
+            LowerError: If it can't be called so, writes in place, makes no tensor, or an operand comes too late.
+        """
+        like = self._own(like)
+        if like.op not in CALLS:
+            refuse_rewrite(
+                f"`{like.name}` is no call, so nothing can be like it",
+                "A call takes modes and module over from another call, and follows it.",
+                "Give as `like` the call that you replace, or one that reads what you need.",
+            )
+        return self.add(Site.of(like), target, args, kwargs)
+
+    def add(
+        self,
+        site: Site,
+        target: Target,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        spec: TensorSpec | None = None,
+        storage: int | None = None,
+        name: str | None = None,
+    ) -> Any:
+        """Does what `call` does, for a pass that knows more.
+
+        Args:
+            site: Where, and under which modes.
+            target: What is called.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            spec: Of the result, one tensor, if it is known: then nothing is tried.
+            storage: With `spec`: the memory that the result lies in; None for memory of its own.
+            name: Of the node; another one if it is taken.
+        """
+        check_target(target)
+        args, kwargs = fx.map_arg((tuple(args), dict(kwargs or {})), self._own)  # pyright: ignore[reportAssignmentType]
+        operands = self._operands(target, args, kwargs, site)
+        if spec is not None:
+            node = self._append(site, target, args, kwargs, name, is_random=False)
+            has_grad = site.grad and any(n.meta["requires_grad"] for n in operands)
+            is_number = spec.dtype.is_floating_point or spec.dtype.is_complex
+            self._describe(node, spec, has_grad and is_number, storage, spec.nbytes)
+            return node
+        outcome = tried(target, args, kwargs or {}, site, self.device, self._mode)
+        if outcome.same is not None:
+            return outcome.same
+        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(outcome.result)):
+            refuse_call(
+                target,
+                "makes no tensor",
+                "Nodes of a graph stand for tensors; plain values are arguments.",
+                "Read plain values from `node.meta` in the pass, such as `node.meta['spec'].shape`.",
+            )
+        node = self._append(site, target, args, kwargs, name, is_random=outcome.is_random)
+        return self._bound(node, outcome.result, dict(outcome.operands), site)
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Lets all that reads `old` from `new` on read `new`, which takes its name; `old` goes if nothing reads it.
+
+        Raises:
+            LowerError: If the two aren't alike, or are no calls.
+        """
+        old, new = self._own(old), self._own(new)
+        check_alike(old, new)
+        early = [user for user in old.users if not user > new and user is not new and user not in self._added]
+        if early or new < old:
+            refuse_rewrite(
+                f"`{early[0].name if early else old.name}` comes before `{new.name}`, which is to replace `{old.name}`",
+                "What reads the old result comes behind the new one.",
+                "Give the replaced call as `like` when you make the new one.",
+            )
+        take_over_memory(old, new, self._writers, self._added)
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user > new)
+        for key, node in self._writes_back.items():
+            self._writes_back[key] = new if node is old else node
+        self.erase(old)
+        if is_erased(old) and new in self._added:
+            new.name = old.name  # the same tensor as ever, for whoever looks for it
+
+    def erase(self, node: fx.Node) -> None:
+        """Removes a node, unless something reads it."""
+        if node.users:
+            return
+        for other in self._writers.pop(node, ()):
+            other.meta["writes"] = tuple(w for w in other.meta["writes"] if w is not node)
+        self._last_after.pop(node, None)
+        for like, last in self._last_after.items():
+            self._last_after[like] = node.prev if last is node else last
+        self.graph.erase_node(node)
+
+    def done(self, *, state: Mapping[str, StateEntry] | None = None) -> TracedModule:
+        """Returns the capture with the changed graph, without what is dead; the last thing to call.
+
+        Args:
+            state: What the graph reads now, if that is other state; what it doesn't read is left out.
+        """
+        return without_dead(
+            dataclasses.replace(
+                self._traced,
+                graph=self.graph,
+                state=self._traced.state if state is None else state,
+                writes_back=tuple(self._writes_back.items()),
+            )
+        )
+
+    # -- adding -------------------------------------------------------------------------------------------
+
+    def _own(self, node: Any) -> fx.Node:
+        """Returns the node of the copy; nodes of the capture's own graph stand for theirs."""
+        found = self._copies.get(node) if isinstance(node, fx.Node) and node.graph is not self.graph else node
+        if not isinstance(found, fx.Node) or is_erased(found):
+            refuse_rewrite(
+                f"{f'`{node.name}`' if isinstance(node, fx.Node) else repr(node)} is no node of this graph",
+                "A pass works with the nodes of one capture; those that were replaced are gone.",
+                "Take nodes from `rewriter.graph`, or from what `call` returned.",
+            )
+        return found
+
+    def _operands(
+        self, target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, site: Site
+    ) -> list[fx.Node]:
+        found: list[fx.Node] = []
+        end = self._last_after.get(site.after, site.after)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                refuse_call(
+                    target,
+                    "is given a tensor",
+                    "A graph holds no values: tensors are its nodes.",
+                    "Make the tensor by a call, such as torch.full with device=rewriter.device.",
+                )
+        fx.map_arg((args, kwargs), lambda n: found.append(n) or n)
+        for node in found:
+            if "spec" not in node.meta:
+                refuse_call(
+                    target,
+                    f"is given `{node.name}`, which isn't one tensor",
+                    "A call with several results is read by `getitem` calls.",
+                    "Give one of these.",
+                )
+            if node > end:
+                refuse_call(
+                    target,
+                    f"is given `{node.name}`, which is made behind `{site.after.name}`",
+                    "A call stands behind the one that it is like, and reads what is made before.",
+                    "Give a later call as `like`.",
+                )
+        return found
+
+    def _append(
+        self, site: Site, target: Target, args: Any, kwargs: Any, name: str | None, *, is_random: bool
+    ) -> fx.Node:
+        op = "call_method" if isinstance(target, str) else "call_function"
+        with self.graph.inserting_after(self._last_after.get(site.after, site.after)):
+            node = self.graph.create_node(op, target, args, kwargs, name or _name(target))
+        node.meta.update(
+            modules=site.modules, source=site.source, grad=site.grad, autocast=site.autocast, is_random=is_random
+        )
+        self._last_after[site.after] = node
+        self._added.add(node)
+        return node
+
+    def _bound(self, node: fx.Node, result: Any, known: dict[int, fx.Node], site: Site) -> Any:
+        """Describes the tensors in a result; several get a node each."""
+        if isinstance(result, torch.Tensor):
+            owner = known.setdefault(storage_key(result), node)
+            storage, size = (
+                (None, result.untyped_storage().nbytes())
+                if owner is node
+                else (owner.meta["storage"], owner.meta["storage_bytes"])
+            )
+            self._describe(node, TensorSpec.of(result), result.requires_grad, storage, size)
+            node.meta["has_history"] = result.requires_grad
+            return node
+        if not isinstance(result, tuple | list):
+            return result
+        parts: list[Any] = []
+        for index, item in enumerate(result):
+            has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(item))
+            part = self._append(site, getitem, (node, index), {}, None, is_random=False) if has_tensors else None
+            parts.append(item if part is None else self._bound(part, item, known, site))
+        return tuple(parts)
+
+    def _describe(self, node: fx.Node, spec: TensorSpec, has_grad: bool, storage: int | None, size: int) -> None:
+        if storage is None:
+            storage, self._next_storage = self._next_storage, self._next_storage + 1
+        node.meta.update(spec=spec, requires_grad=has_grad, storage=storage, storage_bytes=size)
+
+
+def _name(target: Target) -> str:
+    name = target if isinstance(target, str) else call_name(target)
+    return name.strip("_") or "call"

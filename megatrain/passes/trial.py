@@ -1,0 +1,199 @@
+"""A trial run of a call that a pass adds: on tensors without values, to learn what its meta is to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from megatrain.errors import LowerError
+from megatrain.interrupts import Interrupts
+from megatrain.torch_private import disable_current_modes
+from megatrain.tracer.modes import autocast_state
+from megatrain.tracer.rng import GeneratorWatch
+from megatrain.tracer.source import SourceLine
+from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.targets import call_name
+from megatrain.tracer.watch import EffectWatch, storage_key
+
+Target = str | Callable[..., Any]
+"""A function of tensors, or the name of a tensor's method."""
+
+_RULE = "A call that a pass adds is tried on tensors without values, to learn its result's shape, dtype and strides."
+_WAY_OUT = "Give it operands that fit, and let no shape hang on values."
+_NAME_IT = 'Give the function itself, such as F.linear, or the name of a method, such as "view".'
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where in a graph a call is added, and what it takes over from the node that it resembles.
+
+    Args:
+        after: The node behind which it stands, and behind all that was added there before.
+        modules: See `megatrain/tracer/node_meta.py`, as for the others.
+        source: The user's line.
+        grad: Whether gradients are enabled.
+        autocast: The autocast regions.
+    """
+
+    after: fx.Node
+    modules: tuple[tuple[str, int], ...]
+    source: SourceLine | None
+    grad: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+
+    @staticmethod
+    def of(node: fx.Node) -> Site:
+        """The site of what resembles `node` and follows it."""
+        meta = node.meta
+        return Site(node, meta["modules"], meta["source"], meta["grad"], meta["autocast"])
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call gave in its trial.
+
+    Args:
+        result: What it returned, around tensors without values.
+        operands: Its operands' nodes, by the storage of what stood for them.
+        same: The operand that it gave back, if it did.
+        is_random: It drew random numbers.
+    """
+
+    result: Any
+    operands: Mapping[int, fx.Node]
+    same: fx.Node | None
+    is_random: bool
+
+
+def tried(
+    target: Target,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    site: Site,
+    device: torch.device,
+    mode: FakeTensorMode,
+) -> Outcome:
+    """Runs a call on tensors without values, in the modes of its site.
+
+    Args:
+        target: What is called.
+        args: Its arguments, with nodes for tensors.
+        kwargs: Its keyword arguments, likewise.
+        site: Where it will stand.
+        device: Where the model computes.
+        mode: Makes the tensors without values; one serves many trials.
+
+    Raises:
+        LowerError: If it can't run so, changes an operand in place, or makes a tensor where the model doesn't compute.
+    """
+    stand_ins: dict[fx.Node, torch.Tensor] = {}
+    watch = EffectWatch(lambda _: None, lambda _: None, _draw)
+    # Ctrl-C waits for the end of the call: an error in a dispatch mode that C++ can't bear ends the process.
+    with Interrupts(), ExitStack() as stack:
+        stack.enter_context(mode)
+        _enter_modes(stack, site)
+
+        def stand_in(node: fx.Node) -> Any:
+            if node not in stand_ins:
+                stand_ins[node] = _empty(node, device)
+            return stand_ins[node]
+
+        given: Any = fx.map_arg((args, dict(kwargs)), stand_in)
+        try:
+            with watch:
+                result = _called(target, *given)
+        except Exception as error:  # whatever the call raises, it can't be part of a graph so
+            first_line = str(error).partition("\n")[0].rstrip(".")
+            refuse_call(
+                target, f"can't be called so: {type(error).__name__}: {first_line}", _RULE, _WAY_OUT, cause=error
+            )
+    operands = {storage_key(fake): node for node, fake in stand_ins.items()}
+    _check_writes(target, watch.written, operands)
+    _check_device(target, result, device)
+    same = next((node for node, fake in stand_ins.items() if fake is result), None)
+    return Outcome(result, operands, same, watch.is_random)
+
+
+def _enter_modes(stack: ExitStack, site: Site) -> None:
+    """Enters the modes that a step enters around the call; what the caller has on now doesn't count there either."""
+    stack.enter_context(torch.set_grad_enabled(site.grad))
+    for kind, _ in autocast_state():
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    for kind, dtype in site.autocast:
+        stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+
+
+def _check_writes(target: Target, written: Sequence[torch.Tensor], operands: Mapping[int, fx.Node]) -> None:
+    changed = [operands[key].name for key in map(storage_key, written) if key in operands]
+    if changed:
+        refuse_call(
+            target,
+            f"writes into `{changed[0]}`",
+            "What a pass adds makes new tensors; a write would reach whatever shares that memory.",
+            "Call the form of it that returns a new tensor.",
+        )
+
+
+def _draw(call: Callable[[], Any]) -> tuple[Any, bool]:
+    """Makes a call that may draw, in a stream of its own: the user's generators stay as they are."""
+    with disable_current_modes():
+        watch = GeneratorWatch()
+    return watch.draw(call)
+
+
+def _called(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if isinstance(target, str):
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)
+
+
+def _empty(node: fx.Node, device: torch.device) -> torch.Tensor:
+    spec: TensorSpec = node.meta["spec"]
+    if spec.stride is None:
+        made = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    else:
+        made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    return made.requires_grad_(node.meta["requires_grad"])
+
+
+def _check_device(target: Target, result: Any, device: torch.device) -> None:
+    for tensor in pytree.tree_leaves(result):
+        if isinstance(tensor, torch.Tensor) and tensor.device.type != device.type:
+            refuse_call(
+                target,
+                f"makes a tensor on {tensor.device}, and the model computes on {device}",
+                "Blocks compute on one device.",
+                "Give the call device=rewriter.device.",
+            )
+
+
+def check_target(target: Any) -> None:
+    """Refuses what no node calls.
+
+    Raises:
+        LowerError: Naming it, and what to call instead.
+    """
+    if isinstance(target, nn.Module):
+        refuse_call(
+            target,
+            "is a module",
+            "A call in a graph holds no tensors: its state is read by the graph, and passed.",
+            "Call the function behind it, such as F.linear, with its parameters as operands.",
+        )
+    if not isinstance(target, str) and not callable(target):
+        refuse_call(target, "can't be called", "A call is of a function, or of a tensor's method.", _NAME_IT)
+    if isinstance(target, str) and not hasattr(torch.Tensor, target):
+        refuse_call(target, "is no method of torch.Tensor", "A text names a method of the first operand.", _NAME_IT)
+
+
+def refuse_call(target: Any, what: str, rule: str, way_out: str, *, cause: BaseException | None = None) -> NoReturn:
+    """Raises the error for a call that can't be added."""
+    name = target if isinstance(target, str) else call_name(target) if callable(target) else repr(target)
+    raise LowerError(f"`{name}` {what}.\n  {rule}\n  {way_out}") from cause

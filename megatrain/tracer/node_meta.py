@@ -1,0 +1,121 @@
+"""What is known of each node of a captured graph: the keys of `node.meta`, and their checker.
+
+Every tensor (an input, state, the result of a call) has
+
+* `spec`, a `TensorSpec`: its shape, dtype and strides;
+* `requires_grad`, a bool: whether a gradient flows back through it;
+* `has_history`, a bool: whether it did when the call was over. A later write may make a tensor require a gradient that
+  the call itself gave none. `measure` refuses a program in which a result has lost its history. May be missing;
+* `storage`, an int: the number of its memory. Two tensors with one number may alias;
+* `storage_bytes`, an int: the size of that memory, of which the tensor may be a view.
+
+State has, beside these,
+
+* `key`, a str: its fully qualified name, which is the node's target too.
+
+Every call has
+
+* `modules`, a tuple of `(name, number)`: the module calls in which it ran, outermost first. The number tells calls of
+  one module apart. `partition` cuts where these change;
+* `source`, a `SourceLine` or None: the user's line;
+* `grad`, a bool: whether gradients were enabled;
+* `autocast`, a tuple of `(device type, dtype)`: the autocast regions that it ran in;
+* `is_random`, a bool: whether it draws random numbers;
+* `writes`, a tuple of nodes: those whose memory it changes. May be missing: then it changes none;
+* `results`, the specs in the form of what the call returned: only where shapes depend on values, so that no tensor
+  without values can stand for the call's operands. May be missing.
+
+Two kinds of calls are no tensors, and lack the first five keys: one with several results, which `getitem` calls take
+apart, and one whose result nothing reads (`x.to(x.dtype)` gives back `x`, and readers read `x`).
+
+`Rewriter.call` adds a call with all of these; `TracedModule.check` proves that all nodes have them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from torch import fx
+
+from megatrain.checks import named
+from megatrain.errors import TraceError
+from megatrain.tracer.source import SourceLine
+from megatrain.tracer.spec import TensorSpec
+
+CALLS = ("call_function", "call_method")
+_Kinds = Mapping[str, tuple[type, ...]]
+_TENSOR: _Kinds = {"spec": (TensorSpec,), "requires_grad": (bool,), "storage": (int,), "storage_bytes": (int,)}
+_STATE: _Kinds = {**_TENSOR, "key": (str,)}
+_CALL: _Kinds = {
+    "modules": (tuple,),
+    "source": (SourceLine, type(None)),
+    "grad": (bool,),
+    "autocast": (tuple,),
+    "is_random": (bool,),
+}
+
+
+def check_meta(node: fx.Node) -> None:
+    """Checks that a node of a captured graph is described.
+
+    Raises:
+        TraceError: Naming the node, the key that is missing or wrong, and the way out.
+    """
+    if node.op == "output":
+        return
+    if node.op not in ("placeholder", "get_attr", *CALLS):
+        raise TraceError(
+            f"node `{node.name}` is a `{node.op}`.\n"
+            "  A captured graph has inputs, state, calls of functions and methods, and one output.\n"
+            "  Call the function itself, with the parameters that it needs as operands."
+        )
+    if node.op == "placeholder":
+        _check_keys(node, _TENSOR)
+    elif node.op == "get_attr":
+        _check_keys(node, _STATE)
+    else:
+        _check_keys(node, _CALL)
+        if "spec" in node.meta or _is_read_as_tensor(node):
+            _check_keys(node, _TENSOR)
+        _check_modules(node)
+        _check_writes(node)
+
+
+def _is_read_as_tensor(node: fx.Node) -> bool:
+    """Tells whether anything but `getitem` reads the result: then it is one tensor, not several."""
+    return any(user.target is not operator.getitem for user in node.users)
+
+
+def _check_keys(node: fx.Node, kinds: _Kinds) -> None:
+    for key, types in kinds.items():
+        if key not in node.meta:
+            refuse_meta(node, f"has no `{key}` in its meta")
+        if not isinstance(node.meta[key], types):
+            expected = " or ".join("None" if t is type(None) else t.__name__ for t in types)
+            refuse_meta(node, f"has {named(node.meta[key])} as `{key}` in its meta, not {expected}")
+
+
+def _check_modules(node: fx.Node) -> None:
+    for call in node.meta["modules"]:
+        if not (isinstance(call, tuple) and len(call) == 2 and isinstance(call[0], str) and isinstance(call[1], int)):
+            refuse_meta(node, "has in `modules` of its meta something other than `(name, number)`")
+
+
+def _check_writes(node: fx.Node) -> None:
+    writes: Any = node.meta.get("writes", ())
+    if not isinstance(writes, tuple):
+        refuse_meta(node, f"has {named(writes)} as `writes` in its meta, not a tuple of nodes")
+    for written in writes:
+        if not isinstance(written, fx.Node) or written.graph is not node.graph:
+            refuse_meta(node, "writes, by its meta, what is no node of this graph")
+
+
+def refuse_meta(node: fx.Node, what: str) -> NoReturn:
+    """Raises the error for a node that isn't described as it must be."""
+    raise TraceError(
+        f"node `{node.name}` {what}.\n"
+        "  Passes and checks read there what a node is; megatrain/tracer/node_meta.py says what each key means.\n"
+        "  Add nodes with `Rewriter.call`, which fills in all of it."
+    )

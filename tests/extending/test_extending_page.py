@@ -1,0 +1,57 @@
+"""What docs/extending.md shows is what happens, and the examples run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+SECTIONS = [section.split("\n", 1) for section in PAGE.split("\n## ")[1:]]
+
+
+@pytest.mark.parametrize(("title", "text"), SECTIONS, ids=[title for title, _ in SECTIONS])
+def test_the_python_of_a_section_runs(title: str, text: str, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "extending"}
+    # One namespace for a section: a later block goes on where an earlier one ended, as a reader would.
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)):
+        exec(compile(block, f"extending.md, {title}, block {number}", "exec"), namespace)
+    shown = re.findall(r'# "\.\.\. (.*)"$', text, re.MULTILINE)
+    printed = capsys.readouterr().out
+    assert [line for line in shown if line not in printed] == []
+
+
+def test_the_pass_of_the_page_is_that_of_the_example():
+    source = (ROOT / "examples" / "your_own_pass.py").read_text()
+    function = re.search(
+        r"^def chunked_cross_entropy.*?^    return rewriter\.done\(\)\n", source, re.DOTALL | re.MULTILINE
+    )
+    assert function is not None
+    assert function[0] in PAGE
+    assert len(function[0].splitlines()) <= 25
+
+
+def test_the_links_of_the_page_lead_to_files():
+    links = re.findall(r"\]\(([^):#]+)\)", PAGE)
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+
+
+def test_the_example_of_a_pass_runs():
+    script = ROOT / "examples" / "your_own_pass.py"
+    assert len(script.read_text().splitlines()) < 60
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')",
+    ]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "from canonicalize, chunked_cross_entropy, partition" in run.stdout
+    assert "verified" in run.stdout or "equal" in run.stdout, run.stdout[-2000:]
