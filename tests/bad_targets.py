@@ -142,6 +142,8 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield "Schedule.check", made.schedule, {"workload": made.workload}
     for method in ("simulate", "critical_path", "lower_bounds"):
         yield f"Schedule.{method}", made.schedule, {"costs": HARDWARE}
+    yield "Schedule.why", made.schedule, {"op": "F0"}
+    yield "Schedule.gantt", made.schedule, {"costs": HARDWARE}
     yield "Workload.from_dict", megatrain.Workload, {"data": made.workload.to_dict()}
     yield "Workload.backward_readers", made.workload, {"value": 0}
     yield "Workload.update_group", made.workload, {"block": 0}

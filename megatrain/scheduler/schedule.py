@@ -7,18 +7,21 @@ from dataclasses import fields
 
 import networkx as nx
 
-from megatrain.checks import checked
+from megatrain.checks import checked, count, instance_of, optional
 from megatrain.scheduler.builder.emit import emit
 from megatrain.scheduler.check.instructions import check_instructions
 from megatrain.scheduler.check.rules import check_schedule
 from megatrain.scheduler.costs import Costs
 from megatrain.scheduler.dependency import dependency_graph, derive_waits, weight_bindings
+from megatrain.scheduler.gantt import gantt
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.serialize import table_from_json, table_to_json
 from megatrain.scheduler.simulate import Simulation, critical_path, lower_bounds, simulate
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.text import parse_table, table_text
+from megatrain.scheduler.why import why
 from megatrain.scheduler.workload import Workload
+from megatrain.sizes import format_bytes
 
 
 class Schedule(Table):
@@ -31,6 +34,10 @@ class Schedule(Table):
 
     def __str__(self) -> str:
         return table_text(self)
+
+    def __repr__(self) -> str:
+        shape = f"{self.num_blocks} blocks, {len(self.ticks)} ticks"
+        return f"<Schedule: {shape}, {self.kind.mode}, peak {format_bytes(self.peak_bytes)}>"
 
     @staticmethod
     def parse(text: str, workload: Workload | None = None) -> Schedule:
@@ -92,6 +99,20 @@ class Schedule(Table):
         check_schedule(self, workload)
         if instructions is not None:
             check_instructions(instructions, self, workload)
+
+    @checked(op=instance_of(str), tick=optional(count()))
+    def why(self, op: str, tick: int | None = None) -> str:
+        """What an op waits for, back to the start of the step; see `megatrain.scheduler.why.why`.
+
+        Raises:
+            ScheduleError: If there is no such op.
+        """
+        return why(self, op, tick)
+
+    @checked(width=count(1, 10_000))
+    def gantt(self, costs: Costs, *, width: int = 100) -> str:
+        """The simulated step as text, a row per stream; see `megatrain.scheduler.gantt.gantt`."""
+        return gantt(self, costs, width=width)
 
     def simulate(self, costs: Costs) -> Simulation:
         """Runs the schedule on paper; see `megatrain.scheduler.simulate.simulate`."""
