@@ -23,20 +23,24 @@ from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 
 
-class Around(Protocol):
-    """What whoever runs a whole step does around and beside the operations on the device."""
+class Trainer(Protocol):
+    """Whoever takes a training step: makes losses of outputs, takes gradients, and updates."""
 
     def before_compute(self, micro_batch: int) -> None:
-        """Comes before each F and B; what it raises ends the step."""
+        """Comes before each F and B, on the caller's thread; what it raises stops the step."""
 
-    def turn(self, micro_batch: int) -> None:
-        """Hands in the gradients of a micro-batch's outputs, ahead of its first B."""
+    def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """Returns the gradients of a micro-batch's outputs, in their order; on the caller's thread."""
+        ...
+
+    def receive(self, key: str, gradient: torch.Tensor) -> None:
+        """Takes a parameter's whole gradient, on the host; on a transfer's thread."""
 
     def norm(self) -> None:
-        """N."""
+        """Takes the norm of all gradients; on the host stream's thread, like `update`."""
 
     def update(self, block: int) -> None:
-        """U."""
+        """Updates the parameters that belong to a block."""
 
 
 class Operations:
@@ -63,7 +67,7 @@ class Operations:
         calls: Sequence[Call],
         half: Half,
         *,
-        around: Around | None = None,
+        trainer: Trainer | None = None,
         done: set[Position] | None = None,
         is_recovery: bool = False,
         watch: Stopwatch | None = None,
@@ -73,7 +77,7 @@ class Operations:
         Args:
             calls: One per micro-batch.
             half: What runs; ops that it waits for and that aren't part of it are over.
-            around: The rest of a whole step.
+            trainer: Of a training step; None for a call.
             done: Operations that are over, and are left out; the others are added as they succeed.
             is_recovery: What an earlier run left is made up for; tests inject no failures.
             watch: Takes the time of each operation.
@@ -94,7 +98,7 @@ class Operations:
             with streams.step(synchronize=False, is_recovery=is_recovery):
                 for instruction in in_order:
                     waits, over = self._waits(instruction, events), events[instruction.position]
-                    work = self._work(calls, instruction, around)
+                    work = self._work(calls, instruction, trainer)
                     work = work if watch is None else watch.timed(instruction, work)
                     queues[instruction.op.stream](str(instruction.op), work, waits, over)
         finally:
@@ -105,23 +109,39 @@ class Operations:
         """Events of these operations; others are over."""
         return [events[w] for w in instruction.waits if w in events]
 
-    def _work(self, calls: Sequence[Call], instruction: Instruction, around: Around | None) -> Callable[[], None]:
+    def _work(self, calls: Sequence[Call], instruction: Instruction, trainer: Trainer | None) -> Callable[[], None]:
         if instruction.op.stream == "host":
-            assert around is not None
-            return around.norm if instruction.op.what == "N" else functools.partial(around.update, instruction.op.block)
+            assert trainer is not None
+            is_norm = instruction.op.what == "N"
+            return trainer.norm if is_norm else functools.partial(trainer.update, instruction.op.block)
         handler = _HANDLERS[instruction.op.stream, instruction.op.what]
 
         def work() -> None:
-            if around is not None and instruction.op.stream == "compute":
-                around.before_compute(instruction.micro_batch)
+            if trainer is not None and instruction.op.stream == "compute":
+                trainer.before_compute(instruction.micro_batch)
             self.release(calls, instruction.frees_before)
-            if around is not None and instruction.turns:
-                around.turn(instruction.micro_batch)
+            if trainer is not None and instruction.turns:
+                self._turn(calls[instruction.micro_batch], instruction.micro_batch, trainer)
             handler(self, calls, instruction)
             self.release(calls, instruction.frees_after)
             self._slots.poison(instruction.leaves)
 
         return work
+
+    def _turn(self, call: Call, micro_batch: int, trainer: Trainer) -> None:
+        """Hands the trainer a micro-batch's outputs, and takes their gradients, ahead of its first B."""
+        # The trainer may do with outputs what it likes, but not write into them.
+        call.remember_versions(call.loaded.facts.watched)
+        outputs = call.loaded.program.outputs
+        gradients = trainer.differentiate(micro_batch, [self._output(call, ref.kind, ref.name) for ref in outputs])
+        call.check_versions()
+        for ref, gradient in zip(outputs, gradients, strict=True):
+            if gradient is not None:
+                call.add_gradient(ref.name, gradient)
+
+    def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
+        tensor = call.values[name] if kind == "value" else self._engine.tensors[name].to(self._engine.device)
+        return tensor.detach()
 
     def release(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
         """Lets go of items."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
@@ -14,33 +13,13 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients import GradientSink
 from megatrain.runtime.landing import Landing, LandingArena
 from megatrain.runtime.loaded import Loaded
-from megatrain.runtime.operations import Operations
+from megatrain.runtime.operations import Operations, Trainer
 from megatrain.runtime.rng import OwnGenerators, micro_batch_seed
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.start import Start
 from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
-
-
-class Trainer(Protocol):
-    """Whoever trains: makes losses of outputs and takes gradients."""
-
-    def before_compute(self, micro_batch: int) -> None:
-        """Comes before each F and B, on the caller's thread; what it raises stops the step."""
-
-    def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """Returns the gradients of a micro-batch's outputs, in their order; on the caller's thread."""
-        ...
-
-    def receive(self, key: str, gradient: torch.Tensor) -> None:
-        """Takes a parameter's whole gradient, on the host; on a transfer's thread."""
-
-    def norm(self) -> None:
-        """Takes the norm of all gradients; on the host stream's thread, like `update`."""
-
-    def update(self, block: int) -> None:
-        """Updates the parameters that belong to a block."""
 
 
 class StepExecutor:
@@ -138,11 +117,10 @@ class StepRun:
         self._run(trainer, is_recovery=True)
 
     def _run(self, trainer: Trainer, *, is_recovery: bool = False) -> None:
-        around = _Around(self._executor.engine, self._calls, trainer)
         self._executor.operations.run(
             self._calls,
             self._executor.instructions.backward,
-            around=around,
+            trainer=trainer,
             done=self._done,
             is_recovery=is_recovery,
             watch=self._watch,
@@ -160,32 +138,3 @@ class StepRun:
         """Ends the step and gives back all that it held."""
         for call in self._calls:
             call.close(status)
-
-
-class _Around:
-    """Hands the trainer what it needs of the calls."""
-
-    def __init__(self, engine: Engine, calls: Sequence[Call], trainer: Trainer):
-        self._engine = engine
-        self._calls = calls
-        self.before_compute = trainer.before_compute
-        self.norm = trainer.norm
-        self.update = trainer.update
-        self._trainer = trainer
-
-    def turn(self, micro_batch: int) -> None:
-        """See `Around.turn`."""
-        call = self._calls[micro_batch]
-        program = call.loaded.program
-        # The caller may do with outputs what it likes, but not write into them.
-        call.remember_versions(call.loaded.facts.watched)
-        tensors = [self._output(call, ref.kind, ref.name) for ref in program.outputs]
-        gradients = self._trainer.differentiate(micro_batch, tensors)
-        call.check_versions()
-        for ref, gradient in zip(program.outputs, gradients, strict=True):
-            if gradient is not None:
-                call.add_gradient(ref.name, gradient)
-
-    def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
-        tensor = call.values[name] if kind == "value" else self._engine.tensors[name].to(self._engine.device)
-        return tensor.detach()

@@ -18,7 +18,9 @@ CARD = Hardware(25e9, 25e9, 1e11, host_bytes_per_s=60e9)
 
 class TestPictures(TestCase):
     def test_why_a_backward_waits(self) -> None:
-        self.assertExpectedInline(schedule(example(), keep=1).why("B3"), """\
+        self.assertExpectedInline(
+            schedule(example(), keep=1).why("B3"),
+            """\
 B3 (compute, tick 5)
   needs what F3 (compute, tick 4) makes
   takes memory that A2 (d2h, tick 3) gives back
@@ -37,16 +39,20 @@ F1 (compute, tick 2)
 F0 (compute, tick 1)
   needs the weights that W0@0 (h2d, tick 0) brings
 W0@0 (h2d, tick 0)
-  waits for nothing""")
+  waits for nothing""",
+        )
 
     def test_a_step_whose_updates_overlap(self) -> None:
         plan = schedule(trained(4), updates="overlap")
-        self.assertExpectedInline(plan.gantt(CARD, width=60), """\
+        self.assertExpectedInline(
+            plan.gantt(CARD, width=60),
+            """\
 step 0.176 ms; busy: h2d 18%, compute 85%, d2h 12%, host 35%; bound by compute; 0.00294 ms a character
 h2d      WWww.wwwwww...........www.......www.........................
 compute  .FFFFFFFFFFFFFFBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBB.......
 d2h      ......................ggg.......ggg.......ggg.......GGG.....
-host     ........................uuuuuu....uuuuuu....uuuuuu....UUUUUU""")
+host     ........................uuuuuu....uuuuuu....uuuuuu....UUUUUU""",
+        )
 
 
 def test_every_op_that_recurs_is_told_by_its_tick():

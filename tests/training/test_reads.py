@@ -185,7 +185,7 @@ def test_questions_that_an_update_does_not_answer_leave_it_due() -> None:
     pair.compiled.train()
     assert sum(p.numel() * p.element_size() for p in pair.compiled.parameters() if p.requires_grad) > 0
     assert all(p.shape for p in pair.stepped.parameters())
-    assert pair.step.prepare(batch(2)).updates == "deferred"
+    assert pair.step.prepare(batch(2)).kind.updates == "deferred"
     pair.take(batch(2), seed=2)
     assert pair.step.schedule.kind.updates == "deferred"
     pair.assert_same()
