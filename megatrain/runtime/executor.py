@@ -52,8 +52,8 @@ class Executor:
         self.facts = self.loaded.facts
         self.differentiable_outputs = self.facts.differentiable_outputs
         self.differentiable_inputs = self.facts.differentiable_inputs
-        self._sink = GradientSink.of(self.loaded, engine, schedule)
-        self._operations = Operations(schedule, self._slots, engine, self._sink)
+        self._sink = GradientSink.of(self.loaded, engine, self._instructions.landing_bytes)
+        self._operations = Operations(self._instructions, self._slots, engine, self._sink)
 
     # -- calls ---------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from megatrain.runtime.host import HostArena
 from megatrain.runtime.landing import Landing
 from megatrain.runtime.loaded import Loaded
 from megatrain.scheduler.instructions import Bytes
-from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
@@ -34,7 +33,6 @@ class GradientSink:
         slab_bytes: Size of the page-locked landing area; the largest block's gradients. Unused where the compute
             device is the host.
         parts: Parts of parameters; the gradient of each becomes rows of the parameter's, whose other rows are zero.
-        in_place: Adopt the device's gradients instead of copying them (the compute device is the host).
         landing: Places that gradients are copied to, and stay in; None makes new tensors.
     """
 
@@ -45,12 +43,10 @@ class GradientSink:
         slab_bytes: int,
         parts: Sequence[StateEntry] = (),
         *,
-        in_place: bool,
         landing: Landing | None = None,
     ):
         self._parameter_of = parameter_of
         self._device = device
-        self._in_place = in_place
         self._parts = {part.key: part for part in parts}
         self._landing = landing
         self._reuses_places = True
@@ -61,15 +57,14 @@ class GradientSink:
         self._take: Take = self._accumulate
 
     @staticmethod
-    def of(loaded: Loaded, engine: Engine, schedule: Schedule, landing: Landing | None = None) -> GradientSink:
-        """Makes the sink of a schedule's backward, with places of its own where gradients are copied."""
+    def of(loaded: Loaded, engine: Engine, slab_bytes: int = 0, landing: Landing | None = None) -> GradientSink:
+        """Makes the sink of a backward whose gradients go through a slab, or stay where they land."""
         return GradientSink(
             lambda key: engine.tensors[key],
             engine.device,
-            slab_bytes=schedule.landing_bytes,
+            slab_bytes=slab_bytes,
             parts=loaded.facts.parts,
-            in_place=schedule.kind.transfer == "bind",
-            landing=None if schedule.kind.transfer == "bind" else landing,
+            landing=landing,
         )
 
     def begin(self, take: Take | None = None) -> None:
@@ -92,7 +87,7 @@ class GradientSink:
         keys: Sequence[str],
         gradients: Sequence[tuple[torch.Tensor | None, bool]],
         completes: Iterable[str],
-        landing: Bytes | None = None,
+        landing: Bytes | None,
     ) -> None:
         """Takes one block's gradients. If a hook on a parameter fails, the same block may come again.
 
@@ -102,7 +97,7 @@ class GradientSink:
             gradients: On the compute device, None where nothing flowed, each with whether others hold its memory
                 too, so that it may not be adopted.
             completes: Keys whose sum is complete with this block.
-            landing: Where the gradients land on the host; None if they have no bytes there.
+            landing: Where the gradients land on the host; None if they stay where they are made, to be adopted there.
         """
         if block not in self._received:
             self._add(keys, self._land(block, landing, gradients))
@@ -162,7 +157,7 @@ class GradientSink:
             storage = gradient.untyped_storage()
             is_own = not is_shared and storage.data_ptr() not in seen and storage.nbytes() == gradient.nbytes
             seen.add(storage.data_ptr())
-            landed.append(gradient if self._in_place and is_own else gradient.clone())
+            landed.append(gradient if where is None and is_own else gradient.clone())
         return landed
 
     def _land_through_slab(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -1,4 +1,4 @@
-"""Operations: what each operation of a table does, and how a table runs."""
+"""Operations: what each instruction does, and how instructions run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from megatrain.runtime.gradients import GradientSink
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.runtime.streams import Event
-from megatrain.scheduler.instructions import Half, Instruction
+from megatrain.scheduler.instructions import Half, Instruction, Instructions
 from megatrain.scheduler.lifetimes import Item
-from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 
 
@@ -46,21 +45,21 @@ class Trainer(Protocol):
 class Operations:
     """Runs operations of one schedule on the calls of its micro-batches, one handler per kind.
 
-    It decides nothing: what to prefetch, park, recompute and drop, when and where, is in the schedule.
+    It decides nothing: what to prefetch, park, recompute and drop, when and where, is in the instructions.
 
     Args:
-        schedule: What runs.
+        instructions: What runs.
         slots: Where weights lie meanwhile.
         engine: Streams, host store and arena.
         sink: Takes the gradients of parameters.
     """
 
-    def __init__(self, schedule: Schedule, slots: Slots, engine: Engine, sink: GradientSink):
+    def __init__(self, instructions: Instructions, slots: Slots, engine: Engine, sink: GradientSink):
         self._engine = engine
         self._slots = slots
         self._sink = sink
-        works = schedule.known_workload().blocks
-        self._has_empty_gradients = [w.has_backward and not w.gradient_bytes for w in works]
+        blocks = {what: {i.op.block for i in instructions.all if i.op.what == what} for what in "BG"}
+        self._without_offload = blocks["B"] - blocks["G"]
 
     def run(
         self,
@@ -246,8 +245,8 @@ class Operations:
             landings = [_added(*pair) for pair in zip(known, landings, strict=True)]
         first.parameter_gradients[block] = landings
         first.hold("parameters", block, [gradient for gradient, _ in landings])
-        if self._has_empty_gradients[block] and instruction.micro_batch == len(calls) - 1:
-            self.offload(calls, instruction)  # there is nothing to move, so the table has no G
+        if block in self._without_offload and instruction.micro_batch == len(calls) - 1:
+            self.offload(calls, instruction)  # there is nothing to move, so there is no G
 
     def _are_shared(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
         """Tells of each gradient whether its memory is also that of a value, or of another of them."""

@@ -41,8 +41,8 @@ class StepExecutor:
         self.slots = Slots(self.loaded[0].images, engine)
         self.instructions = schedule.instructions
         landing = Landing(self.instructions.landing_bytes, self.loaded[0], arena)
-        self.sink = GradientSink.of(self.loaded[0], engine, schedule, landing)
-        self.operations = Operations(schedule, self.slots, engine, self.sink)
+        self.sink = GradientSink.of(self.loaded[0], engine, landing=landing)
+        self.operations = Operations(self.instructions, self.slots, engine, self.sink)
 
     @property
     def trained(self) -> Sequence[Sequence[str]]:

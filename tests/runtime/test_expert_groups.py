@@ -13,6 +13,7 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients import GradientSink
 from megatrain.runtime.image import state_image
 from megatrain.runtime.streams import Chaos
+from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
 from tests.experts import IDLE, Grouped, Layers, Routed
@@ -169,16 +170,17 @@ def test_the_sink_completes_a_parameter_with_its_last_part():
     parameter = nn.Parameter(torch.zeros(6, 2))
     whole = StateEntry("w", "parameter", TensorSpec((6, 2), torch.float32), True)
     parts = [whole.part(0, 2), whole.part(2, 6)]
-    sink = GradientSink(lambda _: parameter, torch.device("cpu"), 0, parts, in_place=False)
+    sink = GradientSink(lambda _: parameter, torch.device("cpu"), 0, parts)
+    landing = Bytes(0, 64)
     sink.begin()
-    sink.receive(0, ["w[2:6]"], [(None, False)], ["w[2:6]"])
-    sink.receive(1, ["w[0:2]"], [(torch.ones(2, 2), False)], [])
+    sink.receive(0, ["w[2:6]"], [(None, False)], ["w[2:6]"], landing)
+    sink.receive(1, ["w[0:2]"], [(torch.ones(2, 2), False)], [], landing)
     assert parameter.grad is None
-    sink.receive(2, ["w[0:2]"], [(torch.ones(2, 2), False)], ["w[0:2]", "w"])
+    sink.receive(2, ["w[0:2]"], [(torch.ones(2, 2), False)], ["w[0:2]", "w"], landing)
     assert torch.equal(parameter.grad, torch.tensor([2.0, 2, 0, 0, 0, 0])[:, None].expand(6, 2))
     parameter.grad = None
     sink.begin()
-    sink.receive(0, ["w[2:6]", "w[0:2]"], [(None, False)] * 2, ["w[2:6]", "w[0:2]", "w"])
+    sink.receive(0, ["w[2:6]", "w[0:2]"], [(None, False)] * 2, ["w[2:6]", "w[0:2]", "w"], landing)
     assert parameter.grad is None
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatrain.runtime.gradients import GradientSink
+from megatrain.scheduler.instructions import Bytes
 
 
 class Taker:
@@ -25,8 +26,12 @@ class Taker:
         self.taken.append((key, gradient))
 
 
-def sink(take: Any, *, in_place: bool = False) -> GradientSink:
-    made = GradientSink(lambda _: nn.Parameter(torch.zeros(3)), torch.device("cpu"), 0, in_place=in_place)
+# Where gradients land; those without are adopted where they are.
+COPIED = Bytes(0, 64)
+
+
+def sink(take: Any) -> GradientSink:
+    made = GradientSink(lambda _: nn.Parameter(torch.zeros(3)), torch.device("cpu"), 0)
     made.begin(take)
     return made
 
@@ -34,22 +39,22 @@ def sink(take: Any, *, in_place: bool = False) -> GradientSink:
 def test_a_block_that_comes_again_is_not_added_again() -> None:
     take = Taker(refusals=2)
     sums = sink(take)
-    sums.receive(1, ["tied", "other"], [(torch.ones(3), False), (torch.full((3,), 5.0), False)], [])
+    sums.receive(1, ["tied", "other"], [(torch.ones(3), False), (torch.full((3,), 5.0), False)], [], COPIED)
     last = ([(torch.full((3,), 2.0), False), (torch.ones(3), False)], ["tied", "other"])
     for _ in range(2):
         with pytest.raises(RuntimeError, match="a hook fails"):
-            sums.receive(0, ["tied", "other"], *last)
-    sums.receive(0, ["tied", "other"], *last)
-    sums.receive(0, ["tied", "other"], *last)  # and what was taken isn't taken again
+            sums.receive(0, ["tied", "other"], *last, COPIED)
+    sums.receive(0, ["tied", "other"], *last, COPIED)
+    sums.receive(0, ["tied", "other"], *last, COPIED)  # and what was taken isn't taken again
     assert [(key, gradient.tolist()) for key, gradient in take.taken] == [("tied", [3.0] * 3), ("other", [6.0] * 3)]
 
 
 def test_a_sum_takes_the_memory_of_its_first_term_and_leaves_what_others_hold() -> None:
     take = Taker()
-    sums = sink(take, in_place=True)
+    sums = sink(take)
     own, shared, added = torch.ones(3), torch.full((3,), 2.0), torch.full((3,), 4.0)
-    sums.receive(1, ["own", "shared"], [(own, False), (shared, True)], [])
-    sums.receive(0, ["own", "shared"], [(added, True), (added, True)], ["own", "shared"])
+    sums.receive(1, ["own", "shared"], [(own, False), (shared, True)], [], None)
+    sums.receive(0, ["own", "shared"], [(added, True), (added, True)], ["own", "shared"], None)
     (_, total), (_, other) = take.taken
     assert total.data_ptr() == own.data_ptr()
     assert (total.tolist(), other.tolist()) == ([5.0] * 3, [6.0] * 3)
@@ -62,7 +67,7 @@ def test_sparse_and_dense_terms(first: str) -> None:
     sums = sink(take)
     terms = [torch.tensor([1.0, 0, 2]).to_sparse(), torch.ones(3)]
     for block, term in zip((1, 0), terms if first == "sparse" else terms[::-1], strict=True):
-        sums.receive(block, ["w"], [(term, False)], ["w"] if block == 0 else [])
+        sums.receive(block, ["w"], [(term, False)], ["w"] if block == 0 else [], COPIED)
     assert take.taken[0][1].tolist() == [2.0, 1.0, 3.0]
     assert terms[1].tolist() == [1.0] * 3
 
@@ -70,8 +75,8 @@ def test_sparse_and_dense_terms(first: str) -> None:
 def test_a_new_backward_begins_without_what_a_failed_one_left() -> None:
     take = Taker()
     sums = sink(take)
-    sums.receive(1, ["w"], [(torch.ones(3), False)], [])
+    sums.receive(1, ["w"], [(torch.ones(3), False)], [], COPIED)
     sums.begin(take)
     for block in (1, 0):
-        sums.receive(block, ["w"], [(torch.ones(3), False)], ["w"] if block == 0 else [])
+        sums.receive(block, ["w"], [(torch.ones(3), False)], ["w"] if block == 0 else [], COPIED)
     assert take.taken[0][1].tolist() == [2.0] * 3
