@@ -11,6 +11,7 @@ from torch import nn
 from megatrain.checks import Rule, checked, count, one_of, optional
 from megatrain.errors import ExecuteError
 from megatrain.optim.made_over import OPTIMIZER, made_over
+from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.need import OptimizerNeed, Updated, optimizer_need
 from megatrain.options import PRECISION
@@ -109,6 +110,7 @@ def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
+_MASTER_OF: Mapping[str, type[Master]] = {"whole": WholeMaster, "exact": SplitMaster, "rounded": RoundedMaster}
 _KIND = one_of("exact", "rounded", "whole")
 _MASTERS = Rule(_KIND.text, _KIND.way, lambda value: None if isinstance(value, Masters) else _KIND.fault(value))
 
@@ -145,14 +147,14 @@ def host_plan(
     entries, tensors = inventory(model)
     entries = narrow_entries(entries) if precision == "bf16" else entries
     rows = [*_state_rows(programs, entries)]
-    is_split = precision == "bf16"
-    if is_split and kind == "exact":
+    master = _MASTER_OF[kind] if precision == "bf16" else WholeMaster
+    if master is SplitMaster:
         rows.append(("low halves", sum(2 * e.spec.numel for e in entries.values() if _is_trained_bf16(e))))
     held: list[torch.Tensor] = [*tensors.values(), *(t.grad for t in tensors.values() if t.grad is not None)]
     need = OptimizerNeed({}, 0)
     if optimizer is not None:
         optimizer, parameters = _over(optimizer, entries, tensors)
-        blocks = _updates(programs, entries, parameters, is_split=is_split)
+        blocks = _updates(programs, entries, parameters, master)
         need = optimizer_need(optimizer, blocks, undoes=schedule.kind.updates != "none", scales=schedule.kind.clip)
         name = type(optimizer).__name__
         rows += [(f"{name}.{key}", nbytes) for key, nbytes in need.state.items()]
@@ -200,8 +202,7 @@ def _updates(
     programs: Sequence[Program],
     entries: Mapping[str, StateEntry],
     parameters: Mapping[str, torch.Tensor],
-    *,
-    is_split: bool,
+    master: type[Master],
 ) -> list[list[Updated]]:
     """The parameters of each update; those that only later captures train join with theirs."""
     seen: set[str] = set()
@@ -209,8 +210,9 @@ def _updates(
     for keys in (keys for program in programs for keys in _trained(program)):
         block: list[Updated] = []
         for key in (key for key in keys if key not in seen):
-            spec, splits = entries[key].spec, is_split and _is_trained_bf16(entries[key])
-            block.append(Updated(parameters[key], replace(spec, dtype=torch.float32) if splits else spec, splits))
+            spec, has_master = entries[key].spec, master is not WholeMaster and _is_trained_bf16(entries[key])
+            wide = replace(spec, dtype=torch.float32) if has_master else spec
+            block.append(Updated(parameters[key], wide, master if has_master else WholeMaster))
         seen.update(keys)
         found.append(block)
     return found

@@ -222,7 +222,10 @@ def test_masters_in_halves_take_four_bytes_and_moments_eight():
     assert 0 <= plan.bytes_of("parameters") - 2 * plan.num_parameters < 64 * len(list(model.parameters()))
     assert plan.bytes_of("update scratch") == 0
     rounded = host_plan(program, schedule, model, "AdamW", precision="bf16", masters="rounded")
-    assert plan.total_bytes - rounded.total_bytes == 2 * trained
+    # What rounds has no native kernel, so the largest block is copied ahead of its update, in case that fails.
+    copied = rounded.bytes_of("update scratch")
+    assert copied > 0
+    assert plan.total_bytes - rounded.total_bytes == 2 * trained - copied
     as_they_are = host_plan(program, schedule, model, "AdamW")
     assert as_they_are.bytes_of("low halves") == 0
     assert as_they_are.bytes_of("AdamW.exp_avg") == 2 * trained
@@ -245,6 +248,9 @@ def test_rows_in_bf16_are_what_a_step_leaves(name: str, masters: str):
     assert plan.bytes_of("state of no block") == 64
     assert plan.bytes_of("low halves") == compiled.masters.low_bytes
     assert plan.bytes_of(name) == bytes_of(t for state in optimizer.state.values() for t in state.values())
+    undo = step._setup.updates._undo._memory.numel()
+    num_tensors = 4 * len(list(model.parameters()))  # each copy begins at a multiple of 64 bytes
+    assert undo <= plan.bytes_of("update scratch") + 64 * num_tensors
     again = host_plan(compiled.program, schedule, model, optimizer, precision="bf16", masters=compiled.masters)
     assert again.rows == plan.rows
     lasting = ("parameters", "low halves", name)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from megatrain.errors import OptimizerError
 from megatrain.optim.fast import FastPath, fast_path
 from megatrain.optim.impostor import Optimizer, own_copy, step_code
-from megatrain.optim.masters.halves import SplitMaster, WholeMaster
+from megatrain.optim.masters.halves import Master, RoundedMaster, WholeMaster
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.optim.rehearsal import (
     WithoutValues,
@@ -39,13 +39,23 @@ class Updated:
 
     Args:
         parameter: The object in the optimizer's groups.
-        spec: Of the values that are updated, and of the gradient: fp32 where the parameter has a split master.
-        is_split: It has one, or another kind of bf16 master.
+        spec: Of the values that are updated, and of the gradient: fp32 where the parameter is bf16 and has a master.
+        master: What kind of master it has; `WholeMaster` where its own values are updated.
     """
 
     parameter: torch.Tensor
     spec: TensorSpec
-    is_split: bool = False
+    master: type[Master] = WholeMaster
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it is bf16 and has a master."""
+        return self.master is not WholeMaster
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that its update writes, state aside: a rounded master is the bf16 parameter and nothing more."""
+        return self.spec.nbytes // 2 if self.master is RoundedMaster else self.spec.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +114,7 @@ def optimizer_need(
             _add(state, part.state)
         dropped = parts[-1].scratch_bytes + _prepared_bytes(by_code, scales=scales) if by_code else 0
         if undoes and not all(_is_sure(m, path) for m, path in paths.items()):
-            copied = sum(m.spec.nbytes for m in paths) + sum(sum(part.state.values()) for part in parts)
+            copied = sum(m.written_bytes for m in paths) + sum(sum(part.state.values()) for part in parts)
             undo = max(undo, copied)
         scratch = max(scratch, dropped)
     seen = {member.parameter for block in blocks for member in block}
@@ -115,14 +125,14 @@ def optimizer_need(
 
 
 def _path(optimizer: Optimizer, member: Updated, group: int) -> FastPath | None:
-    if not member.is_split and member.spec.dtype != torch.float32:
+    if not member.is_narrow and member.spec.dtype != torch.float32:
         return None  # it has no master
-    return fast_path(optimizer, optimizer.param_groups[group], is_whole=not member.is_split)
+    return fast_path(optimizer, optimizer.param_groups[group], is_whole=not member.is_narrow)
 
 
 def _is_sure(member: Updated, path: FastPath | None) -> bool:
-    kind, gradient = (SplitMaster, torch.bfloat16) if member.is_split else (WholeMaster, member.spec.dtype)
-    return path is not None and path.is_sure(kind, gradient)
+    gradient = torch.bfloat16 if member.is_narrow else member.spec.dtype
+    return path is not None and path.is_sure(member.master, gradient)
 
 
 def _state_made(optimizer: Optimizer, members: Sequence[Updated], path: FastPath) -> OptimizerNeed:
@@ -138,7 +148,7 @@ def _state_made(optimizer: Optimizer, members: Sequence[Updated], path: FastPath
 
 def _prepared_bytes(members: Sequence[Updated], *, scales: bool) -> int:
     """What the optimizer's own code is given: of halves, values and gradients in fp32; of others scaled gradients."""
-    return sum(2 * m.spec.nbytes if m.is_split else m.spec.nbytes * scales for m in members)
+    return sum(2 * m.spec.nbytes if m.is_narrow else m.spec.nbytes * scales for m in members)
 
 
 def _add(total: dict[str, int], more: Mapping[str, int]) -> None:
@@ -150,7 +160,7 @@ def _add(total: dict[str, int], more: Mapping[str, int]) -> None:
 def _kind_of(optimizer: Optimizer, member: Updated, group: int) -> Hashable:
     """Returns what parameters have in common whose updates keep and drop the same."""
     held = pytree.tree_map_only(torch.Tensor, TensorSpec.of, optimizer.state.get(member.parameter, {}))
-    return group, member.spec, member.is_split, str(held)
+    return group, member.spec, member.master, str(held)
 
 
 def _step_on_stand_ins(optimizer: Optimizer, members: Sequence[Updated]) -> OptimizerNeed:

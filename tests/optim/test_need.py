@@ -12,6 +12,7 @@ from torch import nn
 from megatrain.errors import OptimizerError, OptionError
 from megatrain.optim.impostor import step_code
 from megatrain.optim.made_over import OPTIMIZER, made_over
+from megatrain.optim.masters.halves import SplitMaster
 from megatrain.optim.need import Updated, optimizer_need
 from megatrain.tracer.spec import TensorSpec
 
@@ -113,7 +114,7 @@ def test_scratch_is_what_the_update_of_the_largest_block_drops():
 
 def test_halves_are_joined_unless_the_update_is_one_pass():
     parameter = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
-    blocks = [[Updated(parameter, TensorSpec((1000,), torch.float32), is_split=True)]]
+    blocks = [[Updated(parameter, TensorSpec((1000,), torch.float32), SplitMaster)]]
     one_pass = optimizer_need(torch.optim.AdamW([parameter]), blocks)
     assert (one_pass.scratch_bytes, one_pass.state["exp_avg"]) == (0, 4000)
     by_code = optimizer_need(torch.optim.AdamW([parameter], amsgrad=True), blocks)
@@ -125,7 +126,7 @@ def test_halves_are_joined_unless_the_update_is_one_pass():
 def test_what_is_kept_to_undo_an_update_counts_where_one_may_fail(reason: str | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megatrain.optim.fast.adamw.native_reason", lambda: reason)
     narrow = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
-    halves = [[Updated(narrow, TensorSpec((1000,), torch.float32), is_split=True)]]
+    halves = [[Updated(narrow, TensorSpec((1000,), torch.float32), SplitMaster)]]
     in_one_pass = optimizer_need(torch.optim.AdamW([narrow]), halves, undoes=True, scales=True)
     assert in_one_pass.scratch_bytes == (0 if reason is None else 4000 + 8004)
     wide = nn.Parameter(torch.zeros(1000))

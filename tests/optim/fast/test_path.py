@@ -175,7 +175,7 @@ def test_options_that_can_not_be_read_fail_before_anything_is_written():
 
 def test_the_need_of_an_optimizer_is_that_of_its_path(descent: Descent):
     parameter = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
-    blocks = [[Updated(parameter, TensorSpec((1000,), torch.float32), is_split=True)]]
+    blocks = [[Updated(parameter, TensorSpec((1000,), torch.float32), SplitMaster)]]
     need = optimizer_need(sgd(parameter), blocks, undoes=True)
     assert dict(need.state) == {"momentum_buffer": 4000}
     assert need.scratch_bytes == 4000 + 4000, "what an update that isn't sure to end writes is copied"
