@@ -9,8 +9,8 @@ import networkx as nx
 
 from megatrain.checks import checked, count, instance_of, optional
 from megatrain.scheduler.builder.emit import emit
-from megatrain.scheduler.check.instructions import check_instructions
-from megatrain.scheduler.check.rules import check_schedule
+from megatrain.scheduler.check.instruction_rules import check_instructions
+from megatrain.scheduler.check.schedule_rules import check_schedule
 from megatrain.scheduler.costs import Costs
 from megatrain.scheduler.dependency import dependency_graph, derive_waits, weight_bindings
 from megatrain.scheduler.gantt import gantt

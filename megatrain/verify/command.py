@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-import megatrain
 from megatrain.checks import PATH
 from megatrain.errors import MegatrainError, OptionError
 from megatrain.verify.side_by_side import verify_call
 
-_NOT_THEIRS = (*(str(Path(str(m.__file__)).parent) for m in (importlib, megatrain, torch)), "<frozen")
+_PACKAGE = Path(__file__).parents[1]
+_NOT_THEIRS = (*(str(Path(str(m.__file__)).parent) for m in (importlib, torch)), str(_PACKAGE), "<frozen")
 _OPTIONS = ("device", "memory", "activations", "transfer", "block_bytes")
 
 

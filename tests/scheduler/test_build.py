@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.builder.build import ACTIVATIONS, backward_schedule
-from megatrain.scheduler.builder.slots import compute_stages, place_slots, residencies
+from megatrain.scheduler.builder.residency import compute_stages, place_slots, residencies
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Stream
 from megatrain.scheduler.parking import keep_all

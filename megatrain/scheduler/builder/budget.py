@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.builder.draft import Builder, Draft, Plan
-from megatrain.scheduler.builder.slots import alternates
+from megatrain.scheduler.builder.residency import alternates
 from megatrain.scheduler.lifetimes import lifetimes
 from megatrain.scheduler.memory import find_peak
 from megatrain.scheduler.op import NO_BLOCK

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatrain.scheduler.builder.host_places import place_gradients
 from megatrain.scheduler.builder.host_ticks import HostTicks, head_updates, place_host, written_ticks
 from megatrain.scheduler.builder.order import Rows, assign_ticks
-from megatrain.scheduler.builder.slots import Residency, compute_stages, place_slots, residencies
+from megatrain.scheduler.builder.residency import Residency, compute_stages, place_slots, residencies
 from megatrain.scheduler.lifetimes import StepFacts, step_lifetimes
 from megatrain.scheduler.memory import (
     accumulated_bytes,

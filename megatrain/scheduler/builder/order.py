@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatrain.scheduler.builder.slots import Residency, Stage
+from megatrain.scheduler.builder.residency import Residency, Stage
 from megatrain.scheduler.lifetimes import OpTicks, Run
 from megatrain.scheduler.workload import Workload
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
-from megatrain.scheduler.check.rules import check_waits
+from megatrain.scheduler.check.schedule_rules import check_waits
 from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructions
 from megatrain.scheduler.lifetimes import Item
 from megatrain.scheduler.op import Stream

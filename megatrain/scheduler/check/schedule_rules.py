@@ -14,8 +14,8 @@ import networkx as nx
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
-from megatrain.scheduler.check.host import check_norm, check_places, check_updates
-from megatrain.scheduler.check.memory import (
+from megatrain.scheduler.check.host_rules import check_norm, check_places, check_updates
+from megatrain.scheduler.check.memory_rules import (
     check_figures,
     check_live_bytes,
     check_releases_come_first,
