@@ -29,10 +29,10 @@ from megatrain.planning import Plan, plan
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.streams import Chaos, Recording
-from megatrain.scheduler.costs import Hardware
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
+from megatrain.scheduler.timing.costs import Hardware
 from megatrain.scheduler.workload import Workload
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace

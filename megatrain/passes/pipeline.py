@@ -15,7 +15,7 @@ from megatrain.passes.lift_state import lift_state
 from megatrain.passes.measure import measure
 from megatrain.passes.partition import partition
 from megatrain.passes.program import Program
-from megatrain.passes.split_state import split_state
+from megatrain.passes.split.split_state import split_state
 from megatrain.passes.verify import verify_program
 from megatrain.sizes import SIZE, parse_bytes
 from megatrain.tracer.traced import TracedModule

@@ -11,14 +11,14 @@ from megatrain.checks import checked, count, instance_of, optional
 from megatrain.scheduler.builder.emit import emit
 from megatrain.scheduler.check.instruction_rules import check_instructions
 from megatrain.scheduler.check.schedule_rules import check_schedule
-from megatrain.scheduler.costs import Costs
 from megatrain.scheduler.dependency import dependency_graph, derive_waits, weight_bindings
-from megatrain.scheduler.gantt import gantt
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.serialize import table_from_json, table_to_json
-from megatrain.scheduler.simulate import Simulation, critical_path, lower_bounds, simulate
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.text import parse_table, table_text
+from megatrain.scheduler.timing.costs import Costs
+from megatrain.scheduler.timing.gantt import gantt
+from megatrain.scheduler.timing.simulate import Simulation, critical_path, lower_bounds, simulate
 from megatrain.scheduler.why import why
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import format_bytes
@@ -111,11 +111,11 @@ class Schedule(Table):
 
     @checked(width=count(1, 10_000))
     def gantt(self, costs: Costs, *, width: int = 100) -> str:
-        """The simulated step as text, a row per stream; see `megatrain.scheduler.gantt.gantt`."""
+        """The simulated step as text, a row per stream; see `megatrain.scheduler.timing.gantt.gantt`."""
         return gantt(self, costs, width=width)
 
     def simulate(self, costs: Costs) -> Simulation:
-        """Runs the schedule on paper; see `megatrain.scheduler.simulate.simulate`."""
+        """Runs the schedule on paper; see `megatrain.scheduler.timing.simulate.simulate`."""
         return simulate(self, costs)
 
     def critical_path(self, costs: Costs) -> tuple[float, tuple[Position, ...]]:

@@ -21,8 +21,8 @@ from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.runtime.whole_step import StepExecutor
-from megatrain.scheduler.costs import Measured
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.timing.costs import Measured
 from megatrain.sizes import SIZE
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.training import checkpoint

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatrain import lower, trace
 from megatrain.passes.canonicalize import canonicalize
-from megatrain.passes.split_state import split_state
+from megatrain.passes.split.split_state import split_state
 from tests.experts import Layers
 from tests.passes.splitting import assert_exact, parts_of, seeded, tokens
 from tests.tracer.parity import program_step

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import OptionError, ScheduleError
-from megatrain.scheduler.costs import Hardware, Measured, op_durations
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import UPDATES
 from megatrain.scheduler.table import Position
+from megatrain.scheduler.timing.costs import Hardware, Measured, op_durations
 from megatrain.scheduler.workload import Workload
 from tests.scheduler.workloads import example, schedules, step_schedules, trained, whole_steps, workloads
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.costs import Hardware
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.timing.costs import Hardware
 from tests.scheduler.workloads import example, schedules, step_schedules, trained
 
 CARD = Hardware(25e9, 25e9, 1e11, host_bytes_per_s=60e9)

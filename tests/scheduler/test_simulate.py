@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import OptionError
-from megatrain.scheduler.costs import Hardware, op_durations
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
+from megatrain.scheduler.timing.costs import Hardware, op_durations
 from megatrain.scheduler.workload import Workload
 from tests.scheduler.workloads import chain, example, schedules, workloads
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.schedule_rules import check_schedule
-from megatrain.scheduler.costs import Hardware
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Op, Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import UPDATES
+from megatrain.scheduler.timing.costs import Hardware
 from tests.scheduler.mutations import with_figures
 from tests.scheduler.symbolic import Harm, find_harm
 from tests.scheduler.test_check import is_rejected, waits_graph

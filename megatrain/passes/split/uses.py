@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from megatrain.passes.rows import Act, Gather
+from megatrain.passes.split.rows import Act, Gather
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatrain.scheduler.costs import Costs
 from megatrain.scheduler.op import STREAMS
-from megatrain.scheduler.simulate import Timing, critical_path, simulate
 from megatrain.scheduler.table import Position, Table
+from megatrain.scheduler.timing.costs import Costs
+from megatrain.scheduler.timing.simulate import Timing, critical_path, simulate
 
 
 def gantt(schedule: Table, costs: Costs, *, width: int = 100) -> str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import networkx as nx
 
 from megatrain.checks import checked
-from megatrain.scheduler.costs import Costs, op_durations
 from megatrain.scheduler.dependency import dependency_graph, derive_waits
 from megatrain.scheduler.op import STREAMS, Stream
 from megatrain.scheduler.table import Position, Table
+from megatrain.scheduler.timing.costs import Costs, op_durations
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from torch import fx
 from megatrain.passes.call_trial import Site, Target
 from megatrain.passes.canonicalize import is_erased
 from megatrain.passes.rewrite import Rewriter
-from megatrain.passes.rows import known_name, memory_order, operands, resized
-from megatrain.passes.uses import Batch, Grouped, Row, Selection, Step, Use
+from megatrain.passes.split.rows import known_name, memory_order, operands, resized
+from megatrain.passes.split.uses import Batch, Grouped, Row, Selection, Step, Use
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
 from megatrain.tracer.targets import call_name
