@@ -12,7 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
-from megatrain.passes import part_calls
+from megatrain.passes.split import part_calls
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams import Chaos
 from megatrain.scheduler.instructions import Bytes
