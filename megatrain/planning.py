@@ -22,7 +22,6 @@ from megatrain.passes.program import Program
 from megatrain.runtime.block import outer_hooks_off
 from megatrain.scheduler.builder.build import STEP
 from megatrain.scheduler.from_program import step_schedule
-from megatrain.scheduler.lifetimes import lifetimes
 from megatrain.scheduler.memory import find_peak
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
@@ -253,7 +252,7 @@ def _verdict(nbytes: int, memory: int | None) -> str:
 
 def _device_lines(table: Schedule) -> list[str]:
     workload = table.known_workload()
-    peak = find_peak(table, lifetimes(table))
+    peak = find_peak(table)
     rows = [(f"at {peak.op}", "bytes", "size"), *((name, str(n), format_bytes(n)) for name, n in peak.parts)]
     kept = f"graphs of {len(table.saves)} of {len(workload.backward_blocks())} blocks, inputs of the last {table.keep}"
     num_parked = table.kind.micro_batches * sum(map(len, table.parked().values()))

@@ -81,6 +81,7 @@ RIGHT = {
     # Any rate and time.
     "Hardware.*_per_s": "half huge inf",
     "Hardware.launch_s": "zero half huge",
+    "Hardware.further_rates": "dict",
     # Any label; one that no operation has is never met.
     "Chaos.seed": "zero minus huge",
     "Chaos.max_delay_s": "zero half",

@@ -18,7 +18,7 @@ from megatrain.runtime.slots import Slots
 from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.runtime.streams import Event
 from megatrain.scheduler.instructions import Half, Instruction, Instructions
-from megatrain.scheduler.lifetimes import Item
+from megatrain.scheduler.items import Item
 from megatrain.scheduler.table import Position
 
 

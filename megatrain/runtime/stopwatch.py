@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.instructions import Instruction
-from megatrain.scheduler.op import Stream
 from megatrain.scheduler.table import Position
 
 

@@ -1,20 +1,24 @@
 """Dependencies: a directed graph over the positions of a table, and the waits that remain of it.
 
-Every edge runs from an earlier tick to a later one, so the graph of any table has no cycle; whether it says
-enough is for the checker to prove.
+Generic over the table of effects. Every edge runs from an earlier tick to a later one, so the graph of any table has
+no cycle; whether it says enough is for the checker to prove.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
 
 import networkx as nx
 
+from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.happens import waited_edges
-from megatrain.scheduler.op import NO_BLOCK, Stream
+from megatrain.scheduler.items import ITEMS, Item
+from megatrain.scheduler.memory import Books, Uses
+from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table
-from megatrain.scheduler.waiting import last_updates
 from megatrain.scheduler.workload import Workload
 
 _Edge = tuple[Position, Position, str]
@@ -25,12 +29,11 @@ def dependency_graph(schedule: Table, workload: Workload | None = None) -> nx.Di
 
     Nodes are positions with the attribute `op`; edges have the attribute `kind`:
 
-    - `"data"`: an op, and one that reads its result;
-    - `"weight"`: a `W`, and an F or B that reads what it copied; with deferred updates also a `U`, and a `W`
-      that copies what it wrote;
-    - `"resource"`: the last reader of a slot's bytes, and the next `W` that overwrites some of them; what reads
-      parameters in host memory, and a `U` that writes them;
-    - `"memory"`: an op that releases, and one that allocates in a later tick. The accounting of memory
+    - `"data"`: an op, and one that reads what it makes;
+    - `"weight"`: the same of a block's state, in a slot or in host memory;
+    - `"resource"`: the last reader of some bytes, and the next op that overwrites some of them: a `W` a slot, a `U`
+      parameters in host memory;
+    - `"memory"`: an op that releases, and one that takes memory in a later tick. The accounting of memory
       relies on these: F and B wait for what d2h did in earlier ticks, an `A` that returns also for compute; a `G`
       waits for each `U` that releases gradients on the host, so it never runs far ahead of slow updates;
     - `"stream"`: the next op of the same stream.
@@ -44,23 +47,23 @@ def dependency_graph(schedule: Table, workload: Workload | None = None) -> nx.Di
     Raises:
         ScheduleError: If no workload is known.
     """
-    workload = schedule.known_workload() if workload is None else workload
+    return books_graph(Books(schedule, workload))
+
+
+def books_graph(books: Books) -> nx.DiGraph[Position]:
+    """The same as `dependency_graph`, of what is known of a table."""
     graph: nx.DiGraph[Position] = nx.DiGraph()
-    for position, op in schedule.positions():
+    for position, op in books.table.positions():
         graph.add_node(position, op=op)
-    for edges in (
-        _data_edges(schedule, workload),
-        _host_edges(schedule, workload),
-        _weight_edges(schedule),
-        _resource_edges(schedule, workload),
-        _memory_edges(schedule),
-        _waiting_edges(schedule, workload),
-        _stream_edges(schedule),
-    ):
-        for before, after, kind in edges:
-            if not graph.has_edge(before, after):
-                graph.add_edge(before, after, kind=kind)
+    found = [*_item_edges(books), *_memory_edges(books, "device"), *_memory_edges(books, "landing")]
+    found += _stream_edges(books.table)
+    for before, after, kind in sorted(found, key=lambda edge: _KINDS.index(edge[2])):
+        if not graph.has_edge(before, after):
+            graph.add_edge(before, after, kind=kind)
     return graph
+
+
+_KINDS = ("data", "weight", "resource", "memory", "stream")
 
 
 def derive_waits(schedule: Table, workload: Workload | None = None) -> dict[Position, tuple[Position, ...]]:
@@ -83,141 +86,103 @@ def weight_bindings(schedule: Table) -> dict[Position, Position]:
     return found
 
 
-def _stream_edges(schedule: Table) -> Iterator[_Edge]:
+@dataclass(slots=True)
+class _Version:
+    """What some bytes hold: who made it, and the last op of each stream that has read it."""
+
+    makers: list[Position] = field(default_factory=list[Position])
+    readers: dict[Stream, Position] = field(default_factory=dict[Stream, Position])
+
+
+# Part of an arena: bytes of the slots, or an item that has a place of its own.
+_Range = tuple[Item | None, int, int]
+
+
+@dataclass(slots=True)
+class _Contents:
+    """What all items hold while a table is walked. What a tick does shows in later ones, after `end_tick`."""
+
+    _versions: dict[Item, _Version] = field(default_factory=dict[Item, _Version])
+    _lying: dict[Item | None, list[tuple[int, int, _Version]]] = field(default_factory=dict[Any, Any])
+    _read: list[tuple[_Version, Position]] = field(default_factory=list[tuple[_Version, Position]])
+    _made: dict[Item, _Version] = field(default_factory=dict[Item, _Version])
+    _added: list[tuple[Item, Position]] = field(default_factory=list[tuple[Item, Position]])
+
+    def read(self, item: Item, position: Position) -> Iterable[Position]:
+        """Notes a reader; returns who made what it reads."""
+        version = self._versions.get(item)
+        if version is None:  # there since the step began
+            version = self._versions[item] = _Version()
+            self._lying.setdefault(item, []).append((0, 1, version))
+        self._read.append((version, position))
+        return version.makers
+
+    def make(self, item: Item, position: Position, where: _Range) -> Iterator[Position]:
+        """Notes a maker; returns who has read what it overwrites. What overlaps only later ones follows them."""
+        version = self._made[item] = _Version([position])
+        arena, start, stop = where
+        lying, rest = self._lying.get(arena, ()), list[tuple[int, int, _Version]]()
+        for low, high, other in lying:
+            if low < stop and start < high:
+                yield from other.readers.values()
+            else:
+                rest.append((low, high, other))
+        self._lying[arena] = [*rest, (start, stop, version)]
+
+    def add(self, item: Item, position: Position) -> None:
+        """Notes one more maker of a sum."""
+        self._added.append((item, position))
+
+    def end_tick(self) -> None:
+        """Lets what the tick did show."""
+        self._versions.update(self._made)
+        for item, position in self._added:
+            self._versions.setdefault(item, _Version()).makers.append(position)
+        for version, position in self._read:
+            version.readers[position.stream] = position
+        self._made, self._added, self._read = {}, [], []
+
+
+def _item_edges(books: Books) -> Iterator[_Edge]:
+    """Walks the table: an op reads what earlier ticks made, and overwrites what earlier ticks have read."""
+    contents, ops = _Contents(), dict(books.table.positions())
+    for _, row in groupby(books.ops, key=lambda op: op[0].tick):
+        for position, effect in row:
+            for item in effect.reads:
+                kind = ITEMS[item.kind].edge
+                yield from ((maker, position, kind) for maker in contents.read(item, position))
+            for item in effect.makes:
+                readers = contents.make(item, position, _range(books, ops[position], item))
+                yield from ((reader, position, "resource") for reader in readers)
+            for item in effect.adds:
+                contents.add(item, position)
+        contents.end_tick()
+
+
+def _range(books: Books, op: Op, item: Item) -> _Range:
+    """Where an op puts an item: weights into the bytes of a slot; anything else has a place of its own."""
+    if item.kind != "weights" or op.slot is None or op.slot >= len(books.table.slots):
+        return item, 0, 1
+    start = books.table.slots[op.slot].offset
+    return None, start, start + books.effects.copied(books.workload.blocks[op.block].state_bytes)
+
+
+def _memory_edges(books: Books, memory: str) -> Iterator[_Edge]:
+    """Whatever takes memory waits, of each other stream, for the last op of earlier ticks that releases some."""
+    uses = Uses(books, memory)
+    taking = {position for positions in uses.takers.values() for position in positions}
     last: dict[Stream, Position] = {}
-    for position, _ in schedule.positions():
+    for tick, row in enumerate(books.table.ticks):
+        here = [Position(tick, stream) for stream in row]
+        for position in here:
+            if position in taking:
+                yield from ((other, position, "memory") for stream, other in last.items() if stream != position.stream)
+        last.update((position.stream, position) for position in here if position in uses.releasers)
+
+
+def _stream_edges(table: Table) -> Iterator[_Edge]:
+    last: dict[Stream, Position] = {}
+    for position, _ in table.positions():
         if position.stream in last:
             yield last[position.stream], position, "stream"
         last[position.stream] = position
-
-
-def _weight_edges(schedule: Table) -> Iterator[_Edge]:
-    for reader, load in weight_bindings(schedule).items():
-        yield load, reader, "weight"
-
-
-class _Found:
-    """Where the ops of each kind stand, by block and micro-batch, ascending."""
-
-    def __init__(self, schedule: Table) -> None:
-        self._positions: dict[tuple[Stream, str, int, int], list[Position]] = {}
-        for position, op in schedule.positions():
-            self._positions.setdefault((op.stream, op.what, op.block, op.micro_batch or 0), []).append(position)
-
-    def __call__(self, stream: Stream, what: str, blocks: Iterable[int], micro_batch: int = 0) -> list[Position]:
-        return [p for block in blocks for p in self._positions.get((stream, what, block, micro_batch), ())]
-
-
-def _data_edges(schedule: Table, workload: Workload) -> Iterator[_Edge]:
-    yield from _later(_data_pairs(schedule, workload), "data")
-
-
-def _data_pairs(schedule: Table, workload: Workload) -> Iterator[tuple[Position, Position]]:
-    at = _Found(schedule)
-    parked = replace(schedule, workload=workload).parked()
-    for number in range(schedule.kind.micro_batches):
-        yield from _value_pairs(at, workload, parked, number)
-        for block in workload.backward_blocks():
-            backward = at(Stream.COMPUTE, "B", [block], number)
-            yield from _pairs(at(Stream.COMPUTE, "F", [block], number), backward)
-            yield from _pairs(backward, at(Stream.D2H, "G", [block]))
-
-
-def _value_pairs(
-    at: _Found, workload: Workload, parked: Mapping[int, Sequence[int]], number: int
-) -> Iterator[tuple[Position, Position]]:
-    """What the values of one micro-batch make wait for each other."""
-    for index, value in enumerate(workload.values):
-        made = at(Stream.COMPUTE, "F", [] if value.producer is None else [value.producer], number)
-        readers = workload.backward_readers(index)
-        backward = at(Stream.COMPUTE, "B", readers, number)
-        yield from _pairs(made, at(Stream.COMPUTE, "F", value.readers, number))
-        yield from _pairs(made, backward)
-        if workload.has_value_gradient(index) and value.producer is not None:
-            yield from _pairs(backward, at(Stream.COMPUTE, "B", [value.producer], number))
-    for block, values in parked.items():
-        park, restore = at(Stream.D2H, "A", [block], number), at(Stream.H2D, "A", [block], number)
-        yield from _pairs(park, restore)
-        for index in values:
-            producer = workload.values[index].producer
-            yield from _pairs(at(Stream.COMPUTE, "F", [] if producer is None else [producer], number), park)
-            yield from _pairs(restore, at(Stream.COMPUTE, "B", workload.backward_readers(index), number))
-
-
-def _host_edges(schedule: Table, workload: Workload) -> Iterator[_Edge]:
-    """Gradients before their norm and their updates, and updates of the step before ahead of this one's weights."""
-    at = _Found(schedule)
-    everything = at(Stream.D2H, "G", range(len(workload.blocks)))
-    norms = at(Stream.HOST, "N", [NO_BLOCK])
-    yield from _later(_pairs(everything, norms), "data")
-    for block in workload.update_blocks():
-        group = workload.update_group(block)
-        updates = at(Stream.HOST, "U", [block])
-        readers = at(Stream.H2D, "W", group)
-        if schedule.kind.updates == "deferred":
-            yield from _later(_pairs(updates, readers), "weight")
-            continue
-        if schedule.kind.transfer == "bind":
-            readers = [
-                p
-                for number in range(schedule.kind.micro_batches)
-                for w in "FB"
-                for p in at(Stream.COMPUTE, w, group, number)
-            ]
-        # Of one stream, the last op stands for all.
-        last = [max(everything)] if everything and schedule.kind.updates == "serial" else []
-        yield from _later(_pairs([*at(Stream.D2H, "G", group), *last], updates), "data")
-        yield from _later(_pairs(readers, updates), "resource")
-
-
-def _later(pairs: Iterable[tuple[Position, Position]], kind: str) -> Iterator[_Edge]:
-    """The pairs that the table respects, as edges."""
-    return ((before, after, kind) for before, after in pairs if before.tick < after.tick)
-
-
-def _pairs(before: Sequence[Position], after: Sequence[Position]) -> Iterator[tuple[Position, Position]]:
-    return ((a, b) for a in before for b in after)
-
-
-def _resource_edges(schedule: Table, workload: Workload) -> Iterator[_Edge]:
-    readers: dict[Position, list[Position]] = {}
-    for reader, load in weight_bindings(schedule).items():
-        readers.setdefault(load, []).append(reader)
-    live: dict[Position, tuple[int, int]] = {}
-    for position, op in schedule.positions():
-        if op.slot is None or op.slot >= len(schedule.slots):
-            continue
-        start = schedule.slots[op.slot].offset
-        stop = start + (0 if schedule.kind.transfer == "bind" else workload.blocks[op.block].state_bytes)
-        for other, (low, high) in list(live.items()):
-            if low < stop and start < high:
-                # Bytes overwritten later still follow this W in its stream.
-                del live[other]
-                earlier = [r for r in readers.get(other, ()) if r.tick < position.tick]
-                if earlier:
-                    yield earlier[-1], position, "resource"
-        live[position] = (start, stop)
-
-
-def _memory_edges(schedule: Table) -> Iterator[_Edge]:
-    compute: Position | None = None
-    d2h: Position | None = None
-    for tick, row in enumerate(schedule.ticks):
-        if row.compute is not None and d2h is not None:
-            yield d2h, Position(tick, Stream.COMPUTE), "memory"
-        if row.h2d is not None and row.h2d.what == "A":
-            for before in (compute, d2h):
-                if before is not None:
-                    yield before, Position(tick, Stream.H2D), "memory"
-        compute = compute if row.compute is None else Position(tick, Stream.COMPUTE)
-        d2h = d2h if row.d2h is None else Position(tick, Stream.D2H)
-
-
-def _waiting_edges(schedule: Table, workload: Workload) -> Iterator[_Edge]:
-    update = {op.block: p.tick for p, op in schedule.positions() if op.what == "U"}
-    released = set(last_updates(workload, update).values()) if update else set[int]()
-    last: Position | None = None
-    for tick, row in enumerate(schedule.ticks):
-        if row.d2h is not None and row.d2h.what == "G" and last is not None:
-            yield last, Position(tick, Stream.D2H), "memory"
-        last = Position(tick, Stream.HOST) if tick in released else last

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 
 import networkx as nx
 
-from megatrain.scheduler.op import STREAMS, Stream
+from megatrain.scheduler.effects import Stream, streams
 from megatrain.scheduler.table import Position
 
 _Clock = tuple[int, ...]
-_COLUMN: dict[Stream, int] = {stream: i for i, stream in enumerate(STREAMS)}
 
 
 class Clocks:
@@ -24,10 +23,11 @@ class Clocks:
     """
 
     def __init__(self, waits: Mapping[Position, Iterable[Position]]) -> None:
+        self._column = {stream: column for column, stream in enumerate(streams())}
         self._done: dict[Position, _Clock] = {}
         last: dict[Stream, Position] = {}
         for position, before in waits.items():
-            known = (-1,) * len(STREAMS)
+            known = (-1,) * len(self._column)
             for other in (*before, *([last[position.stream]] if position.stream in last else ())):
                 known = _later(known, self.after(other))
             self._done[position] = known
@@ -36,16 +36,16 @@ class Clocks:
     def after(self, position: Position) -> _Clock:
         """Per stream, the last tick whose op is done when `position` is."""
         known = list(self._done[position])
-        known[_COLUMN[position.stream]] = position.tick
+        known[self._column[position.stream]] = position.tick
         return tuple(known)
 
     def done_tick(self, stream: Stream, before: Position) -> int:
         """The last tick whose op of `stream` is done when `before` starts; -1 if none is."""
-        return self._done[before][_COLUMN[stream]]
+        return self._done[before][self._column[stream]]
 
     def is_before(self, first: Position, then: Position) -> bool:
         """Tells whether `first` is done when `then` starts."""
-        return self._done[then][_COLUMN[first.stream]] >= first.tick
+        return self._done[then][self._column[first.stream]] >= first.tick
 
 
 def _later(a: _Clock, b: _Clock) -> _Clock:
@@ -54,21 +54,24 @@ def _later(a: _Clock, b: _Clock) -> _Clock:
 
 def graph_waits(graph: nx.DiGraph[Position]) -> dict[Position, list[Position]]:
     """For each op of a dependency graph, in order of ticks, what it depends on in other streams."""
+    columns = streams()
     return {
         node: sorted(before for before in graph.predecessors(node) if before.stream != node.stream)
-        for node in sorted(graph.nodes, key=lambda p: (p.tick, _COLUMN[p.stream]))
+        for node in sorted(graph.nodes, key=lambda p: (p.tick, columns.index(p.stream)))
     }
 
 
 def waited_edges(graph: nx.DiGraph[Position]) -> dict[Position, tuple[Position, ...]]:
     """The waits of a dependency graph without those that follow from the others and the order of streams."""
-    waits = graph_waits(graph)
+    columns, waits = streams(), graph_waits(graph)
     clocks = Clocks(waits)
     last: dict[Stream, Position] = {}
     reduced: dict[Position, tuple[Position, ...]] = {}
     for position, before in waits.items():
         # Of one stream, the latest op implies the earlier ones.
-        latest = list({other.stream: other for other in before}.values())
+        latest = sorted(
+            {other.stream: other for other in before}.values(), key=lambda p: (p.tick, columns.index(p.stream))
+        )
         known = [*latest, *([last[position.stream]] if position.stream in last else ())]
         reduced[position] = tuple(b for b in latest if not any(o != b and clocks.is_before(b, o) for o in known))
         last[position.stream] = position

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from megatrain.checks import checked
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.lifetimes import Item
-from megatrain.scheduler.op import STREAMS, Op, Stream, parse_op
+from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.items import ITEMS, Item
+from megatrain.scheduler.op import Op, parse_op
 from megatrain.scheduler.table import Position
 
 
@@ -120,10 +121,10 @@ _HEADER = re.compile(
     r"slots (?P<slot_bytes>\d{1,18}) B, parks (?P<park_bytes>\d{1,18}) B, landing (?P<landing_bytes>\d{1,18}) B"
 )
 _ITEM = re.compile(r"(?P<kind>[a-z]+) (?P<number>\d{1,18})(?:\.(?P<micro_batch>\d{1,18}))?")
-_ITEM_KINDS = ("value", "original", "gradient", "parameters", "saved")
+_ITEM_KINDS = tuple(kind for kind, row in ITEMS.items() if row.memory == "device")
 _BYTES = re.compile(r"(\d{1,18})\+(\d{1,18})")
 _PARKED = re.compile(r"(\d{1,18}) at (\d{1,18})\+(\d{1,18})")
-_POSITION = re.compile(rf"({'|'.join(STREAMS)}) (\d{{1,18}})")
+_POSITION = re.compile(r"(\w+) (\d{1,18})")
 _ENDS = ("outputs", "end")
 
 
@@ -166,7 +167,14 @@ def _items(items: Iterable[Item]) -> str:
 
 
 def _read_positions(text: str) -> tuple[Position, ...]:
-    return tuple(Position(int(m[2]), Stream(m[1])) for m in _matches(_POSITION, text, "an op; one reads `h2d 3`"))
+    found = _matches(_POSITION, text, "an op; one reads `h2d 3`")
+    return tuple(Position(int(match[2]), _read_stream(match[1])) for match in found)
+
+
+def _read_stream(name: str) -> Stream:
+    if name not in streams():
+        raise ScheduleError(f"`{name}` is none of the streams {', '.join(streams())}.")
+    return Stream(name)
 
 
 def _read_items(text: str) -> tuple[Item, ...]:
@@ -268,9 +276,9 @@ def _parse(text: str) -> Instructions:
 
 def _read_line(line: str) -> Instruction:
     cells = line.split(maxsplit=3)
-    if len(cells) < 3 or not re.fullmatch(r"\d{1,18}", cells[0]) or cells[1] not in set(STREAMS):
+    if len(cells) < 3 or not re.fullmatch(r"\d{1,18}", cells[0]) or cells[1] not in streams():
         raise ScheduleError("expected a tick, a stream and an op, then what belongs to them.")
-    stream = Stream(cells[1])
+    stream = _read_stream(cells[1])
     parts: dict[str, Any] = {}
     for part in cells[3].split("; ") if len(cells) > 3 else ():
         key, _, read = next((f for f in _FIELDS if part.startswith(_WORDS[f[0]])), (None, None, None))

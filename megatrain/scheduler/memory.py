@@ -1,44 +1,132 @@
-"""Device memory of a step: live bytes per tick, workspace, and what stands in a schedule's header."""
+"""Memory: from which op to which each item of a step takes bytes, and how many exist in each tick.
+
+Generic over the table of effects. The accounting and the instructions follow it; the checker counts for itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from megatrain.scheduler.lifetimes import Lifetime
-from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.effects import KINDS, Effect, Effects, Stream
+from megatrain.scheduler.items import ITEMS, Item
+from megatrain.scheduler.op import Op
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Table
+from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.workload import Workload
 
-# What lies in the storage of a value; gradients have their own.
-_OF_VALUES = ("value", "original")
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """One life of an item, between two moments.
+
+    Args:
+        item: What lives.
+        nbytes: Bytes that it takes in its memory.
+        start: The op that makes it; None if it exists when the step begins.
+        ends: The item is released when all these ops are done; empty if it outlives the step.
+        storage: The storage that it shares with other items of its micro-batch, whose bytes count once.
+    """
+
+    item: Item
+    nbytes: int
+    start: Position | None
+    ends: tuple[Position, ...]
+    storage: int | None = None
+
+    @property
+    def memory(self) -> str | None:
+        """Where it lives; see `ItemKind`."""
+        return ITEMS[self.item.kind].memory
 
 
-def live_bytes(workload: Workload, lives: Sequence[Lifetime], num_ticks: int, arena_bytes: int) -> tuple[int, ...]:
+class Books:
+    """What the ops of a table do, and the lifetimes that follow.
+
+    Args:
+        table: The table.
+        workload: What it runs; by default the table's own.
+
+    Attributes:
+        table: The table.
+        workload: What it runs.
+        effects: What its kinds of ops do.
+        ops: What each op does, in the order of `Table.positions`.
+        lifetimes: Those of all items; see `item_lifetimes`.
+
+    Raises:
+        ScheduleError: If no workload is known.
+    """
+
+    def __init__(self, table: Table, workload: Workload | None = None) -> None:
+        self.table = table if workload is None else replace(table, workload=workload)
+        self.workload = self.table.known_workload()
+        self.effects = Effects(self.workload, table.kind, table.saves, self.table.parked())
+        self.ops = [(position, self.effects.of(*op.key)) for position, op in table.positions()]
+        self.lifetimes = item_lifetimes(self.effects, self.ops)
+
+
+def item_lifetimes(effects: Effects, ops: Iterable[tuple[Position, Effect]]) -> tuple[Lifetime, ...]:
+    """All lifetimes: by micro-batch, then in the order of `ITEMS`, then by number.
+
+    Args:
+        effects: Of the step.
+        ops: What each op does, in any order.
+    """
+    starts: dict[Item, Position | None] = dict.fromkeys(effects.standing())
+    uses: dict[Item, list[Position]] = {}
+    for position, effect in ops:
+        for item in (*effect.makes, *effect.adds):
+            before = starts.get(item, position)
+            starts[item] = before if before is None else min(before, position)
+        for item in effect.reads:
+            uses.setdefault(item, []).append(position)
+    found: list[Lifetime] = []
+    for item in sorted({*starts, *uses}, key=_rank):
+        if ITEMS[item.kind].memory is None:
+            continue
+        start = starts.get(item)
+        ends = () if effects.outlives(item) else tuple(sorted(uses.get(item, ())))
+        if not ends and start is not None and not effects.outlives(item):
+            ends = (start,)  # nobody reads it: it dies with the op that makes it
+        found.append(Lifetime(item, effects.nbytes(item), start, ends, effects.shared_storage(item)))
+    return tuple(found)
+
+
+_RANKS = {kind: rank for rank, kind in enumerate(ITEMS)}
+
+
+def _rank(item: Item) -> tuple[int, int, int]:
+    return item.micro_batch, _RANKS[item.kind], item.number
+
+
+def live_bytes(lives: Iterable[Lifetime], num_ticks: int, base: int = 0) -> tuple[int, ...]:
     """Bytes that exist at any moment of each tick: from the tick of `start` to the last of `ends`, inclusive.
 
-    That bounds what exists at run time, whatever the timing, because an op that allocates waits for the ops
-    of earlier ticks that release (the "memory" edges of the dependency graph). So things that exist at the
+    That bounds what exists at run time, whatever the timing, because an op that takes memory waits for the ops
+    of earlier ticks that release some (the "memory" edges of the dependency graph). So things that exist at the
     same moment pairwise share a tick, and intervals that pairwise meet have a tick in common.
+
+    Args:
+        lives: Of one memory.
+        num_ticks: Rows of the table.
+        base: Bytes that exist all the time.
     """
     change = [0] * (num_ticks + 1)
-    change[0] = arena_bytes
-    shared: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    sharers = _sharers(workload)
+    change[0] = base
+    shared: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for life in lives:
         start, end = span(life, num_ticks)
-        storage = workload.values[life.item.number].storage if life.item.kind in _OF_VALUES else -1
-        if storage >= 0 and sharers[storage] > 1:
-            shared.setdefault((storage, life.item.micro_batch), []).append((start, end))
+        if life.storage is not None:
+            shared.setdefault((life.storage, life.item.micro_batch, life.nbytes), []).append((start, end))
         else:
             change[start] += life.nbytes
             change[end + 1] -= life.nbytes
-    for (storage, _), spans in shared.items():
+    for (_, _, nbytes), spans in shared.items():
         for start, end in _union(spans):
-            change[start] += workload.storages[storage]
-            change[end + 1] -= workload.storages[storage]
+            change[start] += nbytes
+            change[end + 1] -= nbytes
     return tuple(accumulate(change[:num_ticks]))
 
 
@@ -46,13 +134,6 @@ def span(life: Lifetime, num_ticks: int) -> tuple[int, int]:
     """First and last tick of a lifetime, both inclusive."""
     start = 0 if life.start is None else life.start.tick
     return start, max((end.tick for end in life.ends), default=num_ticks - 1)
-
-
-def _sharers(workload: Workload) -> list[int]:
-    count = [0] * len(workload.storages)
-    for value in workload.values:
-        count[value.storage] += 1
-    return count
 
 
 def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -65,60 +146,34 @@ def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def accumulated_bytes(workload: Workload) -> list[int]:
-    """Per block, bytes of the gradients that its backward adds to ones that exist already.
+class Uses:
+    """Which ops take bytes of a memory, and which release some.
 
-    The summand exists beside the sum for a moment. The first to hand in a gradient adds nothing.
+    Of the ops of one stream that end a life only the last counts: the stream's order implies the others. An op with a
+    workspace takes and releases device memory, whatever else it does.
+
+    Args:
+        books: Of the table.
+        memory: As in `ItemKind`.
+
+    Attributes:
+        takers: By stream, in the order of ticks.
+        releasers: All.
     """
-    found = [0] * len(workload.blocks)
-    for index, value in enumerate(workload.values):
-        if workload.has_value_gradient(index):
-            readers = workload.backward_readers(index)
-            for block in readers if value.is_output else readers[:-1]:
-                found[block] += value.nbytes
-    return found
 
-
-def workspace_bytes(
-    workload: Workload,
-    what: str,
-    block: int,
-    saves: Collection[int],
-    accumulated: Sequence[int],
-    micro_batch: int = 0,
-) -> int:
-    """Bytes that an F or B takes while it runs, beyond what has a lifetime.
-
-    The workspace of a backward was measured with its recompute, whose saved values are part of it. Of a
-    retained graph they are live already and not counted twice. Later micro-batches make gradients of the parameters
-    beside the sum of those before.
-    """
-    work = workload.blocks[block]
-    if what == "F":
-        return work.forward_workspace_bytes
-    saved = work.saved_bytes if block in saves else 0
-    summand = work.gradient_bytes if micro_batch > 0 else 0
-    return max(0, work.backward_workspace_bytes - saved) + accumulated[block] + summand
-
-
-def op_bytes(workload: Workload, kind: StepKind, op: Op, parked: Mapping[int, Sequence[int]]) -> int:
-    """Bytes that an op moves between host and device."""
-    if kind.transfer == "bind" or op.what not in "WAG":
-        return 0
-    if op.what == "A":
-        return sum(workload.values[v].nbytes for v in parked.get(op.block, ()))
-    work = workload.blocks[op.block]
-    return work.state_bytes if op.what == "W" else work.gradient_bytes
-
-
-def slab_bytes(workload: Workload, kind: StepKind) -> int:
-    """Host bytes through which gradients go to the caller: as many as the largest gradients of a block take.
-
-    There is no slab where gradients wait on the host, and where they are used where they are made.
-    """
-    if kind.transfer == "bind" or kind.mode == "forward" or kind.holds_gradients:
-        return 0
-    return max((block.landing_bytes for block in workload.blocks if block.has_backward), default=0)
+    def __init__(self, books: Books, memory: str) -> None:
+        self.releasers: set[Position] = set()
+        taking: set[Position] = set()
+        if memory == "device":
+            taking = {position for position, op in books.table.positions() if KINDS[op.stream, op.what].workspace}
+            self.releasers |= taking
+        for life in books.lifetimes:
+            if life.memory == memory:
+                taking |= {life.start} if life.start is not None else set()
+                self.releasers |= set({end.stream: end for end in life.ends}.values())
+        self.takers: dict[str, list[Position]] = {}
+        for position in sorted(taking):
+            self.takers.setdefault(position.stream, []).append(position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,51 +191,49 @@ class Peak:
     parts: tuple[tuple[str, int], ...]
 
 
-_PART_NAMES = {
-    "value": "activations",
-    "original": "activations",
-    "gradient": "gradients of activations",
-    "parameters": "gradients of parameters",
-    "saved": "retained graphs",
-}
+def find_peak(table: Table) -> Peak:
+    """Says at which tick a schedule needs `device_bytes`, and for what.
 
-
-def find_peak(schedule: Table, lives: Sequence[Lifetime]) -> Peak:
-    """Says at which tick a schedule needs `device_bytes`, and for what."""
-    workload = schedule.known_workload()
-    accumulated = accumulated_bytes(workload)
+    Raises:
+        ScheduleError: If the table doesn't know its workload.
+    """
+    books = Books(table)
 
     def workspace(tick: int) -> int:
-        op = schedule.ticks[tick].compute
-        if op is None:
-            return 0
-        return workspace_bytes(workload, op.what, op.block, schedule.saves, accumulated, op.micro_batch or 0)
+        return sum(books.effects.workspace(*op.key) for op in table.ticks[tick].values())
 
-    tick = max(range(len(schedule.ticks)), key=lambda t: (schedule.live_bytes[t] + workspace(t), -t))
-    parts = {"weights": schedule.arena_bytes, "workspace": workspace(tick)}
+    tick = max(range(len(table.ticks)), key=lambda t: (table.live_bytes[t] + workspace(t), -t))
+    parts = {"weights": table.arena_bytes, "workspace": workspace(tick)}
     storages: set[tuple[int, int]] = set()
-    for life in lives:
-        start, end = span(life, len(schedule.ticks))
-        if not start <= tick <= end:
+    for life in books.lifetimes:
+        start, end = span(life, len(table.ticks))
+        if life.memory != "device" or not start <= tick <= end:
             continue
-        if life.item.kind in _OF_VALUES:
-            storage = workload.values[life.item.number].storage, life.item.micro_batch
-            if storage in storages:
+        if life.storage is not None:
+            if (life.storage, life.item.micro_batch) in storages:
                 continue
-            storages.add(storage)
-        name = _PART_NAMES[life.item.kind]
-        parts[name] = parts.get(name, 0) + life.nbytes
-    row = schedule.ticks[tick]
+            storages.add((life.storage, life.item.micro_batch))
+        part = ITEMS[life.item.kind].part
+        parts[part] = parts.get(part, 0) + life.nbytes
+    row = table.ticks[tick]
     ordered = sorted((p for p in parts.items() if p[1] > 0), key=lambda p: -p[1])
     return Peak(tick, row.compute or row.d2h or row.h2d, tuple(ordered))
 
 
-def count_moved(
-    workload: Workload, kind: StepKind, ops: Sequence[Op], parked: Mapping[int, Sequence[int]]
-) -> tuple[int, int]:
+def moved_bytes(effects: Iterable[tuple[Position, Effect]]) -> tuple[int, int]:
     """Bytes copied to the device and to the host."""
     moved = {Stream.H2D: 0, Stream.D2H: 0}
-    for op in ops:
-        if op.stream in moved:
-            moved[op.stream] += op_bytes(workload, kind, op, parked)
+    for position, effect in effects:
+        if position.stream in moved:
+            moved[position.stream] += effect.moves
     return moved[Stream.H2D], moved[Stream.D2H]
+
+
+def slab_bytes(workload: Workload, kind: StepKind) -> int:
+    """Host bytes through which gradients go to the caller: as many as the largest gradients of a block take.
+
+    There is no slab where gradients wait on the host, and where they are used where they are made.
+    """
+    if kind.transfer == "bind" or kind.mode == "forward" or kind.holds_gradients:
+        return 0
+    return max((block.landing_bytes for block in workload.blocks if block.has_backward), default=0)

@@ -1,37 +1,14 @@
-"""Op and Stream: the instruction set of a schedule, and its tokens."""
+"""Op: one cell of a schedule's table, and its token."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 
 from megatrain.errors import ScheduleError
+from megatrain.scheduler.effects import KINDS, NO_BLOCK, Stream
 
-
-class Stream(StrEnum):
-    """A queue of ops that run one after the other; different streams run at the same time."""
-
-    H2D = "h2d"
-    COMPUTE = "compute"
-    D2H = "d2h"
-    HOST = "host"
-
-
-# In the order of the table's columns.
-STREAMS = (Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST)
-
-# What each stream can do: W weights, A what a backward needs, F forward, B backward, G gradients of
-# parameters, N norm of all gradients, U optimizer update.
-INSTRUCTIONS = {Stream.H2D: "WA", Stream.COMPUTE: "FB", Stream.D2H: "AG", Stream.HOST: "NU"}
-
-# What runs once for each micro-batch; everything else once for all of them.
-PER_MICRO_BATCH = "FBA"
-
-# The block of an op that concerns no block in particular (`N`).
-NO_BLOCK = -1
-
-_TOKEN = re.compile(r"(?P<what>[WAFBGNU])(?P<block>\d{1,18})?(?:\.(?P<micro>\d{1,18}))?(?:@(?P<slot>\d{1,18}))?")
+_TOKEN = re.compile(r"(?P<what>[A-Z])(?P<block>\d{1,18})?(?:\.(?P<micro>\d{1,18}))?(?:@(?P<slot>\d{1,18}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +17,9 @@ class Op:
 
     Args:
         stream: Where it runs.
-        what: One letter; see `INSTRUCTIONS`.
+        what: One letter; see `megatrain.scheduler.effects.KINDS`.
         block: Block it concerns; `NO_BLOCK` for `N`.
-        slot: Slot that a `W` fills; None for every other op.
+        slot: Slot that it fills; None for an op that fills none.
         micro_batch: Micro-batch, where the step has several.
 
     Raises:
@@ -59,13 +36,24 @@ class Op:
     micro_batch: int | None = None
 
     def __post_init__(self) -> None:
-        if len(self.what) != 1 or self.what not in INSTRUCTIONS[self.stream]:
-            able = " and ".join(INSTRUCTIONS[self.stream])
-            raise ScheduleError(f"the {self.stream} stream can't do `{self.what}`; it does {able}.")
-        if (self.slot is None) == (self.what == "W"):
-            raise ScheduleError(f"`{self}` must {'name' if self.what == 'W' else 'not name'} a slot.")
-        if (self.block < 0) != (self.what == "N"):
-            raise ScheduleError(f"`{self}` must {'not name' if self.what == 'N' else 'name'} a block.")
+        kind = KINDS.get((self.stream, self.what))
+        if kind is None:
+            able = " and ".join(what for stream, what in KINDS if stream == self.stream)
+            raise ScheduleError(f"the {self.stream} stream can't do `{self.what}`; it does {able or 'nothing'}.")
+        if (self.slot is None) == kind.has_slot:
+            raise ScheduleError(f"`{self}` must {'name' if kind.has_slot else 'not name'} a slot.")
+        if (self.block < 0) == kind.has_block:
+            raise ScheduleError(f"`{self}` must {'name' if kind.has_block else 'not name'} a block.")
+
+    @property
+    def key(self) -> tuple[Stream, str, int, int]:
+        """Stream, letter, block and micro-batch, which is 0 where the op serves all."""
+        return self.stream, self.what, self.block, self.micro_batch or 0
+
+    @property
+    def per_micro_batch(self) -> bool:
+        """Whether there is one for each micro-batch."""
+        return KINDS[self.stream, self.what].per_micro_batch
 
     def __str__(self) -> str:
         block = "" if self.block < 0 else str(self.block)

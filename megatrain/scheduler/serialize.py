@@ -8,7 +8,8 @@ from typing import Any
 
 from megatrain.checks import checked, shown
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.op import STREAMS, parse_op
+from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.op import parse_op
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Place, Slot, Table, Tick
 from megatrain.scheduler.workload import Workload
@@ -29,7 +30,8 @@ def table_to_json(schedule: Table) -> str:
         "slots": [(slot.offset, slot.nbytes) for slot in schedule.slots],
         "places": [(place.block, place.offset, place.nbytes) for place in schedule.places],
         "live_bytes": schedule.live_bytes,
-        "ticks": [[None if (op := t.at(s)) is None else str(op) for s in STREAMS] for t in schedule.ticks],
+        "streams": streams(),
+        "ticks": [[None if s not in tick else str(tick[s]) for s in streams()] for tick in schedule.ticks],
         "workload": None if schedule.workload is None else schedule.workload.to_dict(),
     }
     return json.dumps(data)
@@ -50,7 +52,8 @@ def table_from_json(text: str) -> Table:
                 "  Write it anew with this version's Schedule.to_json."
             )
         return Table(
-            ticks=tuple(_read_tick(tokens) for tokens in data["ticks"]),
+            # Schedules written by an earlier version have the first four streams, as all had.
+            ticks=tuple(_read_tick(tokens, data.get("streams", streams()[:4])) for tokens in data["ticks"]),
             slots=tuple(Slot(offset, nbytes) for offset, nbytes in data["slots"]),
             saves=tuple(data["saves"]),
             places=tuple(Place(*place) for place in data.get("places", ())),
@@ -68,6 +71,6 @@ def table_from_json(text: str) -> Table:
         ) from error
 
 
-def _read_tick(tokens: list[str | None]) -> Tick:
-    cells = zip(STREAMS, tokens, strict=True)
-    return Tick(*(None if token is None else parse_op(token, stream) for stream, token in cells))
+def _read_tick(tokens: list[str | None], names: list[str]) -> Tick:
+    cells = zip(names, tokens, strict=True)
+    return Tick(*(None if token is None else parse_op(token, Stream(name)) for name, token in cells))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatrain.checks import checked
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.op import STREAMS, Op, Stream
+from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.op import Op
 from megatrain.scheduler.parking import park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
@@ -56,30 +57,76 @@ class Place:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """One row: at most one op per stream. It orders and proves; it is not a duration."""
+class Tick(Mapping[Stream, Op]):
+    """One row: at most one op per stream, in the order of the columns. It orders and proves; it is not a duration.
 
-    h2d: Op | None = None
-    compute: Op | None = None
-    d2h: Op | None = None
-    host: Op | None = None
+    Args:
+        ops: The ops; None stands for no op.
 
-    def __post_init__(self) -> None:
-        for stream in STREAMS:
-            op = self.at(stream)
-            if op is not None and op.stream != stream:
-                raise ScheduleError(f"`{op}` of the {op.stream} stream stands in the {stream} column.")
+    Raises:
+        ScheduleError: If two are of one stream.
 
-    def at(self, stream: Stream) -> Op | None:
-        """The op of one stream."""
-        return (self.h2d, self.compute, self.d2h, self.host)[STREAMS.index(stream)]
+    >>> print(*Tick(Op(Stream.COMPUTE, "F", 3), Op(Stream.H2D, "W", 4, slot=0)).values())
+    W4@0 F3
+    """
 
-    def ops(self) -> Iterator[tuple[Stream, Op]]:
-        """The ops that are there, in the order of the columns."""
-        for stream, op in zip(STREAMS, (self.h2d, self.compute, self.d2h, self.host), strict=True):
+    __slots__ = ("_ops",)
+
+    def __init__(self, *ops: Op | None) -> None:
+        found: dict[Stream, Op] = {}
+        for op in ops:
+            if op is not None and op.stream in found:
+                raise ScheduleError(f"`{op}` and `{found[op.stream]}` stand in one tick of the {op.stream} stream.")
             if op is not None:
-                yield stream, op
+                found[op.stream] = op
+        self._ops = {stream: found[stream] for stream in streams() if stream in found} if len(found) > 1 else found
+
+    def __getitem__(self, stream: str) -> Op:
+        return self._ops[Stream(stream)]
+
+    def __iter__(self) -> Iterator[Stream]:
+        return iter(self._ops)
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    def items(self) -> ItemsView[Stream, Op]:
+        """The ops by stream, in the order of the columns."""
+        return self._ops.items()
+
+    def values(self) -> ValuesView[Op]:
+        """The ops, in the order of the columns."""
+        return self._ops.values()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._ops.values()))
+
+    def __repr__(self) -> str:
+        return f"Tick({', '.join(f'{stream}={op}' for stream, op in self.items())})"
+
+    def replaced(self, stream: str, op: Op | None) -> Tick:
+        """The row with another op, or none, in one stream."""
+        return Tick(op, *(other for at, other in self.items() if at != stream))
+
+    @property
+    def h2d(self) -> Op | None:
+        """The op that copies to the device."""
+        return self._ops.get(Stream.H2D)
+
+    @property
+    def compute(self) -> Op | None:
+        """The op that computes."""
+        return self._ops.get(Stream.COMPUTE)
+
+    @property
+    def d2h(self) -> Op | None:
+        """The op that copies to the host."""
+        return self._ops.get(Stream.D2H)
+
+    @property
+    def host(self) -> Op | None:
+        """The op that works on the host."""
+        return self._ops.get(Stream.HOST)
 
 
 @checked()
@@ -146,12 +193,12 @@ class Table:
     @property
     def ops(self) -> tuple[Op, ...]:
         """All ops, tick by tick, in the order of the columns."""
-        return tuple(op for tick in self.ticks for _, op in tick.ops())
+        return tuple(op for tick in self.ticks for op in tick.values())
 
     def positions(self) -> Iterator[tuple[Position, Op]]:
         """All ops with their positions, in the order of `ops`."""
         for index, tick in enumerate(self.ticks):
-            for stream, op in tick.ops():
+            for stream, op in tick.items():
                 yield Position(index, stream), op
 
     @property

@@ -9,7 +9,8 @@ from typing import Any
 
 from megatrain.checks import checked
 from megatrain.errors import OptionError, ScheduleError
-from megatrain.scheduler.op import STREAMS, Op, Stream, parse_op
+from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.op import Op, parse_op
 from megatrain.scheduler.step_kind import MODES, OUTPUTS, TRANSFERS, UPDATES, StepKind
 from megatrain.scheduler.table import Place, Slot, Table, Tick
 from megatrain.scheduler.workload import Workload
@@ -25,6 +26,8 @@ _PLACE = re.compile(r"(?P<block>\d{1,18}) = (?P<offset>\d{1,18})\+(?P<nbytes>\d{
 _UPDATES = re.compile(r"(?P<updates>\w+)(?P<clip>, clipped)?")
 _RANGE = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?")
 _WIDTH = 100
+# Other columns are left out where nothing stands in them.
+_ALWAYS_SHOWN = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
 
 
 def table_text(schedule: Table) -> str:
@@ -47,8 +50,9 @@ def table_text(schedule: Table) -> str:
 def table_rows(ticks: Sequence[Tick], live_bytes: Sequence[int], saves: Sequence[int]) -> list[str]:
     """The table, its heading first."""
     saved = frozenset(saves)
-    streams = [s for s in STREAMS if s != Stream.HOST or any(t.host for t in ticks)]
-    columns = [[str(s), *(_token(tick.at(s), saved) for tick in ticks)] for s in streams]
+    used = {stream for tick in ticks for stream in tick}
+    shown = [stream for stream in streams() if stream in _ALWAYS_SHOWN or stream in used]
+    columns = [[stream, *(_token(tick.get(stream), saved) for tick in ticks)] for stream in shown]
     left = _aligned(["tick", *map(str, range(len(ticks)))], right=True)
     right = _aligned(["live_bytes", *map(str, live_bytes)], right=True)
     return ["  ".join(cells) for cells in zip(left, *map(_aligned, columns), right, strict=True)]
@@ -271,9 +275,10 @@ _LINES: dict[str, _Line] = {
 
 def _read_heading(line: str, read: _Read) -> None:
     cells = line.split()
-    if cells not in [["tick", *STREAMS[:n], "live_bytes"] for n in (3, 4)]:
+    found = [stream for stream in streams() if stream in cells]
+    if not set(_ALWAYS_SHOWN) <= set(found) or cells != ["tick", *found, "live_bytes"]:
         raise ScheduleError("expected the heading `tick  h2d  compute  d2h  live_bytes`.")
-    read.streams = list(STREAMS[: len(cells) - 2])
+    read.streams = found
 
 
 def _read_row(line: str, read: _Read) -> None:
@@ -284,8 +289,7 @@ def _read_row(line: str, read: _Read) -> None:
         raise ScheduleError(f"expected tick {len(read.ticks)}, found `{cells[0]}`.")
     if not re.fullmatch(r"\d{1,18}", cells[-1]):
         raise ScheduleError(f"`{cells[-1]}` is no number of live bytes.")
-    ops = {str(s): _read_cell(c, s, read) for s, c in zip(read.streams, cells[1:-1], strict=True)}
-    read.ticks.append(Tick(**ops))
+    read.ticks.append(Tick(*(_read_cell(c, s, read) for s, c in zip(read.streams, cells[1:-1], strict=True))))
     read.live_bytes.append(int(cells[-1]))
 
 

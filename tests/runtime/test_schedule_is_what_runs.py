@@ -7,7 +7,7 @@ import torch
 
 import megatrain
 from megatrain.runtime.streams import Chaos, Recording
-from megatrain.scheduler.op import Stream
+from megatrain.scheduler.effects import Stream
 from tests.models import MODELS, Gpt
 
 NAMES = ["gpt_loss", "t5_labels", "unet", "encoder_decoder", "frozen_first"]

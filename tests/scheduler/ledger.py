@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position
 
 if TYPE_CHECKING:

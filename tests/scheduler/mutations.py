@@ -8,13 +8,12 @@ from random import Random
 from typing import Any
 
 from megatrain.errors import OptionError, ScheduleError
-from megatrain.scheduler.lifetimes import lifetimes, op_ticks
-from megatrain.scheduler.memory import accumulated_bytes, count_moved, live_bytes, workspace_bytes
-from megatrain.scheduler.op import STREAMS, Op, Stream
+from megatrain.scheduler.effects import streams
+from megatrain.scheduler.memory import Books, live_bytes, moved_bytes
+from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
 from megatrain.scheduler.table import Position, Tick
-from megatrain.scheduler.waiting import waiting_bytes
 
 
 def with_cells(schedule: Schedule, cells: dict[Position, Op | None]) -> Schedule:
@@ -22,26 +21,20 @@ def with_cells(schedule: Schedule, cells: dict[Position, Op | None]) -> Schedule
     count = max([len(schedule.ticks), *(p.tick + 1 for p in cells)])
     rows = [*schedule.ticks, *[Tick()] * (count - len(schedule.ticks))]
     for position, op in cells.items():
-        rows[position.tick] = replace(rows[position.tick], **{str(position.stream): op})
+        rows[position.tick] = rows[position.tick].replaced(position.stream, op)
     live = (*schedule.live_bytes, *schedule.live_bytes[-1:] * (count - len(schedule.ticks)))
     return replace(schedule, ticks=tuple(rows), live_bytes=live)
 
 
 def with_figures(schedule: Schedule) -> Schedule:
     """The schedule with the figures that its table has, so that not only they give it away."""
-    workload = schedule.known_workload()
     try:
-        lives = lifetimes(schedule)
-        live = live_bytes(workload, lives, len(schedule.ticks), schedule.arena_bytes)
-        accumulated = accumulated_bytes(workload)
-        busy = [
-            live[p.tick]
-            + workspace_bytes(workload, op.what, op.block, schedule.saves, accumulated, op.micro_batch or 0)
-            for p, op in schedule.positions()
-            if p.stream == Stream.COMPUTE
-        ]
-        h2d, d2h = count_moved(workload, schedule.kind, schedule.ops, schedule.parked())
-        host = _host_figure(schedule)
+        books = Books(schedule)
+        on_device = [life for life in books.lifetimes if life.memory == "device"]
+        live = live_bytes(on_device, len(schedule.ticks), schedule.arena_bytes)
+        busy = [live[p.tick] + books.effects.workspace(*op.key) for p, op in schedule.positions()]
+        h2d, d2h = moved_bytes(books.ops)
+        host = _host_figure(schedule, books)
     except (KeyError, ValueError, IndexError, ScheduleError):
         return schedule
     return replace(
@@ -55,14 +48,12 @@ def with_figures(schedule: Schedule) -> Schedule:
     )
 
 
-def _host_figure(schedule: Schedule) -> int:
+def _host_figure(schedule: Schedule, books: Books) -> int:
     """What a whole step has; of others no cell of the table changes it."""
     if not schedule.kind.holds_gradients:
         return schedule.host_bytes
-    workload, rows = schedule.known_workload(), len(schedule.ticks)
-    offload = {block: tick for (block, _), tick in op_ticks(schedule).offload.items()}
-    update = {op.block: p.tick for p, op in schedule.positions() if op.what == "U"}
-    waiting = waiting_bytes(workload, schedule.kind, offload, update, rows)
+    landing = [life for life in books.lifetimes if life.memory == "landing" and schedule.kind.transfer == "bind"]
+    waiting = max(live_bytes(landing, len(schedule.ticks)), default=0)
     places = max((place.offset + place.nbytes for place in schedule.places), default=0)
     return waiting + places + schedule.park_bytes
 
@@ -77,7 +68,7 @@ def mutants(schedule: Schedule, random: Random) -> Iterator[tuple[str, Schedule]
         at = mine.index(position)
         others = {mine[(at + 1) % len(mine)], random.choice(mine)}
         for other in sorted(others - {position}):
-            cells = {position: schedule.ticks[other.tick].at(other.stream), other: op}
+            cells = {position: schedule.ticks[other.tick][other.stream], other: op}
             yield f"{where} swapped with tick {other.tick}", with_cells(schedule, cells)
         free = [t for t in range(len(schedule.ticks) + 1) if Position(t, position.stream) not in mine]
         near = [t for t in (position.tick - 1, position.tick + 1) if t in free]
@@ -137,7 +128,7 @@ def _other_ops(
             if slot != op.slot:
                 yield f"{where} into slot {slot}", with_cells(schedule, {position: replace(op, slot=slot)})
     yield from _other_micro_batches(schedule, position, op, where)
-    for stream in STREAMS:
+    for stream in streams():
         for what in "WAFBGNU":
             slot = op.slot if what == "W" else None
             try:

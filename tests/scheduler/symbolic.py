@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from megatrain.scheduler.op import STREAMS, Op, Stream
+from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Position
@@ -289,10 +290,10 @@ class Machine:
 
 def run(machine: Machine, waits: Waits, random: Random, *, is_fixed: bool) -> None:
     """Runs the table once: by fixed priorities of who starts and ends first, or by chance at every moment."""
-    queues = {s: [(p, op) for p, op in machine.schedule.positions() if p.stream == s][::-1] for s in STREAMS}
+    queues = {s: [(p, op) for p, op in machine.schedule.positions() if p.stream == s][::-1] for s in streams()}
     running: dict[Stream, tuple[Position, Op]] = {}
     done: set[Position] = set()
-    actions = [(verb, stream) for verb in ("start", "finish") for stream in STREAMS]
+    actions = [(verb, stream) for verb in ("start", "finish") for stream in streams()]
     random.shuffle(actions)
     while any(queues.values()) or running:
         if not is_fixed:

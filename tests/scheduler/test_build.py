@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.builder.build import ACTIVATIONS, backward_schedule
 from megatrain.scheduler.builder.residency import compute_stages, place_slots, residencies
+from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
-from megatrain.scheduler.op import Stream
 from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Slot
@@ -219,7 +219,7 @@ def test_every_op_waits_only_for_other_streams():
     for position, before in schedule(example(), keep=0).waits().items():
         assert all(b.stream != position.stream and b.tick < position.tick for b in before)
         assert len(before) == len({b.stream for b in before})
-        assert position.stream in set(Stream)
+        assert position.stream in streams()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.op import Stream
+from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.schedule import Schedule
 from tests.runtime.twins import MODES, assert_twins, seeded
 

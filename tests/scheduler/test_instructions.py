@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
+from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructions, Parked
-from megatrain.scheduler.lifetimes import Item
-from megatrain.scheduler.op import Stream
+from megatrain.scheduler.items import Item
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 from tests.scheduler.workloads import example, schedules, step_schedules, trained

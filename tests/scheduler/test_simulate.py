@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.errors import OptionError
+from megatrain.scheduler.effects import Stream, streams
 from megatrain.scheduler.from_program import schedule
-from megatrain.scheduler.op import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.timing.costs import Hardware, op_durations
@@ -40,7 +40,7 @@ def test_a_simulated_step_is_as_long_as_its_longest_chain_and_no_shorter_than_an
 @settings(max_examples=30)
 def test_ops_of_one_stream_never_overlap_and_follow_what_they_wait_for(plan: Schedule, machine: Hardware):
     timeline = {t.position: t for t in plan.simulate(machine).timeline}
-    free = dict.fromkeys(Stream, 0.0)
+    free = dict.fromkeys(streams(), 0.0)
     for position, before in plan.waits().items():
         assert timeline[position].start_s >= max([free[position.stream], *(timeline[b].end_s for b in before)])
         free[position.stream] = timeline[position].end_s

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.schedule_rules import check_schedule
+from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.from_program import schedule
-from megatrain.scheduler.op import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import UPDATES
 from megatrain.scheduler.table import Position

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import megatrain
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.builder.build import ACTIVATIONS, backward_schedule
+from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
-from megatrain.scheduler.op import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
 from megatrain.scheduler.timing.costs import Hardware

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.schedule_rules import check_schedule
+from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.from_program import schedule
-from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import UPDATES
+from megatrain.scheduler.table import Tick
 from megatrain.scheduler.timing.costs import Hardware
 from tests.scheduler.mutations import with_figures
 from tests.scheduler.symbolic import Harm, find_harm
@@ -166,8 +168,8 @@ def test_a_figure_of_the_host_that_omits_waiting_gradients_is_refused(updates: s
 def test_a_late_update_is_seen():
     plan = schedule(trained(5), updates="overlap")
     late = next(p for p, op in plan.positions() if str(op) == "U4")
-    rows = [replace(row, host=None) if t == late.tick else row for t, row in enumerate(plan.ticks)]
-    rows.append(replace(rows[-1], h2d=None, compute=None, d2h=None, host=Op(Stream.HOST, "U", 4)))
+    rows = [row.replaced("host", None) if t == late.tick else row for t, row in enumerate(plan.ticks)]
+    rows.append(Tick(Op(Stream.HOST, "U", 4)))
     moved = replace(plan, ticks=tuple(rows), live_bytes=(*plan.live_bytes, plan.live_bytes[-1]))
     with pytest.raises(ScheduleError, match="G2 at tick 9 overwrites gradients of block 4, read by host:U4 at tick 13"):
         moved.check()

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.builder.draft import Builder, Draft, Plan
 from megatrain.scheduler.builder.residency import alternates
-from megatrain.scheduler.lifetimes import lifetimes
+from megatrain.scheduler.effects import NO_BLOCK
 from megatrain.scheduler.memory import find_peak
-from megatrain.scheduler.op import NO_BLOCK
 from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
@@ -119,7 +118,7 @@ def _largest_that_fits(builder: Builder, family: _Family, memory: int, tried: li
 def _too_small(builder: Builder, tried: Sequence[Draft], memory: int, *, can_park_more: bool) -> ScheduleError:
     best = min(tried, key=lambda draft: draft.device_bytes)
     schedule = builder.finish(best)
-    peak = find_peak(schedule, lifetimes(schedule))
+    peak = find_peak(schedule)
     block = NO_BLOCK if peak.op is None else peak.op.block
     where = "" if block < 0 else f", set by block {block} ({builder.workload.blocks[block].name})"
     parts = ", ".join(f"{name} {nbytes} B" for name, nbytes in peak.parts)

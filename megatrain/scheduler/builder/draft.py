@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatrain.scheduler.builder.host_places import place_gradients
 from megatrain.scheduler.builder.host_ticks import HostTicks, head_updates, place_host, written_ticks
 from megatrain.scheduler.builder.order import Rows, assign_ticks
 from megatrain.scheduler.builder.residency import Residency, compute_stages, place_slots, residencies
-from megatrain.scheduler.lifetimes import StepFacts, step_lifetimes
-from megatrain.scheduler.memory import (
-    accumulated_bytes,
-    count_moved,
-    live_bytes,
-    slab_bytes,
-    workspace_bytes,
-)
-from megatrain.scheduler.op import NO_BLOCK, PER_MICRO_BATCH, STREAMS, Op, Stream
+from megatrain.scheduler.effects import KINDS, NO_BLOCK, Effects, Stream
+from megatrain.scheduler.memory import Lifetime, item_lifetimes, live_bytes, moved_bytes, slab_bytes
+from megatrain.scheduler.op import Op
 from megatrain.scheduler.parking import park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Place, Slot, Table, Tick
-from megatrain.scheduler.waiting import waiting_bytes
+from megatrain.scheduler.table import Position, Slot, Table, Tick
 from megatrain.scheduler.workload import Workload
 
 
@@ -48,6 +41,7 @@ class Draft:
         plan: What it follows.
         rows: The ticks of all streams but the host.
         host: Those of the host.
+        lives: Of all items.
         live: Live bytes per tick.
         device_bytes: As in `Schedule`.
     """
@@ -55,6 +49,7 @@ class Draft:
     plan: Plan
     rows: Rows
     host: HostTicks
+    lives: tuple[Lifetime, ...]
     live: tuple[int, ...]
     device_bytes: int
 
@@ -76,36 +71,44 @@ class Builder:
         self.workload = workload
         self.kind = kind
         self.stages = compute_stages(workload, kind)
-        self._accumulated = accumulated_bytes(workload)
         self._placed: dict[int, _Placed] = {}
 
     def draft(self, plan: Plan) -> Draft:
         """Gives the ops ticks and counts the memory."""
         placed = self._place(plan.num_slots)
-        parked = self._parked(plan)
+        effects = self._effects(plan)
         rows = assign_ticks(
             self.workload,
             self.stages,
             placed.stays,
-            parked,
+            effects.parked,
             num_slots=plan.num_slots,
             written=written_ticks(self.workload, placed.head),
         )
         host = place_host(self.workload, self.kind, rows.ticks, placed.head)
-        facts = StepFacts(rows.ticks, frozenset(plan.saves), parked, self.kind)
-        lives = step_lifetimes(self.workload, facts)
+        # A `W` makes nothing that has a lifetime: its slot exists all the time.
+        ops = [(Position(tick, stream), (stream, *rest)) for stream, tick, rest in _ops(rows, host)]
+        lives = item_lifetimes(effects, [(position, effects.of(*key)) for position, key in ops])
         arena = max((slot.offset + slot.nbytes for slot in placed.slots), default=0)
-        live = live_bytes(self.workload, lives, max(rows.num_ticks, host.num_ticks), arena)
-        return Draft(plan, rows, host, live, max([*live, *self._busy_bytes(rows, live, facts.saves)], default=0))
+        on_device = [life for life in lives if life.memory == "device"]
+        live = live_bytes(on_device, max(rows.num_ticks, host.num_ticks), arena)
+        busy = [live[position.tick] + effects.workspace(*key) for position, key in ops]
+        return Draft(plan, rows, host, lives, live, max([*live, *busy], default=0))
 
     def finish(self, draft: Draft) -> Table:
         """Makes the rows, and the figures of the header."""
-        placed = self._place(draft.plan.num_slots)
-        parked = self._parked(draft.plan)
+        placed, effects = self._place(draft.plan.num_slots), self._effects(draft.plan)
         ticks = _table(draft, placed, has_micro_batches=self.kind.micro_batches > 1)
-        ops = [op for tick in ticks for _, op in tick.ops()]
-        places = place_gradients(self.workload, self.kind, _offload(draft), draft.host.update)
-        h2d, d2h = count_moved(self.workload, self.kind, ops, parked)
+        moves = [(Position(t, op.stream), effects.of(*op.key)) for t, row in enumerate(ticks) for op in row.values()]
+        landing = [life for life in draft.lives if life.memory == "landing"]
+        places = place_gradients(life for life in landing if life.item.kind == "landed")
+        # Where weights are used in place, gradients wait where they are made.
+        places = () if self.kind.transfer == "bind" else places
+        waiting = max((place.offset + place.nbytes for place in places), default=0)
+        if self.kind.transfer == "bind":
+            waiting = max(live_bytes(landing, len(draft.live)), default=0)
+        h2d, d2h = moved_bytes(moves)
+        parks = park_bytes(self.workload, self.kind, effects.parked)
         return Table(
             ticks=ticks,
             slots=placed.slots,
@@ -116,27 +119,12 @@ class Builder:
             d2h_bytes=d2h,
             peak_bytes=max(draft.live, default=0),
             device_bytes=draft.device_bytes,
-            host_bytes=park_bytes(self.workload, self.kind, parked) + self._landing_bytes(draft, places),
+            host_bytes=parks + waiting + slab_bytes(self.workload, self.kind),
             num_blocks=len(self.workload.blocks),
             kind=self.kind,
             places=places,
             workload=self.workload,
         )
-
-    def _busy_bytes(self, rows: Rows, live: Sequence[int], saves: frozenset[int]) -> list[int]:
-        work, extra = self.workload, self._accumulated
-        return [
-            live[tick] + workspace_bytes(work, what, block, saves, extra, micro_batch)
-            for what, ticks in (("F", rows.ticks.forward), ("B", rows.ticks.backward))
-            for (block, micro_batch), tick in ticks.items()
-        ]
-
-    def _landing_bytes(self, draft: Draft, places: Sequence[Place]) -> int:
-        """Host bytes of gradients: in their places, in the slab, or where they are made, on the host."""
-        if places:
-            return max(place.offset + place.nbytes for place in places)
-        waiting = waiting_bytes(self.workload, self.kind, _offload(draft), draft.host.update, len(draft.live))
-        return waiting + slab_bytes(self.workload, self.kind)
 
     def _place(self, num_slots: int) -> _Placed:
         if num_slots not in self._placed:
@@ -146,31 +134,31 @@ class Builder:
             self._placed[num_slots] = _Placed(head, stays, *place_slots(stays))
         return self._placed[num_slots]
 
-    def _parked(self, plan: Plan) -> dict[int, tuple[int, ...]]:
-        return parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves)
+    def _effects(self, plan: Plan) -> Effects:
+        parked = parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves)
+        return Effects(self.workload, self.kind, plan.saves, parked)
 
 
-def _offload(draft: Draft) -> dict[int, int]:
-    return {block: tick for (block, _), tick in draft.rows.ticks.offload.items()}
+def _ops(rows: Rows, host: HostTicks) -> Iterator[tuple[Stream, int, tuple[str, int, int]]]:
+    """All ops but `W`: stream, tick, and letter, block and micro-batch."""
+    for stream, what, ticks in (
+        (Stream.H2D, "A", rows.ticks.restore),
+        (Stream.COMPUTE, "F", rows.ticks.forward),
+        (Stream.COMPUTE, "B", rows.ticks.backward),
+        (Stream.D2H, "A", rows.ticks.park),
+        (Stream.D2H, "G", rows.ticks.offload),
+    ):
+        yield from ((stream, tick, (what, block, number)) for (block, number), tick in ticks.items())
+    yield from ((Stream.HOST, tick, ("U", block, 0)) for block, tick in host.update.items())
+    if host.norm is not None:
+        yield Stream.HOST, host.norm, ("N", NO_BLOCK, 0)
 
 
 def _table(draft: Draft, placed: _Placed, *, has_micro_batches: bool) -> tuple[Tick, ...]:
-    cells: dict[Stream, dict[int, Op]] = {stream: {} for stream in STREAMS}
-    rows = draft.rows.ticks
+    cells: list[list[Op]] = [[] for _ in draft.live]
     for stay, slot, tick in zip(placed.stays, placed.slot_of, draft.rows.loads, strict=True):
-        cells[Stream.H2D][tick] = Op(Stream.H2D, "W", stay.block, slot=slot)
-    for stream, what, ticks in (
-        (Stream.H2D, "A", rows.restore),
-        (Stream.COMPUTE, "F", rows.forward),
-        (Stream.COMPUTE, "B", rows.backward),
-        (Stream.D2H, "A", rows.park),
-        (Stream.D2H, "G", rows.offload),
-    ):
-        has_number = has_micro_batches and what in PER_MICRO_BATCH
-        for (block, micro_batch), tick in ticks.items():
-            cells[stream][tick] = Op(stream, what, block, micro_batch=micro_batch if has_number else None)
-    for block, tick in draft.host.update.items():
-        cells[Stream.HOST][tick] = Op(Stream.HOST, "U", block)
-    if draft.host.norm is not None:
-        cells[Stream.HOST][draft.host.norm] = Op(Stream.HOST, "N", NO_BLOCK)
-    return tuple(Tick(*(cells[stream].get(tick) for stream in STREAMS)) for tick in range(len(draft.live)))
+        cells[tick].append(Op(Stream.H2D, "W", stay.block, slot=slot))
+    for stream, tick, (what, block, number) in _ops(draft.rows, draft.host):
+        has_number = has_micro_batches and KINDS[stream, what].per_micro_batch
+        cells[tick].append(Op(stream, what, block, micro_batch=number if has_number else None))
+    return tuple(Tick(*ops) for ops in cells)

@@ -7,10 +7,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatrain.scheduler.dependency import derive_waits, weight_bindings
+from megatrain.scheduler.dependency import books_graph, weight_bindings
+from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.happens import waited_edges
 from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructions, Parked
-from megatrain.scheduler.lifetimes import Item, lifetimes
-from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.items import Item
+from megatrain.scheduler.memory import Books, Uses
+from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table
 from megatrain.sizes import aligned
 
@@ -21,7 +24,8 @@ def emit(table: Table) -> Instructions:
     split = -1
     if not table.kind.is_training_step:
         split = max((p.tick for p, op in positions if op.what == "F"), default=-1)
-    frees, maker = _Frees(table, split), _Maker(table)
+    books = Books(table)
+    frees, maker = _Frees(books, split), _Maker(books)
     made = [
         maker.instruction(position, op, tuple(frees.before[position]), tuple(frees.after[position]))
         for position, op in positions
@@ -38,10 +42,10 @@ def emit(table: Table) -> Instructions:
 class _Maker:
     """Looks up what instructions need besides frees."""
 
-    def __init__(self, table: Table) -> None:
-        self._table = table
+    def __init__(self, books: Books) -> None:
+        table = self._table = books.table
         self._blocks = table.known_workload().blocks
-        self._waits = derive_waits(table)
+        self._waits = waited_edges(books_graph(books))
         self._ops = dict(table.positions())
         self._bindings = weight_bindings(table)
         self._parked, self.park_bytes = _park_places(table)
@@ -119,7 +123,7 @@ class _Frees:
     before both, and letting go a second time does nothing.
     """
 
-    table: Table
+    books: Books
     split: int
     before: dict[Position, list[Item]] = field(default_factory=lambda: defaultdict(list))
     after: dict[Position, list[Item]] = field(default_factory=lambda: defaultdict(list))
@@ -127,11 +131,10 @@ class _Frees:
     backward_ends: list[Item] = field(default_factory=list[Item])
 
     def __post_init__(self) -> None:
-        compute = [p for p, _ in self.table.positions() if p.stream == Stream.COMPUTE]
-        returns = [p for p, op in self.table.positions() if p.stream == Stream.H2D and op.what == "A"]
-        for life in lifetimes(self.table):
-            if life.ends:
-                self._place(life.item, life.ends, (compute, returns))
+        takers = tuple(Uses(self.books, "device").takers.values())
+        for life in self.books.lifetimes:
+            if life.ends and life.memory == "device":
+                self._place(life.item, life.ends, takers)
 
     def _place(self, item: Item, ends: Sequence[Position], takers: Sequence[Sequence[Position]]) -> None:
         last_compute = max((p.tick for p in ends if p.stream == Stream.COMPUTE), default=-1)
@@ -140,7 +143,7 @@ class _Frees:
             self.after[Position(last_compute, Stream.COMPUTE)].append(item)
             return
         is_forward = last_transfer <= self.split
-        last_tick = self.split if is_forward else len(self.table.ticks)
+        last_tick = self.split if is_forward else len(self.books.table.ticks)
         for takes in takers:
             first = bisect_right(takes, last_transfer, key=lambda p: p.tick)
             if first < len(takes) and takes[first].tick <= last_tick:

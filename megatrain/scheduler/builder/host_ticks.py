@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain.scheduler.lifetimes import OpTicks
+from megatrain.scheduler.builder.order import OpTicks
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 

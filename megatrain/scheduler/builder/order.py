@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
 from megatrain.scheduler.builder.residency import Residency, Stage
-from megatrain.scheduler.lifetimes import OpTicks, Run
 from megatrain.scheduler.workload import Workload
+
+# A block and a micro-batch.
+Run = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OpTicks:
+    """The tick of each op but `W`, by block and micro-batch; `G` counts as one of micro-batch 0."""
+
+    forward: dict[Run, int] = field(default_factory=dict[Run, int])
+    backward: dict[Run, int] = field(default_factory=dict[Run, int])
+    park: dict[Run, int] = field(default_factory=dict[Run, int])
+    restore: dict[Run, int] = field(default_factory=dict[Run, int])
+    offload: dict[Run, int] = field(default_factory=dict[Run, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +125,7 @@ def assign_ticks(
         workload: What runs.
         stages: In the order of compute.
         stays: In the order of need.
-        parked: As in `StepFacts`.
+        parked: As in `Effects`.
         num_slots: As in `Plan`.
         written: Tick in which the host has written a block's weights, where it does.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatrain.scheduler.check.case import Case
-from megatrain.scheduler.op import NO_BLOCK, Stream
+from megatrain.scheduler.effects import NO_BLOCK, Stream
 from megatrain.scheduler.table import Position
 
 

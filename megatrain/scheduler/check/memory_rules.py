@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from megatrain.scheduler.check.case import Case
-from megatrain.scheduler.op import Stream
+from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.table import Position
 from megatrain.sizes import aligned
 
@@ -28,7 +28,7 @@ def check_releases_come_first(case: Case) -> None:
             for stream in releasing:
                 if stream in last:
                     case.require_before(last[stream], position, "takes memory released by", rule)
-        for stream, _ in row.ops():
+        for stream in row:
             if stream != Stream.HOST or tick in consumed:
                 last[stream] = Position(tick, stream)
 

@@ -21,8 +21,9 @@ from megatrain.scheduler.check.memory_rules import (
     check_releases_come_first,
 )
 from megatrain.scheduler.dependency import dependency_graph
+from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.happens import graph_waits
-from megatrain.scheduler.op import Op, Stream
+from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.workload import Workload
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isfinite
 from statistics import median
 from typing import NamedTuple
 
-from megatrain.checks import checked, number
+from megatrain.checks import checked, mapping_of, number
 from megatrain.errors import OptionError, ScheduleError
-from megatrain.scheduler.memory import op_bytes
-from megatrain.scheduler.op import INSTRUCTIONS, PER_MICRO_BATCH, STREAMS, Op, Stream
+from megatrain.scheduler.effects import KINDS, Stream, streams
+from megatrain.scheduler.memory import Books
+from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table
-from megatrain.scheduler.workload import Workload
 
 _RATE = number(above=0, example=1e9)
 
@@ -24,6 +24,7 @@ _RATE = number(above=0, example=1e9)
     flops_per_s=_RATE,
     launch_s=number(least=0, below=inf, example=0.0),
     host_bytes_per_s=_RATE,
+    further_rates=mapping_of(_RATE),
 )
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -36,6 +37,7 @@ class Hardware:
         launch_s: Fixed time of every op.
         host_bytes_per_s: What an update or a norm reads and writes in host memory; without a figure they take no
             time.
+        further_rates: Bytes per second of streams that a program adds, by name.
 
     Raises:
         OptionError: If a rate isn't positive, or the fixed time is negative.
@@ -46,6 +48,7 @@ class Hardware:
     flops_per_s: float
     launch_s: float = 0.0
     host_bytes_per_s: float = float("inf")
+    further_rates: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
 
 class OpKind(NamedTuple):
@@ -67,7 +70,7 @@ class OpKind(NamedTuple):
 
     def __str__(self) -> str:
         block = "" if self.block < 0 else str(self.block)
-        micro = f".{self.micro_batch}" if self.what in PER_MICRO_BATCH else ""
+        micro = f".{self.micro_batch}" if KINDS[self.stream, self.what].per_micro_batch else ""
         return f"{self.what}{block}{micro}{'*' if self.is_saved else ''}"
 
 
@@ -168,9 +171,9 @@ class Measured:
 
     def __str__(self) -> str:
         lines = [f"measured: {self.num_blocks} blocks, transfer {self.transfer}; ms"]
-        for stream in STREAMS:
+        for stream in streams():
             kinds = [kind for kind in self.seconds if kind.stream == stream]
-            for kind in sorted(kinds, key=lambda k: (INSTRUCTIONS[stream].index(k.what), *k[2:])):
+            for kind in sorted(kinds, key=lambda k: (list(KINDS).index((stream, k.what)), *k[2:])):
                 lines.append(f"  {stream:<7}  {kind!s:<8}  {self.seconds[kind] * 1e3:>10.3f}")
         return "\n".join(lines)
 
@@ -207,25 +210,15 @@ def op_durations(schedule: Table, costs: Costs) -> dict[Position, float]:
 
 
 def _hardware_durations(schedule: Table, hardware: Hardware) -> dict[Position, float]:
-    parked = schedule.parked()
-    return {
-        position: hardware.launch_s + _work_s(schedule, op, parked, hardware) for position, op in schedule.positions()
+    rates = {
+        Stream.H2D: hardware.h2d_bytes_per_s,
+        Stream.D2H: hardware.d2h_bytes_per_s,
+        Stream.HOST: hardware.host_bytes_per_s,
+        **hardware.further_rates,
     }
-
-
-def _work_s(schedule: Table, op: Op, parked: Mapping[int, Sequence[int]], hardware: Hardware) -> float:
-    workload = schedule.known_workload()
-    if op.stream == Stream.COMPUTE:
-        forwards = 1 if op.what == "F" else 2 if op.block in schedule.saves else 3
-        return forwards * workload.blocks[op.block].forward_flops / hardware.flops_per_s
-    if op.stream == Stream.HOST:
-        return _host_work_bytes(workload, op) / hardware.host_bytes_per_s
-    rate = hardware.h2d_bytes_per_s if op.stream == Stream.H2D else hardware.d2h_bytes_per_s
-    return op_bytes(workload, schedule.kind, op, parked) / rate
-
-
-def _host_work_bytes(workload: Workload, op: Op) -> int:
-    """What an update touches, or all gradients, which the norm reads once."""
-    if op.what == "U":
-        return workload.blocks[op.block].update_bytes
-    return sum(workload.blocks[block].gradient_bytes for block in workload.gradient_blocks())
+    return {
+        position: hardware.launch_s
+        + effect.flops / hardware.flops_per_s
+        + effect.moves / rates.get(position.stream, inf)
+        for position, effect in Books(schedule).ops
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatrain.scheduler.op import STREAMS
+from megatrain.scheduler.effects import streams
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.timing.costs import Costs
 from megatrain.scheduler.timing.simulate import Timing, critical_path, simulate
@@ -28,8 +28,8 @@ def gantt(schedule: Table, costs: Costs, *, width: int = 100) -> str:
     drawn = {p: letter if p in set(path) else letter.lower() for p, letter in letters.items()}
     slice_s = simulation.step_s / width
     lines = [f"{simulation}; {slice_s * 1e3:.3g} ms a character"]
-    names = max(map(len, STREAMS))
-    for stream in STREAMS:
+    names = max(map(len, streams()))
+    for stream in streams():
         timings = [timing for timing in simulation.timeline if timing.position.stream == stream]
         if timings:
             lines.append(f"{stream:{names}}  {_row(timings, drawn, slice_s, width)}")

@@ -9,7 +9,7 @@ import networkx as nx
 
 from megatrain.checks import checked
 from megatrain.scheduler.dependency import dependency_graph, derive_waits
-from megatrain.scheduler.op import STREAMS, Stream
+from megatrain.scheduler.effects import Stream, streams
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.timing.costs import Costs, op_durations
 
@@ -57,8 +57,8 @@ def simulate(schedule: Table, costs: Costs) -> Simulation:
     """
     durations = op_durations(schedule, costs)
     waits = derive_waits(schedule)
-    free = dict.fromkeys(STREAMS, 0.0)
-    total = dict.fromkeys(STREAMS, 0.0)
+    free = dict.fromkeys(streams(), 0.0)
+    total = dict.fromkeys(streams(), 0.0)
     ends: dict[Position, float] = {}
     timeline: list[Timing] = []
     for position, seconds in durations.items():
@@ -67,8 +67,9 @@ def simulate(schedule: Table, costs: Costs) -> Simulation:
         total[position.stream] += seconds
         timeline.append(Timing(position, start, start + seconds))
     step_s = max(free.values())
-    busy = {s: total[s] / step_s if step_s > 0 else 0.0 for s in STREAMS if s != Stream.HOST or total[s]}
-    return Simulation(step_s, busy, max(STREAMS, key=lambda s: total[s]), tuple(timeline))
+    named = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
+    busy = {s: total[s] / step_s if step_s > 0 else 0.0 for s in streams() if s in named or total[s]}
+    return Simulation(step_s, busy, max(streams(), key=lambda s: total[s]), tuple(timeline))
 
 
 @checked()
@@ -88,7 +89,7 @@ def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
     other's results, which no number of slots and no other order shortens.
     """
     durations = op_durations(schedule, costs)
-    bounds = {str(stream): 0.0 for stream in STREAMS}
+    bounds = {str(stream): 0.0 for stream in streams()}
     for position, seconds in durations.items():
         bounds[position.stream] += seconds
     graph = dependency_graph(schedule)

@@ -1,0 +1,305 @@
+"""Effects: the table of the kinds of ops. It alone says what each reads, makes, moves and computes.
+
+Dependencies, lifetimes, live bytes, traffic and the time of ops are generic over it. A new kind of op is one row here,
+one handler of the runtime, and one rule of the checker, which shares nothing with this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatrain.scheduler.items import Item
+from megatrain.scheduler.parking import turn_block
+from megatrain.scheduler.step_kind import StepKind
+from megatrain.scheduler.workload import Workload
+
+# The number of an item or an op that concerns no block in particular.
+NO_BLOCK = -1
+
+
+class Stream(str):
+    """The name of a queue of ops that run one after the other; different streams run at the same time."""
+
+    __slots__ = ()
+    H2D: ClassVar[Stream]
+    COMPUTE: ClassVar[Stream]
+    D2H: ClassVar[Stream]
+    HOST: ClassVar[Stream]
+
+
+Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST = map(Stream, ("h2d", "compute", "d2h", "host"))
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What one op does.
+
+    Args:
+        reads: Items that must be there when it starts, and that nothing may overwrite before it ends.
+        makes: Items that are there when it ends; those of before are overwritten from its start.
+        adds: Items that are sums: it makes the first summand, or adds another.
+        moves: Bytes that it moves or, on the host, reads and writes.
+        flops: Floating-point operations.
+    """
+
+    reads: tuple[Item, ...] = ()
+    makes: tuple[Item, ...] = ()
+    adds: tuple[Item, ...] = ()
+    moves: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpKind:
+    """One row of the table.
+
+    Args:
+        stream: Where it runs.
+        what: One letter.
+        effect: What it does: of a step, a block and a micro-batch.
+        workspace: Device bytes that it takes while it runs, beyond the items that it makes; None if it takes none.
+        per_micro_batch: Whether it runs once for each micro-batch, or once for all of them.
+        has_block: Whether it concerns one block.
+        has_slot: Whether it fills a slot.
+    """
+
+    stream: Stream
+    what: str
+    effect: Callable[[Effects, int, int], Effect]
+    workspace: Callable[[Effects, int, int], int] | None = None
+    per_micro_batch: bool = False
+    has_block: bool = True
+    has_slot: bool = False
+
+
+class Effects:
+    """What the ops of one step do.
+
+    Args:
+        workload: What runs.
+        kind: What the step does besides.
+        saves: Blocks whose graph is retained.
+        parked: Values that leave the device between forward and backward, by the block of their `A`.
+    """
+
+    def __init__(
+        self, workload: Workload, kind: StepKind, saves: Collection[int], parked: Mapping[int, Sequence[int]]
+    ) -> None:
+        self.workload = workload
+        self.kind = kind
+        self.saves = frozenset(saves)
+        self.parked = parked
+        self.inputs, self.outputs = workload.inputs(), workload.outputs()
+        self.has_gradient = [
+            kind.mode != "forward" and workload.has_value_gradient(index) for index in range(len(workload.values))
+        ]
+        self.gradient_blocks = workload.gradient_blocks()
+        self._parked_values = frozenset(value for values in parked.values() for value in values)
+        self.parked_bytes = {
+            block: self.copied(sum(workload.values[value].nbytes for value in values))
+            for block, values in parked.items()
+        }
+        turn = None if kind.mode == "forward" else turn_block(workload)
+        # The op that follows the caller's loss: it reads the outputs, and finds their gradients.
+        self.turn = ("B", turn) if turn is not None else ("F", len(workload.blocks) - 1)
+        self.owners: list[list[int]] = [[] for _ in workload.blocks]
+        for block in workload.update_blocks() if kind.updates != "none" else ():
+            for member in workload.update_group(block):
+                self.owners[member].append(block)
+        self._sharers = [0] * len(workload.storages)
+        for value in workload.values:
+            self._sharers[value.storage] += 1
+
+    def of(self, stream: str, what: str, block: int, micro_batch: int = 0) -> Effect:
+        """What an op does."""
+        return KINDS[stream, what].effect(self, block, micro_batch)
+
+    def workspace(self, stream: str, what: str, block: int, micro_batch: int = 0) -> int:
+        """Device bytes that an op takes while it runs, beyond the items that it makes."""
+        found = KINDS[stream, what].workspace
+        return 0 if found is None else found(self, block, micro_batch)
+
+    def value(self, index: int, micro_batch: int, *, is_forward: bool) -> Item:
+        """A value as forward or backward finds it on the device: a parked one goes and comes back."""
+        return Item("original" if is_forward and index in self._parked_values else "value", index, micro_batch)
+
+    def standing(self) -> Iterator[Item]:
+        """Items that are there when the step begins, though its ops may never read them."""
+        for number in range(self.kind.micro_batches):
+            for index, value in enumerate(self.workload.values):
+                is_backward = self.kind.mode == "backward"
+                if value.is_output if is_backward else value.producer is None:
+                    yield Item("value", index, number)
+                if is_backward and value.is_output and self.has_gradient[index]:
+                    yield Item("gradient", index, number)
+        if self.kind.updates == "deferred" and self.kind.holds_gradients:
+            yield from (Item("waiting", b) for b in self.gradient_blocks if self.owners[b])
+
+    def outlives(self, item: Item) -> bool:
+        """Tells whether an item is still there when the step is over."""
+        if item.kind == "value":
+            value = self.workload.values[item.number]
+            return value.is_output and (self.kind.outputs == "keep" or value.is_committed)
+        if item.kind == "gradient":
+            return self.workload.values[item.number].producer is None
+        return item.kind == "landed" and (self.kind.updates == "deferred" or not self.owners[item.number])
+
+    def nbytes(self, item: Item) -> int:
+        """Bytes that an item takes in its memory.
+
+        Of a value those of its storage, which aliases share and which counts once; after a return, and of gradients,
+        those of the value itself.
+        """
+        if item.kind in ("value", "original", "gradient"):
+            value = self.workload.values[item.number]
+            is_storage = item.kind == "original" or (item.kind == "value" and item.number not in self._parked_values)
+            return self.workload.storages[value.storage] if is_storage else value.nbytes
+        work = self.workload.blocks[item.number]
+        if item.kind in ("landed", "waiting"):
+            return work.gradient_bytes if self.kind.transfer == "bind" else work.landing_bytes
+        return {"parameters": work.gradient_bytes, "saved": work.saved_bytes}[item.kind]
+
+    def shared_storage(self, item: Item) -> int | None:
+        """The storage that a value shares with others; None if it shares none."""
+        if item.kind not in ("value", "original"):
+            return None
+        storage = self.workload.values[item.number].storage
+        return storage if self._sharers[storage] > 1 else None
+
+    def loss_reads(self, what: str, block: int, micro_batch: int) -> list[Item]:
+        """Outputs that the caller makes a loss of ahead of an op, and then lets go of."""
+        if self.kind.outputs == "keep" or self.turn != (what, block):
+            return []
+        values = enumerate(self.workload.values)
+        return [Item("value", i, micro_batch) for i, v in values if v.is_output and not v.is_committed]
+
+    def copied(self, nbytes: int) -> int:
+        """Bytes that a transfer moves: none where weights are used in place."""
+        return 0 if self.kind.transfer == "bind" else nbytes
+
+    def state(self, block: int) -> list[Item]:
+        """What holds a block's state in host memory: its own part, and those of the blocks that update the rest."""
+        return [Item("state", owner) for owner in dict.fromkeys((block, *self.owners[block]))]
+
+    def weights(self, block: int) -> list[Item]:
+        """What an F or B reads of a block's state: a slot, or host memory as well."""
+        return [Item("weights", block), *(self.state(block) if self.kind.transfer == "bind" else ())]
+
+
+def _prefetch(step: Effects, block: int, micro_batch: int) -> Effect:
+    nbytes = step.copied(step.workload.blocks[block].state_bytes)
+    return Effect(tuple(step.state(block)), (Item("weights", block),), moves=nbytes)
+
+
+def _forward(step: Effects, block: int, micro_batch: int) -> Effect:
+    reads = [step.value(index, micro_batch, is_forward=True) for index in step.inputs[block]]
+    makes = [step.value(index, micro_batch, is_forward=True) for index in step.outputs[block]]
+    makes.append(Item("record", block, micro_batch))
+    if block in step.saves:
+        makes.append(Item("saved", block, micro_batch))
+    reads += step.loss_reads("F", block, micro_batch)
+    flops = step.workload.blocks[block].forward_flops
+    return Effect((*reads, *step.weights(block)), tuple(makes), flops=flops)
+
+
+def _forward_workspace(step: Effects, block: int, micro_batch: int) -> int:
+    return step.workload.blocks[block].forward_workspace_bytes
+
+
+def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
+    """A backward adds gradients of its inputs and parameters; it repeats the forward unless its graph is retained."""
+    work, is_saved = step.workload.blocks[block], block in step.saves
+    held = [*step.inputs[block], *(step.outputs[block] if is_saved else ())]
+    reads = [step.value(index, micro_batch, is_forward=False) for index in held]
+    reads += [Item("gradient", index, micro_batch) for index in step.outputs[block] if step.has_gradient[index]]
+    reads += [Item("saved" if is_saved else "record", block, micro_batch), *step.weights(block)]
+    reads += step.loss_reads("B", block, micro_batch)
+    adds = [Item("gradient", index, micro_batch) for index in step.inputs[block] if step.has_gradient[index]]
+    if work.gradient_bytes > 0:
+        adds.append(Item("parameters", block))
+    makes: list[Item] = []
+    if step.turn == ("B", block) and step.kind.mode == "train":
+        # The caller hands in the gradients of the outputs when the backward of their micro-batch starts.
+        values = enumerate(step.workload.values)
+        makes = [Item("gradient", i, micro_batch) for i, v in values if v.is_output and step.has_gradient[i]]
+    return Effect(tuple(reads), tuple(makes), tuple(adds), flops=(2 if is_saved else 3) * work.forward_flops)
+
+
+def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
+    """The measured bytes, and each summand that exists for a moment beside the sum it is added to.
+
+    The workspace of a backward was measured with its recompute, whose saved values are part of it. Of a
+    retained graph they are live already and not counted twice. The first to hand in a gradient adds nothing. Later
+    micro-batches make gradients of the parameters beside the sum of those before.
+    """
+    work = step.workload.blocks[block]
+    saved = work.saved_bytes if block in step.saves else 0
+    summands = work.gradient_bytes if micro_batch > 0 else 0
+    for index in step.inputs[block] if work.has_backward else ():
+        value = step.workload.values[index]
+        if step.has_gradient[index] and (value.is_output or step.workload.backward_readers(index)[-1] != block):
+            summands += value.nbytes
+    return max(0, work.backward_workspace_bytes - saved) + summands
+
+
+def _parked(step: Effects, kind: str, block: int, micro_batch: int) -> tuple[Item, ...]:
+    return tuple(Item(kind, index, micro_batch) for index in step.parked.get(block, ()))
+
+
+def _park(step: Effects, block: int, micro_batch: int) -> Effect:
+    values = _parked(step, "original", block, micro_batch)
+    return Effect(values, (Item("parked", block, micro_batch),), moves=step.parked_bytes.get(block, 0))
+
+
+def _return(step: Effects, block: int, micro_batch: int) -> Effect:
+    values = _parked(step, "value", block, micro_batch)
+    return Effect((Item("parked", block, micro_batch),), values, moves=step.parked_bytes.get(block, 0))
+
+
+def _offload(step: Effects, block: int, micro_batch: int) -> Effect:
+    makes = (Item("landed", block), Item("left", NO_BLOCK)) if step.kind.holds_gradients else ()
+    return Effect((Item("parameters", block),), makes, moves=step.copied(step.workload.blocks[block].gradient_bytes))
+
+
+def _norm(step: Effects, block: int, micro_batch: int) -> Effect:
+    moves = sum(step.workload.blocks[block].gradient_bytes for block in step.gradient_blocks)
+    return Effect(
+        tuple(Item("landed", block) for block in step.gradient_blocks), (Item("norm", NO_BLOCK),), moves=moves
+    )
+
+
+def _update(step: Effects, block: int, micro_batch: int) -> Effect:
+    kind = "waiting" if step.kind.updates == "deferred" else "landed"
+    group, blocks = step.workload.update_group(block), step.workload.blocks
+    reads = [Item(kind, b) for b in group if blocks[b].has_backward and blocks[b].gradient_bytes > 0]
+    if step.kind.clip:
+        reads.append(Item("norm", NO_BLOCK))
+    if step.kind.updates == "serial":
+        reads.append(Item("left", NO_BLOCK))
+    return Effect(tuple(reads), (Item("state", block),), moves=step.workload.blocks[block].update_bytes)
+
+
+KINDS: dict[tuple[str, str], OpKind] = {
+    (kind.stream, kind.what): kind
+    for kind in (
+        # Weights to a slot, and what a backward needs back from the host.
+        OpKind(Stream.H2D, "W", _prefetch, has_slot=True),
+        OpKind(Stream.H2D, "A", _return, per_micro_batch=True),
+        OpKind(Stream.COMPUTE, "F", _forward, _forward_workspace, per_micro_batch=True),
+        OpKind(Stream.COMPUTE, "B", _backward, _backward_workspace, per_micro_batch=True),
+        # What a backward needs to the host, and gradients of parameters.
+        OpKind(Stream.D2H, "A", _park, per_micro_batch=True),
+        OpKind(Stream.D2H, "G", _offload),
+        # The norm of all gradients, and an optimizer's update.
+        OpKind(Stream.HOST, "N", _norm, has_block=False),
+        OpKind(Stream.HOST, "U", _update),
+    )
+}
+"""Every kind of op, by stream and letter; `register_op` adds more."""
+
+
+def streams() -> tuple[Stream, ...]:
+    """All streams, in the order of a table's columns."""
+    return tuple(dict.fromkeys(kind.stream for kind in KINDS.values()))

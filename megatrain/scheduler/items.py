@@ -1,0 +1,65 @@
+"""Items: what ops read and make, and in which memory it lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Item(NamedTuple):
+    """Something that one op makes and another reads; `ITEMS` has the kinds.
+
+    What exists once for all micro-batches, such as the gradients of a block's parameters, of which there is one sum,
+    counts as that of micro-batch 0.
+
+    Args:
+        kind: A key of `ITEMS`.
+        number: The index of a value or of a block, as the kind says.
+        micro_batch: Whose it is.
+    """
+
+    kind: str
+    number: int
+    micro_batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ItemKind:
+    """What is the same of all items of one kind.
+
+    Args:
+        memory: Where it takes bytes from the op that makes it to the last that reads it: on the `"device"`, or on the
+            host where gradients are `"landing"`. None for what takes none there: slots, parked values and parameters
+            have bytes of their own for the whole step.
+        edge: The kind of dependency of its readers on its makers.
+        part: What its bytes are called in the account of a peak.
+    """
+
+    memory: str | None = None
+    edge: str = "data"
+    part: str = ""
+
+
+ITEMS: dict[str, ItemKind] = {
+    # By the index of a value.
+    "value": ItemKind("device", part="activations"),
+    # A value that is parked, until it has left the device; what comes back is the "value".
+    "original": ItemKind("device", part="activations"),
+    "gradient": ItemKind("device", part="gradients of activations"),
+    # By the index of a block.
+    # The values that its `A` moves, in host memory.
+    "parked": ItemKind(),
+    "saved": ItemKind("device", part="retained graphs"),
+    # What a B must know of its F besides: the state of random generators.
+    "record": ItemKind(),
+    "parameters": ItemKind("device", part="gradients of parameters"),
+    # Gradients on the host, of this step and, where updates are deferred, of the step before.
+    "landed": ItemKind("landing"),
+    "waiting": ItemKind("landing"),
+    # A block's state in a slot, and in host memory.
+    "weights": ItemKind(edge="weight"),
+    "state": ItemKind(edge="weight"),
+    # Of all blocks together: the norm of the gradients, and that the gradients so far have left.
+    "norm": ItemKind(),
+    "left": ItemKind(),
+}
