@@ -125,6 +125,12 @@ def _runtime(made: Made) -> Iterator[Target]:
 
     yield Target("Executor.backward", backward)
 
+    def begin() -> tuple[Any, dict[str, Any]]:
+        planned = megatrain.schedule(made.program, updates="overlap")
+        return megatrain.Executor(made.program, planned, model()).begin, {"inputs": [[INPUT]]}
+
+    yield Target("Executor.begin", begin)
+
 
 def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     engine = megatrain.Engine(model(), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Executor: runs the schedule of a call, forward and backward."""
+"""Executor: runs the schedule of a call, forward and backward, or of a whole training step."""
 
 from __future__ import annotations
 
@@ -12,55 +12,94 @@ from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.gradients import GradientSink, Take
+from megatrain.runtime.gradients import Take
+from megatrain.runtime.landing import LandingArena
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.rng import repeated_rng
-from megatrain.runtime.slots import Slots
+from megatrain.runtime.run import Run
 from megatrain.runtime.start import Start
+from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.scheduler.builder.build import backward_schedule
+from megatrain.scheduler.effects import BUILT_IN
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.schedule import Schedule
 
 
 class Executor:
-    """Runs the forward and the backward of calls, as their schedule says.
+    """Runs a schedule: the forward and the backward of calls, or whole training steps.
 
     Args:
-        program: The blocks.
-        schedule: A checked schedule of that program.
+        program: The blocks; of a training step one program per micro-batch, of the same structure: captures for
+            inputs of other sizes.
+        schedule: A checked schedule of that program, or of the programs' merged workload.
         model: The model, whose parameters move into a host store; or the engine that holds it already.
+        arena: Where gradients of a training step wait for their updates; None takes one of its own.
+
+    Raises:
+        ExecuteError: If the schedule is of other programs.
     """
 
     @checked()
-    def __init__(self, program: Program, schedule: Schedule, model: nn.Module | Engine):
-        if schedule.num_blocks != len(program.blocks):
-            raise ExecuteError(
-                f"the schedule has {schedule.num_blocks} blocks, the program has {len(program.blocks)}.\n"
-                "  A schedule runs the program that it was made for.\n  Give megatrain.schedule(program)."
-            )
-        if schedule.kind.is_training_step:
-            raise ScheduleError(_TRAINING_STEP)
-        engine = model if isinstance(model, Engine) else Engine(model, program.device)
-        self.program = program
+    def __init__(
+        self,
+        program: Program | Sequence[Program],
+        schedule: Schedule,
+        model: nn.Module | Engine,
+        *,
+        arena: LandingArena | None = None,
+    ):
+        programs = [program] if isinstance(program, Program) else list(program)
+        _check_fits(programs, schedule)
+        engine = model if isinstance(model, Engine) else Engine(model, programs[0].device)
+        self.program = programs[0]
         self.schedule = schedule
-        self._engine = engine
-        self.loaded = Loaded.of(program, engine, is_training=schedule.kind.mode == "train")
-        self._slots = Slots(self.loaded.images, engine)
-        self._instructions = schedule.instructions
+        self.engine = engine
+        is_training = schedule.kind.mode == "train"
+        known = {id(p): Loaded.of(p, engine, is_training=is_training) for p in programs}
+        if schedule.kind.is_training_step and arena is None:
+            arena = LandingArena(engine.device)
+        self._operations = Operations([known[id(p)] for p in programs], schedule.instructions, engine, arena)
         self._resumed: Instructions | None = None
-        self.facts = self.loaded.facts
+        self.facts = self._operations.loaded[0].facts
         self.differentiable_outputs = self.facts.differentiable_outputs
         self.differentiable_inputs = self.facts.differentiable_inputs
-        self._sink = GradientSink.of(self.loaded, engine, self._instructions.landing_bytes)
-        self._operations = Operations(self._instructions, self._slots, engine, self._sink)
+
+    # -- training steps ------------------------------------------------------------------------------------
+
+    @property
+    def trained(self) -> Sequence[Sequence[str]]:
+        """Keys of the parameters whose gradient is whole with each block's."""
+        known = set(self.facts.trained)
+        return [[key for key in keys if key in known] for keys in self.facts.completes]
+
+    @checked()
+    def begin(self, inputs: Sequence[Sequence[torch.Tensor]], *, watch: Stopwatch | None = None) -> Run:
+        """Takes the inputs of a training step.
+
+        Args:
+            inputs: Per micro-batch: the model's tensor inputs on the compute device, in order.
+            watch: Takes the time of each operation.
+
+        Raises:
+            ScheduleError: If the schedule is of a call.
+            ExecuteError: If there are inputs of other micro-batches, or too few or many of one.
+        """
+        if not self.schedule.kind.is_training_step:
+            raise ScheduleError(_CALL)
+        _check_number("inputs", inputs, self._operations.loaded)
+        for loaded, tensors in zip(self._operations.loaded, inputs, strict=True):
+            _check_number("inputs", tensors, loaded.program.inputs)
+        self.engine.refresh()
+        starts = [self._operations.start(tensors, number) for number, tensors in enumerate(inputs)]
+        return Run(self._operations, starts, can_repeat=True, watch=watch)
 
     # -- calls ---------------------------------------------------------------------------------------------
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters that a backward gives gradients to, as they are now, in the order of `facts.trained`."""
-        self._engine.find_replaced()
-        return [self._engine.tensors[key] for key in self.facts.trained]
+        self.engine.find_replaced()
+        return [self.engine.tensors[key] for key in self.facts.trained]
 
     @checked()
     def forward(self, inputs: Sequence[torch.Tensor]) -> Call:
@@ -73,33 +112,30 @@ class Executor:
             The call; `call.outputs` holds the model's output tensors, in order.
 
         Raises:
+            ScheduleError: If the schedule is of a training step.
             ExecuteError: If an operation on a transfer stream fails. What the model's own code raises passes
                 unchanged.
         """
-        engine = self._engine
+        if self.schedule.kind.is_training_step:
+            raise ScheduleError(_TRAINING_STEP)
         _check_number("inputs", inputs, self.program.inputs)
-        with engine.turn.run():
-            engine.refresh()
-            return self._run_forward(Start.of(self.program, inputs, engine.tensors, self._slots.places), commits=True)
+        with self.engine.turn.run():
+            self.engine.refresh()
+            return self._run_forward(self._operations.start(inputs), commits=True)
 
     def _run_forward(self, start: Start, *, commits: bool) -> Call:
-        engine = self._engine
-        parks = engine.parks.take(self._instructions.park_bytes)
-        call = Call(engine.meter, parks, start, self.loaded)
+        run = Run(self._operations, [start])
         try:
-            engine.arena.ensure(self._instructions.slot_bytes)
-            engine.meter.set_arena(engine.arena.nbytes)
-            call.begin(engine.device)
-            engine.give_slots(None)
-            self._operations.run([call], self._instructions.forward)
-            engine.give_slots(call)
+            run.forward()
+            (call,) = run.calls
+            self.engine.give_slots(call)
             if commits:
-                self._commit_buffers(call)
+                run.write_buffers()
             call.outputs = [self._output(call, ref.kind, ref.name) for ref in self.program.outputs]
             call.remember_versions(self.facts.watched)
             return call
         except BaseException:
-            call.close(FAILED)
+            run.close()
             raise
 
     @checked()
@@ -129,7 +165,7 @@ class Executor:
                 needs has changed since.
         """
         _check_number("gradients", gradients, self.program.outputs)
-        with self._engine.turn.run(differentiates=True):
+        with self.engine.turn.run(differentiates=True):
             outputs = [i for i, gradient in enumerate(gradients) if gradient is not None]
             start = call.check_open(outputs)
             call.check_versions()
@@ -149,34 +185,30 @@ class Executor:
     def _replay(self, start: Start) -> Call:
         """Runs the forward half once more, for the backward alone: no buffer is written, no random number consumed."""
         start.check_inputs()
-        with torch.no_grad(), repeated_rng(start.rng, self._engine.device, self.program.opaque_calls):
+        with torch.no_grad(), repeated_rng(start.rng, self.engine.device, self.program.opaque_calls):
             return self._run_forward(start, commits=False)
 
     def _run_backward(
         self, call: Call, gradients: Sequence[torch.Tensor | None], take: Take | None
     ) -> list[torch.Tensor | None]:
-        engine = self._engine
         for ref, gradient in zip(self.program.outputs, gradients, strict=True):
             if gradient is not None:
                 call.add_gradient(ref.name, gradient)
-        self._sink.begin(take)
-        is_warm = engine.has_slots(call)
-        engine.give_slots(None)
-        instructions = self._instructions if is_warm else self._cold()
-        engine.arena.ensure(instructions.slot_bytes)
+        self._operations.sink.begin(take)
+        is_warm = self.engine.has_slots(call)
+        self.engine.give_slots(None)
+        instructions = self._operations.instructions if is_warm else self._cold()
+        self.engine.arena.ensure(instructions.slot_bytes)
         self._operations.run([call], instructions.backward)
         return [call.gradients.get(self.program.inputs[i]) for i in self.differentiable_inputs]
 
     def _cold(self) -> Instructions:
         """The backward of a call after which another used the slots: it prefetches everything anew."""
+        if any((op.stream, op.what) not in BUILT_IN for op in self.schedule.ops):
+            raise ExecuteError(_FURTHER_OPS)
         if self._resumed is None:
             self._resumed = _cold_schedule(self.schedule).instructions
         return self._resumed
-
-    def _commit_buffers(self, call: Call) -> None:
-        with torch.no_grad():
-            for key, name in self.program.commits:
-                self._engine.tensors[key].copy_(call.values[name])
 
     def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
         return call.values[name].detach() if kind == "value" else self.state_output(name)
@@ -188,20 +220,20 @@ class Executor:
         Raises:
             ExecuteError: If the model has none of this name.
         """
-        if key not in self._engine.tensors:
+        if key not in self.engine.tensors:
             raise ExecuteError(
                 f"the model has no parameter or buffer {shown(key)}.\n  They have the names of its state_dict.\n"
-                f"  It has {shown(list(self._engine.tensors))}."
+                f"  It has {shown(list(self.engine.tensors))}."
             )
-        state = self._engine.tensors[key]
-        return state if state.device == self._engine.device else state.to(self._engine.device)
+        state = self.engine.tensors[key]
+        return state if state.device == self.engine.device else state.to(self.engine.device)
 
 
 def _check_number(name: str, given: Sequence[object], wanted: Sequence[object]) -> None:
     if len(given) != len(wanted):
         raise ExecuteError(
             f"{name} has {len(given)} items, not {len(wanted)}.\n"
-            "  Each input of the program has one input, and each output a gradient or None, in order.\n"
+            "  Each micro-batch has inputs, one for each input of its program; each output has a gradient or None.\n"
             "  Look at program.inputs and program.outputs."
         )
 
@@ -216,8 +248,33 @@ def _cold_schedule(warm: Schedule) -> Schedule:
     return cold
 
 
+def _check_fits(programs: Sequence[Program], schedule: Schedule) -> None:
+    if len(programs) != schedule.kind.micro_batches:
+        raise ExecuteError(
+            f"there are {len(programs)} programs for {schedule.kind.micro_batches} micro-batches.\n"
+            "  Each micro-batch runs a program; several may run the same.\n  Give one program per micro-batch."
+        )
+    for program in programs:
+        if schedule.num_blocks != len(program.blocks):
+            raise ExecuteError(
+                f"the schedule has {schedule.num_blocks} blocks, the program has {len(program.blocks)}.\n"
+                "  A schedule runs the program that it was made for.\n  Give megatrain.schedule(program)."
+            )
+
+
+_FURTHER_OPS = (
+    "another call used the slots between this call's forward and its backward.\n"
+    "  The backward then has a table of its own. megatrain makes it, and doesn't know where your own kinds of ops go.\n"
+    "  Run each call's backward ahead of the next call."
+)
 _TRAINING_STEP = (
-    "the schedule is of a whole training step.\n"
-    "  An Executor runs one call: a forward and its backward; updates are the caller's.\n"
-    "  Build it without micro_batches, updates, clip and outputs, or run it by a TrainStep."
+    "the schedule is of a whole training step, which has no forward of its own.\n"
+    "  A training step is begun with the inputs of its micro-batches, and then goes with a trainer.\n"
+    "  Run it by a TrainStep, or call begin(inputs).go(trainer).\n"
+    "  For a call, build the schedule without micro_batches, updates, clip and outputs."
+)
+_CALL = (
+    "the schedule is of a call, which isn't a training step.\n"
+    "  A call runs by forward(inputs) and backward(call, gradients); what it gives is the caller's.\n"
+    "  Call these, or build the schedule with updates."
 )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,9 +13,13 @@ from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.call import Call, ParameterGradient
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients import GradientSink
+from megatrain.runtime.landing import Landing, LandingArena
+from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.slots import Slots
+from megatrain.runtime.start import Start
 from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.runtime.streams import Event
+from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.instructions import Half, Instruction, Instructions
 from megatrain.scheduler.items import Item
 from megatrain.scheduler.table import Position
@@ -42,24 +45,44 @@ class Trainer(Protocol):
         """Updates the parameters that belong to a block."""
 
 
+class Taken(NamedTuple):
+    """The calls that instructions run on: one per micro-batch, and who takes the training step, if it is one."""
+
+    calls: Sequence[Call]
+    trainer: Trainer | None = None
+
+
 class Operations:
     """Runs operations of one schedule on the calls of its micro-batches, one handler per kind.
 
     It decides nothing: what to prefetch, park, recompute and drop, when and where, is in the instructions.
 
     Args:
-        instructions: What runs.
-        slots: Where weights lie meanwhile.
+        loaded: What runs, one per micro-batch.
+        instructions: Those of the schedule.
         engine: Streams, host store and arena.
+        arena: Host memory where gradients wait for their updates; None if none wait.
+
+    Attributes:
         sink: Takes the gradients of parameters.
     """
 
-    def __init__(self, instructions: Instructions, slots: Slots, engine: Engine, sink: GradientSink):
-        self._engine = engine
-        self._slots = slots
-        self._sink = sink
+    def __init__(
+        self, loaded: Sequence[Loaded], instructions: Instructions, engine: Engine, arena: LandingArena | None = None
+    ):
+        self.loaded = loaded
+        self.instructions = instructions
+        self.engine = engine
+        self._slots = Slots(loaded[0].images, engine)
+        landing = None if arena is None else Landing(instructions.landing_bytes, loaded[0], arena)
+        slab_bytes = instructions.landing_bytes if arena is None else 0
+        self.sink = GradientSink.of(loaded[0], engine, slab_bytes, landing=landing)
         blocks = {what: {i.op.block for i in instructions.all if i.op.what == what} for what in "BG"}
         self._without_offload = blocks["B"] - blocks["G"]
+
+    def start(self, inputs: Sequence[torch.Tensor], number: int = 0) -> Start:
+        """What a micro-batch begins with: its inputs on the compute device, and the model as it is."""
+        return Start.of(self.loaded[number].program, inputs, self.engine.tensors, self._slots.places)
 
     def run(
         self,
@@ -84,22 +107,16 @@ class Operations:
         done = set() if done is None else done
         left = [instruction for instruction in half.instructions if instruction.position not in done]
         events = {instruction.position: Event(str(instruction.op)) for instruction in left}
-        streams = self._engine.streams
-        queues = {
-            "h2d": streams.h2d.submit,
-            "d2h": streams.d2h.submit,
-            "host": streams.host.submit,
-            "compute": streams.compute.run,
-        }
+        streams, taken = self.engine.streams, Taken(calls, trainer)
         # Transfers first: they start as soon as what they wait for is done, while compute runs on this thread.
         in_order = sorted(left, key=lambda instruction: instruction.op.stream == "compute")
         try:
             with streams.step(synchronize=False, is_recovery=is_recovery):
                 for instruction in in_order:
                     waits, over = self._waits(instruction, events), events[instruction.position]
-                    work = self._work(calls, instruction, trainer)
+                    work = self._work(taken, instruction)
                     work = work if watch is None else watch.timed(instruction, work)
-                    queues[instruction.op.stream](str(instruction.op), work, waits, over)
+                    streams.submit(instruction.op.stream, str(instruction.op), work, waits, over)
         finally:
             done.update(position for position, event in events.items() if event.host_done and not event.has_failed)
         self.release(calls, half.frees)
@@ -108,20 +125,17 @@ class Operations:
         """Events of these operations; others are over."""
         return [events[w] for w in instruction.waits if w in events]
 
-    def _work(self, calls: Sequence[Call], instruction: Instruction, trainer: Trainer | None) -> Callable[[], None]:
-        if instruction.op.stream == "host":
-            assert trainer is not None
-            is_norm = instruction.op.what == "N"
-            return trainer.norm if is_norm else functools.partial(trainer.update, instruction.op.block)
-        handler = _HANDLERS[instruction.op.stream, instruction.op.what]
+    def _work(self, taken: Taken, instruction: Instruction) -> Callable[[], None]:
+        handler = HANDLERS[instruction.op.stream, instruction.op.what]
+        calls, trainer = taken
 
         def work() -> None:
-            if trainer is not None and instruction.op.stream == "compute":
+            if trainer is not None and instruction.op.stream == Stream.COMPUTE:
                 trainer.before_compute(instruction.micro_batch)
             self.release(calls, instruction.frees_before)
             if trainer is not None and instruction.turns:
                 self._turn(calls[instruction.micro_batch], instruction.micro_batch, trainer)
-            handler(self, calls, instruction)
+            handler(self, taken, instruction)
             self.release(calls, instruction.frees_after)
             self._slots.poison(instruction.leaves)
 
@@ -139,7 +153,7 @@ class Operations:
                 call.add_gradient(ref.name, gradient)
 
     def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
-        tensor = call.values[name] if kind == "value" else self._engine.tensors[name].to(self._engine.device)
+        tensor = call.values[name] if kind == "value" else self.engine.tensors[name].to(self.engine.device)
         return tensor.detach()
 
     def release(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
@@ -150,27 +164,27 @@ class Operations:
 
     # -- handlers ------------------------------------------------------------------------------------------
 
-    def prefetch(self, calls: Sequence[Call], instruction: Instruction) -> None:
+    def prefetch(self, taken: Taken, instruction: Instruction) -> None:
         """W: copies weights into a slot."""
         self._slots.prefetch(instruction.op.block, instruction.state)
 
-    def park(self, calls: Sequence[Call], instruction: Instruction) -> None:
+    def park(self, taken: Taken, instruction: Instruction) -> None:
         """A to the host."""
-        call = calls[instruction.micro_batch]
+        call = taken.calls[instruction.micro_batch]
         for value, place in instruction.parked:
             name = call.loaded.names[value]
             call.parks.put(name, call.values[name], place.offset)
 
-    def unpark(self, calls: Sequence[Call], instruction: Instruction) -> None:
+    def unpark(self, taken: Taken, instruction: Instruction) -> None:
         """A to the device."""
-        call = calls[instruction.micro_batch]
+        call = taken.calls[instruction.micro_batch]
         for value, _ in instruction.parked:
             name = call.loaded.names[value]
-            call.return_value(name, call.parks.get(name, self._engine.device))
+            call.return_value(name, call.parks.get(name, self.engine.device))
 
-    def forward(self, calls: Sequence[Call], instruction: Instruction) -> None:
+    def forward(self, taken: Taken, instruction: Instruction) -> None:
         """F: with its graph retained, or without."""
-        call = calls[instruction.micro_batch]
+        call = taken.calls[instruction.micro_batch]
         loaded = call.loaded
         block = loaded.program.blocks[instruction.op.block]
         runner = loaded.runners[block.index]
@@ -190,8 +204,8 @@ class Operations:
         for name, tensor in zip(block.outputs, outputs, strict=True):
             call.set_value(name, tensor)
         call.hold("saved", block.index, saved)
-        if instruction.micro_batch + 1 < len(calls):
-            call.pass_on(block.outputs, calls[instruction.micro_batch + 1])
+        if instruction.micro_batch + 1 < len(taken.calls):
+            call.pass_on(block.outputs, taken.calls[instruction.micro_batch + 1])
 
     def _graph(self, call: Call, block: Block, instruction: Instruction, inputs: Any, state: Any) -> LocalGraph:
         # The graph keeps this function; it must not keep the call, which keeps the graph.
@@ -205,15 +219,15 @@ class Operations:
             lambda: self._slots.state(block.index, states[block.index]),
         )
 
-    def backward(self, calls: Sequence[Call], instruction: Instruction) -> None:
+    def backward(self, taken: Taken, instruction: Instruction) -> None:
         """B: from the retained graph, or recomputed."""
-        call = calls[instruction.micro_batch]
+        call = taken.calls[instruction.micro_batch]
         block = call.loaded.program.blocks[instruction.op.block]
         call.state_of[block.index] = instruction.state
         output_gradients = [call.gradients.get(name) for name in block.outputs]
         carried = [call.gradients.get(name) for name in block.inputs]
         if all(g is None for g in output_gradients):
-            self._add_gradients(calls, instruction, [None] * len(block.binding))
+            self._add_gradients(taken, instruction, [None] * len(block.binding))
             return
         graph = call.graphs.get(block.index) or self._recomputed(call, block, instruction)
         try:
@@ -226,18 +240,16 @@ class Operations:
             if gradient is not None:
                 call.drop("gradient", name)  # the sum so far is part of the new one
                 call.set_gradient(name, gradient)
-        self._add_gradients(calls, instruction, parameters)
+        self._add_gradients(taken, instruction, parameters)
 
     def _recomputed(self, call: Call, block: Block, instruction: Instruction) -> LocalGraph:
         inputs = [call.values[name] for name in block.inputs]
         with call.loaded.runners[block.index].repeated(call.rng.get(block.index)):
             return self._graph(call, block, instruction, inputs, self._slots.state(block.index, instruction.state))
 
-    def _add_gradients(
-        self, calls: Sequence[Call], instruction: Instruction, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
+    def _add_gradients(self, taken: Taken, instruction: Instruction, gradients: Sequence[torch.Tensor | None]) -> None:
         """Adds one micro-batch's gradients of a block's parameters to those before, in their order."""
-        first, block = calls[0], instruction.op.block
+        first, block = taken.calls[0], instruction.op.block
         # What others hold too may not become somebody's `.grad`; looked up before it counts as held here.
         landings = [(g, is_shared) for g, is_shared in zip(gradients, self._are_shared(gradients), strict=True)]
         known = first.parameter_gradients.get(block)
@@ -245,8 +257,8 @@ class Operations:
             landings = [_added(*pair) for pair in zip(known, landings, strict=True)]
         first.parameter_gradients[block] = landings
         first.hold("parameters", block, [gradient for gradient, _ in landings])
-        if block in self._without_offload and instruction.micro_batch == len(calls) - 1:
-            self.offload(calls, instruction)  # there is nothing to move, so there is no G
+        if block in self._without_offload and instruction.micro_batch == len(taken.calls) - 1:
+            self.offload(taken, instruction)  # there is nothing to move, so there is no G
 
     def _are_shared(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
         """Tells of each gradient whether its memory is also that of a value, or of another of them."""
@@ -254,16 +266,26 @@ class Operations:
         count = Counter(places)
         return [
             g is not None
-            and (self._engine.meter.has(g) or (g.layout == torch.strided and count[g.untyped_storage().data_ptr()] > 1))
+            and (self.engine.meter.has(g) or (g.layout == torch.strided and count[g.untyped_storage().data_ptr()] > 1))
             for g in gradients
         ]
 
-    def offload(self, calls: Sequence[Call], instruction: Instruction) -> None:
+    def offload(self, taken: Taken, instruction: Instruction) -> None:
         """G."""
-        loaded, block = calls[0].loaded, calls[0].loaded.program.blocks[instruction.op.block]
-        gradients = calls[0].parameter_gradients[block.index]
+        loaded, block = taken.calls[0].loaded, taken.calls[0].loaded.program.blocks[instruction.op.block]
+        gradients = taken.calls[0].parameter_gradients[block.index]
         completes = loaded.facts.completes[block.index]
-        self._sink.receive(block.index, block.binding, gradients, completes, instruction.landing)
+        self.sink.receive(block.index, block.binding, gradients, completes, instruction.landing)
+
+    def norm(self, taken: Taken, instruction: Instruction) -> None:
+        """N."""
+        assert taken.trainer is not None
+        taken.trainer.norm()
+
+    def update(self, taken: Taken, instruction: Instruction) -> None:
+        """U."""
+        assert taken.trainer is not None
+        taken.trainer.update(instruction.op.block)
 
 
 def _added(before: ParameterGradient, now: ParameterGradient) -> ParameterGradient:
@@ -280,11 +302,16 @@ def _added(before: ParameterGradient, now: ParameterGradient) -> ParameterGradie
 
 _OF_VALUES = ("value", "gradient", "original")
 
-_HANDLERS: dict[tuple[str, str], Callable[[Operations, Sequence[Call], Instruction], None]] = {
-    ("h2d", "W"): Operations.prefetch,
-    ("h2d", "A"): Operations.unpark,
-    ("compute", "F"): Operations.forward,
-    ("compute", "B"): Operations.backward,
-    ("d2h", "A"): Operations.park,
-    ("d2h", "G"): Operations.offload,
+Handler = Callable[[Operations, Taken, Instruction], None]
+
+HANDLERS: dict[tuple[str, str], Handler] = {
+    (Stream.H2D, "W"): Operations.prefetch,
+    (Stream.H2D, "A"): Operations.unpark,
+    (Stream.COMPUTE, "F"): Operations.forward,
+    (Stream.COMPUTE, "B"): Operations.backward,
+    (Stream.D2H, "A"): Operations.park,
+    (Stream.D2H, "G"): Operations.offload,
+    (Stream.HOST, "N"): Operations.norm,
+    (Stream.HOST, "U"): Operations.update,
 }
+"""What does each kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

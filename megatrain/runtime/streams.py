@@ -9,7 +9,7 @@ mode, profilers and tracebacks behave as they do without megatrain.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
@@ -61,7 +61,7 @@ class StreamSet:
         self.d2h = Stream("d2h", device, chaos=chaos, recording=recording, steps=self._steps)
         self.host = Stream("host", cpu, chaos=chaos, recording=recording, steps=self._steps)
         self.compute = ComputeStream(device, chaos=chaos, recording=recording, steps=self._steps)
-        self._queues = (self.h2d, self.d2h, self.host)
+        self._queues = {stream.name: stream for stream in (self.h2d, self.d2h, self.host)}
 
     @property
     def failure(self) -> Failure | None:
@@ -74,7 +74,7 @@ class StreamSet:
         On an accelerator, transfers of this step come after all that the caller's current stream holds by
         now.
         """
-        if self.failure is not None or not all(stream.is_idle for stream in self._queues):
+        if self.failure is not None or not all(stream.is_idle for stream in self._queues.values()):
             self.abort(Aborted("abandoned"))
             self._end()
             self._settle_device()
@@ -92,6 +92,19 @@ class StreamSet:
             label: Operation at which it happened, if any.
         """
         self._steps.current.abort(Failure(label, error, is_callers=True))
+
+    def submit(self, name: str, label: str, work: Callable[[], None], waits: Sequence[Event], done: Event) -> None:
+        """Queues an operation of the stream of that name; compute runs at once. See `Stream.submit`.
+
+        A stream that isn't one of the four works on the host, and is made with its first operation.
+        """
+        if name == self.compute.name:
+            self.compute.run(label, work, waits, done)
+            return
+        if name not in self._queues:
+            further = Stream(name, torch.device("cpu"), chaos=self.chaos, recording=self.recording, steps=self._steps)
+            self._queues[name] = further
+        self._queues[name].submit(label, work, waits, done)
 
     def wait(self, event: Event) -> None:
         """Blocks the caller until the operation behind `event` is complete, on the device too.
@@ -152,7 +165,7 @@ class StreamSet:
     def close(self) -> None:
         """Drops what is queued and ends the threads; a later step starts them again."""
         self.abort(Aborted("closed"))
-        for stream in self._queues:
+        for stream in self._queues.values():
             stream.close()
         self._steps.current = Step()
 
@@ -169,7 +182,7 @@ class StreamSet:
         return failure
 
     def _drain(self) -> None:
-        for stream in self._queues:
+        for stream in self._queues.values():
             stream.drain()
 
     def _settle_device(self) -> None:

@@ -297,7 +297,8 @@ KINDS: dict[tuple[str, str], OpKind] = {
         OpKind(Stream.HOST, "U", _update),
     )
 }
-"""Every kind of op, by stream and letter; `register_op` adds more."""
+"""Every kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""
+BUILT_IN = frozenset(KINDS)
 
 
 def streams() -> tuple[Stream, ...]:

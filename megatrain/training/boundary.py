@@ -9,7 +9,7 @@ import torch
 from megatrain.errors import ExecuteError
 from megatrain.optim.updates import Updates
 from megatrain.runtime.rng import RngState
-from megatrain.runtime.whole_step import StepRun
+from megatrain.runtime.run import Run
 from megatrain.training.running import Running
 
 
@@ -55,7 +55,7 @@ class Boundary:
         if self.broken is not None:
             raise ExecuteError(self.broken)
 
-    def run(self, run: StepRun, running: Running, updates: Updates, before: RngState) -> None:
+    def run(self, run: Run, running: Running, updates: Updates, before: RngState) -> None:
         """Runs a step.
 
         Args:
@@ -80,7 +80,7 @@ class Boundary:
                 before.restore(running.device)
             raise
 
-    def _end(self, run: StepRun, running: Running, updates: Updates) -> None:
+    def _end(self, run: Run, running: Running, updates: Updates) -> None:
         """Does what follows the last operation."""
         found = updates.arriving
         if updates.is_under_way:
@@ -103,13 +103,13 @@ class Boundary:
         self.progress.nonfinite = text
         self.progress.skipped += 1
 
-    def _close(self, run: StepRun, running: Running, updates: Updates) -> None:
+    def _close(self, run: Run, running: Running, updates: Updates) -> None:
         updates.drop_arriving()
         run.commit()
         self.progress.count += 1
         running.interrupts.note = "  The step was completed."
 
-    def _go_back(self, run: StepRun, running: Running, updates: Updates, error: BaseException) -> None:
+    def _go_back(self, run: Run, running: Running, updates: Updates, error: BaseException) -> None:
         """Leaves no trace of a step that has not updated anything; updates of the step before are completed."""
         run.close()
         updates.drop_arriving()
@@ -122,7 +122,7 @@ class Boundary:
         except BaseException as again:
             error.add_note(_still_due(updates, again))
 
-    def _go_on(self, run: StepRun, running: Running, updates: Updates, error: BaseException) -> None:
+    def _go_on(self, run: Run, running: Running, updates: Updates, error: BaseException) -> None:
         """Completes a step of which some updates have been taken."""
         try:
             run.complete(running)
@@ -137,7 +137,7 @@ class Boundary:
             self._close(run, running, updates)
             error.add_note(_still_due(updates, again))
 
-    def _give_up(self, run: StepRun, updates: Updates, error: BaseException) -> None:
+    def _give_up(self, run: Run, updates: Updates, error: BaseException) -> None:
         self.broken = (
             f"the model is in the middle of a step: blocks {updates.due} are not updated, all others are.\n"
             f"  The gradients of the rest can't be had: {type(error).__name__}: {error}\n"

@@ -1,4 +1,4 @@
-"""Running: one training step while it runs; the trainer that a `StepRun` calls."""
+"""Running: one training step while it runs; the trainer that a `Run` calls."""
 
 from __future__ import annotations
 

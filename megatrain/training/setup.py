@@ -16,7 +16,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.updates import Updates, update_threads
-from megatrain.runtime.whole_step import StepExecutor
+from megatrain.runtime.executor import Executor
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.structure import Arguments
@@ -173,7 +173,7 @@ class Setup:
             on_host=options.device.type == "cpu",
         )
 
-    def executor(self, setting: Setting) -> StepExecutor | None:
+    def executor(self, setting: Setting) -> Executor | None:
         """Returns what runs a setting, with `updates` of its blocks; None if they are of others and still due.
 
         Raises:

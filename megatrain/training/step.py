@@ -18,9 +18,9 @@ from megatrain.errors import ExecuteError
 from megatrain.host_memory import HostPlan
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.per_parameter import check_per_parameter
+from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.stopwatch import Stopwatch
-from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.costs import Measured
 from megatrain.sizes import SIZE
@@ -190,7 +190,7 @@ class TrainStep:
                     self._compiled.learn(failure, setting.arguments[at], failed[at])
 
     def _run(
-        self, setting: Setting, executor: StepExecutor, factors: Sequence[float], watch: Stopwatch | None
+        self, setting: Setting, executor: Executor, factors: Sequence[float], watch: Stopwatch | None
     ) -> torch.Tensor:
         self._setting = setting
         engine, updates = executor.engine, self._setup.updates

@@ -9,8 +9,8 @@ from megatrain.errors import ExecuteError
 from megatrain.options import Options
 from megatrain.passes.program import Program
 from megatrain.runtime.engine import Engine
+from megatrain.runtime.executor import Executor
 from megatrain.runtime.landing import LandingArena
-from megatrain.runtime.whole_step import StepExecutor
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
@@ -30,7 +30,7 @@ class StepTables:
         self._options = options
         self._arena = LandingArena(options.device)
         self._schedules: OrderedDict[object, tuple[Sequence[Program], Schedule]] = OrderedDict()
-        self._executors: dict[object, StepExecutor] = {}
+        self._executors: dict[object, Executor] = {}
 
     def kind(self, micro_batches: int, updates: str, *, clip: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""
@@ -60,11 +60,11 @@ class StepTables:
         """Tells whether `executor` was called for these."""
         return self._key(programs, kind) in self._executors
 
-    def executor(self, programs: Sequence[Program], kind: StepKind, engine: Engine) -> StepExecutor:
+    def executor(self, programs: Sequence[Program], kind: StepKind, engine: Engine) -> Executor:
         """Returns what runs that schedule; the model moves into the engine's store with the first."""
         planned, key = self.schedule(programs, kind), self._key(programs, kind)
         if key not in self._executors:
-            self._executors[key] = StepExecutor(programs, planned, engine, self._arena)
+            self._executors[key] = Executor(programs, planned, engine, arena=self._arena)
         return self._executors[key]
 
     @staticmethod

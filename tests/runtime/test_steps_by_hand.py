@@ -119,9 +119,25 @@ def test_an_unused_parameter_keeps_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("step", [{"micro_batches": 2}, {"updates": "overlap"}, {"updates": "serial", "clip": True}])
-def test_a_schedule_of_a_whole_step_is_refused(step: dict):
+def test_a_schedule_of_a_training_step_has_no_forward_of_its_own(step: dict):
     model = Stack()
     program = megatrain.lower(megatrain.trace(model, (torch.ones(2, 3),)))
     schedule = megatrain.schedule(program, transfer="copy", activations="recompute", **step)
+    executor = megatrain.Executor([program] * schedule.kind.micro_batches, schedule, model)
     with pytest.raises(megatrain.ScheduleError, match="whole training step"):
-        megatrain.Executor(program, schedule, model)
+        executor.forward([torch.ones(2, 3)])
+
+
+def test_a_schedule_of_a_call_is_no_training_step():
+    model = Stack()
+    program = megatrain.lower(megatrain.trace(model, (torch.ones(2, 3),)))
+    executor = megatrain.Executor(program, megatrain.schedule(program), model)
+    with pytest.raises(megatrain.ScheduleError, match="is of a call"):
+        executor.begin([[torch.ones(2, 3)]])
+
+
+def test_each_micro_batch_has_a_program():
+    model = Stack()
+    program = megatrain.lower(megatrain.trace(model, (torch.ones(2, 3),)))
+    with pytest.raises(megatrain.ExecuteError, match="1 programs for 3 micro-batches"):
+        megatrain.Executor(program, megatrain.schedule(program, micro_batches=3), model)

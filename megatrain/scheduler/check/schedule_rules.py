@@ -67,7 +67,7 @@ def check_waits(schedule: Table, workload: Workload, waits: Mapping[Position, Se
         The case, for further rules.
     """
     case = Case(schedule, workload, waits)
-    for rule in RULES:
+    for rule in (*RULES, *further_rules.values()):
         rule(case)
     return case
 
@@ -273,6 +273,8 @@ def check_gradients(case: Case) -> None:
             case.never(Stream.D2H, "G", block, "has nothing to move", rule)
 
 
+# Of kinds of ops that `megatrain.extending.register_op` adds, by stream and letter.
+further_rules: dict[tuple[str, str], Callable[[Case], None]] = {}
 # In this order, because a rule may rely on those before it.
 RULES: tuple[Callable[[Case], None], ...] = (
     check_saves,

@@ -1,0 +1,115 @@
+"""Run: the instructions of a schedule under way, of one call or of all micro-batches of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from megatrain.runtime.call import DONE, FAILED, Call
+from megatrain.runtime.operations import Operations, Trainer
+from megatrain.runtime.rng import OwnGenerators, micro_batch_seed
+from megatrain.runtime.start import Start
+from megatrain.runtime.stopwatch import Stopwatch
+from megatrain.scheduler.instructions import Half
+from megatrain.scheduler.table import Position
+
+
+class Run:
+    """One run of a schedule. After a failure a training step can go on, or be dropped.
+
+    Nothing outlives it but what the trainer does: buffers are written by `commit`.
+
+    Args:
+        operations: Runs the instructions.
+        starts: What each micro-batch begins with; of a call one.
+        can_repeat: A backward may be attempted again.
+        watch: Takes the time of each operation.
+
+    Attributes:
+        calls: One per micro-batch.
+    """
+
+    def __init__(
+        self,
+        operations: Operations,
+        starts: Sequence[Start],
+        *,
+        can_repeat: bool = False,
+        watch: Stopwatch | None = None,
+    ):
+        self._operations = operations
+        self._watch = watch
+        self._done: set[Position] = set()
+        engine = operations.engine
+        self.calls: list[Call] = []
+        for number, (loaded, start) in enumerate(zip(operations.loaded, starts, strict=True)):
+            is_own = number > 0 and start.rng is not None
+            generators = OwnGenerators(micro_batch_seed(number, engine.device), engine.device) if is_own else None
+            parks = engine.parks.take(operations.instructions.park_bytes)
+            call = Call(engine.meter, parks, start, loaded, generators=generators, can_repeat=can_repeat)
+            self.calls.append(call)
+
+    def begin(self) -> None:
+        """Puts on the device what the forward begins with."""
+        engine = self._operations.engine
+        engine.arena.ensure(self._operations.instructions.slot_bytes)
+        engine.meter.set_arena(engine.arena.nbytes)
+        engine.give_slots(None)
+        for number, call in enumerate(self.calls):
+            call.begin(engine.device, is_first=number == 0)
+        for call, later in pairwise(self.calls):
+            call.pass_on(call.loaded.program.inputs, later)
+
+    def forward(self) -> None:
+        """Runs a call until it has its outputs.
+
+        Raises:
+            ExecuteError: If an operation on a stream's own thread fails. What compute raises passes unchanged.
+        """
+        self.begin()
+        self._go(self._operations.instructions.forward, None)
+
+    def go(self, trainer: Trainer) -> None:
+        """Runs a training step.
+
+        Raises:
+            ExecuteError: See `forward`.
+        """
+        self.begin()
+        self._operations.sink.begin(trainer.receive)
+        self._go(self._operations.instructions.backward, trainer)
+
+    def complete(self, trainer: Trainer) -> None:
+        """Runs what a failure left of a training step, but for the work of the host: the trainer does that itself.
+
+        Raises:
+            ExecuteError: See `forward`.
+        """
+        instructions = self._operations.instructions.all
+        self._done.update(instruction.position for instruction in instructions if instruction.op.stream == "host")
+        self._operations.sink.stop_reuse()
+        self._go(self._operations.instructions.backward, trainer, is_recovery=True)
+
+    def _go(self, half: Half, trainer: Trainer | None, *, is_recovery: bool = False) -> None:
+        self._operations.run(
+            self.calls, half, trainer=trainer, done=self._done, is_recovery=is_recovery, watch=self._watch
+        )
+
+    @torch.no_grad()
+    def write_buffers(self) -> None:
+        """Writes the buffers as the last micro-batch left them."""
+        last = self.calls[-1]
+        for key, name in last.loaded.program.commits:
+            self._operations.engine.tensors[key].copy_(last.values[name])
+
+    def commit(self) -> None:
+        """Writes the buffers, and ends a training step."""
+        self.write_buffers()
+        self.close(DONE)
+
+    def close(self, status: str = FAILED) -> None:
+        """Ends it and gives back all that it held."""
+        for call in self.calls:
+            call.close(status)
