@@ -61,7 +61,8 @@ class Executor:
             arena = LandingArena(engine.device)
         self._operations = Operations([known[id(p)] for p in programs], schedule.instructions, engine, arena)
         self._resumed: Instructions | None = None
-        self.facts = self._operations.loaded[0].facts
+        self.loaded = self._operations.loaded[0]
+        self.facts = self.loaded.facts
         self.differentiable_outputs = self.facts.differentiable_outputs
         self.differentiable_inputs = self.facts.differentiable_inputs
 
