@@ -189,7 +189,7 @@ class Compiled:
     def prepare(self, *args: Any, **kwargs: Any) -> Variant:
         """Compiles for the signature of these arguments without running."""
         with self.exclusively("prepare()"):
-            variant = self._variant_for(self.cast(Arguments.of(args, kwargs)))
+            variant = self._variant_for(self.cast(Arguments.of(self.model, args, kwargs)))
             assert variant.schedule  # planned now
             return variant
 
@@ -205,7 +205,7 @@ class Compiled:
             WeightsError: If this call is to read the weights and can't.
             TraceError: If this signature of inputs can't be captured.
         """
-        own = Arguments.of(args, kwargs)
+        own = Arguments.of(self.model, args, kwargs)
         arguments = self.cast(own)
         with self.exclusively():
             self.complete_updates()

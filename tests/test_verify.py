@@ -61,7 +61,7 @@ def test_everything_that_a_step_produces_is_compared():
     assert names(report, "output") == {"result"}
     assert names(report, "gradient") == names(report, "parameter") == {n for n, _ in model.named_parameters()}
     assert names(report, "buffer") == {n for n, _ in model.named_buffers()}
-    assert names(report, "input gradient") == {"arg0"}
+    assert names(report, "input gradient") == {"x"}
     assert names(report, "rng") == {"cpu", "numpy", "python"}
     assert {d.step for d in report.differences} == {0, 1}
 
@@ -71,7 +71,7 @@ def test_the_blocks_of_each_tensor_are_named():
     report = verify(model, args[0].requires_grad_(), **CPU)
     blocks = {(d.kind, d.name): d.blocks for d in report.differences}
     assert blocks["output", "result"] == ("block 4 head",)
-    assert blocks["input gradient", "arg0"] == ("block 0 stem",)
+    assert blocks["input gradient", "x"] == ("block 0 stem",)
     assert blocks["gradient", "blocks.1.fc.bias"] == ("block 2 blocks.1",)
     assert blocks["parameter", "blocks.0.fc.weight"] == ("block 1 blocks.0", "block 3 blocks.2")
     assert "blocks.0.fc.weight  [block 1 blocks.0, block 3 blocks.2]" in "\n".join(map(str, report.differences))

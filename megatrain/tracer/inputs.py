@@ -94,7 +94,7 @@ def bind_inputs(
     names: list[str] = []
     indices: list[int] = []
     for index, (name, tensor) in enumerate(zip(arguments.names, arguments.tensors, strict=True)):
-        node = recorder.tape.graph.placeholder(name)
+        node = recorder.tape.graph.create_node("placeholder", name, name=name)
         given.append(_copied(tensor, fake_mode, device, uses_values=attempt.uses_values))
         recorder.tape.bind_input(given[-1], node)
         if node.name in attempt.written_inputs:

@@ -141,7 +141,7 @@ def verify_call(
     with left_alone(model):
         tried = copied_model(model) if compiled is None else model
         compiled = compiled or compile_model(tried, **options)
-        arguments = compiled.megatrain.cast(Arguments.of(args, dict(kwargs)))
+        arguments = compiled.megatrain.cast(Arguments.of(tried, args, dict(kwargs)))
         trial = Trial(tried, arguments, options, compiled.megatrain.options.device, seed, learning_rate, loss)
         return _report(trial, steps, tolerance)
 
