@@ -56,7 +56,7 @@ def _called(model: nn.Module) -> Callable[..., Any]:
         if kind is nn.Module:
             break
         if "__call__" in vars(kind):
-            return kind.__call__.__get__(model)
+            return model.__call__
     return model.forward
 
 
