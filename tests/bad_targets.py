@@ -143,6 +143,7 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     for method in ("simulate", "critical_path", "lower_bounds"):
         yield f"Schedule.{method}", made.schedule, {"costs": HARDWARE}
     yield "Schedule.why", made.schedule, {"op": "F0"}
+    yield "Schedule.diff", made.schedule, {"other": made.schedule}
     yield "Schedule.gantt", made.schedule, {"costs": HARDWARE}
     yield "Workload.from_dict", megatrain.Workload, {"data": made.workload.to_dict()}
     yield "Workload.backward_readers", made.workload, {"value": 0}
