@@ -52,7 +52,12 @@ def test_a_right_model_is_equal_bit_for_bit(name):
     assert report.max_error == 0
     assert report.first_difference is None
     assert {"output", "gradient", "parameter", "rng"} <= kinds(report)
-    assert f"verify {type(model).__name__}: equal to eager PyTorch" in str(report)
+    (line,) = str(report).splitlines()
+    count = len(report.differences)
+    assert line.startswith(
+        f"verify {type(model).__name__}: equal to eager PyTorch; {count} of {count} tensors bit for bit ("
+    )
+    assert "in 2 steps), largest relative difference 0.00e+00 (tolerance " in line
 
 
 def test_everything_that_a_step_produces_is_compared():
@@ -465,6 +470,19 @@ def test_a_report_prints_the_worst_first_and_leaves_out_the_rest():
     assert not report.ok
     assert report.max_error == 0.2
     assert Report((), 0.0, "Model", 3).ok
+
+
+def test_a_report_says_what_was_compared_and_lists_only_what_differs():
+    equal = tuple(Difference(kind, "a", step, 0, 0) for kind in ("output", "gradient", "gradient") for step in (0, 1))
+    said = "verify Model: equal to eager PyTorch; 6 of 6 tensors bit for bit (4 gradient, 2 output in 2 steps), "
+    figures = "largest relative difference 0.00e+00 (tolerance 5e-02), 3 blocks"
+    assert str(Report(equal, 0.05, "Model", 3)) == said + figures
+    assert str(Report(equal, 0.05, "Model", 3, notes=("all is NaN",))).splitlines()[1:] == ["  note: all is NaN"]
+    close = Difference("gradient", "b", 1, 0.01, 0.01, tolerance=0.05)
+    lines = str(Report((close, *equal), 0.05, "Model", 3)).splitlines()
+    assert "equal to eager PyTorch; 6 of 7 tensors bit for bit (5 gradient, 2 output in 2 steps)" in lines[0]
+    assert [line.split()[0] for line in lines[1:]] == ["kind", "gradient"]
+    assert "(nothing compared)" in str(Report((), 0.05, "Model", 3))
 
 
 def test_a_failed_search_does_not_hide_the_verdict(monkeypatch):
