@@ -38,7 +38,7 @@ from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
 from megatrain.training.step import TrainStep
-from megatrain.verify import Report, verify
+from megatrain.verification import Report, verify
 
 __version__ = "0.1.0"
 

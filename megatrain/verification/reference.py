@@ -14,7 +14,7 @@ from megatrain.passes.interpret import Code
 from megatrain.passes.program import Block
 from megatrain.tracer.state import inventory
 from megatrain.tracer.structure import tensors_given
-from megatrain.verify.trial import generators
+from megatrain.verification.trial import generators
 
 Seen = tuple[str, int, str, str]
 """`(phase, block, what, name)`, such as `("forward", 3, "output", "add_3")`."""

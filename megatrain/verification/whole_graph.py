@@ -15,8 +15,8 @@ from megatrain.passes.program import Program
 from megatrain.tracer.state import inventory
 from megatrain.tracer.structure import tensors_given
 from megatrain.tracer.traced import TracedModule
-from megatrain.verify.fingerprint import Fingerprint, ModuleCall
-from megatrain.verify.leaves import tensors_in
+from megatrain.verification.fingerprint import Fingerprint, ModuleCall
+from megatrain.verification.leaves import tensors_in
 
 _MODES = {"grad": True, "autocast": ()}
 

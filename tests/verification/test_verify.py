@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import random
-import sys
 import threading
 from typing import Any, NamedTuple
 
@@ -16,16 +17,15 @@ from torch import nn
 import megatrain
 import megatrain.compiled
 from megatrain import Report, verify
-from megatrain.verify import Difference
-from megatrain.verify.compare import Tolerance as Allowed
-from megatrain.verify.compare import compare, distance
-from megatrain.verify.leaves import named_leaves
-from megatrain.verify.trial import update, weighted_sum
-from megatrain.verify.untouched import copied_tensors
+from megatrain.verification import Difference, side_by_side
+from megatrain.verification import compare as compared
+from megatrain.verification.compare import Tolerance as Allowed
+from megatrain.verification.compare import compare, distance
+from megatrain.verification.leaves import named_leaves
+from megatrain.verification.trial import update, weighted_sum
+from megatrain.verification.untouched import copied_tensors
 from tests.models import MODELS, Stack
 
-# `megatrain.verify` is the function; the package of that name is found here only.
-SIDE_BY_SIDE = sys.modules["megatrain.verify.side_by_side"]
 CPU: dict[str, Any] = {"device": "cpu"}
 
 
@@ -185,7 +185,7 @@ def test_a_tied_weight_under_autocast_is_within_its_tolerance():
 def test_the_options_reach_compile(monkeypatch):
     seen: list[dict[str, Any]] = []
     real = megatrain.compile
-    monkeypatch.setattr(SIDE_BY_SIDE, "compile_model", lambda m, **o: (seen.append(o), real(m, **o))[1])
+    monkeypatch.setattr(side_by_side, "compile_model", lambda m, **o: (seen.append(o), real(m, **o))[1])
     options = {"memory": "1MiB", "activations": "offload", "transfer": "copy", "block_bytes": 100}
     report = verify(
         Stack(), torch.ones(2, 3), **CPU, **options, compile_options={"memory": "2MiB", "precision": "fp32"}
@@ -431,7 +431,7 @@ def test_distance(left, right, absolute, reason):
 
 
 def test_distance_looks_at_every_piece_of_a_large_tensor(monkeypatch):
-    monkeypatch.setattr(sys.modules["megatrain.verify.compare"], "_CHUNK", 3)
+    monkeypatch.setattr(compared, "_CHUNK", 3)
     left, right = torch.zeros(10), torch.zeros(10)
     right[9] = 4
     assert distance(left, right) == (4.0, "")
@@ -457,6 +457,13 @@ def test_whole_numbers_have_to_be_equal_whatever_the_tolerance():
     key = ("output", "index")
     (found,) = compare({key: torch.tensor([100000])}, {key: torch.tensor([100001])}, 0, Allowed(0.5))
     assert not found.ok
+
+
+def test_the_name_of_the_function_is_no_module():
+    assert inspect.isfunction(megatrain.verify)
+    assert importlib.import_module("megatrain.verification.report").Report is Report
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("megatrain.verify")
 
 
 def test_a_report_prints_the_worst_first_and_leaves_out_the_rest():
@@ -489,7 +496,7 @@ def test_a_failed_search_does_not_hide_the_verdict(monkeypatch):
     def out_of_memory(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(SIDE_BY_SIDE, "find_first_difference", out_of_memory)
+    monkeypatch.setattr(side_by_side, "find_first_difference", out_of_memory)
     report = verify(Plain(), torch.ones(2, 3), **CPU)
     assert not report.ok
     assert report.first_difference is None
