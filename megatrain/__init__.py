@@ -25,6 +25,7 @@ from megatrain.errors import (
 from megatrain.host_memory import HostPlan
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Block, Program, Template
+from megatrain.passes.rewrite import Rewriter
 from megatrain.planning import Plan, plan
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
@@ -61,6 +62,7 @@ __all__ = [
     "Program",
     "Recording",
     "Report",
+    "Rewriter",
     "Schedule",
     "ScheduleError",
     "StepKind",

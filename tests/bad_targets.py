@@ -8,9 +8,11 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import megatrain
+from megatrain.passes.call_trial import Site
 from megatrain.scheduler.schedule import Schedule
 
 
@@ -71,6 +73,7 @@ def targets(made: Made) -> Iterator[Target]:
     yield from _constructors(made)
     yield from _training()
     yield from _runtime(made)
+    yield from _rewriting(made)
     for name, owner, arguments in _methods(made):
         yield Target(name, lambda owner=owner, name=name, a=arguments: (getattr(owner, name.split(".")[1]), dict(a)))
 
@@ -111,6 +114,38 @@ def _training() -> Iterator[Target]:
         return megatrain.TrainStep.load, {"folder": "run", "compiled": compiled, "optimizer": optimizer}
 
     yield Target("TrainStep.load", load)
+
+
+def _rewriting(made: Made) -> Iterator[Target]:
+    yield Target("Rewriter", lambda: (megatrain.Rewriter, {"traced": made.traced}))
+
+    def rewriter() -> tuple[megatrain.Rewriter, Any]:
+        rewriter = megatrain.Rewriter(made.traced)
+        return rewriter, rewriter.calls(F.linear)[-1]
+
+    def call() -> tuple[Any, dict[str, Any]]:
+        own, like = rewriter()
+
+        @functools.wraps(own.call)
+        def called(like: Any, target: Any) -> Any:
+            return own.call(like, target, like.args[0] if isinstance(like, torch.fx.Node) else like)
+
+        return called, {"like": like, "target": torch.neg}
+
+    yield Target("Rewriter.call", call)
+
+    def with_node(method: str, **arguments: Callable[[Any], Any]) -> Target:
+        def make() -> tuple[Any, dict[str, Any]]:
+            own, node = rewriter()
+            return getattr(own, method), {name: of(node) for name, of in arguments.items()}
+
+        return Target(f"Rewriter.{method}", make)
+
+    yield with_node("calls", target=lambda _: F.linear)
+    yield with_node("add", site=Site.of, target=lambda _: torch.neg, args=lambda node: (node.args[0],))
+    yield with_node("replace", old=lambda node: node, new=lambda node: node)
+    yield with_node("erase", node=lambda node: node)
+    yield with_node("done")
 
 
 def _runtime(made: Made) -> Iterator[Target]:
