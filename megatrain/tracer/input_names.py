@@ -34,18 +34,21 @@ class Positions:
 
 
 # Every call of a model asks; `inspect.signature` takes longer than all else that a call does with its arguments.
-_known: WeakKeyDictionary[Any, Positions] = WeakKeyDictionary()
+# By the function, as it is and as a method, whose first argument is bound.
+_functions: WeakKeyDictionary[Any, Positions] = WeakKeyDictionary()
+_methods: WeakKeyDictionary[Any, Positions] = WeakKeyDictionary()
 
 
 def positions_of(model: nn.Module) -> Positions:
     """Returns the words for positional arguments of a call of `model`."""
     called = _called(model)
     function = getattr(called, "__func__", called)
+    known = _functions if function is called else _methods
     try:
-        known = _known.get(function)
-        if known is None:
-            known = _known[function] = _positions(called)
-        return known
+        found = known.get(function)
+        if found is None:
+            found = known[function] = _positions(called)
+        return found
     except TypeError:  # an object that can't be hashed or has no weak references
         return _positions(called)
 
