@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
-from megatrain.passes.rewrite import Rewriter
 
 WORDS = 8192
 
 
 def chunked_cross_entropy(traced, *, rows=64):
     """Replaces cross_entropy(linear(hidden, weight), labels) by sums over chunks of `rows` tokens."""
-    rewriter = Rewriter(traced)
+    rewriter = megatrain.Rewriter(traced)
     for loss in rewriter.calls(F.cross_entropy):
         (logits, labels), options = loss.args, loss.kwargs
         while logits.target in ("view", "reshape", "flatten"):

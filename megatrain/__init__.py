@@ -25,6 +25,7 @@ from megatrain.errors import (
 from megatrain.host_memory import HostPlan
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Block, Program, Template
+from megatrain.passes.rewrite import Rewriter
 from megatrain.planning import Plan, plan
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
@@ -38,7 +39,7 @@ from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
 from megatrain.training.step import TrainStep
-from megatrain.verify import Report, verify
+from megatrain.verification import Report, verify
 
 __version__ = "0.1.0"
 
@@ -61,6 +62,7 @@ __all__ = [
     "Program",
     "Recording",
     "Report",
+    "Rewriter",
     "Schedule",
     "ScheduleError",
     "StepKind",

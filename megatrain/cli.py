@@ -12,7 +12,7 @@ import torch
 from megatrain import __version__
 from megatrain.demo import command as demo_command
 from megatrain.errors import MegatrainError
-from megatrain.verify import command as verify_command
+from megatrain.verification import command as verify_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

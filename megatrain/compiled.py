@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
+from megatrain.checks import PATH, checked
+from megatrain.compiled_text import compiled_text
+from megatrain.dumping import dump
 from megatrain.errors import ExecuteError
 from megatrain.optim.masters.from_files import MasterWeights
 from megatrain.optim.masters.narrow_model import explained, masters_of
@@ -24,8 +29,8 @@ from megatrain.runtime.streams import Chaos, Recording
 from megatrain.runtime.turn import Turn
 from megatrain.saving import Source
 from megatrain.scheduler.schedule import Schedule
-from megatrain.sizes import format_bytes
 from megatrain.tracer.expect import GuardFailedError
+from megatrain.tracer.inputs import check_device
 from megatrain.tracer.structure import Arguments
 from megatrain.tracer.traced import TracedModule
 from megatrain.variants import Variant, Variants
@@ -61,17 +66,8 @@ class Compiled:
         self._before_reads: WeakSet[Callable[[], object]] = WeakSet()
 
     def __str__(self) -> str:
-        """One line: what the model is compiled for, and what its latest call ran."""
-        options = self.options
-        memory = "what is free" if options.memory is None else format_bytes(options.memory)
-        asked = f"{options.device}, memory {memory}, {options.precision}, activations {options.activations}"
-        latest = self._latest
-        if latest is None:
-            return f"compiled by megatrain for {asked}: nothing yet"
-        blocks, templates = len(latest.program.blocks), len(latest.program.templates)
-        planned = latest.planned
-        peak = "" if planned is None else f", {planned.num_slots} slots, peak {format_bytes(planned.peak_bytes)}"
-        return f"compiled by megatrain for {asked}: {blocks} blocks, {templates} templates{peak}"
+        """What the model is compiled for, and what was captured of it; see `megatrain.compiled_text`."""
+        return compiled_text(self.options, list(self._variants), self._latest)
 
     # -- what was compiled --------------------------------------------------------------------------------
 
@@ -120,6 +116,22 @@ class Compiled:
         """Most bytes of device memory that calls held so far, as measured: slots, values between blocks, gradients."""
         return 0 if self._engine is None else self._engine.meter.peak
 
+    @checked(folder=PATH)
+    def dump(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Writes every stage of each capture as text: traced, after each pass, program and on; returns the files.
+
+        Args:
+            folder: Where to; it doesn't exist, is empty, or holds an earlier dump, which is replaced.
+
+        Raises:
+            ExecuteError: Before the first call, unless example arguments were given.
+            OptionError: If `folder` is no path, can't be written, or holds other files.
+            LowerError: If a pass doesn't give the same program each time.
+        """
+        with self.exclusively("dump()"):
+            variants = list(self._variants) or [self.variant]
+            return dump(folder, variants, self.model, self.options, self._masters)
+
     @property
     def masters(self) -> Masters:
         """The exact value of each trainable parameter: itself if it is fp32, with a low half beside it if bf16."""
@@ -166,7 +178,7 @@ class Compiled:
             ExecuteError: If an input is on another device.
             TraceError: If the call can't be captured.
         """
-        self._check_inputs(arguments)
+        check_device(arguments, self.options.device)
         return self._variant_for(arguments, failed)
 
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
@@ -189,7 +201,7 @@ class Compiled:
     def prepare(self, *args: Any, **kwargs: Any) -> Variant:
         """Compiles for the signature of these arguments without running."""
         with self.exclusively("prepare()"):
-            variant = self._variant_for(self.cast(Arguments.of(args, kwargs)))
+            variant = self._variant_for(self.cast(Arguments.of(self.model, args, kwargs)))
             assert variant.schedule  # planned now
             return variant
 
@@ -205,11 +217,11 @@ class Compiled:
             WeightsError: If this call is to read the weights and can't.
             TraceError: If this signature of inputs can't be captured.
         """
-        own = Arguments.of(args, kwargs)
+        own = Arguments.of(self.model, args, kwargs)
         arguments = self.cast(own)
         with self.exclusively():
             self.complete_updates()
-            self._check_inputs(arguments)
+            check_device(arguments, self.options.device)
             variant, tensors = self._run(arguments)
             variant.traced.leave(tensors, own.tensors)
         return variant.traced.result(tensors, own.tensors)
@@ -251,15 +263,6 @@ class Compiled:
             variant.executor = Executor(variant.program, variant.schedule, self.engine)
         self.bind()
         return variant.executor
-
-    def _check_inputs(self, arguments: Arguments) -> None:
-        for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
-            if tensor.device != self.options.device:
-                raise ExecuteError(
-                    f"input `{name}` is on {tensor.device}, the compute device is {self.options.device}.\n"
-                    "  Inputs lie on the compute device, as for any module there.\n"
-                    f'  Move it with .to("{self.options.device}").'
-                )
 
     def _variant_for(self, arguments: Arguments, failed: Mapping[Variant, str] | None = None) -> Variant:
         self._latest = self._variants.find(arguments, failed)

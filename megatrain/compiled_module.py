@@ -26,6 +26,7 @@ NAMES = (
     "guards",
     "recompiled_because",
     "peak_bytes",
+    "dump",
     "masters",
     "master_state_dict",
     "prepare",
@@ -55,6 +56,7 @@ class CompiledModule(StandIn):
         guards: str
         recompiled_because: tuple[str, ...]
         peak_bytes: int
+        dump: Callable[..., Any]
         masters: Any
         master_state_dict: Callable[[], Mapping[str, Any]]
         prepare: Callable[..., Any]
@@ -105,7 +107,12 @@ class CompiledModule(StandIn):
         return sorted({*super().__dir__(), *NAMES, "megatrain"})
 
     def __repr__(self) -> str:
-        return f"{self._megatrain}\n{self.__original__!r}"
+        """The model's own: what holds a compiled model, or logs it, shows the tree of the model's modules."""
+        return repr(self.__original__)
+
+    def __str__(self) -> str:
+        """What `print` shows: what was compiled, then the model's own text."""
+        return f"{self._megatrain}\n{self.__original__}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(self.__original__, memo)

@@ -166,7 +166,7 @@ def plan(
             "plan has positional arguments of an example twice.\n  `example_args` is another way to give them.\n"
             "  Leave `example_args` out, or the arguments behind the model."
         )
-    arguments = Arguments.of(args or example_args, dict(example_kwargs or {}))
+    arguments = Arguments.of(model, args or example_args, dict(example_kwargs or {}))
     program = _captured(model, arguments, precision, target, passes)
     kind = _step_kind(program, optimizer is not None, micro_batches, max_grad_norm, overlap)
     table, too_small = _scheduled(program, kind, device_limit, activations)

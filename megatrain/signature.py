@@ -26,7 +26,7 @@ def call_signature(arguments: Arguments, device: torch.device) -> Hashable:
     literals = tuple(_literal_key(x) for x in arguments.literals)
     autocast = tuple((d, torch.get_autocast_dtype(d)) for d in {"cpu", device.type} if torch.is_autocast_enabled(d))
     defaults = torch.get_default_dtype(), torch.get_default_device()
-    return str(arguments.tree), specs, literals, has_grad, autocast, defaults
+    return arguments.layout, specs, literals, has_grad, autocast, defaults
 
 
 def _literal_key(value: Any) -> Hashable:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,7 +14,7 @@ from torch import nn
 from megatrain.errors import TraceError
 from megatrain.opaque_model import check_opaque
 from megatrain.options import Options
-from megatrain.passes.pipeline import lower
+from megatrain.passes.pipeline import AfterPass, lower
 from megatrain.passes.program import Program
 from megatrain.runtime.block import outer_hooks_off
 from megatrain.runtime.executor import Executor
@@ -51,6 +52,9 @@ class Variant:
         assumptions: Compares what was read from Python state.
         executor: Runs the schedule; made at the first call.
         reasons: Why earlier captures of the same signature didn't fit when this one was made.
+        planned: The schedule of a call, if one was asked for.
+        own_code: What `opaque` found.
+        number: Which capture of the model it is, from 1, those counted that are kept no longer.
     """
 
     traced: TracedModule
@@ -62,6 +66,7 @@ class Variant:
     reasons: tuple[str, ...] = ()
     planned: Schedule | None = None
     own_code: tuple[Opaque | Observer, ...] | None = None
+    number: int = 0
 
     @property
     def schedule(self) -> Schedule:
@@ -107,6 +112,19 @@ def first_fitting(
     return None, tuple(dict.fromkeys(failures))
 
 
+@contextmanager
+def _undisturbed() -> Generator[None]:
+    """Its body differentiates fake tensors, which neither the caller's hooks nor anomaly mode can bear."""
+    with paused_collection(), outer_hooks_off(), torch.autograd.set_detect_anomaly(False):
+        yield
+
+
+def lowered(traced: TracedModule, options: Options, after_pass: AfterPass | None = None) -> Program:
+    """Lowers a capture by the options of `compile`; see `lower`."""
+    with _undisturbed():
+        return lower(traced, block_bytes=options.block_bytes, rewrites=options.passes, after_pass=after_pass)
+
+
 def add_variant(variants: list[Variant], variant: Variant) -> None:
     """Puts a new variant in front; of those for another state of attributes, only the latest used stay."""
     others = 1
@@ -137,6 +155,7 @@ class Variants:
         self._opaque: dict[str, str] = {}
         self.written: set[str] = set()
         self._heard: set[str] = set()
+        self._count = 0
 
     @property
     def tree_version(self) -> int:
@@ -144,7 +163,8 @@ class Variants:
         return self._watch.version
 
     def __iter__(self) -> Iterator[Variant]:
-        return chain.from_iterable(self._known.values())
+        """In the order in which they were captured."""
+        return iter(sorted(chain.from_iterable(self._known.values()), key=lambda variant: variant.number))
 
     def find(self, arguments: Arguments, failed: Mapping[Variant, str] | None = None) -> Variant:
         """Returns the variant for a call, captured now if none fits.
@@ -159,10 +179,10 @@ class Variants:
         known = self._of_signature(arguments)
         variant, failures = first_fitting(known, arguments.tensors, self.tree_version, failed or {})
         if variant is None:
-            # The capture differentiates fake tensors, which neither the caller's hooks nor anomaly mode can bear.
-            with paused_collection(), outer_hooks_off(), torch.autograd.set_detect_anomaly(False):
+            with _undisturbed():
                 variant = self._capture(arguments, known)
-            variant.reasons = failures
+            self._count += 1
+            variant.number, variant.reasons = self._count, failures
             add_variant(known, variant)
             self.written.update(key for _, key in variant.program.buffers)
         return variant
@@ -214,7 +234,7 @@ class Variants:
                 return Variant(
                     traced, other.program, other.plan, guards, assumptions, other.executor, planned=other.planned
                 )
-        program = lower(traced, block_bytes=self._options.block_bytes, rewrites=self._options.passes)
+        program = lowered(traced, self._options)
         plan = functools.partial(_planned, program, self._options, is_training=torch.is_grad_enabled())
         return Variant(traced, program, plan, guards, assumptions)
 

@@ -8,9 +8,11 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import megatrain
+from megatrain.passes.call_trial import Site
 from megatrain.scheduler.schedule import Schedule
 
 
@@ -71,6 +73,7 @@ def targets(made: Made) -> Iterator[Target]:
     yield from _constructors(made)
     yield from _training()
     yield from _runtime(made)
+    yield from _rewriting(made)
     for name, owner, arguments in _methods(made):
         yield Target(name, lambda owner=owner, name=name, a=arguments: (getattr(owner, name.split(".")[1]), dict(a)))
 
@@ -113,6 +116,38 @@ def _training() -> Iterator[Target]:
     yield Target("TrainStep.load", load)
 
 
+def _rewriting(made: Made) -> Iterator[Target]:
+    yield Target("Rewriter", lambda: (megatrain.Rewriter, {"traced": made.traced}))
+
+    def rewriter() -> tuple[megatrain.Rewriter, Any]:
+        rewriter = megatrain.Rewriter(made.traced)
+        return rewriter, rewriter.calls(F.linear)[-1]
+
+    def call() -> tuple[Any, dict[str, Any]]:
+        own, like = rewriter()
+
+        @functools.wraps(own.call)
+        def called(like: Any, target: Any) -> Any:
+            return own.call(like, target, like.args[0] if isinstance(like, torch.fx.Node) else like)
+
+        return called, {"like": like, "target": torch.neg}
+
+    yield Target("Rewriter.call", call)
+
+    def with_node(method: str, **arguments: Callable[[Any], Any]) -> Target:
+        def make() -> tuple[Any, dict[str, Any]]:
+            own, node = rewriter()
+            return getattr(own, method), {name: of(node) for name, of in arguments.items()}
+
+        return Target(f"Rewriter.{method}", make)
+
+    yield with_node("calls", target=lambda _: F.linear)
+    yield with_node("add", site=Site.of, target=lambda _: torch.neg, args=lambda node: (node.args[0],))
+    yield with_node("replace", old=lambda node: node, new=lambda node: node)
+    yield with_node("erase", node=lambda node: node)
+    yield with_node("done")
+
+
 def _runtime(made: Made) -> Iterator[Target]:
     cpu = torch.device("cpu")
     yield Target("Engine", lambda: (megatrain.Engine, {"model": model(), "device": cpu}))
@@ -149,6 +184,7 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     for method in ("simulate", "critical_path", "lower_bounds"):
         yield f"Schedule.{method}", made.schedule, {"costs": HARDWARE}
     yield "Schedule.why", made.schedule, {"op": "F0"}
+    yield "Schedule.diff", made.schedule, {"other": made.schedule}
     yield "Schedule.gantt", made.schedule, {"costs": HARDWARE}
     yield "Workload.from_dict", megatrain.Workload, {"data": made.workload.to_dict()}
     yield "Workload.backward_readers", made.workload, {"value": 0}

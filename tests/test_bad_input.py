@@ -34,6 +34,7 @@ RIGHT = {
     "TracedModule.writes_back": "tuple",
     "TracedModule.guards": "tuple",
     "TracedModule.name": TEXTS,
+    "Rewriter.done.state": "dict",
     "Program.*": "tuple",
     "Program.templates": "dict",
     "Program.values": "dict",
@@ -106,6 +107,11 @@ RIGHT = {
     # No pass of one's own.
     "compile.passes": "list tuple",
     "plan.passes": "list tuple",
+    # Any function: none of the graph's calls may be of it.
+    "Rewriter.calls.target": "lambda class",
+    "Rewriter.add.kwargs": "dict",
+    "Rewriter.add.storage": "zero huge",
+    "Rewriter.add.name": TEXTS,
     "lower.rewrites": "list tuple",
     "trace.kwargs": "dict",
     "trace.opaque": "dict",

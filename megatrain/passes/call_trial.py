@@ -174,6 +174,49 @@ def _check_device(target: Target, result: Any, device: torch.device) -> None:
             )
 
 
+def operands_of(
+    target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, site: Site, end: fx.Node
+) -> list[fx.Node]:
+    """Returns the nodes that a call is given.
+
+    Args:
+        target: What is called.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        site: Where it is to stand.
+        end: The last node that stands there until now.
+
+    Raises:
+        LowerError: If one is no tensor of the graph, or is made behind `end`.
+    """
+    found: list[fx.Node] = []
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            refuse_call(
+                target,
+                "is given a tensor",
+                "A graph holds no values: tensors are its nodes.",
+                "Make the tensor by a call, such as torch.full with device=rewriter.device.",
+            )
+    fx.map_arg((args, kwargs), lambda n: found.append(n) or n)
+    for node in found:
+        if "spec" not in node.meta:
+            refuse_call(
+                target,
+                f"is given `{node.name}`, which isn't one tensor",
+                "A call with several results is read by `getitem` calls.",
+                "Give one of these.",
+            )
+        if node > end:
+            refuse_call(
+                target,
+                f"is given `{node.name}`, which is made behind `{site.after.name}`",
+                "A call stands behind the one that it is like, and reads what is made before.",
+                "Give a later call as `like`.",
+            )
+    return found
+
+
 def check_target(target: Any) -> None:
     """Refuses what no node calls.
 

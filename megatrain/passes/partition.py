@@ -169,7 +169,7 @@ def _extract(
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
-        copies[node] = graph.placeholder(node.name)
+        copies[node] = graph.create_node("placeholder", node.name, name=node.name)
         copies[node].meta.update(spec=node.meta["spec"], requires_grad=node.meta["requires_grad"])
     for node in foreign:
         if node not in copies:

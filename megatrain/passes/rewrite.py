@@ -13,8 +13,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from megatrain.checks import checked
-from megatrain.passes.call_trial import Site, Target, check_target, refuse_call, tried
+from megatrain.checks import checked, count, optional, shown
+from megatrain.passes.call_trial import Site, Target, check_target, operands_of, refuse_call, tried
 from megatrain.passes.canonicalize import copied_graph, is_erased, without_dead
 from megatrain.passes.replacing import check_alike, refuse_rewrite, take_over_memory
 from megatrain.tracer.node_meta import CALLS
@@ -32,7 +32,7 @@ class Rewriter:
 
     >>> import megatrain
     >>> def negate_late(traced):
-    ...     rewriter = Rewriter(traced)
+    ...     rewriter = megatrain.Rewriter(traced)
     ...     for product in rewriter.calls(torch.mul):
     ...         negation, factor = product.args
     ...         if negation.target is torch.neg:
@@ -78,7 +78,12 @@ class Rewriter:
         return set(self._writes_back.values())
 
     def calls(self, target: Target) -> list[fx.Node]:
-        """Lists the calls of a function, or of a method by its name, in execution order."""
+        """Lists the calls of a function, or of a method by its name, in execution order.
+
+        Raises:
+            LowerError: If it is neither.
+        """
+        check_target(target)
         return [n for n in self.graph.nodes if n.op in CALLS and n.target == target]
 
     def call(self, like: fx.Node, target: Target, /, *args: Any, **kwargs: Any) -> Any:
@@ -109,8 +114,10 @@ class Rewriter:
                 "A call takes modes and module over from another call, and follows it.",
                 "Give as `like` the call that you replace, or one that reads what you need.",
             )
+        check_target(target)
         return self.add(Site.of(like), target, args, kwargs)
 
+    @checked(storage=optional(count()))
     def add(
         self,
         site: Site,
@@ -132,10 +139,15 @@ class Rewriter:
             spec: Of the result, one tensor, if it is known: then nothing is tried.
             storage: With `spec`: the memory that the result lies in; None for memory of its own.
             name: Of the node; another one if it is taken.
+
+        Raises:
+            OptionError: If an argument isn't what it may be.
+            LowerError: As `call`.
         """
         check_target(target)
         args, kwargs = fx.map_arg((tuple(args), dict(kwargs or {})), self._own)  # pyright: ignore[reportAssignmentType]
-        operands = self._operands(target, args, kwargs, site)
+        end = self._last_after.get(site.after, site.after)
+        operands = operands_of(target, args, kwargs, site, end)
         if spec is not None:
             node = self._append(site, target, args, kwargs, name, is_random=False)
             has_grad = site.grad and any(n.meta["requires_grad"] for n in operands)
@@ -179,7 +191,12 @@ class Rewriter:
             new.name = old.name  # the same tensor as ever, for whoever looks for it
 
     def erase(self, node: fx.Node) -> None:
-        """Removes a node, unless something reads it."""
+        """Removes a node, unless something reads it.
+
+        Raises:
+            LowerError: If it is no node of this graph.
+        """
+        node = self._own(node)
         if node.users:
             return
         for other in self._writers.pop(node, ()):
@@ -189,11 +206,15 @@ class Rewriter:
             self._last_after[like] = node.prev if last is node else last
         self.graph.erase_node(node)
 
+    @checked()
     def done(self, *, state: Mapping[str, StateEntry] | None = None) -> TracedModule:
         """Returns the capture with the changed graph, without what is dead; the last thing to call.
 
         Args:
             state: What the graph reads now, if that is other state; what it doesn't read is left out.
+
+        Raises:
+            OptionError: If `state` isn't what it may be.
         """
         return without_dead(
             dataclasses.replace(
@@ -211,41 +232,10 @@ class Rewriter:
         found = self._copies.get(node) if isinstance(node, fx.Node) and node.graph is not self.graph else node
         if not isinstance(found, fx.Node) or is_erased(found):
             refuse_rewrite(
-                f"{f'`{node.name}`' if isinstance(node, fx.Node) else repr(node)} is no node of this graph",
+                f"{f'`{node.name}`' if isinstance(node, fx.Node) else shown(node)} is no node of this graph",
                 "A pass works with the nodes of one capture; those that were replaced are gone.",
                 "Take nodes from `rewriter.graph`, or from what `call` returned.",
             )
-        return found
-
-    def _operands(
-        self, target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, site: Site
-    ) -> list[fx.Node]:
-        found: list[fx.Node] = []
-        end = self._last_after.get(site.after, site.after)
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                refuse_call(
-                    target,
-                    "is given a tensor",
-                    "A graph holds no values: tensors are its nodes.",
-                    "Make the tensor by a call, such as torch.full with device=rewriter.device.",
-                )
-        fx.map_arg((args, kwargs), lambda n: found.append(n) or n)
-        for node in found:
-            if "spec" not in node.meta:
-                refuse_call(
-                    target,
-                    f"is given `{node.name}`, which isn't one tensor",
-                    "A call with several results is read by `getitem` calls.",
-                    "Give one of these.",
-                )
-            if node > end:
-                refuse_call(
-                    target,
-                    f"is given `{node.name}`, which is made behind `{site.after.name}`",
-                    "A call stands behind the one that it is like, and reads what is made before.",
-                    "Give a later call as `like`.",
-                )
         return found
 
     def _append(

@@ -12,6 +12,7 @@ from megatrain.scheduler.builder.emit import emit
 from megatrain.scheduler.check.instruction_rules import check_instructions
 from megatrain.scheduler.check.schedule_rules import check_schedule
 from megatrain.scheduler.dependency import dependency_graph, derive_waits, weight_bindings
+from megatrain.scheduler.diff import diff
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.serialize import table_from_json, table_to_json
 from megatrain.scheduler.table import Position, Table
@@ -108,6 +109,15 @@ class Schedule(Table):
             ScheduleError: If there is no such op.
         """
         return why(self, op, tick)
+
+    @checked()
+    def diff(self, other: Table) -> str:
+        """What another schedule does otherwise, in words and then op by op; see `megatrain.scheduler.diff.diff`.
+
+        Returns:
+            A line if they are equal.
+        """
+        return diff(self, other)
 
     @checked(width=count(1, 10_000))
     def gantt(self, costs: Costs, *, width: int = 100) -> str:

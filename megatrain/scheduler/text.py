@@ -80,7 +80,8 @@ def _folded(key: str, separator: str, parts: Iterable[str]) -> list[str]:
     return lines
 
 
-def _ranges(blocks: Sequence[int]) -> list[str]:
+def ranges(blocks: Sequence[int]) -> list[str]:
+    """Ascending numbers as texts, runs of them as one: `0-3`."""
     runs: list[list[int]] = []
     for block in blocks:
         if runs and block == runs[-1][1] + 1:
@@ -137,7 +138,7 @@ def parse_table(text: str, workload: Workload | None = None) -> Table:
     )
     if tuple(read.frozen) != schedule.frozen:
         raise ScheduleError(
-            f"the line `frozen:` must name {', '.join(_ranges(schedule.frozen)) or 'no block'}.\n"
+            f"the line `frozen:` must name {', '.join(ranges(schedule.frozen)) or 'no block'}.\n"
             "  It names the blocks whose gradients no G offloads."
         )
     return schedule
@@ -260,8 +261,8 @@ def _choice(name: str, known: Sequence[str]) -> _Line:
 # By key, in their order. Lines of many parts are folded: each goes on with the key again.
 _LINES: dict[str, _Line] = {
     "slots": _Line(lambda s: [f"{i} = {x.offset}+{x.nbytes}" for i, x in enumerate(s.slots)], _read_slots, "; "),
-    "saves": _Line(lambda s: _ranges(s.saves), lambda text, read: read.saves.extend(_read_ranges(text, read))),
-    "frozen": _Line(lambda s: _ranges(s.frozen), lambda text, read: read.frozen.extend(_read_ranges(text, read))),
+    "saves": _Line(lambda s: ranges(s.saves), lambda text, read: read.saves.extend(_read_ranges(text, read))),
+    "frozen": _Line(lambda s: ranges(s.frozen), lambda text, read: read.frozen.extend(_read_ranges(text, read))),
     "mode": _choice("mode", MODES),
     "transfer": _choice("transfer", TRANSFERS),
     "micro-batches": _Line(

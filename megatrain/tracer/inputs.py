@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatrain.errors import TraceError
+from megatrain.errors import ExecuteError, TraceError
 from megatrain.tracer.attempt import Attempt
 from megatrain.tracer.recorder import Recorder
 from megatrain.tracer.structure import Arguments, holds_tensors
@@ -43,6 +43,21 @@ def check_arguments(arguments: Arguments) -> None:
             "  Pass what the forward needs of it as plain values or tensors, or call the plain model "
             "(it runs eagerly, on the host): compiled.megatrain.model, to generate with a cache, say."
         )
+
+
+def check_device(arguments: Arguments, device: torch.device) -> None:
+    """Refuses a call whose tensors aren't where it computes.
+
+    Raises:
+        ExecuteError: Naming the input.
+    """
+    for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
+        if tensor.device != device:
+            raise ExecuteError(
+                f"input `{name}` is on {tensor.device}, the compute device is {device}.\n"
+                "  Inputs lie on the compute device, as for any module there.\n"
+                f'  Move it with .to("{device}").'
+            )
 
 
 def device_of(arguments: Arguments) -> torch.device:
@@ -94,7 +109,7 @@ def bind_inputs(
     names: list[str] = []
     indices: list[int] = []
     for index, (name, tensor) in enumerate(zip(arguments.names, arguments.tensors, strict=True)):
-        node = recorder.tape.graph.placeholder(name)
+        node = recorder.tape.graph.create_node("placeholder", name, name=name)
         given.append(_copied(tensor, fake_mode, device, uses_values=attempt.uses_values))
         recorder.tape.bind_input(given[-1], node)
         if node.name in attempt.written_inputs:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import TraceError
+from megatrain.tracer.input_names import input_names
 from megatrain.tracer.layouts import check_plain
 
 
@@ -112,28 +114,43 @@ class Structure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arguments:
-    """The arguments of a call: tensors in order, and a key for all else."""
+    """The arguments of a call: tensors in order, and a key for all else.
+
+    Args:
+        tensors: The tensors among the leaves.
+        names: Of the tensors; see `megatrain.tracer.input_names`.
+        leaves: All that is no container.
+        tree: How they stand in `(args, kwargs)`.
+        leaf_names: Of the leaves.
+        layout: The tree as text, which a signature compares.
+    """
 
     tensors: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
     tree: pytree.TreeSpec
     leaf_names: tuple[str, ...]
+    layout: str
 
     @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Flattens the arguments of one call; containers are those that `torch.utils._pytree` knows.
+
+        Args:
+            model: What is called; its signature names the inputs.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
 
         Raises:
             TraceError: If one is a sparse, nested or quantized tensor, or of a tensor class of its own.
         """
-        paths, tree = pytree.tree_flatten_with_path((args, kwargs))
-        names = tuple(_path_name(path) for path, _ in paths)
-        leaves = tuple(leaf for _, leaf in paths)
+        found, tree = pytree.tree_flatten((args, kwargs))
+        leaves, layout = tuple(found), str(tree)
+        names = input_names(model, args, kwargs, layout)
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         for i in at:
             check_plain(f"input `{names[i]}`", leaves[i])
-        return Arguments(tuple(leaves[i] for i in at), tuple(names[i] for i in at), leaves, tree, names)
+        return Arguments(tuple(leaves[i] for i in at), tuple(names[i] for i in at), leaves, tree, names, layout)
 
     @property
     def literals(self) -> tuple[Any, ...]:
@@ -153,11 +170,6 @@ class Arguments:
         return pytree.tree_unflatten(leaves, self.tree)
 
 
-def _path_name(path: tuple[Any, ...]) -> str:
-    """Names an argument by its path: `input_ids`, `arg0`, `batch_labels`."""
-    parts: list[str] = []
-    for key in path[1:]:
-        inner = getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
-        parts.append(f"arg{inner}" if isinstance(inner, int) and not parts else str(inner))
-    text = "_".join(parts) or "arg"
-    return text if text.isidentifier() else "".join(c if c.isalnum() else "_" for c in f"arg_{text}")
+def tensors_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors among the arguments of a call, in the order of `Arguments.tensors`."""
+    return tuple(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))

@@ -67,7 +67,7 @@ def trace(
     """
     check_torch()
     model = original(model)
-    arguments = Arguments.of(tuple(args), dict(kwargs or {}))
+    arguments = Arguments.of(model, tuple(args), dict(kwargs or {}))
     check_arguments(arguments)
     check_plain_state(model)
     target = torch.device(device) if device is not None else device_of(arguments)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatrain.checks import shown
 from megatrain.errors import ExecuteError, OptionError
@@ -58,13 +59,13 @@ def micro_batches(batch: Any) -> list[MicroBatch]:
     return [MicroBatch.of(given) for given in batch]  # pyright: ignore[reportUnknownVariableType]
 
 
-def untrained(batch: MicroBatch) -> Arguments:
+def untrained(model: nn.Module, batch: MicroBatch) -> Arguments:
     """Returns the arguments of a micro-batch, flattened.
 
     Raises:
         ExecuteError: If a backward would give one of them a gradient.
     """
-    arguments = Arguments.of(batch.args, dict(batch.kwargs))
+    arguments = Arguments.of(model, batch.args, dict(batch.kwargs))
     for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
         if tensor.requires_grad:
             raise ExecuteError(

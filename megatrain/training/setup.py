@@ -121,7 +121,7 @@ class Setup:
             TraceError: If a call can't be captured.
             ScheduleError: If the memory is too small, or the micro-batches can't share blocks.
         """
-        own = [untrained(batch) for batch in batches]
+        own = [untrained(self._compiled.model, batch) for batch in batches]
         arguments = [self._compiled.cast(given) for given in own]
         variants: list[Variant] = []
         for given, unfit in zip(arguments, failed, strict=True):

@@ -177,5 +177,5 @@ def test_a_model_on_the_device_is_refused() -> None:
 
 def test_an_input_on_the_host_is_refused() -> None:
     compiled = megatrain.compile(Gpt(), device=device())
-    with pytest.raises(megatrain.ExecuteError, match="input `arg0` is on cpu, the compute device is cuda:0"):
+    with pytest.raises(megatrain.ExecuteError, match="input `ids` is on cpu, the compute device is cuda:0"):
         compiled(torch.randint(0, 32, (2, 8)))

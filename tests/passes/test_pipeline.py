@@ -158,5 +158,5 @@ def test_a_node_without_meta_is_refused_by_the_names_of_pass_and_node():
 def test_a_capture_that_is_broken_before_any_pass_blames_none():
     made = copied(_traced())
     del made.inputs[0].meta["storage"]
-    with pytest.raises(Exception, match=r"^node `arg0` has no `storage` in its meta"):
+    with pytest.raises(Exception, match=r"^node `x` has no `storage` in its meta"):
         lower(made)

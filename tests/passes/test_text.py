@@ -47,10 +47,10 @@ def test_canonicalize_removes_what_nobody_reads():
     assert_expected_inline(
         str(canonicalize(_tiny())),
         """\
-traced Tiny(arg0: f32[1, 2]) -> f32[1, 2]
+traced Tiny(x: f32[1, 2]) -> f32[1, 2]
   state: 2 parameters, 32 bytes; 1 buffers, 8 bytes
   add_: i64[] = calls.add_(1)
-  linear: f32[1, 2] = F.linear(arg0, layers.0.weight, None)  # layers.0
+  linear: f32[1, 2] = F.linear(x, layers.0.weight, None)  # layers.0
   relu: f32[1, 2] = torch.relu(linear)
   linear_1: f32[1, 2] = F.linear(relu, layers.1.weight, None)  # layers.1
   relu_1: f32[1, 2] = torch.relu(linear_1)
@@ -64,11 +64,11 @@ def test_partition_cuts_at_the_layers():
         str(partition(canonicalize(_tiny()))).split("\n\n")[0],
         """\
 program Tiny: 3 blocks, 3 templates
-  inputs arg0; outputs relu_1
+  inputs x; outputs relu_1
   buffer calls = calls
   commit calls = calls_in_0
   block 0 self: t0(calls) -> calls_in_0; state 0 bytes
-  block 1 layers.0: t1(arg0) -> relu; state 0 bytes
+  block 1 layers.0: t1(x) -> relu; state 0 bytes
   block 2 layers.1: t2(relu) -> relu_1; state 0 bytes""",
     )
 
@@ -79,9 +79,9 @@ def test_a_template_reads_state_by_name_before_it_is_lifted():
         template_text(cut.templates["t1"]),
         """\
 def t1(
-    arg0: "f32[1, 2]",
+    x: "f32[1, 2]",
 ) -> "f32[1, 2]":
-    linear: "f32[1, 2]" = F.linear(arg0, layers.0.weight, None)
+    linear: "f32[1, 2]" = F.linear(x, layers.0.weight, None)
     relu: "f32[1, 2]" = torch.relu(linear)
     return relu""",
     )
@@ -93,11 +93,11 @@ def test_a_lifted_template_takes_its_state_by_keyword():
         template_text(lifted.templates["t1"]),
         """\
 def t1(
-    arg0: "f32[1, 2]",
+    x: "f32[1, 2]",
     *,
     weight: "f32[2, 2]",
 ) -> "f32[1, 2]":
-    linear: "f32[1, 2]" = F.linear(arg0, weight, None)
+    linear: "f32[1, 2]" = F.linear(x, weight, None)
     relu: "f32[1, 2]" = torch.relu(linear)
     return relu""",
     )
@@ -111,18 +111,18 @@ def test_dedup_gives_equal_layers_one_template():
         str(program),
         """\
 program Sequential: 3 blocks, 1 templates
-  inputs arg0; outputs linear_2
-  block 0 0: t0(arg0) -> linear; state 16 bytes
+  inputs input_; outputs linear_2
+  block 0 0: t0(input_) -> linear; state 16 bytes
   block 1 1: t0(linear) -> linear_1; state 16 bytes
   block 2 2: t0(linear_1) -> linear_2; state 16 bytes
 
 # template t0: blocks 0-2
 def t0(
-    arg0: "f32[1, 2]",
+    input_: "f32[1, 2]",
     *,
     weight: "f32[2, 2]",
 ) -> "f32[1, 2]":
-    linear: "f32[1, 2]" = F.linear(arg0, weight, None)
+    linear: "f32[1, 2]" = F.linear(input_, weight, None)
     return linear""",
     )
 
@@ -201,14 +201,15 @@ def test_a_state_port_has_the_name_of_its_state_unless_another_tensor_has_it():
             self.first = nn.Linear(2, 2, bias=False)
             self.second = nn.ModuleDict({"first": nn.Linear(2, 2, bias=False)})
 
-        def forward(self, first_weight):
-            return self.second["first"](self.first(first_weight))
+        def forward(self, **inputs):
+            (given,) = inputs.values()
+            return self.second["first"](self.first(given))
 
     program = lower(trace(Twice(), (), {"first_weight": torch.ones(1, 2)}))
     (template,) = program.templates.values()
     assert [port.name for port in template.inputs] == ["first_weight"]
     assert [port.name for port in template.state] == ["first_weight_1", "first_weight_2"]
-    (template,) = lower(trace(Twice(), (torch.ones(1, 2),))).templates.values()
+    (template,) = lower(trace(Twice(), (), {"x": torch.ones(1, 2)})).templates.values()
     assert [port.name for port in template.state] == ["first_weight", "first_weight_1"]
 
 

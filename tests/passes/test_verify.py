@@ -82,7 +82,7 @@ def input_unknown(p: Program) -> Program:
 
 
 def input_of_another_spec(p: Program) -> Program:
-    values = {**p.values, "arg0": replace(p.values["arg0"], spec=OTHER)}
+    values = {**p.values, "x": replace(p.values["x"], spec=OTHER)}
     return replace(p, values=values)
 
 
@@ -154,7 +154,7 @@ BROKEN: dict[Callable[[Program], Program], str] = {
     index_out_of_range: "numbers its blocks",
     input_missing: r"binds \d tensors to \d ports",
     input_unknown: "binds nobody, which doesn't exist",
-    input_of_another_spec: r"binds arg0: f32\[7\]",
+    input_of_another_spec: r"binds x: f32\[7\]",
     input_from_the_future: "before it is defined",
     output_defined_twice: "twice",
     output_of_another_producer: "twice",

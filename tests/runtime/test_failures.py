@@ -35,7 +35,7 @@ def test_parameter_without_values() -> None:
 
 
 def test_input_on_another_device() -> None:
-    with pytest.raises(ExecuteError, match=r"input `arg0` is on meta, the compute device is cpu"):
+    with pytest.raises(ExecuteError, match=r"input `ids` is on meta, the compute device is cpu"):
         compiled_gpt()(IDS.to("meta"))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from transformers import LlamaForCausalLM
@@ -97,15 +98,58 @@ def test_attributes_written_on_either_reach_both():
 
 
 def test_its_text_says_what_it_is():
-    compiled = megatrain.compile(Plain(), device="cpu", memory="1MiB")
-    first = str(compiled).splitlines()
-    assert first[0] == "compiled by megatrain for cpu, memory 1.00 MiB, fp32, activations auto: nothing yet"
-    assert first[1] == "Plain("
-    compiled(torch.ones(2, 4))
-    assert str(compiled).splitlines()[0] == (
-        "compiled by megatrain for cpu, memory 1.00 MiB, fp32, activations auto: "
-        f"1 blocks, 1 templates, 1 slots, peak {compiled.megatrain.schedule.peak_bytes} B"
+    model = Plain()
+    compiled = megatrain.compile(model, device="cpu", memory="1MiB")
+    assert_expected_inline(
+        str(compiled).partition("\n  (")[0],
+        """\
+compiled by megatrain for cpu, memory 1.00 MiB, fp32, activations auto
+  nothing is captured yet: the first call is, or the one of compile(example_args=..., example_kwargs=...)
+Plain(""",
     )
+    assert str(compiled).endswith(f"\n{model!r}")
+    compiled(torch.ones(2, 4))
+    with torch.no_grad():
+        compiled(torch.ones(3, 4))
+    compiled.scale = 3.0
+    compiled.megatrain.prepare(torch.ones(2, 4))
+    assert_expected_inline(
+        str(compiled).partition("\n  (")[0],
+        """\
+compiled by megatrain for cpu, memory 1.00 MiB, fp32, activations auto
+  capture 1: Plain(x: f32[2, 4])
+    1 blocks, 1 templates; parameters 80 B, buffers 0 B; train: 1 slots, device 400 B, peak 304 B
+  capture 2: Plain(x: f32[3, 4])
+    1 blocks, 1 templates; parameters 80 B, buffers 0 B; forward: 1 slots, device 272 B, peak 224 B
+  capture 3: Plain(x: f32[2, 4]), of the latest call
+    1 blocks, 1 templates; parameters 80 B, buffers 0 B; train: 1 slots, device 400 B, peak 304 B
+    because model.scale == 1.0 at test_compiled_module.py:49: `return self.model(x) * self.scale + shift`; now 3.0
+Plain(""",
+    )
+    assert str(compiled).endswith(f"\n{model!r}")
+
+
+def test_its_text_makes_no_schedule_of_a_call():
+    compiled: Any = megatrain.compile(Plain(), device="cpu")
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), loss=lambda out, _: out.sum())
+    step(torch.ones(2, 4))
+    assert "parameters 80 B, buffers 0 B; no call is scheduled yet" in str(compiled)
+    assert compiled.megatrain.variant.planned is None
+
+
+def test_its_repr_is_the_models_own_also_in_what_holds_it():
+    model = Plain()
+    compiled = megatrain.compile(model, device="cpu")
+    compiled(torch.ones(2, 4))
+    assert repr(compiled) == repr(model)
+    assert repr(nn.Sequential(compiled)) == repr(nn.Sequential(model))
+    assert f"{compiled!r}" != f"{compiled}"
+
+    class Named(nn.Linear):
+        def __str__(self):
+            return "a linear layer"
+
+    assert str(megatrain.compile(Named(2, 2), device="cpu")).splitlines()[-1] == "a linear layer"
 
 
 @pytest.mark.parametrize("made", ["deepcopy", "pickle", "torch.save"])

@@ -33,7 +33,7 @@ class Step:
 def eager_step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
     """Runs the model itself, from a fixed seed."""
     _, state = inventory(model)
-    arguments = Arguments.of(tuple(args), dict(kwargs))
+    arguments = Arguments.of(model, tuple(args), dict(kwargs))
     torch.manual_seed(SEED)
     result = model(*args, **kwargs)
     rng = torch.get_rng_state()
@@ -66,7 +66,7 @@ def _replayed(
     run: Callable[[Sequence[torch.Tensor], Mapping[str, torch.Tensor]], Outputs],
 ) -> Step:
     _, state = inventory(model)
-    arguments = Arguments.of(tuple(args), dict(kwargs))
+    arguments = Arguments.of(model, tuple(args), dict(kwargs))
     before = {name: b.detach().clone() for name, b in model.named_buffers()}
     torch.manual_seed(SEED)
     everything, commits = run(arguments.tensors, {**state, **traced.constants})

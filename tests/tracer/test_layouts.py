@@ -71,7 +71,7 @@ INPUTS = {
 @pytest.mark.parametrize("kind", INPUTS)
 def test_inputs(kind: str) -> None:
     compiled = megatrain.compile(nn.Linear(4, 4), device="cpu")
-    with pytest.raises(TraceError, match=f"input `arg0` is a {kind}"):
+    with pytest.raises(TraceError, match=f"input `input_` is a {kind}"):
         compiled(INPUTS[kind]())
 
 

@@ -209,7 +209,7 @@ def returns_a_lock(model, x):
 CASES: list[tuple[Callable[..., Any], str]] = [
     (has_its_own_generator, "generator of its own"),
     (makes_a_parameter, "appears from nowhere"),
-    (writes_a_trained_input, "writes into its input `arg0`"),
+    (writes_a_trained_input, "writes into its input `x`"),
     (writes_a_loose_tensor, "isn't a buffer"),
     (reads_a_gradient, r"reads `\.grad`"),
 ]
@@ -262,7 +262,7 @@ def test_tensors_hidden_in_an_argument_are_refused():
         def forward(self, batch):
             return super().forward(batch.x)
 
-    with pytest.raises(TraceError, match=r"the argument `arg0` is a .*Batch with tensors in it"):
+    with pytest.raises(TraceError, match=r"the argument `batch` is a .*Batch with tensors in it"):
         trace(Reading(3, 3), (Batch(torch.randn(2, 3)),))
 
 

@@ -74,12 +74,12 @@ def test_a_capture_prints_write_backs_guards_and_ties():
     assert_expected_inline(
         str(traced),
         """\
-traced Small(arg0: f32[1, 2], arg1: bool[2]) -> (f32[1, 2], i64[])
+traced Small(x: f32[1, 2], mask: bool[2]) -> (f32[1, 2], i64[])
   state: 1 parameters, 16 bytes; 1 buffers, 8 bytes
   tied: second.weight = first.weight
   add_: i64[] = seen.add_(1)
-  any_1: bool[] = arg1.any()
-  mul: f32[1, 2] = arg0.mul(arg1)
+  any_1: bool[] = mask.any()
+  mul: f32[1, 2] = x.mul(mask)
   linear: f32[1, 2] = F.linear(mul, first.weight, None)  # first
   linear_1: f32[1, 2] = F.linear(linear, first.weight, None)  # second
   write back seen = seen
@@ -90,6 +90,6 @@ traced Small(arg0: f32[1, 2], arg1: bool[2]) -> (f32[1, 2], i64[])
 
 def test_specs_and_inputs_are_named():
     traced = trace(Gpt(), (torch.zeros(2, 8, dtype=torch.int64),), {"targets": torch.zeros(2, 8, dtype=torch.int64)})
-    assert [n.name for n in traced.inputs] == ["arg0", "targets"]
+    assert [n.name for n in traced.inputs] == ["ids", "targets"]
     assert str(traced.specs["targets"]) == "i64[2, 8]"
     assert all("spec" in n.meta for n in traced.inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -109,7 +110,7 @@ _CULPRITS = {
 @checked(tolerance=number(least=0), num_blocks=count())
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` found; prints the worst first.
+    """What `verify` found; prints a line if all is equal bit for bit, else what differs, the worst first.
 
     Args:
         differences: One per tensor compared, worst first. They end with the first step that isn't equal.
@@ -138,20 +139,29 @@ class Report:
         return all(d.ok for d in self.differences)
 
     def __str__(self) -> str:
-        exact = sum(d.absolute == 0 for d in self.differences)
+        differing = [d for d in self.differences if d.absolute != 0 or not d.ok]
+        exact = len(self.differences) - len(differing)
         verdict = "equal to" if self.ok else "DIFFERENT from"
         lines = [
-            f"verify {self.model}: {verdict} eager PyTorch; {exact} of {len(self.differences)} tensors bit for bit, "
-            f"largest relative difference {self.max_error:.2e} (tolerance {self.tolerance:.0e}), "
+            f"verify {self.model}: {verdict} eager PyTorch; {exact} of {len(self.differences)} tensors bit for bit "
+            f"({self._compared()}), largest relative difference {self.max_error:.2e} (tolerance {self.tolerance:.0e}), "
             f"{self.num_blocks} blocks"
         ]
         if self.first_difference is not None:
             lines.append(f"  {self.first_difference}")
         lines += [f"  note: {note}" for note in self.notes]
-        lines.append(f"  {'kind':14s} {'step':>4s}  {'absolute':>9s}  {'relative':>9s}  name")
-        lines += [f"  {d}" for d in self.differences[:_SHOWN]]
-        hidden = len(self.differences) - _SHOWN
+        if differing:
+            lines.append(f"  {'kind':14s} {'step':>4s}  {'absolute':>9s}  {'relative':>9s}  name")
+            lines += [f"  {d}" for d in differing[:_SHOWN]]
+        hidden = len(differing) - _SHOWN
         return "\n".join(lines + ([f"  ... and {hidden} more, no worse"] if hidden > 0 else []))
+
+    def _compared(self) -> str:
+        """What was compared, over how many steps: `20 gradient, 2 output in 2 steps`."""
+        kinds = sorted(Counter(d.kind for d in self.differences).items())
+        steps = len({d.step for d in self.differences})
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds)
+        return f"{counts} in {steps} step{'s' if steps != 1 else ''}" if counts else "nothing compared"
 
     def to_json(self) -> str:
         """Returns the report as JSON; what is infinite or NaN is null there."""

@@ -13,8 +13,8 @@ from megatrain.compiled import Variant
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Block
 from megatrain.tracer.state import inventory
-from megatrain.tracer.structure import Arguments
-from megatrain.verify.trial import generators
+from megatrain.tracer.structure import tensors_given
+from megatrain.verification.trial import generators
 
 Seen = tuple[str, int, str, str]
 """`(phase, block, what, name)`, such as `("forward", 3, "output", "add_3")`."""
@@ -57,7 +57,7 @@ class BlocksInOrder:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward and returns the model's output, its differentiable tensors being leaves."""
         program = self._program
-        self._given = Arguments.of(args, kwargs).tensors
+        self._given = tensors_given(args, kwargs)
         for name, tensor in zip(program.inputs, self._given, strict=True):
             self._values[name] = tensor.detach().requires_grad_(tensor.requires_grad)
         self._values |= {name: self._tensors[key].detach().clone() for name, key in program.buffers}

@@ -19,7 +19,7 @@ from torch import nn
 
 from megatrain.checks import PATH
 from megatrain.errors import MegatrainError, OptionError
-from megatrain.verify.side_by_side import verify_call
+from megatrain.verification.side_by_side import verify_call
 
 _PACKAGE = Path(__file__).parents[1]
 _NOT_THEIRS = (*(str(Path(str(m.__file__)).parent) for m in (importlib, torch)), str(_PACKAGE), "<frozen")

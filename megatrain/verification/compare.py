@@ -10,9 +10,9 @@ import torch
 
 from megatrain.passes.program import Program
 from megatrain.tracer.spec import dtype_name
-from megatrain.verify.leaves import differ
-from megatrain.verify.report import Difference
-from megatrain.verify.trial import Key
+from megatrain.verification.leaves import differ
+from megatrain.verification.report import Difference
+from megatrain.verification.trial import Key
 
 # A sum whose terms are added in another order is off by a few units in the last place of its largest terms. The
 # unit of single precision is 1.2e-7; the coarse types get less of a margin, or nothing would ever differ.

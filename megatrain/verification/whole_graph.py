@@ -13,10 +13,10 @@ from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Program
 from megatrain.tracer.state import inventory
-from megatrain.tracer.structure import Arguments
+from megatrain.tracer.structure import tensors_given
 from megatrain.tracer.traced import TracedModule
-from megatrain.verify.fingerprint import Fingerprint, ModuleCall
-from megatrain.verify.leaves import tensors_in
+from megatrain.verification.fingerprint import Fingerprint, ModuleCall
+from megatrain.verification.leaves import tensors_in
 
 _MODES = {"grad": True, "autocast": ()}
 
@@ -42,7 +42,7 @@ class WholeGraph:
         """Runs the forward and returns the model's output."""
         graph, keys = self._lifted()
         written = {key for key, _ in self._traced.writes_back}
-        inputs = list(Arguments.of(args, kwargs).tensors)
+        inputs = list(tensors_given(args, kwargs))
         state = [self._state(key).clone() if key in written else self._state(key) for key in keys]
         found = Code(graph)([*inputs, *state])
         num_outputs = len(found) - len(self._traced.writes_back)

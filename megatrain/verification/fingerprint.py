@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.verify.leaves import tensors_in
+from megatrain.verification.leaves import tensors_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,14 @@ from megatrain.compiled import Variant
 from megatrain.compiled_module import CompiledModule
 from megatrain.passes.program import Block
 from megatrain.tracer.state import StateEntry
-from megatrain.verify.boundaries import Watch, watch
-from megatrain.verify.compare import Tolerance, compare, distance, scale_of
-from megatrain.verify.fingerprint import ModuleCall, followed_calls
-from megatrain.verify.owners import Owners
-from megatrain.verify.reference import BlocksInOrder, Truth
-from megatrain.verify.report import Difference, FirstDifference
-from megatrain.verify.trial import Observation, Trial
-from megatrain.verify.whole_graph import WholeGraph
+from megatrain.verification.boundaries import Watch, watch
+from megatrain.verification.compare import Tolerance, compare, distance, scale_of
+from megatrain.verification.fingerprint import ModuleCall, followed_calls
+from megatrain.verification.owners import Owners
+from megatrain.verification.reference import BlocksInOrder, Truth
+from megatrain.verification.report import Difference, FirstDifference
+from megatrain.verification.trial import Observation, Trial
+from megatrain.verification.whole_graph import WholeGraph
 
 
 def find_first_difference(trial: Trial, step: int, tolerance: Tolerance) -> FirstDifference:

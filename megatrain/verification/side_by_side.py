@@ -18,12 +18,12 @@ from megatrain.errors import OptionError
 from megatrain.tracer.given import MODEL
 from megatrain.tracer.own_code import original
 from megatrain.tracer.structure import Arguments
-from megatrain.verify.bisect import find_first_difference
-from megatrain.verify.compare import Tolerance, compare, has_nan
-from megatrain.verify.owners import Owners
-from megatrain.verify.report import Difference, FirstDifference, Report
-from megatrain.verify.trial import Observation, Trial, update
-from megatrain.verify.untouched import copied_model, left_alone
+from megatrain.verification.bisect import find_first_difference
+from megatrain.verification.compare import Tolerance, compare, has_nan
+from megatrain.verification.owners import Owners
+from megatrain.verification.report import Difference, FirstDifference, Report
+from megatrain.verification.trial import Observation, Trial, update
+from megatrain.verification.untouched import copied_model, left_alone
 
 
 def verify(  # the options of compile() beside its own
@@ -141,7 +141,7 @@ def verify_call(
     with left_alone(model):
         tried = copied_model(model) if compiled is None else model
         compiled = compiled or compile_model(tried, **options)
-        arguments = compiled.megatrain.cast(Arguments.of(args, dict(kwargs)))
+        arguments = compiled.megatrain.cast(Arguments.of(tried, args, dict(kwargs)))
         trial = Trial(tried, arguments, options, compiled.megatrain.options.device, seed, learning_rate, loss)
         return _report(trial, steps, tolerance)
 

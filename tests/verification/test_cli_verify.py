@@ -13,7 +13,7 @@ import torch
 
 import megatrain
 from megatrain import cli
-from megatrain.verify.command import load
+from megatrain.verification.command import load
 
 SOURCE = """
 import torch

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import random
-import sys
 import threading
 from typing import Any, NamedTuple
 
@@ -16,16 +17,15 @@ from torch import nn
 import megatrain
 import megatrain.compiled
 from megatrain import Report, verify
-from megatrain.verify import Difference
-from megatrain.verify.compare import Tolerance as Allowed
-from megatrain.verify.compare import compare, distance
-from megatrain.verify.leaves import named_leaves
-from megatrain.verify.trial import update, weighted_sum
-from megatrain.verify.untouched import copied_tensors
+from megatrain.verification import Difference, side_by_side
+from megatrain.verification import compare as compared
+from megatrain.verification.compare import Tolerance as Allowed
+from megatrain.verification.compare import compare, distance
+from megatrain.verification.leaves import named_leaves
+from megatrain.verification.trial import update, weighted_sum
+from megatrain.verification.untouched import copied_tensors
 from tests.models import MODELS, Stack
 
-# `megatrain.verify` is the function; the package of that name is found here only.
-SIDE_BY_SIDE = sys.modules["megatrain.verify.side_by_side"]
 CPU: dict[str, Any] = {"device": "cpu"}
 
 
@@ -52,7 +52,12 @@ def test_a_right_model_is_equal_bit_for_bit(name):
     assert report.max_error == 0
     assert report.first_difference is None
     assert {"output", "gradient", "parameter", "rng"} <= kinds(report)
-    assert f"verify {type(model).__name__}: equal to eager PyTorch" in str(report)
+    (line,) = str(report).splitlines()
+    count = len(report.differences)
+    assert line.startswith(
+        f"verify {type(model).__name__}: equal to eager PyTorch; {count} of {count} tensors bit for bit ("
+    )
+    assert "in 2 steps), largest relative difference 0.00e+00 (tolerance " in line
 
 
 def test_everything_that_a_step_produces_is_compared():
@@ -61,7 +66,7 @@ def test_everything_that_a_step_produces_is_compared():
     assert names(report, "output") == {"result"}
     assert names(report, "gradient") == names(report, "parameter") == {n for n, _ in model.named_parameters()}
     assert names(report, "buffer") == {n for n, _ in model.named_buffers()}
-    assert names(report, "input gradient") == {"arg0"}
+    assert names(report, "input gradient") == {"x"}
     assert names(report, "rng") == {"cpu", "numpy", "python"}
     assert {d.step for d in report.differences} == {0, 1}
 
@@ -71,7 +76,7 @@ def test_the_blocks_of_each_tensor_are_named():
     report = verify(model, args[0].requires_grad_(), **CPU)
     blocks = {(d.kind, d.name): d.blocks for d in report.differences}
     assert blocks["output", "result"] == ("block 4 head",)
-    assert blocks["input gradient", "arg0"] == ("block 0 stem",)
+    assert blocks["input gradient", "x"] == ("block 0 stem",)
     assert blocks["gradient", "blocks.1.fc.bias"] == ("block 2 blocks.1",)
     assert blocks["parameter", "blocks.0.fc.weight"] == ("block 1 blocks.0", "block 3 blocks.2")
     assert "blocks.0.fc.weight  [block 1 blocks.0, block 3 blocks.2]" in "\n".join(map(str, report.differences))
@@ -180,7 +185,7 @@ def test_a_tied_weight_under_autocast_is_within_its_tolerance():
 def test_the_options_reach_compile(monkeypatch):
     seen: list[dict[str, Any]] = []
     real = megatrain.compile
-    monkeypatch.setattr(SIDE_BY_SIDE, "compile_model", lambda m, **o: (seen.append(o), real(m, **o))[1])
+    monkeypatch.setattr(side_by_side, "compile_model", lambda m, **o: (seen.append(o), real(m, **o))[1])
     options = {"memory": "1MiB", "activations": "offload", "transfer": "copy", "block_bytes": 100}
     report = verify(
         Stack(), torch.ones(2, 3), **CPU, **options, compile_options={"memory": "2MiB", "precision": "fp32"}
@@ -426,7 +431,7 @@ def test_distance(left, right, absolute, reason):
 
 
 def test_distance_looks_at_every_piece_of_a_large_tensor(monkeypatch):
-    monkeypatch.setattr(sys.modules["megatrain.verify.compare"], "_CHUNK", 3)
+    monkeypatch.setattr(compared, "_CHUNK", 3)
     left, right = torch.zeros(10), torch.zeros(10)
     right[9] = 4
     assert distance(left, right) == (4.0, "")
@@ -454,6 +459,13 @@ def test_whole_numbers_have_to_be_equal_whatever_the_tolerance():
     assert not found.ok
 
 
+def test_the_name_of_the_function_is_no_module():
+    assert inspect.isfunction(megatrain.verify)
+    assert importlib.import_module("megatrain.verification.report").Report is Report
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("megatrain.verify")
+
+
 def test_a_report_prints_the_worst_first_and_leaves_out_the_rest():
     differences = tuple(Difference("output", f"o{i}", 0, i / 100, i / 100, tolerance=0.05) for i in range(20, 0, -1))
     report = Report(differences, 0.05, "Model", 3)
@@ -467,11 +479,24 @@ def test_a_report_prints_the_worst_first_and_leaves_out_the_rest():
     assert Report((), 0.0, "Model", 3).ok
 
 
+def test_a_report_says_what_was_compared_and_lists_only_what_differs():
+    equal = tuple(Difference(kind, "a", step, 0, 0) for kind in ("output", "gradient", "gradient") for step in (0, 1))
+    said = "verify Model: equal to eager PyTorch; 6 of 6 tensors bit for bit (4 gradient, 2 output in 2 steps), "
+    figures = "largest relative difference 0.00e+00 (tolerance 5e-02), 3 blocks"
+    assert str(Report(equal, 0.05, "Model", 3)) == said + figures
+    assert str(Report(equal, 0.05, "Model", 3, notes=("all is NaN",))).splitlines()[1:] == ["  note: all is NaN"]
+    close = Difference("gradient", "b", 1, 0.01, 0.01, tolerance=0.05)
+    lines = str(Report((close, *equal), 0.05, "Model", 3)).splitlines()
+    assert "equal to eager PyTorch; 6 of 7 tensors bit for bit (5 gradient, 2 output in 2 steps)" in lines[0]
+    assert [line.split()[0] for line in lines[1:]] == ["kind", "gradient"]
+    assert "(nothing compared)" in str(Report((), 0.05, "Model", 3))
+
+
 def test_a_failed_search_does_not_hide_the_verdict(monkeypatch):
     def out_of_memory(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(SIDE_BY_SIDE, "find_first_difference", out_of_memory)
+    monkeypatch.setattr(side_by_side, "find_first_difference", out_of_memory)
     report = verify(Plain(), torch.ones(2, 3), **CPU)
     assert not report.ok
     assert report.first_difference is None

@@ -16,8 +16,8 @@ from megatrain.compiled_module import CompiledModule
 from megatrain.compiling import compile as compile_model
 from megatrain.errors import OptionError
 from megatrain.tracer.structure import Arguments
-from megatrain.verify.leaves import named_leaves
-from megatrain.verify.untouched import copied_model, copied_tensors
+from megatrain.verification.leaves import named_leaves
+from megatrain.verification.untouched import copied_model, copied_tensors
 
 Key = tuple[str, str]
 Loss = Callable[[Any], torch.Tensor]

@@ -11,10 +11,10 @@ from megatrain.compiled import Variant
 from megatrain.passes.program import Block
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
-from megatrain.verify.compare import Tolerance, distance, scale_of
-from megatrain.verify.reference import Truth
-from megatrain.verify.report import FirstDifference
-from megatrain.verify.trial import generators
+from megatrain.verification.compare import Tolerance, distance, scale_of
+from megatrain.verification.reference import Truth
+from megatrain.verification.report import FirstDifference
+from megatrain.verification.trial import generators
 
 
 class Watch:

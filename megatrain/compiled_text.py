@@ -1,0 +1,47 @@
+"""What a compiled model prints of itself: what it is compiled for, and each of its captures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatrain.options import Options
+from megatrain.sizes import format_bytes
+from megatrain.variants import Variant
+
+NOTHING = "nothing is captured yet: the first call is, or the one of compile(example_args=..., example_kwargs=...)"
+
+
+def compiled_text(options: Options, variants: Sequence[Variant], latest: Variant | None) -> str:
+    """Prints a line for the options, and two for each capture.
+
+    Args:
+        options: Of `compile`.
+        variants: The captures that are kept, in the order in which they were made.
+        latest: That of the latest call.
+    """
+    memory = "what is free" if options.memory is None else format_bytes(options.memory)
+    precision = f"{options.precision}, masters rounded" if options.masters == "rounded" else options.precision
+    first = (
+        f"compiled by megatrain for {options.device}, memory {memory}, {precision}, activations {options.activations}"
+    )
+    if not variants:
+        return f"{first}\n  {NOTHING}"
+    return "\n".join([first, *(line for variant in variants for line in _variant_lines(variant, variant is latest))])
+
+
+def _variant_lines(variant: Variant, is_latest: bool) -> list[str]:
+    traced, program, planned = variant.traced, variant.program, variant.planned
+    given = ", ".join(f"{node.name}: {node.meta['spec']}" for node in traced.inputs)
+    parameters = sum(e.spec.nbytes for e in traced.state.values() if e.kind == "parameter")
+    others = sum(e.spec.nbytes for e in traced.state.values() if e.kind != "parameter")
+    # A training step has a schedule of its own, and may fit where a call doesn't: none is made for this text.
+    scheduled = "no call is scheduled yet"
+    if planned is not None:
+        scheduled = f"{planned.num_slots} slots, device {planned.device_bytes} B, peak {planned.peak_bytes} B"
+        scheduled = f"{planned.kind.mode}: {scheduled}"
+    lines = [
+        f"  capture {variant.number}: {traced.name}({given})" + (", of the latest call" if is_latest else ""),
+        f"    {len(program.blocks)} blocks, {len(program.templates)} templates; "
+        f"parameters {parameters} B, buffers {others} B; {scheduled}",
+    ]
+    return lines + [f"    because {reason}" for reason in variant.reasons]

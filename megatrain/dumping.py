@@ -1,0 +1,106 @@
+"""dump(): every stage of each capture of a compiled model as a text file."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megatrain.errors import LowerError, OptionError, ScheduleError
+from megatrain.host_memory import host_plan
+from megatrain.optim.masters.registry import Masters
+from megatrain.options import Options
+from megatrain.passes.program import Program
+from megatrain.planning import Plan
+from megatrain.scheduler.workload_text import workload_text
+from megatrain.tracer.traced import TracedModule
+from megatrain.variants import Variant, lowered
+
+# What a dump writes, and an earlier one may have left.
+_OURS = re.compile(r"capture-\d+-\d\d-[\w.-]+\.txt")
+
+
+def dump(
+    folder: str | os.PathLike[str], variants: Sequence[Variant], model: nn.Module, options: Options, masters: Masters
+) -> list[Path]:
+    """Writes the stages of each variant, numbered; what an earlier dump left in the folder goes.
+
+    Args:
+        folder: Where to; made if it isn't there.
+        variants: The captures.
+        model: What was captured.
+        options: How it is compiled.
+        masters: What its bf16 parameters have.
+
+    Returns:
+        The files, in order.
+
+    Raises:
+        OptionError: If `folder` can't be written, or holds other files.
+        LowerError: If the passes don't give the program again that is in use.
+    """
+    texts = {
+        f"capture-{variant.number}-{index:02d}-{name}.txt": text
+        for variant in variants
+        for index, (name, text) in enumerate(_stages(variant, model, options, masters))
+    }
+    place = Path(folder)
+    try:
+        return _written(place, texts)
+    except OSError as error:
+        raise OptionError(
+            f'folder="{place}" can\'t be written: {error.strerror or error}.\n'
+            "  A dump is a folder of text files.\n  Give another folder, or make room."
+        ) from error
+
+
+def _written(place: Path, texts: dict[str, str]) -> list[Path]:
+    place.mkdir(parents=True, exist_ok=True)
+    there = sorted(path.name for path in place.iterdir())
+    others = [name for name in there if not _OURS.fullmatch(name)]
+    if others:
+        raise OptionError(
+            f'folder="{place}" holds other files: {", ".join(others[:3])}{", ..." if len(others) > 3 else ""}.\n'
+            "  A dump replaces what an earlier dump wrote, and nothing else.\n"
+            "  Give a folder that doesn't exist, or an empty one."
+        )
+    for name in there:
+        (place / name).unlink()
+    for name, text in texts.items():
+        (place / name).write_text(f"{text}\n", encoding="utf-8")
+    return [place / name for name in texts]
+
+
+def _stages(variant: Variant, model: nn.Module, options: Options, masters: Masters) -> Iterator[tuple[str, str]]:
+    """Yields name and text of each stage, from the capture to what it takes of memory."""
+    yield "traced", str(variant.traced)
+    passes: list[tuple[str, str]] = []
+
+    def keep(name: str, value: TracedModule | Program) -> None:
+        passes.append((re.sub(r"[^\w.-]", "_", name)[:100], str(value)))
+
+    again = lowered(variant.traced, options, after_pass=keep)
+    if str(again) != str(variant.program):
+        raise LowerError(
+            f"the passes made another program of capture {variant.number} than the one in use.\n"
+            "  A pass gives the same program of the same capture each time; a dump shows what it made.\n"
+            "  Look for what one of `passes` remembers or draws, or print(compiled.program) for the one in use."
+        )
+    yield from passes
+    yield "program", str(variant.program)
+    try:
+        schedule = variant.schedule
+    except ScheduleError as error:
+        # A training step may fit all the same, and has a schedule of its own: step.schedule.
+        yield "schedule", f"no schedule of a call: {error}"
+        return
+    yield "workload", workload_text(schedule.known_workload())
+    yield "schedule", str(schedule)
+    yield "instructions", str(schedule.instructions)
+    on_host = options.device == torch.device("cpu")
+    host = host_plan(variant.program, schedule, model, precision=options.precision, masters=masters, on_host=on_host)
+    yield "plan", str(Plan(variant.program, schedule, host, options.memory, None, options.precision))

@@ -1,0 +1,60 @@
+"""The printed form of a workload: what a schedule was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
+
+
+def workload_text(workload: Workload) -> str:
+    """Prints a row per block and a row per value, in bytes; what a schedule moves and holds is made of them."""
+    blocks = [_block_cells(index, block) for index, block in enumerate(workload.blocks)]
+    values = [_value_cells(index, value) for index, value in enumerate(workload.values)]
+    storages = ", ".join(f"{index} = {nbytes}" for index, nbytes in enumerate(workload.storages))
+    return "\n".join(
+        [
+            f"workload: {len(blocks)} blocks, {len(values)} values, {len(workload.storages)} storages",
+            f"storages: {storages}",
+            *_aligned([_BLOCK, *blocks]),
+            *_aligned([_VALUE, *values]),
+        ]
+    )
+
+
+_BLOCK = ("block", "state", "gradients", "saved", "forward", "backward", "FLOP", "update", "name")
+_VALUE = ("value", "bytes", "storage", "made by", "read by", "is", "name")
+
+
+def _block_cells(index: int, block: BlockWork) -> tuple[str, ...]:
+    backward = str(block.backward_workspace_bytes) if block.has_backward else "."
+    gradients = f"{block.gradient_bytes}" + (f"+{block.gradient_padding}" if block.gradient_padding else "")
+    shares = f", updates rows of {_listed(block.shares)} as well" if block.shares else ""
+    sizes = (block.state_bytes, gradients, block.saved_bytes, block.forward_workspace_bytes, backward)
+    return (str(index), *map(str, sizes), str(block.forward_flops), str(block.update_bytes), f"{block.name}{shares}")
+
+
+def _value_cells(index: int, value: ValueWork) -> tuple[str, ...]:
+    producer = "." if value.producer is None else str(value.producer)
+    facts = {
+        "input": value.producer is None,
+        "output": value.is_output,
+        "differentiable": value.has_gradient,
+        "parkable": value.is_parkable,
+        "committed": value.is_committed,
+    }
+    told = "+".join(fact for fact, holds in facts.items() if holds) or "."
+    return (str(index), str(value.nbytes), str(value.storage), producer, _listed(value.readers), told, value.name)
+
+
+def _listed(blocks: Sequence[int]) -> str:
+    return ",".join(map(str, blocks)) or "."
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    *_, last = widths
+    return [
+        "  ".join([*(c.rjust(w) for c, w in zip(row, widths[:-1], strict=False)), row[-1].ljust(last).rstrip()])
+        for row in rows
+    ]

@@ -1,0 +1,153 @@
+"""Inputs have the names that the forward's own signature gives them, in every text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.tracer.structure import Arguments
+from megatrain.tracer.trace import trace
+
+X = torch.ones(2, 3)
+
+
+def _module(forward: Callable[..., Any]) -> nn.Module:
+    return type("Model", (nn.Module,), {"forward": forward})()
+
+
+def _names(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+    """The names of a call's inputs, which those of its graph must equal."""
+    arguments = Arguments.of(model, args, kwargs)
+    assert tuple(node.name for node in trace(model, args, kwargs).inputs) == arguments.names
+    return arguments.names
+
+
+def _plain(self: Any, ids: Any, labels: Any = None) -> Any:
+    return ids + labels
+
+
+def _only(self: Any, hiddenStates: Any, /, *, mask: Any) -> Any:
+    return hiddenStates + mask
+
+
+def _rest(self: Any, first: Any, *args: Any) -> Any:
+    return first + sum(args)
+
+
+def _any(self: Any, *inputs: Any, **options: Any) -> Any:
+    return sum(inputs) + sum(options.values())
+
+
+def _nested(self: Any, batch: Any, scale: Any) -> Any:
+    return (batch["ids"] + batch["pair"][1]) * scale
+
+
+def _taken(self: Any, input: Any, id: Any, λ: Any) -> Any:
+    return input + id + λ
+
+
+@pytest.mark.parametrize(
+    ("forward", "args", "kwargs", "names"),
+    [
+        (_plain, (X, X), {}, ("ids", "labels")),
+        (_plain, (X,), {"labels": X}, ("ids", "labels")),
+        (_plain, (), {"labels": X, "ids": X}, ("labels", "ids")),
+        (_only, (X,), {"mask": X}, ("hiddenStates", "mask")),
+        (_rest, (X, X, X), {}, ("first", "args_0", "args_1")),
+        (_any, (X, X), {"inputs": X}, ("inputs_0", "inputs_1", "inputs")),
+        (_any, (X, X), {"inputs_0": X}, ("inputs_0", "inputs_1", "inputs_0_1")),
+        (_any, (X, X), {"inputs_0_1": X, "inputs_0": X}, ("inputs_0", "inputs_1", "inputs_0_1", "inputs_0_2")),
+        (_any, (), {"class": X, "two words": X}, ("class_", "arg_two_words")),
+        (_nested, ({"ids": X, "pair": (X, X)}, 2), {}, ("batch_ids", "batch_pair_0", "batch_pair_1")),
+        (_nested, (), {"batch": {"ids": X, "pair": (X, X)}, "scale": 2}, ("batch_ids", "batch_pair_0", "batch_pair_1")),
+        (_taken, (X, X, X), {}, ("input_", "id_", "arg__")),
+    ],
+)
+def test_inputs_have_the_words_of_the_signature(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
+):
+    assert _names(_module(forward), *args, **kwargs) == names
+
+
+def test_a_forward_that_a_tool_put_in_place_gives_the_names_of_the_one_it_stands_for():
+    model = _module(_plain)
+    own = model.forward
+
+    @functools.wraps(own)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    model.forward = timed
+    assert _names(model, X, X) == ("ids", "labels")
+    model.forward = lambda tokens, *more: tokens + sum(more)
+    assert _names(model, X, X) == ("tokens", "more_0")
+
+
+def test_a_function_is_named_as_it_is_bound():
+    def forward(first: Any, second: Any) -> Any:
+        return second if isinstance(first, nn.Module) else first + second
+
+    bound, plain = _module(forward), nn.Module()
+    plain.forward = forward
+    assert _names(bound, X) == ("second",)
+    assert _names(plain, X, X) == ("first", "second")
+    assert _names(bound, X) == ("second",)
+
+
+def test_a_call_of_the_models_own_names_what_it_takes():
+    class Called(nn.Module):
+        def __call__(self, images: Any) -> Any:
+            return super().__call__(images, 2)
+
+        def forward(self, x: Any, scale: Any) -> Any:
+            return x * scale
+
+    assert _names(Called(), X) == ("images",)
+
+
+def test_a_signature_that_python_cant_read_leaves_numbers():
+    model = _module(_plain)
+    model.forward = torch.add  # of C: it has no signature
+    assert _names(model, X, X) == ("arg0", "arg1")
+    model.forward = functools.partial(_plain, None)
+    assert _names(model, X, X) == ("ids", "labels")
+
+    class Odd:
+        __slots__ = ()
+        __hash__ = None
+        __signature__ = "none"
+
+        def __call__(self, left: Any, right: Any) -> Any:
+            return left + right
+
+    model.forward = Odd()
+    assert _names(model, X, X) == ("arg0", "arg1")
+
+
+def test_an_input_given_by_position_and_then_by_keyword_gives_the_same_numbers():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x: Any, y: Any) -> Any:
+            return (self.fc(x) * y).sum() if y.sum() > 0 else self.fc(y).sum()
+
+    torch.manual_seed(0)
+    model = Model()
+    x, y = torch.randn(2, 3), torch.rand(2, 3)
+    compiled = megatrain.compile(model, device="cpu")
+    expected = model(x, y)
+    assert torch.equal(compiled(x, y), expected)
+    assert torch.equal(compiled(x, y=y), expected)
+    assert torch.equal(compiled(y=y, x=x), expected)
+    assert torch.equal(compiled(y=x, x=y), model(y, x))
+    assert torch.equal(compiled(x, y), expected)
+    assert "gt" in compiled.guards
+    assert str(compiled.traced).startswith("traced Model(x: f32[2, 3], y: f32[2, 3])")
