@@ -254,11 +254,11 @@ class Compiled:
 
     def _check_inputs(self, arguments: Arguments) -> None:
         for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
-            if tensor.device != self.options.device:
+            if tensor.device != self.options.device.torch_device:
                 raise ExecuteError(
                     f"input `{name}` is on {tensor.device}, the compute device is {self.options.device}.\n"
                     "  Inputs lie on the compute device, as for any module there.\n"
-                    f'  Move it with .to("{self.options.device}").'
+                    f'  Move it with .to("{self.options.device.torch_device}").'
                 )
 
     def _variant_for(self, arguments: Arguments, failed: Mapping[Variant, str] | None = None) -> Variant:

@@ -80,7 +80,8 @@ class Executor:
         _check_number("inputs", inputs, self.program.inputs)
         with engine.turn.run():
             engine.refresh()
-            return self._run_forward(Start.of(self.program, inputs, engine.tensors, self._slots.places), commits=True)
+            start = Start.of(self.program, inputs, engine.tensors, self._slots.places, engine.device)
+            return self._run_forward(start, commits=True)
 
     def _run_forward(self, start: Start, *, commits: bool) -> Call:
         engine = self._engine
@@ -193,8 +194,8 @@ class Executor:
                 f"the model has no parameter or buffer {shown(key)}.\n  They have the names of its state_dict.\n"
                 f"  It has {shown(list(self._engine.tensors))}."
             )
-        state = self._engine.tensors[key]
-        return state if state.device == self._engine.device else state.to(self._engine.device)
+        state, device = self._engine.tensors[key], self._engine.device.torch_device
+        return state if state.device == device else state.to(device)
 
 
 def _check_number(name: str, given: Sequence[object], wanted: Sequence[object]) -> None:

@@ -139,7 +139,9 @@ class Operations:
                 call.add_gradient(ref.name, gradient)
 
     def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
-        tensor = call.values[name] if kind == "value" else self._engine.tensors[name].to(self._engine.device)
+        tensor = (
+            call.values[name] if kind == "value" else self._engine.tensors[name].to(self._engine.device.torch_device)
+        )
         return tensor.detach()
 
     def release(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
@@ -166,7 +168,7 @@ class Operations:
         call = calls[instruction.micro_batch]
         for value, _ in instruction.parked:
             name = call.loaded.names[value]
-            call.return_value(name, call.parks.get(name, self._engine.device))
+            call.return_value(name, call.parks.get(name))
 
     def forward(self, calls: Sequence[Call], instruction: Instruction) -> None:
         """F: with its graph retained, or without."""

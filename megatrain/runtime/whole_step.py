@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from megatrain.device import Device
 from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, Call
 from megatrain.runtime.engine import Engine
@@ -80,12 +81,17 @@ class StepRun:
         engine.refresh()
         self._calls: list[Call] = []
         for number, (loaded, tensors) in enumerate(zip(executor.loaded, inputs, strict=True)):
-            start = Start.of(loaded.program, tensors, engine.tensors, executor.slots.places)
+            start = Start.of(loaded.program, tensors, engine.tensors, executor.slots.places, engine.device)
             is_own = number > 0 and start.rng is not None
             generators = OwnGenerators(micro_batch_seed(number, engine.device), engine.device) if is_own else None
             parks = engine.parks.take(executor.instructions.park_bytes)
             call = Call(engine.meter, parks, start, loaded, generators=generators, can_repeat=True)
             self._calls.append(call)
+
+    @property
+    def device(self) -> Device:
+        """The compute device."""
+        return self._executor.engine.device
 
     def go(self, trainer: Trainer) -> None:
         """Runs the step.

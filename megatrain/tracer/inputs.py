@@ -47,7 +47,7 @@ def check_arguments(arguments: Arguments) -> None:
 
 def device_of(arguments: Arguments) -> torch.device:
     """Returns the device of the first real input, else the CPU."""
-    real = [t.device for t in arguments.tensors if t.device.type != "meta"]
+    real = [t.device for t in arguments.tensors if not t.is_meta]
     return real[0] if real else torch.device("cpu")
 
 
@@ -108,7 +108,7 @@ def bind_inputs(
 def _copied(
     tensor: torch.Tensor, fake_mode: FakeTensorMode, device: torch.device, *, uses_values: bool
 ) -> torch.Tensor:
-    if tensor.device.type != "meta" and (uses_values or not tensor.requires_grad):
+    if not tensor.is_meta and (uses_values or not tensor.requires_grad):
         return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
     with fake_mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
