@@ -21,6 +21,7 @@ from megatrain.runtime.available import available_bytes as available_now
 from megatrain.runtime.facts import Facts
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import aligned, format_bytes
+from megatrain.torch_private import FakeTensor
 from megatrain.tracer.state import StateEntry, inventory
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
@@ -256,7 +257,7 @@ def _wholes_bytes(program: Program, entries: Mapping[str, StateEntry]) -> int:
 
 def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the host's memory behind tensors, each memory once."""
-    real = [t for t in tensors if is_on_host(t) and not isinstance(t, torch._subclasses.FakeTensor)]
+    real = [t for t in tensors if is_on_host(t) and not isinstance(t, FakeTensor)]
     strided = [t.untyped_storage() for t in real if t.layout == torch.strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in strided}.values())
 

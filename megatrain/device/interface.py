@@ -72,8 +72,8 @@ class Device:
         self.kind = torch_device.type if kind is None else kind
 
     def __str__(self) -> str:
-        index: int | None = self.torch_device.index
-        return self.kind if index is None else f"{self.kind}:{index}"
+        index = self.torch_device.index
+        return self.kind if index is None else f"{self.kind}:{index}"  # pyright: ignore[reportUnnecessaryComparison]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self}>"

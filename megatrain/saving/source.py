@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatrain.device import is_on_host
 from megatrain.runtime.checkpoint import DTYPES, PIECE_BYTES, parts
 from megatrain.runtime.pages import scratch
+from megatrain.torch_private import is_traceable_wrapper_subclass
 from megatrain.tracer.spec import TensorSpec
 
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}

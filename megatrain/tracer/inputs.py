@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.errors import TraceError
+from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.attempt import Attempt
 from megatrain.tracer.recorder import Recorder
 from megatrain.tracer.structure import Arguments, holds_tensors

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.device import present_accelerator
 from megatrain.patches import replaced_elsewhere
+from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.equal import is_equal
 from megatrain.tracer.kept import MISSING
 from megatrain.tracer.named import Named
