@@ -9,8 +9,8 @@ docs/extending.md writes one.
 from megatrain.device.accelerator import Accelerator
 from megatrain.device.cpu import Cpu
 from megatrain.device.cuda import Cuda
-from megatrain.device.found import HOST, autocast_kinds, find, present_accelerator, register, unregister
 from megatrain.device.interface import Device, DeviceEvent, DeviceStream, Memory, is_on_host, is_same_kind
+from megatrain.device.kinds import HOST, autocast_kinds, find, present_accelerator, register, unregister
 
 __all__ = [
     "HOST",

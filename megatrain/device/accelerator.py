@@ -48,7 +48,7 @@ class Accelerator(Device):
         """Issues a copy; it runs beside the host if the host's side is page-locked."""
         return out.copy_(source, non_blocking=True)
 
-    def keep(self, tensor: torch.Tensor, stream: DeviceStream | None) -> None:
+    def record_use(self, tensor: torch.Tensor, stream: DeviceStream | None) -> None:
         """Tells torch's allocator that a stream reads the tensor."""
         tensor.record_stream(cast("torch.Stream", stream))
 

@@ -111,7 +111,7 @@ class Device:
         """
         return out.copy_(source)
 
-    def keep(self, tensor: torch.Tensor, stream: DeviceStream | None) -> None:
+    def record_use(self, tensor: torch.Tensor, stream: DeviceStream | None) -> None:
         """Keeps a tensor's memory from being given to others before `stream` has done what it has now."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:

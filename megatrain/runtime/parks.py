@@ -102,7 +102,7 @@ class Parks:
         self._device.copy(self._places[name], tensor.detach())
         # It was made on the compute stream: without this its memory could be handed out again, there, while this
         # stream still reads it.
-        self._device.keep(tensor, self._device.current_stream())
+        self._device.record_use(tensor, self._device.current_stream())
 
     def get(self, name: str) -> torch.Tensor:
         """Copies a value back to the device, on the current stream."""
@@ -110,7 +110,7 @@ class Parks:
         tensor = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype, device=self._device.torch_device)
         self._device.copy(tensor, place)
         # The reverse: made on this stream, read and dropped by compute.
-        self._device.keep(tensor, self._compute)
+        self._device.record_use(tensor, self._compute)
         return tensor
 
     def _new_place(self, spec: TensorSpec, offset: int) -> torch.Tensor:

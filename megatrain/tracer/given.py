@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from megatrain.checks import Rule, instance_of, mapping_of, optional, sequence_of
-from megatrain.device.found import fault, fault_of_name
+from megatrain.device.kinds import fault, fault_of_name
 
 EXAMPLE_ARGS = sequence_of(kinds=(tuple, list), what="a tuple of arguments")
 EXAMPLE_KWARGS = optional(mapping_of())

@@ -1,4 +1,4 @@
-"""Finds devices: by object, by name, by torch device, or what this machine has."""
+"""Kinds of devices: which class each has, and which device is meant by a name, or is on this machine."""
 
 from __future__ import annotations
 
