@@ -114,13 +114,21 @@ def fault(given: object) -> str | None:
     kind, index = (given.torch_device.type, given.torch_device.index) if isinstance(given, Device) else _named(given)
     if kind == "meta":
         return "has no values to compute with"
-    if kind == HOST.kind or kind in _makers.keys() - _OWN.keys():
+    if kind == HOST.kind or not _is_torchs(kind):
         return None
     here = torch.accelerator.current_accelerator(check_available=True)
     if here is None or here.type != kind:
         return f"is not available here: there is {here or 'no accelerator'}"
     count = torch.accelerator.device_count()
     return f"is not available here: there are {count} of its kind" if (index or 0) >= count else None
+
+
+def _is_torchs(kind: str) -> bool:
+    try:
+        torch.device(kind)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _named(given: torch.device | str | int) -> tuple[str, int | None]:

@@ -143,6 +143,10 @@ def test_a_kind_of_torch_may_have_another_class():
 
     with pytest.raises(megatrain.OptionError, match='the kind of device "cpu" is not registered'):
         unregister("cpu")
+    register("xpu", lambda index: Accelerator("xpu", index))  # of torch's own kinds: it still has to be there
+    with pytest.raises(megatrain.OptionError, match=r"^device='xpu' is not available here"):
+        megatrain.compile(nn.Linear(3, 3), device="xpu")
+    unregister("xpu")
     register("cpu", Mine)
     assert type(find("cpu")) is Mine
     unregister("cpu")
