@@ -33,7 +33,7 @@ def train(ctx: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, A
     train_step = megatrain.TrainStep(compiled, optimizer, max_grad_norm=ctx.clip or None)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
-        on_device = ids.to(compiled.megatrain.options.device)
+        on_device = ids.to(compiled.megatrain.options.device.torch_device)
         return train_step({"input_ids": on_device, "labels": on_device, "use_cache": False})
 
     return step, {"optimizer": "torch AdamW fused, block by block", "megatrain": megatrain.__version__}

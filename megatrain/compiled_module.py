@@ -16,6 +16,7 @@ from torch import nn
 
 from megatrain.checks import instance_of
 from megatrain.compiled import Compiled
+from megatrain.device import is_on_host, is_same_kind
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.tracer.own_code import StandIn, original, runs_own_code
 
@@ -132,8 +133,8 @@ class CompiledModule(StandIn):
         probes = [torch.zeros([2] * dim, dtype=dtype) for dtype, dim in tensors]
         results = [fn(probe) for probe in probes]
         for probe, result in zip(probes, results, strict=True):
-            _check_stays(probe, result, self._megatrain.options.device)
-        moves = [r.device.type == "cpu" and r is not p for p, r in zip(probes, results, strict=True)]
+            _check_stays(probe, result, self._megatrain.options.device.torch_device)
+        moves = [is_on_host(r) and r is not p for p, r in zip(probes, results, strict=True)]
         if any(moves):  # other memory, or another memory format, on the host
             self.__original__._apply(fn, recurse)
         return self
@@ -146,13 +147,13 @@ def _check_stays(probe: torch.Tensor, result: torch.Tensor, device: torch.device
             "  Dtypes are fixed when the model is compiled.\n"
             "  Convert the plain model first, then compile it."
         )
-    if result.device.type not in ("cpu", device.type):
+    if not is_on_host(result) and not is_same_kind(result.device, device):
         raise ExecuteError(
             f"the compiled model can't be moved to {result.device}: it computes on {device}.\n"
             "  Its parameters live in host memory wherever it computes.\n"
             f'  Compile the plain model with device="{result.device}".'
         )
-    if result.device.type == "cpu" and result.is_shared():
+    if is_on_host(result) and result.is_shared():
         raise ExecuteError(
             "the compiled model can't be put into shared memory.\n"
             "  Its parameters lie in the host store, which belongs to one process.\n"

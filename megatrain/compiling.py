@@ -11,6 +11,7 @@ from torch import nn
 from megatrain.checks import checked
 from megatrain.compiled import Compiled
 from megatrain.compiled_module import CompiledModule, compiled_module
+from megatrain.device import Device
 from megatrain.errors import OptionError
 from megatrain.optim.masters.narrow_model import narrowed
 from megatrain.options import COMPILE, Options
@@ -23,7 +24,7 @@ from megatrain.runtime.streams import Chaos, Recording
 def compile(  # noqa: PLR0913  # the name torch users expect; all but the model are keywords
     model: nn.Module,
     *,
-    device: torch.device | str | None = None,
+    device: Device | torch.device | str | None = None,
     memory: int | str | None = None,
     precision: str = "fp32",
     activations: str = "auto",
@@ -42,7 +43,8 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
 
     Args:
         model: Any nn.Module. Parameters on the CPU, or on meta to plan without weights.
-        device: Compute device; default: the accelerator if there is one, else the CPU.
+        device: Compute device: its name, a torch.device or a `megatrain.device.Device`; default: the accelerator if
+            there is one, else the CPU.
         memory: Device-memory budget: bytes, or text like `"10GiB"`; None takes what is free, less a margin.
         precision: `"fp32"`: compute in the parameters' own dtype. `"bf16"`: fp32 parameters become bf16 now, staying
             the same objects, and fp32 inputs are cast at each call; what trained ones lose is kept in

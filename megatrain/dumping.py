@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from megatrain.errors import LowerError, OptionError, ScheduleError
@@ -101,6 +100,12 @@ def _stages(variant: Variant, model: nn.Module, options: Options, masters: Maste
     yield "workload", workload_text(schedule.known_workload())
     yield "schedule", str(schedule)
     yield "instructions", str(schedule.instructions)
-    on_host = options.device == torch.device("cpu")
-    host = host_plan(variant.program, schedule, model, precision=options.precision, masters=masters, on_host=on_host)
+    host = host_plan(
+        variant.program,
+        schedule,
+        model,
+        precision=options.precision,
+        masters=masters,
+        on_host=options.device.is_host,
+    )
     yield "plan", str(Plan(variant.program, schedule, host, options.memory, None, options.precision))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatrain.checks import Rule, checked, count, one_of, optional
+from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.optim.made_over import OPTIMIZER, made_over
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
@@ -20,6 +21,7 @@ from megatrain.runtime.available import available_bytes as available_now
 from megatrain.runtime.facts import Facts
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import aligned, format_bytes
+from megatrain.torch_private import FakeTensor
 from megatrain.tracer.state import StateEntry, inventory
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
@@ -187,7 +189,7 @@ def _state_rows(programs: Sequence[Program], entries: Mapping[str, StateEntry]) 
     for kind in ("parameter", "buffer"):
         yield f"{kind}s", sum(aligned(entry.spec.nbytes) for entry in stored if entry.kind == kind)
     yield "state of no block", sum(aligned(e.spec.nbytes) for key, e in entries.items() if key not in bound)
-    constants = [tensor for program in programs for tensor in program.constants.values() if tensor.device.type == "cpu"]
+    constants = [tensor for program in programs for tensor in program.constants.values() if is_on_host(tensor)]
     yield "constants", _held_bytes(constants)
 
 
@@ -255,7 +257,7 @@ def _wholes_bytes(program: Program, entries: Mapping[str, StateEntry]) -> int:
 
 def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the host's memory behind tensors, each memory once."""
-    real = [t for t in tensors if t.device.type == "cpu" and not isinstance(t, torch._subclasses.FakeTensor)]
+    real = [t for t in tensors if is_on_host(t) and not isinstance(t, FakeTensor)]
     strided = [t.untyped_storage() for t in real if t.layout == torch.strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in strided}.values())
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from megatrain.checks import PATHS, Rule, one_of, optional
+from megatrain.device import Device, find
 from megatrain.errors import OptionError
 from megatrain.opaque_model import OPAQUE
 from megatrain.optim.masters.registry import Kind
@@ -58,7 +58,7 @@ class Options:
         passes: The user's own rewrites of captured graphs.
     """
 
-    device: torch.device
+    device: Device
     memory: int | None
     precision: str
     activations: str
@@ -71,7 +71,7 @@ class Options:
 
     @staticmethod
     def read(
-        device: torch.device | str | None,
+        device: Device | torch.device | str | None,
         memory: int | str | None,
         precision: str,
         activations: str,
@@ -87,14 +87,14 @@ class Options:
         Raises:
             OptionError: If two of them exclude each other, or the device isn't there.
         """
-        target = _read_device(device)
+        target = find(device)
         if masters == "rounded" and precision != "bf16":
             raise OptionError(
                 'masters="rounded" needs precision="bf16".\n'
                 "  It says how bf16 parameters take an update; fp32 ones are their own masters.\n"
                 '  Give precision="bf16" as well, or leave masters out.'
             )
-        if transfer == "bind" and target.type != "cpu":
+        if transfer == "bind" and not target.can_bind:
             raise OptionError(
                 f'transfer="bind" needs the compute device to be the host, but it is {target}.\n'
                 '  Weights are used where they lie.\n  Use transfer="copy" or "auto".'
@@ -102,7 +102,7 @@ class Options:
         budget = None if memory is None else parse_bytes(memory, "memory")
         if transfer == "auto":
             # A budget on the host is a rehearsal of a device: only copies into slots can respect it.
-            transfer = "bind" if target.type == "cpu" and budget is None else "copy"
+            transfer = "bind" if target.can_bind and budget is None else "copy"
         size = None if block_bytes is None else parse_bytes(block_bytes, "block_bytes")
         # A checkpoint whose save was ended between its two renames lies beside its place.
         paths = None if weights is None else tuple(present(path) for path in read_paths(weights))
@@ -113,18 +113,4 @@ class Options:
         """The device-memory budget in bytes: as given, or what is free now less a tenth."""
         if self.memory is not None:
             return self.memory
-        if self.device.type == "cpu":
-            return int(psutil.virtual_memory().available * _MARGIN)
-        free, _ = torch.get_device_module(self.device).mem_get_info(self.device)
-        return int(free * _MARGIN)
-
-
-def _read_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        present = torch.accelerator.current_accelerator(check_available=True)
-        target = torch.device("cpu") if present is None else present
-    else:
-        target = torch.device(device)
-    if target.type == "cpu":
-        return torch.device("cpu")
-    return target if ":" in str(target) else torch.device(target.type, torch.accelerator.current_device_index())
+        return int(self.device.memory().free * _MARGIN)

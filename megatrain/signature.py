@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from megatrain.device import Device
 from megatrain.tracer.changes import Watch
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.structure import Arguments
@@ -19,12 +20,12 @@ from megatrain.tracer.tree import GLOBAL_HOOKS, HOOKS
 _facts = attrgetter("requires_grad", "shape", "dtype")
 
 
-def call_signature(arguments: Arguments, device: torch.device) -> Hashable:
+def call_signature(arguments: Arguments, device: Device) -> Hashable:
     """What a capture assumes of a call: structure, specs, literals, modes, and torch's defaults."""
     has_grad = torch.is_grad_enabled()
     specs = tuple((TensorSpec.of(t), t.requires_grad and has_grad) for t in arguments.tensors)
     literals = tuple(_literal_key(x) for x in arguments.literals)
-    autocast = tuple((d, torch.get_autocast_dtype(d)) for d in {"cpu", device.type} if torch.is_autocast_enabled(d))
+    autocast = tuple((d, torch.get_autocast_dtype(d)) for d in device.autocast_kinds if torch.is_autocast_enabled(d))
     defaults = torch.get_default_dtype(), torch.get_default_device()
     return arguments.layout, specs, literals, has_grad, autocast, defaults
 

@@ -94,6 +94,7 @@ FEATURES: tuple[Feature, ...] = (
         probes.engine_tells_of_graphs,
     ),
     Feature("torch._C._will_engine_execute_node", "tell which gradients are wanted", probes.engine_tells_of_nodes),
+    Feature("torch._C._current_graph_task_id", "number the backward of a thread", probes.graph_tasks_are_told),
     Feature("torch.Tensor._make_subclass", "give memory to a parameter on meta", probes.meta_gets_memory),
     Feature("torch.utils._python_dispatch._disable_current_modes", "leave fake tensors", probes.modes_can_be_disabled),
     Feature("fake_tensor.DataDependentOutputException", "be raised for a value", probes.fakes_tell_of_values),

@@ -1,7 +1,11 @@
-"""The private names of torch on which numbers depend: each is imported here and nowhere else.
+"""The private names of torch: each is imported here and nowhere else (`tests/test_places.py`).
 
-A name that this torch doesn't have is no error at import. `torch_features.check_torch` tries each by what it does
-before the first capture, and refuses a torch on which one is missing or does something else.
+Those that are imported outright, at the top, are types and tables that no torch so far lacks or means otherwise. The
+others decide about numbers. That this torch doesn't have one is no error at import: `torch_features.check_torch` tries
+each by what it does before the first capture, and refuses a torch on which one is missing or does something else.
+
+What has a private name and is an attribute of a tensor, a module or an optimizer is read where it is needed;
+`tests/test_places.py` lists those with their reasons.
 """
 
 from __future__ import annotations
@@ -10,9 +14,48 @@ import importlib
 from typing import Any
 
 import torch
-from torch import autograd
+from torch import autograd, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
+from torch.optim.optimizer import _global_optimizer_post_hooks as GLOBAL_POST_HOOKS
+from torch.optim.optimizer import _global_optimizer_pre_hooks as GLOBAL_PRE_HOOKS
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from megatrain.errors import TorchError
+
+__all__ = [
+    "GLOBAL_POST_HOOKS",
+    "GLOBAL_PRE_HOOKS",
+    "ITEM",
+    "MODULE_APPLY",
+    "TESTED",
+    "DataDependentOutputException",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "MissingError",
+    "TorchDispatchMode",
+    "are_transforms_active",
+    "current_graph_task",
+    "disable_current_modes",
+    "disable_fake_tensor_cache",
+    "forbid_memory",
+    "function_class",
+    "function_modes",
+    "fused_adamw",
+    "group_by_dtype",
+    "is_traceable_wrapper_subclass",
+    "keeps_graph",
+    "make_subclass",
+    "pytree",
+    "top_saved_tensors_hooks",
+    "unset_fake_temporarily",
+    "unsupported",
+    "vmap_home",
+    "will_execute_node",
+]
 
 TESTED = "2.11 to 2.14"
 """The versions of torch that the tests run on, for errors."""
@@ -51,6 +94,10 @@ def _found(home: str, name: str) -> Any:
     return owner
 
 
+# What `.to()` and its like run on every module: a model must not be moved in mid-capture.
+MODULE_APPLY = nn.Module._apply  # pyright: ignore[reportPrivateUsage]
+# The operation behind `.item()`, `float()` and `if tensor:`.
+ITEM = torch.ops.aten._local_scalar_dense.default
 # A look at an attribute of a custom Function asks this class: so calls of Functions are recorded.
 function_class: Any = type(autograd.Function)
 # `torch.vmap` calls `vmap_impl` in this module: so it becomes one node.
@@ -69,6 +116,8 @@ top_saved_tensors_hooks = _found("torch", "_C._autograd._top_saved_tensors_defau
 keeps_graph = _found("torch", "_C._autograd._get_current_graph_task_keep_graph")
 # Whether the running backward wants the gradient of a node; raises RuntimeError if `torch.autograd.grad` asked for it.
 will_execute_node = _found("torch", "_C._will_engine_execute_node")
+# Whether this thread is one of autograd's own, in a backward; -1 outside of it.
+current_graph_task = _found("torch", "_C._current_graph_task_id")
 # With `swap_tensors`: a parameter on meta gets memory and stays the same object.
 make_subclass = _found("torch", "Tensor._make_subclass")
 # Updates run outside of whatever dispatch modes the caller is in.

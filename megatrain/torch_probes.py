@@ -173,6 +173,14 @@ def engine_tells_of_nodes() -> bool:
     return answers == [[True, True], [True, True], [True, False], ["captured", False]]
 
 
+def graph_tasks_are_told() -> bool:
+    """Whether a backward has a number, and nothing outside of it."""
+    leaf, seen = torch.ones(1, requires_grad=True), list[int]()
+    leaf.register_hook(lambda _: seen.append(torch_private.current_graph_task()))
+    leaf.sum().backward()
+    return torch_private.current_graph_task() == -1 and -1 not in seen
+
+
 def meta_gets_memory() -> bool:
     """Whether a parameter on meta can get memory and keep its hooks."""
     parameter, seen = nn.Parameter(torch.empty(2, device="meta")), list[torch.Tensor]()

@@ -225,7 +225,7 @@ class Variants:
 
     def _capture(self, arguments: Arguments, others: Sequence[Variant]) -> Variant:
         args, kwargs = arguments.rebuild(arguments.tensors)
-        traced = trace(self._model, args, kwargs, device=self._options.device, opaque=self._opaque)
+        traced = trace(self._model, args, kwargs, device=self._options.device.torch_device, opaque=self._opaque)
         check_opaque(traced, self._options.opaque, self._heard)
         guards = GuardCheck(traced.guards, traced.graph, traced.constants)
         assumptions = AssumptionCheck(traced.assumptions)

@@ -21,6 +21,7 @@ GROUPS = (
     "torch_private",
     "torch_probes",
     "torch_features",
+    "device",
     "tracer",
     "passes",
     "scheduler",

@@ -42,7 +42,7 @@ def _demonstrate(course: Course, interrupt_at: float | None) -> bool:
     check_windows(held_out, recipe)
     model = build_model(recipe)
     compiled = megatrain.compile(model, device=recipe.device, memory=budget, transfer="copy")
-    device = compiled.megatrain.options.device
+    device = compiled.megatrain.options.device.torch_device
     weights = state_bytes(model)
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {format_bytes(weights)}"
     print(f"model   {type(model).__name__}, {size}")
@@ -85,7 +85,7 @@ def _train(
 def _verify(compiled: megatrain.CompiledModule, text: bytes, course: Course) -> megatrain.Report:
     """Compares with eager PyTorch under the options that the training ran with."""
     options = compiled.megatrain.options
-    ids = next(random_batches(byte_tensor(text), course.recipe)).to(options.device)
+    ids = next(random_batches(byte_tensor(text), course.recipe)).to(options.device.torch_device)
     compiled.train()
     same = {"device": options.device, "memory": options.memory, "transfer": options.transfer}
     return megatrain.verify(compiled.megatrain.model, compile_options=same, input_ids=ids, labels=ids)

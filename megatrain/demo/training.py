@@ -75,7 +75,7 @@ class Training:
 
     @property
     def _device(self) -> torch.device:
-        return self._compiled.megatrain.options.device
+        return self._compiled.megatrain.options.device.torch_device
 
     def run(self) -> int:
         """Trains until the steps or the seconds are used up, and saves.

@@ -7,13 +7,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from megatrain.errors import OptimizerError
 from megatrain.optim.impostor import Optimizer, OptimizerStep, StepCode, step_code
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.runtime.heap import return_free_memory
 from megatrain.torch_features import check_torch
+from megatrain.torch_private import GLOBAL_POST_HOOKS, GLOBAL_PRE_HOOKS
 
 
 class BlockOptimizer:
@@ -158,11 +158,11 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 
 def _pre_hooks(optimizer: Optimizer) -> list[Any]:
-    return [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
+    return [*GLOBAL_PRE_HOOKS.values(), *optimizer._optimizer_step_pre_hooks.values()]
 
 
 def _post_hooks(optimizer: Optimizer) -> list[Any]:
-    return [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
+    return [*optimizer._optimizer_step_post_hooks.values(), *GLOBAL_POST_HOOKS.values()]
 
 
 def _check_not_replaced(optimizer: Optimizer) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.checks import Rule
 from megatrain.errors import OptionError
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.rehearsal import empty
+from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.spec import TensorSpec
 
 

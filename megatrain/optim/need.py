@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from megatrain.errors import OptimizerError
 from megatrain.optim.fast import FastPath, fast_path
@@ -27,7 +25,7 @@ from megatrain.optim.rehearsal import (
 )
 from megatrain.passes.measure import LiveBytes
 from megatrain.torch_features import check_torch
-from megatrain.torch_private import forbid_memory
+from megatrain.torch_private import FakeTensorMode, forbid_memory, pytree
 from megatrain.tracer.spec import TensorSpec
 
 _STEPS = 2

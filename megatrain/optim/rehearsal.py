@@ -14,13 +14,18 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.errors import OptimizerError
 from megatrain.optim.impostor import ALIGNED, Optimizer, attributes, impostor, own_copy
-from megatrain.torch_private import DataDependentOutputException, forbid_memory, unset_fake_temporarily
+from megatrain.torch_private import (
+    ITEM,
+    DataDependentOutputException,
+    FakeTensor,
+    TorchDispatchMode,
+    forbid_memory,
+    pytree,
+    unset_fake_temporarily,
+)
 from megatrain.tracer.spec import TensorSpec
 
 Result = TypeVar("Result")
@@ -140,7 +145,7 @@ class WithoutValues(TorchDispatchMode):
         try:
             result = func(*args, **(kwargs or {}))
         except DataDependentOutputException:
-            if func is not torch.ops.aten._local_scalar_dense.default:
+            if func is not ITEM:
                 raise
             return _one(args[0].dtype)
         # Else `data_ptr()` is 0, and code of C that trusts it ends the process.

@@ -6,12 +6,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from megatrain.device import is_on_host
 from megatrain.optim.impostor import Optimizer, own_copy
 from megatrain.optim.masters.halves import Master, SplitMaster
 from megatrain.optim.masters.registry import Masters
 from megatrain.sizes import aligned
+from megatrain.torch_private import pytree
 
 
 class Undo:
@@ -70,4 +71,4 @@ class Undo:
 
 
 def _is_dense(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout == torch.strided
+    return isinstance(value, torch.Tensor) and is_on_host(value) and value.layout == torch.strided

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.impostor import Optimizer
@@ -16,6 +15,7 @@ from megatrain.optim.masters.block_update import MasterStep
 from megatrain.optim.masters.halves import Master
 from megatrain.optim.norm import GradientNorm, NonFinite
 from megatrain.optim.undo import Undo
+from megatrain.torch_private import pytree
 
 
 def update_threads(leave: int = 1) -> int:

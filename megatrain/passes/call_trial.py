@@ -9,12 +9,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
+from megatrain.device import is_same_kind
 from megatrain.errors import LowerError
 from megatrain.interrupts import Interrupts
-from megatrain.torch_private import disable_current_modes
+from megatrain.torch_private import FakeTensorMode, disable_current_modes, pytree
 from megatrain.tracer.modes import autocast_state
 from megatrain.tracer.rng import GeneratorWatch
 from megatrain.tracer.source import SourceLine
@@ -165,7 +164,7 @@ def _empty(node: fx.Node, device: torch.device) -> torch.Tensor:
 
 def _check_device(target: Target, result: Any, device: torch.device) -> None:
     for tensor in pytree.tree_leaves(result):
-        if isinstance(tensor, torch.Tensor) and tensor.device.type != device.type:
+        if isinstance(tensor, torch.Tensor) and not is_same_kind(tensor.device, device):
             refuse_call(
                 target,
                 f"makes a tensor on {tensor.device}, and the model computes on {device}",

@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.errors import LowerError
@@ -20,6 +17,7 @@ from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.cost import TemplateCost
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.program import Program, Template
+from megatrain.torch_private import FakeTensorMode, TorchDispatchMode, disable_fake_tensor_cache, pytree
 from megatrain.tracer.expect import Expectation
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.targets import call_text

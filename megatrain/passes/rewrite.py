@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from megatrain.checks import checked, count, optional, shown
 from megatrain.passes.call_trial import Site, Target, check_target, operands_of, refuse_call, tried
 from megatrain.passes.canonicalize import copied_graph, is_erased, without_dead
 from megatrain.passes.replacing import check_alike, refuse_rewrite, take_over_memory
+from megatrain.torch_private import FakeTensorMode, pytree
 from megatrain.tracer.node_meta import CALLS
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry

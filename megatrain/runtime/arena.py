@@ -9,10 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.runtime.host import HostArena
-
-ALIGNMENT = 256
-"""The arena starts at a multiple of this many bytes."""
+from megatrain.device import Device
 
 
 class DeviceArena:
@@ -28,11 +25,11 @@ class DeviceArena:
         generation: Number of times that memory was allocated.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = device
         self.generation = 0
         self._num_users = 0
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._buffer = self._none()
 
     @property
     def nbytes(self) -> int:
@@ -45,16 +42,13 @@ class DeviceArena:
             return
         assert not self._num_users, "the device arena can't grow while it is in use"
         # The old memory goes first: both at once may not fit. If the new can't be had, the arena is empty.
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._buffer = self._none()
         self.generation += 1
-        self._buffer = self._allocate(nbytes)
-        assert self._buffer.data_ptr() % ALIGNMENT == 0
+        self._buffer = self.device.allocate(nbytes)
+        assert self._buffer.data_ptr() % self.device.alignment == 0
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
-        if self.device.type == "cpu":
-            # Mapped pages: aligned and exact, where torch's CPU allocator aligns to 64 bytes only.
-            return HostArena(nbytes, pin=None).tensor
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+    def _none(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self.device.torch_device)
 
     @contextlib.contextmanager
     def use(self) -> Generator[None]:
@@ -77,7 +71,7 @@ class DeviceArena:
     def release(self) -> None:
         """Gives the memory back; the next `ensure` allocates anew."""
         assert not self._num_users, "the device arena can't be released while it is in use"
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._buffer = self._none()
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Template
@@ -84,7 +85,7 @@ class BlockRunner:
         device: Compute device.
     """
 
-    def __init__(self, template: Template, device: torch.device):
+    def __init__(self, template: Template, device: Device):
         self._code = Code(template.graph)
         self._device = device
         self._is_random = template.is_random
@@ -105,10 +106,10 @@ class BlockRunner:
         not, and rounds differently); what autograd would save is thrown away at once.
         """
         if not any(needs_grad) and not self._code.has_inner_grad:
-            with neutral_autocast(self._device):
+            with self._device.without_autocast():
                 return self._run([*inputs, *state])
         leaves = [t.detach().requires_grad_(g) for t, g in zip((*inputs, *state), needs_grad, strict=True)]
-        with torch.enable_grad(), neutral_autocast(self._device), self._forgetting():
+        with torch.enable_grad(), self._device.without_autocast(), self._forgetting():
             outputs = self._run(leaves)
         return tuple(t.detach() for t in outputs)
 
@@ -150,7 +151,7 @@ class BlockRunner:
         is_own = any(call.needs_own_state for call in self._code.opaque)
         state = [t.clone() for t in state] if is_own else state
         leaves = [t.detach().requires_grad_(g) for t, g in zip((*inputs, *state), needs_grad, strict=True)]
-        with torch.enable_grad(), neutral_autocast(self._device):
+        with torch.enable_grad(), self._device.without_autocast():
             saved: list[weakref.ref[torch.Tensor]] = []
             with nullcontext() if is_own else rebound_state(leaves[len(inputs) :], read_state, saved):
                 outputs = self._run(leaves)
@@ -160,17 +161,6 @@ class BlockRunner:
                 for t, c in zip(own, is_carried, strict=True)
             ]
         return LocalGraph(own, leaves[len(inputs) :], carries, outputs, saved)
-
-
-@contextmanager
-def neutral_autocast(device: torch.device) -> Generator[None]:
-    """Switches autocast off; the code switches it on where the forward had it on."""
-    with torch.autocast("cpu", enabled=False):
-        if device.type == "cpu":
-            yield
-        else:
-            with torch.autocast(device.type, enabled=False):
-                yield
 
 
 def outer_hooks_off() -> AbstractContextManager[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.runtime.arena import Meter
 from megatrain.runtime.block import LocalGraph
@@ -72,13 +73,13 @@ class Call:
         self.status = OPEN
         self._versions: list[tuple[str, torch.Tensor, int]] = []
 
-    def begin(self, device: torch.device, *, is_first: bool = True) -> None:
+    def begin(self, device: Device, *, is_first: bool = True) -> None:
         """Puts inputs, constants and, of the first micro-batch, buffers that the forward writes, on the device."""
         assert self.start is not None
         for name, tensor in self.start.inputs.items():
             self.set_value(name, tensor)
         for name, buffer in self.start.buffers.items() if is_first else ():
-            self.set_value(name, buffer.to(device, copy=True))
+            self.set_value(name, buffer.to(device.torch_device, copy=True))
         for name, constant in self.loaded.program.constants.items():
             self.set_value(name, constant)
 

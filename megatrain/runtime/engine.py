@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatrain.checks import Rule, checked, optional
+from megatrain.device import Device, find, is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
@@ -27,9 +28,9 @@ from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import inventory
 
 _DEVICE = Rule(
-    "a torch.device on this machine",
+    "a torch.device on this machine, or a Device",
     '{name}=torch.device("cpu")',
-    lambda value: DEVICE.fault(value) if isinstance(value, torch.device) else "is no torch.device",
+    lambda value: DEVICE.fault(value) if isinstance(value, torch.device | Device) else "is no torch.device",
 )
 _OWNER = Rule(
     "an object that can be referred to weakly",
@@ -55,7 +56,7 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        device: torch.device,
+        device: Device | torch.device,
         *,
         chaos: Chaos | None = None,
         recording: Recording | None = None,
@@ -69,13 +70,13 @@ class Engine:
         self.tensors: dict[str, torch.Tensor] = {}
         self._holders: list[tuple[Mapping[str, torch.Tensor | None], str, str]] = []
         self._has_replaced = False
-        self.device = device
+        self.device = find(device)
         self._recording = recording
         self.set_chaos(chaos)
         self.meter = Meter()
-        self.arena = DeviceArena(device)
+        self.arena = DeviceArena(self.device)
         self.store: HostStore | None = None
-        self.parks = ParkPool(device)
+        self.parks = ParkPool(self.device)
         # The call whose forward last used the slots; only its backward may find weights in them.
         self._slot_owner: weakref.ref[Any] | None = None
         self.turn = turn or Turn()
@@ -185,7 +186,7 @@ class Engine:
                     "  A plan needs no weights, a step does.\n"
                     "  Give compile(weights=...) their files, or load them (model.to_empty and load_state_dict) first."
                 )
-            if tensor.device.type != "cpu":
+            if not is_on_host(tensor):
                 raise ExecuteError(
                     f"{entry.kind} `{key}` is on {tensor.device}.\n"
                     "  Parameters live in host memory; the device only borrows them.\n"

@@ -6,8 +6,7 @@ import threading
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-import torch
-
+from megatrain.device import DeviceEvent
 from megatrain.errors import ExecuteError
 from megatrain.runtime.turn import turns_here
 
@@ -27,7 +26,7 @@ class Event:
     """Tells that an operation is done, across threads and streams.
 
     On the CPU, `host_done` means that the work is complete. On an accelerator it means *issued*: `mark` is
-    then the `torch.Event` recorded behind the work, and a stream that waits for this event waits for that
+    then the event of the device recorded behind the work, and a stream that waits for this event waits for that
     mark as well. An event belongs to one operation of one step and is settled exactly once, by that
     operation.
     """
@@ -37,7 +36,7 @@ class Event:
     def __init__(self, label: str = "") -> None:
         self.label = label
         self.stream: str | None = None
-        self.mark: torch.Event | None = None
+        self.mark: DeviceEvent | None = None
         self.host_done = False
         self.has_failed = False
         self._lock = threading.Lock()

@@ -226,8 +226,8 @@ class Executor:
                 f"the model has no parameter or buffer {shown(key)}.\n  They have the names of its state_dict.\n"
                 f"  It has {shown(list(self.engine.tensors))}."
             )
-        state = self.engine.tensors[key]
-        return state if state.device == self.engine.device else state.to(self.engine.device)
+        state, device = self.engine.tensors[key], self.engine.device.torch_device
+        return state if state.device == device else state.to(device)
 
 
 def _check_number(name: str, given: Sequence[object], wanted: Sequence[object]) -> None:

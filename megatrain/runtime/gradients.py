@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.host import HostArena
@@ -30,8 +31,8 @@ class GradientSink:
     Args:
         parameter_of: Returns the parameter of a key, which the user may replace between calls.
         device: Compute device.
-        slab_bytes: Size of the page-locked landing area; the largest block's gradients. Unused where the compute
-            device is the host.
+        slab_bytes: Size of the page-locked landing area; the largest block's gradients. Unused where gradients are
+            made in host memory.
         parts: Parts of parameters; the gradient of each becomes rows of the parameter's, whose other rows are zero.
         landing: Places that gradients are copied to, and stay in; None makes new tensors.
     """
@@ -39,7 +40,7 @@ class GradientSink:
     def __init__(
         self,
         parameter_of: Callable[[str], torch.Tensor],
-        device: torch.device,
+        device: Device,
         slab_bytes: int,
         parts: Sequence[StateEntry] = (),
         *,
@@ -50,7 +51,7 @@ class GradientSink:
         self._parts = {part.key: part for part in parts}
         self._landing = landing
         self._reuses_places = True
-        needs_slab = device.type != "cpu" and landing is None
+        needs_slab = not device.can_bind and landing is None
         self._slab = HostArena(max(1, slab_bytes), pin=device) if needs_slab else None
         self._sums: dict[str, torch.Tensor] = {}
         self._received: set[int] = set()
@@ -143,11 +144,11 @@ class GradientSink:
         self, block: int, where: Bytes | None, gradients: Sequence[tuple[torch.Tensor | None, bool]]
     ) -> list[torch.Tensor | None]:
         if self._landing is not None and self._reuses_places and where is not None:
-            return _copied(self._landing.places(block, where), [gradient for gradient, _ in gradients])
+            return _copied(self._device, self._landing.places(block, where), [gradient for gradient, _ in gradients])
         if self._slab is not None:
             return self._land_through_slab([gradient for gradient, _ in gradients])
-        if self._device.type != "cpu":  # there is no slab beside places
-            return [gradient if gradient is None else gradient.to("cpu") for gradient, _ in gradients]
+        if not self._device.can_bind:  # there is no slab beside places
+            return [gradient if gradient is None else self._device.to_host(gradient) for gradient, _ in gradients]
         seen: set[int] = set()
         landed: list[torch.Tensor | None] = []
         for gradient, is_shared in gradients:
@@ -167,30 +168,30 @@ class GradientSink:
         offset = 0
         for gradient in gradients:
             if gradient is None or gradient.layout != torch.strided:
-                places.append(gradient if gradient is None else gradient.to("cpu"))
+                places.append(gradient if gradient is None else self._device.to_host(gradient))
                 continue
             place = self._slab.tensor[offset : offset + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
-            place.copy_(gradient, non_blocking=True)
+            self._device.copy(place, gradient)
             places.append(place)
             offset += aligned(gradient.nbytes)
-        torch.accelerator.current_stream().synchronize()
+        self._device.synchronize()
         return [p.clone() if p is not None and p.layout == torch.strided else p for p in places]
 
 
 def _copied(
-    places: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
+    device: Device, places: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
     """Copies gradients to their places, in one burst; sparse ones, and those of another dtype, have none."""
     landed: list[torch.Tensor | None] = []
     for place, gradient in zip(places, gradients, strict=True):
         if gradient is None or gradient.layout != torch.strided:
-            landed.append(gradient if gradient is None else gradient.to("cpu"))
+            landed.append(gradient if gradient is None or device.can_bind else device.to_host(gradient))
         elif place is None or place.dtype != gradient.dtype:
-            landed.append(gradient.to("cpu", copy=True))
+            landed.append(device.to_host(gradient))
         else:
-            landed.append(place.copy_(gradient, non_blocking=True))
-    if any(gradient is not None and gradient.device.type != "cpu" for gradient in gradients):
-        torch.accelerator.current_stream().synchronize()
+            landed.append(device.copy(place, gradient))
+    if any(gradient is not None for gradient in gradients):
+        device.synchronize()
     return landed
 
 

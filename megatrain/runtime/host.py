@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.runtime.available import available_bytes
 from megatrain.runtime.image import BlockImage, Entry, image, stored_stride, views
@@ -60,7 +61,7 @@ class HostStore:
         images: Layout of each block's state, in block order.
         tensors: The state by key: the model's own parameters and buffers, on the CPU. Tensors that `images`
             do not name stay as they are; a later `extend` may take them.
-        device: Compute device; the arena is page-locked for its transfers where that is CUDA.
+        device: Compute device; the arena is page-locked for its transfers where they gain from that.
         weights: Files that hold the values of these tensors; with them, tensors may be on meta.
 
     Raises:
@@ -73,7 +74,7 @@ class HostStore:
         self,
         images: Sequence[BlockImage],
         tensors: Mapping[str, torch.Tensor],
-        device: torch.device,
+        device: Device,
         weights: Weights | None = None,
     ) -> None:
         self._device = device
@@ -182,16 +183,15 @@ class HostStore:
         """Returns how many copies a prefetch of this image takes."""
         return len(self._placed(layout).runs)
 
-    def prefetch(self, layout: BlockImage, out: torch.Tensor, *, non_blocking: bool = True) -> None:
-        """Copies a block's state into a slot: one copy for what lies together, one for each tied tensor.
+    def prefetch(self, layout: BlockImage, out: torch.Tensor) -> None:
+        """Copies a block's state into a slot, on the current stream: one copy of what lies together, one of each tied.
 
         Args:
             layout: An image known to this store.
             out: The slot, `uint8`, at least as large as the image.
-            non_blocking: On CUDA, returns once the copies are issued on the current stream.
         """
         for run in self._placed(layout).runs:
-            out[run.start : run.end].copy_(run.source, non_blocking=non_blocking)
+            self._device.copy(out[run.start : run.end], run.source)
 
     def bound(self, layout: BlockImage) -> list[torch.Tensor]:
         """Returns a block's state in place: views of the arena that need no gradient, in image order."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatrain.device import Device
 from megatrain.runtime.image import BlockImage, image, views
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.pages import HostArena
@@ -16,10 +17,10 @@ class LandingArena:
     """The memory, allocated once and kept from step to step; grows if a later schedule needs more.
 
     Args:
-        device: Compute device; page-locked for its transfers where that is CUDA.
+        device: Compute device; page-locked for its transfers where they gain from that.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._arena = HostArena(0)
 

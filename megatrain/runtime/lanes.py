@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatrain.device import Device, DeviceEvent, DeviceStream
 from megatrain.runtime.chaos import Chaos, Probe, Recording
 from megatrain.runtime.events import CALLER, Aborted, Event, Failure, Step
 from megatrain.runtime.turn import work_for
@@ -38,11 +39,11 @@ class Steps:
 class Lane:
     """What a thread needs to run a stream's operations: all but the stream, which must stay collectable."""
 
-    def __init__(self, name: str, device: torch.device, probe: Probe | None) -> None:
+    def __init__(self, name: str, device: Device, probe: Probe | None) -> None:
         self.name = name
         self.device = device
         self.probe = probe
-        self.torch_stream: torch.Stream | None = None
+        self.device_stream: DeviceStream | None = None
         self.is_entered = False
 
     def perform(self, op: Op) -> None:
@@ -59,8 +60,8 @@ class Lane:
                 self.probe.before(label, tuple(event.label for event in waits), is_recovery=step.is_recovery)
             assert work is not None
             work()
-            if self.torch_stream is not None:
-                done.mark = self.torch_stream.record_event()
+            if self.device_stream is not None:
+                done.mark = self.device_stream.record_event()
             if self.probe is not None:
                 self.probe.after(label)
         except Aborted:
@@ -72,12 +73,12 @@ class Lane:
             raise
         done.settle()
 
-    def _wait_for_mark(self, mark: torch.Event) -> None:
-        if self.torch_stream is None:
+    def _wait_for_mark(self, mark: DeviceEvent) -> None:
+        if self.device_stream is None:
             # A stream of host work (an update that reads offloaded gradients) needs the bytes to be there.
             mark.synchronize()
         else:
-            self.torch_stream.wait_event(mark)
+            self.device_stream.wait_event(mark)
 
     def serve(self, op: Op) -> None:
         """Runs one operation on the stream's own thread; its failure is noted in the step and ends here."""
@@ -93,8 +94,8 @@ class Lane:
         """Wraps the first work of a thread, so that a device that can't be entered fails that operation."""
 
         def enter() -> None:
-            if self.torch_stream is not None:
-                torch.accelerator.set_stream(self.torch_stream)
+            if self.device_stream is not None:
+                self.device.enter(self.device_stream)
             self.is_entered = True
             work()
 
@@ -121,7 +122,7 @@ class Stream:
 
     Args:
         name: Name in messages and recordings, such as `h2d`.
-        device: Where its work runs: an accelerator (the stream then owns a `torch.Stream`) or the CPU.
+        device: Where its work runs; if it has streams, this one owns one of them.
         chaos: Disturbance, for tests.
         recording: Log of what ran, for tests.
         steps: The steps it shares with other streams; `StreamSet` passes it.
@@ -130,7 +131,7 @@ class Stream:
     def __init__(
         self,
         name: str,
-        device: torch.device,
+        device: Device,
         *,
         chaos: Chaos | None = None,
         recording: Recording | None = None,
@@ -139,24 +140,23 @@ class Stream:
         self.name = name
         self._steps = Steps() if steps is None else steps
         self._lane = Lane(name, device, _probe(name, chaos, recording))
-        if device.type != "cpu":
-            self._lane.torch_stream = torch.Stream(device=device)
+        self._lane.device_stream = device.new_stream()
         self._queue: SimpleQueue[Op | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], object] | None = None
         self.is_idle = True
 
     @property
-    def torch_stream(self) -> torch.Stream | None:
-        """The accelerator's stream; None on the CPU."""
-        return self._lane.torch_stream
+    def device_stream(self) -> DeviceStream | None:
+        """The device's stream; None where it has none."""
+        return self._lane.device_stream
 
     def submit(self, label: str, work: Callable[[], None], waits: Sequence[Event], done: Event) -> None:
         """Queues an operation; returns at once.
 
         Args:
             label: The operation, for messages and recordings.
-            work: Called on this stream's thread, without gradients, in the context of the `torch.Stream`.
+            work: Called on this stream's thread, without gradients, in the context of the device's stream.
             waits: Events that must be done before it runs.
             done: Settled when it is over: run, failed, or dropped because its step was aborted.
         """
@@ -207,7 +207,7 @@ class Stream:
 
 
 class ComputeStream:
-    """The compute stream: operations run at once, on the caller's thread and current `torch.Stream`.
+    """The compute stream: operations run at once, on the caller's thread and its current stream of the device.
 
     Args:
         device: Where compute runs.
@@ -220,7 +220,7 @@ class ComputeStream:
 
     def __init__(
         self,
-        device: torch.device,
+        device: Device,
         *,
         chaos: Chaos | None = None,
         recording: Recording | None = None,
@@ -239,8 +239,7 @@ class ComputeStream:
         """
         # A new lane each time: the device's current stream is the caller's to change.
         lane = Lane(self.name, self._device, self._probe)
-        if self._device.type != "cpu":
-            lane.torch_stream = torch.accelerator.current_stream(self._device)
+        lane.device_stream = self._device.current_stream()
         done.stream = self.name
         lane.perform(Op(self._steps.current, label, work, waits, done))
 

@@ -82,7 +82,9 @@ class Operations:
 
     def start(self, inputs: Sequence[torch.Tensor], number: int = 0) -> Start:
         """What a micro-batch begins with: its inputs on the compute device, and the model as it is."""
-        return Start.of(self.loaded[number].program, inputs, self.engine.tensors, self._slots.places)
+        return Start.of(
+            self.loaded[number].program, inputs, self.engine.tensors, self._slots.places, self.engine.device
+        )
 
     def run(
         self,
@@ -153,7 +155,8 @@ class Operations:
                 call.add_gradient(ref.name, gradient)
 
     def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
-        tensor = call.values[name] if kind == "value" else self.engine.tensors[name].to(self.engine.device)
+        host = self.engine.tensors
+        tensor = call.values[name] if kind == "value" else host[name].to(self.engine.device.torch_device)
         return tensor.detach()
 
     def release(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
@@ -180,7 +183,7 @@ class Operations:
         call = taken.calls[instruction.micro_batch]
         for value, _ in instruction.parked:
             name = call.loaded.names[value]
-            call.return_value(name, call.parks.get(name, self.engine.device))
+            call.return_value(name, call.parks.get(name))
 
     def forward(self, taken: Taken, instruction: Instruction) -> None:
         """F: with its graph retained, or without."""

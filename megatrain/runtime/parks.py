@@ -7,19 +7,20 @@ from queue import Empty, SimpleQueue
 
 import torch
 
+from megatrain.device import Device
 from megatrain.runtime.image import image, views
 from megatrain.runtime.pages import HostArena
 from megatrain.tracer.spec import TensorSpec
 
 
 class ParkPool:
-    """Host memory for parked activations, page-locked on CUDA, reused from call to call.
+    """Host memory for parked activations, page-locked where that helps, reused from call to call.
 
     Args:
         device: Compute device.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
         self._idle: dict[int, list[HostArena]] = {}
@@ -76,12 +77,12 @@ class Parks:
     Made by `ParkPool.take`. Give it back only when no copy out of it or into it is under way.
     """
 
-    def __init__(self, arena: HostArena, pool: SimpleQueue[HostArena], device: torch.device) -> None:
+    def __init__(self, arena: HostArena, pool: SimpleQueue[HostArena], device: Device) -> None:
         self._arena: HostArena | None = arena
         self._pool = pool
         self._places: dict[str, torch.Tensor] = {}
-        self._is_cpu = device.type == "cpu"
-        self._compute = None if self._is_cpu else torch.accelerator.current_stream(device)
+        self._device = device
+        self._compute = device.current_stream()
 
     @property
     def nbytes(self) -> int:
@@ -98,20 +99,18 @@ class Parks:
         """
         if name not in self._places:
             self._places[name] = self._new_place(TensorSpec.of(tensor), offset)
-        self._places[name].copy_(tensor.detach(), non_blocking=True)
-        if not self._is_cpu:
-            # It was made on the compute stream: without this its memory could be handed out again, there,
-            # while this stream still reads it.
-            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+        self._device.copy(self._places[name], tensor.detach())
+        # It was made on the compute stream: without this its memory could be handed out again, there, while this
+        # stream still reads it.
+        self._device.record_use(tensor, self._device.current_stream())
 
-    def get(self, name: str, device: torch.device) -> torch.Tensor:
+    def get(self, name: str) -> torch.Tensor:
         """Copies a value back to the device, on the current stream."""
         place = self._places[name]
-        tensor = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype, device=device)
-        tensor.copy_(place, non_blocking=True)
-        if self._compute is not None:
-            # The reverse: made on this stream, read and dropped by compute.
-            tensor.record_stream(self._compute)
+        tensor = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype, device=self._device.torch_device)
+        self._device.copy(tensor, place)
+        # The reverse: made on this stream, read and dropped by compute.
+        self._device.record_use(tensor, self._compute)
         return tensor
 
     def _new_place(self, spec: TensorSpec, offset: int) -> torch.Tensor:

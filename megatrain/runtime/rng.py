@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatrain.device import Device, find
 from megatrain.tracer.observer import Observer, unobserved
 from megatrain.tracer.opaque import Opaque
 from megatrain.tracer.sandbox import Attributes, HostRng
@@ -41,7 +42,7 @@ class RngState:
 
     Args:
         host: State of the CPU generator.
-        device: State of the compute device's generator; None where the compute device is the host.
+        device: State of the compute device's generator; None where it draws from that of the CPU.
         python: What the code of opaque modules sees besides; None where there are none.
     """
 
@@ -50,24 +51,21 @@ class RngState:
     python: PythonState | None
 
     @staticmethod
-    def now(device: torch.device, opaque: Sequence[Opaque | Observer] = ()) -> RngState:
-        """Reads the generators; on CUDA this is host memory and doesn't wait for the device."""
-        state = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-        return RngState(torch.get_rng_state(), state, PythonState.now(opaque) if opaque else None)
+    def now(device: Device, opaque: Sequence[Opaque | Observer] = ()) -> RngState:
+        """Reads the generators."""
+        return RngState(torch.get_rng_state(), device.generator_state(), PythonState.now(opaque) if opaque else None)
 
-    def restore(self, device: torch.device) -> None:
+    def restore(self, device: Device) -> None:
         """Sets the generators back to this state."""
         torch.set_rng_state(self.host)
         if self.device is not None:
-            torch.get_device_module(device).set_rng_state(self.device, device)
+            device.set_generator_state(self.device)
         if self.python is not None:
             self.python.restore()
 
 
 @contextmanager
-def repeated_rng(
-    state: RngState | None, device: torch.device, opaque: Sequence[Opaque | Observer] = ()
-) -> Generator[None]:
+def repeated_rng(state: RngState | None, device: Device, opaque: Sequence[Opaque | Observer] = ()) -> Generator[None]:
     """Runs the body from `state` and then puts the generators back as they were; None changes nothing."""
     with unobserved():
         if state is None:
@@ -92,7 +90,7 @@ class OwnGenerators:
         device: Compute device.
     """
 
-    def __init__(self, seed: int, device: torch.device):
+    def __init__(self, seed: int, device: Device):
         self._device = device
         with _kept(device):
             torch.manual_seed(seed)
@@ -109,7 +107,7 @@ class OwnGenerators:
             self._state = _Generators.now(self._device)
 
 
-def micro_batch_seed(micro_batch: int, device: torch.device | str = "cpu") -> int:
+def micro_batch_seed(micro_batch: int, device: Device | torch.device | str = "cpu") -> int:
     """The seed of a micro-batch of the step that would begin now; see `OwnGenerators`.
 
     It is a digest of the states of torch's generators, which it doesn't move: with it a loop over micro-batches can
@@ -119,7 +117,7 @@ def micro_batch_seed(micro_batch: int, device: torch.device | str = "cpu") -> in
         micro_batch: From 1; the first micro-batch, 0, draws from the global generators.
         device: Compute device.
     """
-    state = RngState.now(torch.device(device))
+    state = RngState.now(find(device))
     parts = [state.host] if state.device is None else [state.host, state.device]
     content = b"".join(bytes(part.numpy()) for part in parts) + micro_batch.to_bytes(8, "little")
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1
@@ -133,16 +131,16 @@ class _Generators:
     host: HostRng
 
     @staticmethod
-    def now(device: torch.device) -> _Generators:
+    def now(device: Device) -> _Generators:
         return _Generators(RngState.now(device), HostRng.now())
 
-    def restore(self, device: torch.device) -> None:
+    def restore(self, device: Device) -> None:
         self.torch.restore(device)
         self.host.restore()
 
 
 @contextmanager
-def _kept(device: torch.device) -> Generator[None]:
+def _kept(device: Device) -> Generator[None]:
     present = _Generators.now(device)
     try:
         yield

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from megatrain.device import Device
 from megatrain.runtime.call import DONE, FAILED, Call
 from megatrain.runtime.operations import Operations, Trainer
 from megatrain.runtime.rng import OwnGenerators, micro_batch_seed
@@ -50,6 +51,11 @@ class Run:
             parks = engine.parks.take(operations.instructions.park_bytes)
             call = Call(engine.meter, parks, start, loaded, generators=generators, can_repeat=can_repeat)
             self.calls.append(call)
+
+    @property
+    def device(self) -> Device:
+        """The compute device."""
+        return self._operations.engine.device
 
     def begin(self) -> None:
         """Puts on the device what the forward begins with."""

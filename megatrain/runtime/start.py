@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
 from megatrain.runtime.rng import RngState
@@ -62,6 +63,7 @@ class Start:
         inputs: Sequence[torch.Tensor],
         tensors: Mapping[str, torch.Tensor],
         places: Mapping[str, torch.Tensor],
+        device: Device,
     ) -> Start:
         """Notes what a call begins with.
 
@@ -70,6 +72,7 @@ class Start:
             inputs: The model's tensor inputs, in order.
             tensors: The model's state by key.
             places: The place of each tensor of the blocks' state in the host store.
+            device: The compute device.
         """
         named = {name: tensor.detach() for name, tensor in zip(program.inputs, inputs, strict=True)}
         is_random = any(template.is_random for template in program.templates.values())
@@ -78,7 +81,7 @@ class Start:
             versions={name: version(tensor) for name, tensor in named.items()},
             buffers={name: tensors[key].detach().clone() for name, key in program.buffers},
             state={key: Stamp.of(tensors[key], place) for key, place in places.items()},
-            rng=RngState.now(program.device, program.opaque_calls) if is_random else None,
+            rng=RngState.now(device, program.opaque_calls) if is_random else None,
         )
 
     def check_state(self, keys: Iterable[str]) -> None:

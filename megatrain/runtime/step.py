@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.runtime.demand import Demand, keeps_graph
 from megatrain.runtime.executor import Executor
@@ -72,7 +73,7 @@ def _handed_through(
     """Puts the caller's own tensor where the model returns an input, and the model's where it returns its state."""
     program = executor.program
     own = dict(zip(program.inputs, inputs, strict=True))
-    if program.device.type == "cpu":  # elsewhere a buffer that was written is a copy on the device
+    if is_on_host(program.device):  # elsewhere a buffer that was written is a copy on the device
         own |= {name: executor.state_output(key) for name, key in executor.facts.returned_buffers.items()}
     for ref, output in zip(program.outputs, outputs, strict=True):
         yield executor.state_output(ref.name) if ref.kind == "state" else own.get(ref.name, output)

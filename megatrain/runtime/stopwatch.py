@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import torch
-
+from megatrain.device import Device
 from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.instructions import Instruction
 from megatrain.scheduler.table import Position
@@ -17,11 +16,15 @@ class Stopwatch:
 
     What passes between operations thus belongs to the one that comes next, and a simulation of these times has it.
 
+    Args:
+        device: Where all work but the host's runs.
+
     Attributes:
         seconds: By position.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self.seconds: dict[Position, float] = {}
         self._ends: dict[Position, float] = {}
         self._last: dict[Stream, float] = {}
@@ -34,8 +37,8 @@ class Stopwatch:
         def run() -> None:
             work()
             stream = instruction.position.stream
-            if stream != Stream.HOST and torch.accelerator.is_available():
-                torch.accelerator.current_stream().synchronize()
+            if stream != Stream.HOST:
+                self._device.synchronize()
             end = self._ends[instruction.position] = time.perf_counter()
             free = self._last.get(stream, begin)
             self._last[stream] = end

@@ -1,8 +1,8 @@
 """Streams: queues of operations, each served by its own thread, that wait for each other's events.
 
-On an accelerator a stream also owns a `torch.Stream`: its thread issues work there, and waiting for an event
-means waiting until it is issued, then having the `torch.Stream` wait for its mark. On the CPU the same
-threads do the work itself. Compute is the exception: it runs on the caller's thread, so that autocast, grad
+Where the device has streams (an accelerator), a stream also owns one of them: its thread issues work there, and
+waiting for an event means waiting until it is issued, then having the device's stream wait for its mark. On the CPU
+the same threads do the work itself. Compute is the exception: it runs on the caller's thread, so that autocast, grad
 mode, profilers and tracebacks behave as they do without megatrain.
 """
 
@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Sequence
 
-import torch
-
+from megatrain.device import HOST, Device, DeviceStream
 from megatrain.runtime.chaos import Chaos, InjectedFailure, Issued, Recording
 from megatrain.runtime.events import CALLER, Aborted, Event, Failure, Step
 from megatrain.runtime.lanes import ComputeStream, Steps, Stream
@@ -38,7 +37,7 @@ class StreamSet:
     After a failure of any kind the set can be used for the next step.
 
     Args:
-        device: Where compute runs; transfers get their own `torch.Stream`s there if it is an accelerator.
+        device: Where compute runs; transfers get streams of their own there if it has any.
         chaos: Disturbance of all streams, for tests.
         recording: Log of what ran, for tests.
 
@@ -49,17 +48,14 @@ class StreamSet:
         compute: Compute, on the caller's thread.
     """
 
-    def __init__(self, device: torch.device, *, chaos: Chaos | None = None, recording: Recording | None = None) -> None:
-        if device.type != "cpu" and device.index is None:  # pyright: ignore[reportUnnecessaryComparison]
-            device = torch.device(device.type, torch.accelerator.current_device_index())
+    def __init__(self, device: Device, *, chaos: Chaos | None = None, recording: Recording | None = None) -> None:
         self.device = device
         self.chaos = chaos
         self.recording = recording
         self._steps = Steps()
-        cpu = torch.device("cpu")
         self.h2d = Stream("h2d", device, chaos=chaos, recording=recording, steps=self._steps)
         self.d2h = Stream("d2h", device, chaos=chaos, recording=recording, steps=self._steps)
-        self.host = Stream("host", cpu, chaos=chaos, recording=recording, steps=self._steps)
+        self.host = Stream("host", HOST, chaos=chaos, recording=recording, steps=self._steps)
         self.compute = ComputeStream(device, chaos=chaos, recording=recording, steps=self._steps)
         self._queues = {stream.name: stream for stream in (self.h2d, self.d2h, self.host)}
 
@@ -79,9 +75,10 @@ class StreamSet:
             self._end()
             self._settle_device()
         self._steps.current = Step(is_recovery=is_recovery)
-        if self.device.type != "cpu":
-            now = torch.accelerator.current_stream(self.device).record_event()
-            for stream in self._torch_streams():
+        compute = self.device.current_stream()
+        if compute is not None:
+            now = compute.record_event()
+            for stream in self._device_streams():
                 stream.wait_event(now)
 
     def abort(self, error: BaseException, label: str | None = None) -> None:
@@ -102,7 +99,7 @@ class StreamSet:
             self.compute.run(label, work, waits, done)
             return
         if name not in self._queues:
-            further = Stream(name, torch.device("cpu"), chaos=self.chaos, recording=self.recording, steps=self._steps)
+            further = Stream(name, HOST, chaos=self.chaos, recording=self.recording, steps=self._steps)
             self._queues[name] = further
         self._queues[name].submit(label, work, waits, done)
 
@@ -133,13 +130,12 @@ class StreamSet:
                 raise failure.surface()
             finally:
                 del failure  # its traceback holds this frame
-        if synchronize:
-            for stream in self._torch_streams():
+        compute = self.device.current_stream()
+        for stream in self._device_streams():
+            if synchronize or compute is None:
                 stream.synchronize()
-        elif self.device.type != "cpu":
-            current = torch.accelerator.current_stream(self.device)
-            for stream in self._torch_streams():
-                current.wait_event(stream.record_event())
+            else:
+                compute.wait_event(stream.record_event())
 
     @contextlib.contextmanager
     def step(self, *, synchronize: bool = True, is_recovery: bool = False) -> Generator[None]:
@@ -189,11 +185,10 @@ class StreamSet:
         """After a failure: waits until the device is done with what was issued; memory can be reused then."""
         # A device that is broken raises here as well; the first failure is what the caller must see.
         with contextlib.suppress(Exception):
-            for stream in self._torch_streams():
+            for stream in self._device_streams():
                 stream.synchronize()
-            if self.device.type != "cpu":
-                torch.accelerator.current_stream(self.device).synchronize()
+            self.device.synchronize()
 
-    def _torch_streams(self) -> tuple[torch.Stream, ...]:
-        streams = (self.h2d.torch_stream, self.d2h.torch_stream)
+    def _device_streams(self) -> tuple[DeviceStream, ...]:
+        streams = (self.h2d.device_stream, self.d2h.device_stream)
         return tuple(stream for stream in streams if stream is not None)

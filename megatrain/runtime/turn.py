@@ -7,10 +7,9 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
-import torch
-
 from megatrain.errors import ExecuteError
 from megatrain.interrupts import Interrupts
+from megatrain.torch_private import current_graph_task
 
 
 class _Here(threading.local):
@@ -114,7 +113,7 @@ class Turn:
 def _is_autograd() -> bool:
     """Whether this is a thread of autograd's engine, which no code of Python has started."""
     is_foreign = isinstance(threading.current_thread(), threading._DummyThread)  # pyright: ignore
-    return is_foreign and torch._C._current_graph_task_id() != -1  # pyright: ignore
+    return is_foreign and current_graph_task() != -1
 
 
 _RUNNING = (

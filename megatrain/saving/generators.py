@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megatrain.checks import shown
+from megatrain.device import Cuda, Device, present_accelerator
 from megatrain.errors import CheckpointError
 from megatrain.runtime.json_rules import (
     anything,
@@ -30,10 +31,10 @@ def generators_now() -> dict[str, Any]:
     Raises:
         CheckpointError: If the accelerator doesn't say what state its generators have.
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = present_accelerator()
     return {
         "torch": torch.get_rng_state(),
-        "devices": None if accelerator is None else {"type": accelerator.type, "states": _states(accelerator.type)},
+        "devices": None if accelerator is None else {"type": accelerator.kind, "states": _states(accelerator)},
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
     }
@@ -49,7 +50,7 @@ def check_generators(state: dict[str, Any]) -> None:
         CheckpointError: If it isn't such a state, or was read with an accelerator and here is another one, or another
             number of them.
     """
-    wrong = problems(_OLD_STATE if "cuda" in state else _STATE, state, "generators") or list(_refused(state))
+    wrong = problems(_OLD_STATE if Cuda.name in state else _STATE, state, "generators") or list(_refused(state))
     if wrong:
         raise CheckpointError(
             "\n  ".join(
@@ -62,7 +63,8 @@ def check_generators(state: dict[str, Any]) -> None:
             )
         )
     kind, states = _of_devices(state)
-    count = len(_states(kind)) if states and kind == _kind_here() else 0
+    here = present_accelerator()
+    count = len(_states(here)) if states and here is not None and kind == here.kind else 0
     if states and len(states) != count:
         found = f"{count} {kind.upper()} devices" if count else "none of that kind"
         raise CheckpointError(
@@ -80,13 +82,10 @@ def restore_generators(state: dict[str, Any]) -> None:
     """
     check_generators(state)
     torch.set_rng_state(state["torch"])
-    kind, states = _of_devices(state)
-    if states:
-        module: Any = torch.get_device_module(kind)
-        if hasattr(module, "set_rng_state_all"):
-            module.set_rng_state_all(states)
-        else:
-            module.set_rng_state(states[0])
+    _, states = _of_devices(state)
+    here = present_accelerator()
+    if states and here is not None:
+        here.set_generator_states(states)
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
 
@@ -94,20 +93,13 @@ def restore_generators(state: dict[str, Any]) -> None:
 # -- devices -------------------------------------------------------------------------------------------------------
 
 
-def _kind_here() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
-
-
-def _states(kind: str) -> list[torch.Tensor]:
+def _states(accelerator: Device) -> list[torch.Tensor]:
     """Reads the generator of each device of a kind that is here."""
-    module: Any = torch.get_device_module(kind)
-    if hasattr(module, "get_rng_state_all"):
-        return list(module.get_rng_state_all())
-    if hasattr(module, "get_rng_state") and torch.accelerator.device_count() == 1:
-        return [module.get_rng_state()]
+    states = accelerator.generator_states()
+    if states is not None:
+        return states
     raise CheckpointError(
-        f"torch.{kind} doesn't say what state its random generators have.\n"
+        f"torch.{accelerator.kind} doesn't say what state its random generators have.\n"
         "  A run that is resumed would draw other numbers, and nothing would tell.\n"
         "  Leave generators_now() out of the checkpoint and seed anew after loading, or train on another device."
     )
@@ -115,8 +107,8 @@ def _states(kind: str) -> list[torch.Tensor]:
 
 def _of_devices(state: dict[str, Any]) -> tuple[str, list[torch.Tensor]]:
     """The kind of the devices and their states; there was a time when they had to be CUDA's."""
-    if "cuda" in state:
-        return "cuda", state["cuda"]
+    if Cuda.name in state:
+        return Cuda.name, state[Cuda.name]
     return ("cpu", []) if state["devices"] is None else (state["devices"]["type"], state["devices"]["states"])
 
 
@@ -151,7 +143,7 @@ _WORDS = entries(*[integer(0, 2**32 - 1)] * 624, integer(0, 624), kind=tuple)
 _COMMON = {"torch": _bytes, "python": entries(one_of((3,)), _WORDS, optional(_number), kind=tuple), "numpy": _numpy}
 _DEVICES = record({"type": text("[a-z0-9]+", "a type of devices"), "states": listing(_bytes)})
 _STATE = record({**_COMMON, "devices": optional(_DEVICES)})
-_OLD_STATE = record({**_COMMON, "cuda": listing(_bytes)})
+_OLD_STATE = record({**_COMMON, Cuda.name: listing(_bytes)})
 
 
 def _refused(state: dict[str, Any]) -> Iterator[str]:
@@ -165,6 +157,7 @@ def _refused(state: dict[str, Any]) -> Iterator[str]:
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         yield f"generators.numpy is refused: {error}"
     kind, states = _of_devices(state)
-    if states and kind == _kind_here():
-        here = {own.numel() for own in _states(kind)}
-        yield from (f"generators.devices has a state of {s.numel()} B" for s in states if s.numel() not in here)
+    here = present_accelerator()
+    if states and here is not None and kind == here.kind:
+        sizes = {own.numel() for own in _states(here)}
+        yield from (f"generators.devices has a state of {s.numel()} B" for s in states if s.numel() not in sizes)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch.autograd.graph import increment_version
 
+from megatrain.device import is_on_host
 from megatrain.errors import CheckpointError
 from megatrain.runtime.checkpoint import PIECE_BYTES, parts
 from megatrain.runtime.pages import scratch
@@ -78,7 +79,7 @@ class Saved:
         """
         assert (tuple(out.shape), out.dtype) == (self.spec.shape, self.spec.dtype)
         target = out.detach()
-        if target.device.type == "cpu" and target.is_contiguous() and not target.is_conj() and not target.is_neg():
+        if is_on_host(target) and target.is_contiguous() and not target.is_conj() and not target.is_neg():
             self._fill(target)
             # numpy wrote to it, which autograd doesn't see.
             if not out.is_inference():

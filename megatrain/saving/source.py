@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megatrain.device import is_on_host
 from megatrain.runtime.checkpoint import DTYPES, PIECE_BYTES, parts
 from megatrain.runtime.pages import scratch
+from megatrain.torch_private import is_traceable_wrapper_subclass
 from megatrain.tracer.spec import TensorSpec
 
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
@@ -50,7 +51,7 @@ class Source:
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     for part in parts(tensor, max(1, PIECE_BYTES // tensor.dtype.itemsize)):
-        is_plain = part.device.type == "cpu" and part.is_contiguous() and not part.is_conj() and not part.is_neg()
+        is_plain = is_on_host(part) and part.is_contiguous() and not part.is_conj() and not part.is_neg()
         # The copy also resolves what torch keeps lazily: conjugates, negatives.
         yield part if is_plain else scratch(part.shape, part.dtype).copy_(part)
 

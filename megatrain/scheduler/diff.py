@@ -8,7 +8,8 @@ from dataclasses import fields
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
-from megatrain.scheduler.op import STREAMS, Op, Stream
+from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.op import Op
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Table
 from megatrain.scheduler.text import ranges
@@ -171,7 +172,7 @@ def _seen_from(tick: int, computes: Sequence[tuple[int, Op]], following: int) ->
 
 def _op_lines(before: dict[_Key, _Placed], after: dict[_Key, _Placed]) -> Iterator[str]:
     """A line per op that is gone, new, or elsewhere, stream by stream."""
-    for stream in STREAMS:
+    for stream in streams():
         for key, placed in before.items():
             if key.stream == stream and key not in after:
                 yield f"vanished: {placed.op} ({stream}, tick {placed.tick})"

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain.errors import TraceError
 from megatrain.interrupts import Interrupts
+from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.assuming import Assuming
 from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.attempt import Attempt

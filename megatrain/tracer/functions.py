@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import autograd
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from megatrain.patches import original_of, replaced_here
-from megatrain.torch_private import function_class
+from megatrain.torch_private import function_class, pytree
 from megatrain.tracer.recorder import Recorder
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatrain.device import Device
 from megatrain.errors import ExecuteError, TraceError
+from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.attempt import Attempt
 from megatrain.tracer.recorder import Recorder
 from megatrain.tracer.structure import Arguments, holds_tensors
@@ -45,24 +46,24 @@ def check_arguments(arguments: Arguments) -> None:
         )
 
 
-def check_device(arguments: Arguments, device: torch.device) -> None:
+def check_device(arguments: Arguments, device: Device) -> None:
     """Refuses a call whose tensors aren't where it computes.
 
     Raises:
         ExecuteError: Naming the input.
     """
     for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
-        if tensor.device != device:
+        if tensor.device != device.torch_device:
             raise ExecuteError(
                 f"input `{name}` is on {tensor.device}, the compute device is {device}.\n"
                 "  Inputs lie on the compute device, as for any module there.\n"
-                f'  Move it with .to("{device}").'
+                f'  Move it with .to("{device.torch_device}").'
             )
 
 
 def device_of(arguments: Arguments) -> torch.device:
     """Returns the device of the first real input, else the CPU."""
-    real = [t.device for t in arguments.tensors if t.device.type != "meta"]
+    real = [t.device for t in arguments.tensors if not t.is_meta]
     return real[0] if real else torch.device("cpu")
 
 
@@ -123,7 +124,7 @@ def bind_inputs(
 def _copied(
     tensor: torch.Tensor, fake_mode: FakeTensorMode, device: torch.device, *, uses_values: bool
 ) -> torch.Tensor:
-    if tensor.device.type != "meta" and (uses_values or not tensor.requires_grad):
+    if not tensor.is_meta and (uses_values or not tensor.requires_grad):
         return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
     with fake_mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from megatrain.torch_private import FakeTensor
 from megatrain.tracer.equal import is_equal
 from megatrain.tracer.spec import TensorSpec
 

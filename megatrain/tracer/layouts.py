@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from megatrain.errors import TraceError
+from megatrain.torch_private import FakeTensor
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 

@@ -8,12 +8,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from megatrain.patches import original_of, replaced_here
-from megatrain.torch_private import function_modes, vmap_home
+from megatrain.torch_private import FakeTensor, function_modes, pytree, vmap_home
 from megatrain.tracer.frozen import NotFrozenError, frozen
 from megatrain.tracer.kept import VALUES
 from megatrain.tracer.recorder import Recorder

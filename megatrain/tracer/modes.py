@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from megatrain.device import autocast_kinds
+
 
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
     """Returns `(device type, dtype)` for the CPU and the accelerator, where autocast is on."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    return tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))
+    return tuple((d, torch.get_autocast_dtype(d)) for d in autocast_kinds() if torch.is_autocast_enabled(d))

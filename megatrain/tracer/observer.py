@@ -9,11 +9,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from megatrain.errors import ExecuteError
+from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.outer import Outer
 from megatrain.tracer.refusals import RUN_AGAIN, check_call, refuse
 from megatrain.tracer.sandbox import Attributes

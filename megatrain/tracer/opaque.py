@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from megatrain.interrupts import Interrupts
-from megatrain.torch_private import are_transforms_active
+from megatrain.torch_private import are_transforms_active, pytree
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.keeper import Keeper
 from megatrain.tracer.kept import Kept

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from megatrain.torch_private import pytree
 from megatrain.tracer.kept import VALUES
 from megatrain.tracer.opaque import Escapes, Holder, Opaque, tensors_in
 from megatrain.tracer.refusals import RUN_AGAIN, Obstacle

@@ -9,10 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from megatrain.interrupts import Interrupts
-from megatrain.torch_private import DisableTorchFunction
+from megatrain.torch_private import DisableTorchFunction, pytree
 from megatrain.tracer.guards import PLAIN, is_metadata_read
 from megatrain.tracer.observer import Observer
 from megatrain.tracer.opaque_call import OpaqueCall

@@ -11,13 +11,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch._subclasses import fake_tensor
 from torch.utils import checkpoint
 
 from megatrain.errors import TraceError
 from megatrain.torch_private import (
+    MODULE_APPLY,
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     are_transforms_active,
 )
 from megatrain.tracer.saved_hooks import has_users_hooks
@@ -26,7 +27,6 @@ from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.targets import call_name, is_property_get, is_property_set
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_APPLIED = nn.Module._apply.__code__  # pyright: ignore[reportPrivateUsage]
 REFUSE, USE_VALUES, RUN_AGAIN, FOLLOW_HOST = "refuse", "use values", "run again", "follow host"
 OBSERVE = "observe"
 
@@ -206,7 +206,7 @@ def check_everywhere(func: Any, kwargs: dict[str, Any]) -> None:
 def _is_applied() -> bool:
     """Tells whether `Module.to` and the like ask: they treat a gradient as they treat the parameter."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and frame.f_code is not _APPLIED:
+    while frame is not None and frame.f_code is not MODULE_APPLY.__code__:
         frame = frame.f_back
     return frame is not None
 
@@ -214,7 +214,7 @@ def _is_applied() -> bool:
 @contextmanager
 def _quiet_fakes() -> Generator[None]:
     """Keeps torch from logging failures of fake kernels, which another attempt may get past."""
-    log = logging.getLogger(fake_tensor.__name__)
+    log = logging.getLogger(FakeTensor.__module__)
     was_disabled, log.disabled = log.disabled, True
     try:
         yield

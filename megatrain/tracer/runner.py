@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from megatrain.interrupts import Interrupts
+from megatrain.torch_private import FakeTensor, FakeTensorMode
 from megatrain.tracer.attempt import Attempt, MakeFakeError, WrittenInputError
 from megatrain.tracer.refusals import (
     RUN_AGAIN,

@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from megatrain.torch_private import pytree
 from megatrain.tracer.equal import is_equal
 from megatrain.tracer.guards import Guard
 from megatrain.tracer.traced import TracedModule

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatrain.device import present_accelerator
 from megatrain.patches import replaced_elsewhere
+from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.equal import is_equal
 from megatrain.tracer.kept import MISSING
 from megatrain.tracer.named import Named
@@ -286,8 +287,8 @@ def kept_rng(*, others_draw: bool = False) -> Generator[list[str]]:
     """
     host, cpu = HostRng.now(), torch.get_rng_state()
     seed = torch.initial_seed()
-    has_device = torch.accelerator.is_available()
-    device = torch.get_device_module().get_rng_state() if has_device else None
+    accelerator = present_accelerator()
+    device = None if accelerator is None else accelerator.generator_state()
     moved: list[str] = []
     try:
         yield moved
@@ -300,5 +301,5 @@ def kept_rng(*, others_draw: bool = False) -> Generator[list[str]]:
             host.restore()
         if not (others_draw and is_ahead(cpu, torch.get_rng_state())):
             torch.set_rng_state(cpu)
-        if device is not None:
-            torch.get_device_module().set_rng_state(device)
+        if accelerator is not None and device is not None:
+            accelerator.set_generator_state(device)

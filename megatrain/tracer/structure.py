@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from megatrain.errors import TraceError
+from megatrain.torch_private import pytree
 from megatrain.tracer.input_names import input_names
 from megatrain.tracer.layouts import check_plain
 

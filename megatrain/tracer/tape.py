@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
+from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.attempt import Site
 from megatrain.tracer.expect import Expectation
 from megatrain.tracer.guards import Guard

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
+from megatrain.torch_private import FakeTensor
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.watch import storage_key
 

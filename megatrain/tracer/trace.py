@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatrain.checks import checked, optional
+from megatrain.device import Device, find
 from megatrain.errors import TraceError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_features import check_torch
@@ -39,7 +40,7 @@ def trace(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    device: torch.device | str | None = None,
+    device: Device | torch.device | str | None = None,
     opaque: Mapping[str, str] | None = None,
 ) -> TracedModule:
     """Captures one call `model(*args, **kwargs)` as a flat graph of torch calls.
@@ -70,7 +71,7 @@ def trace(
     arguments = Arguments.of(model, tuple(args), dict(kwargs or {}))
     check_arguments(arguments)
     check_plain_state(model)
-    target = torch.device(device) if device is not None else device_of(arguments)
+    target = find(device).torch_device if device is not None else device_of(arguments)
     attempt = Attempt(opaque={**with_backward_hooks(model), **(opaque or {})})
     # What a capture puts in place and takes back is whole, wherever Ctrl-C comes; the model's own code it ends at once.
     with _capturing, Interrupts() as interrupts:

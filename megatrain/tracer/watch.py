@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatrain.torch_private import TorchDispatchMode
 
 # The schemas of these kernels don't say that they write running statistics, yet they do when training.
 _WRITES_STATISTICS = {

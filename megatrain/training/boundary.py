@@ -77,7 +77,7 @@ class Boundary:
                 self._go_on(run, running, updates, error)
             else:
                 self._go_back(run, running, updates, error)
-                before.restore(running.device)
+                before.restore(run.device)
             raise
 
     def _end(self, run: Run, running: Running, updates: Updates) -> None:

@@ -69,11 +69,6 @@ class Running:
         return [variant.traced.written_inputs.given(arguments.tensors) for variant, arguments in pairs]
 
     @property
-    def device(self) -> torch.device:
-        """The compute device."""
-        return self._setting.variants[0].program.device
-
-    @property
     def loss(self) -> torch.Tensor:
         """The sum of the micro-batches' losses, each times its share."""
         return functools.reduce(torch.add, self._losses)

@@ -87,7 +87,7 @@ class Setup:
     def threads(self) -> int:
         """How many threads the work of the host takes."""
         # On the CPU sums must be split as the caller's own are, to have the same bits.
-        is_host = self._compiled.options.device.type == "cpu"
+        is_host = self._compiled.options.device.is_host
         return torch.get_num_threads() if is_host else update_threads()
 
     @property
@@ -170,7 +170,7 @@ class Setup:
             self._optimizer,
             precision=options.precision,
             masters=self._compiled.masters,
-            on_host=options.device.type == "cpu",
+            on_host=options.device.is_host,
         )
 
     def executor(self, setting: Setting) -> Executor | None:

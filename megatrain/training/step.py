@@ -166,7 +166,7 @@ class TrainStep:
         The result goes into `schedule.simulate`, of this schedule or another one of the same program. On an accelerator
         each stream waits for the device after every operation.
         """
-        watch = Stopwatch()
+        watch = Stopwatch(self._compiled.options.device)
         self._take(batch, watch)
         return Measured.of(self.schedule, watch.seconds)
 

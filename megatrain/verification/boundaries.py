@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatrain.compiled import Variant
+from megatrain.device import Device
 from megatrain.passes.program import Block
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
@@ -77,7 +78,7 @@ def watch(variant: Variant, engine: Engine, seen: Watch) -> None:
 class _WatchedRunner:
     """A block's runner, with all that goes in and comes out compared."""
 
-    def __init__(self, runner: Any, block: Block, seen: Watch, device: torch.device):
+    def __init__(self, runner: Any, block: Block, seen: Watch, device: Device):
         self._runner = runner
         self._device = device
         self._block = block

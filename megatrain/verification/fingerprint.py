@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain.device import is_on_host
 from megatrain.verification.leaves import tensors_in
 
 
@@ -29,7 +30,7 @@ class Fingerprint:
     def of(tensor: torch.Tensor) -> Fingerprint:
         """Reads a tensor."""
         dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
-        digits = 17 if dense.device.type == "cpu" else 4
+        digits = 17 if is_on_host(dense) else 4
         real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
         with torch.no_grad():
             wide = real.cpu().to(torch.float64).reshape(-1)

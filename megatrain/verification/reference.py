@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatrain.compiled import Variant
+from megatrain.device import find
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Block
 from megatrain.tracer.state import inventory
@@ -83,7 +84,7 @@ class BlocksInOrder:
         inputs = [self._leaf(self._values[n], has_grad and program.values[n].requires_grad) for n in block.inputs]
         entries = [program.state[key] for key in block.binding]
         state = [self._leaf(e.of(self._tensors), has_grad and e.requires_grad) for e in entries]
-        for name, generator in generators(program.device).items():
+        for name, generator in generators(find(program.device)).items():
             self._seen["forward", block.index, "random state", name] = generator
         outputs = self._codes[block.template]([*inputs, *state])
         carries = [torch.ops.aten.alias.default(t) for t in inputs]

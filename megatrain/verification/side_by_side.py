@@ -14,6 +14,7 @@ from torch import nn
 
 from megatrain.checks import checked, count, mapping_of, number, one_of, optional
 from megatrain.compiling import compile as compile_model
+from megatrain.device import Device
 from megatrain.errors import OptionError
 from megatrain.tracer.given import MODEL
 from megatrain.tracer.own_code import original
@@ -34,7 +35,7 @@ def verify(  # the options of compile() beside its own
     learning_rate: float = 0.05,
     tolerance: float | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    device: torch.device | str | None = None,
+    device: Device | torch.device | str | None = None,
     memory: int | str | None = None,
     activations: str | None = None,
     transfer: str | None = None,

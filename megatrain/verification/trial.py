@@ -14,6 +14,7 @@ from torch import nn
 
 from megatrain.compiled_module import CompiledModule
 from megatrain.compiling import compile as compile_model
+from megatrain.device import Device, is_on_host
 from megatrain.errors import OptionError
 from megatrain.tracer.structure import Arguments
 from megatrain.verification.leaves import named_leaves
@@ -67,7 +68,7 @@ class Trial:
     model: nn.Module
     arguments: Arguments
     options: Mapping[str, Any]
-    device: torch.device
+    device: Device
     seed: int
     learning_rate: float
     loss: Loss | None
@@ -79,7 +80,7 @@ class Trial:
 
     def eager(self, steps: int = 0) -> nn.Module:
         """Returns a copy on the compute device that was trained for so many steps."""
-        eager = copied_model(self.model).to(self.device)
+        eager = copied_model(self.model).to(self.device.torch_device)
         self.train(eager, eager, steps)
         return eager
 
@@ -155,7 +156,7 @@ def update(model: nn.Module, learning_rate: float) -> None:
             if 0 < steepest < float("inf"):
                 # On the host for both: devices round a multiplication and an addition differently.
                 moved = parameter.cpu().add_(gradient.cpu(), alpha=-learning_rate * (largest or 1.0) / steepest)
-                if parameter.device.type != "cpu":
+                if not is_on_host(parameter):
                     parameter.copy_(moved)
 
 
@@ -191,12 +192,13 @@ def _checked(total: Any) -> torch.Tensor:
     return total
 
 
-def generators(device: torch.device) -> dict[str, torch.Tensor]:
+def generators(device: Device) -> dict[str, torch.Tensor]:
     """Returns the states of the generators: torch's, on the CPU and the compute device, Python's and NumPy's."""
     states = {"cpu": torch.get_rng_state()}
     states["python"] = torch.tensor(random.getstate()[1])
     _, words, position, *_ = np.random.get_state()
     states["numpy"] = torch.tensor([*np.asarray(words).tolist(), position])
-    if device.type != "cpu":
-        states[str(device)] = torch.get_device_module(device).get_rng_state(device)
+    own = device.generator_state()
+    if own is not None:
+        states[str(device)] = own
     return states

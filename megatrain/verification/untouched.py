@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from megatrain.device import present_accelerator
 from megatrain.errors import ExecuteError
 from megatrain.tracer.outer import Outer
 from megatrain.tracer.sandbox import Attributes, kept_rng
@@ -28,11 +29,9 @@ def left_alone(model: nn.Module) -> Generator[None]:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
-        if torch.accelerator.is_available():
-            devices = range(torch.accelerator.device_count())
-            device_type = torch.accelerator.current_accelerator()
-            assert device_type is not None
-            stack.enter_context(torch.random.fork_rng(devices, device_type=device_type.type))
+        accelerator = present_accelerator()
+        if accelerator is not None:
+            stack.enter_context(accelerator.kept_generators())
         stack.enter_context(kept_rng())
         stack.callback(Attributes(model, Outer.of(model)).restore)
         gradients = [(p, p.grad) for p in model.parameters()]

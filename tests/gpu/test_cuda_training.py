@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.device import find
 from megatrain.runtime.streams import Chaos, Recording
 from tests.models import MODELS, Gpt
 from tests.runtime.harness import assert_same, train
@@ -31,7 +32,7 @@ NAMES = [
 
 
 def device() -> torch.device:
-    return torch.device(torch.accelerator.current_accelerator() or "cpu", 0)
+    return find(None).torch_device
 
 
 def moved(value):
@@ -83,11 +84,13 @@ def allocated_peak(depth: int) -> tuple[int, megatrain.Schedule]:
     compiled(ids, targets=ids)[1].backward()
     gc.collect()
     torch.accelerator.synchronize()
-    torch.accelerator.reset_peak_memory_stats()
+    find(None).reset_peak()
     compiled(ids, targets=ids)[1].backward()
     torch.accelerator.synchronize()
     assert compiled.peak_bytes <= compiled.schedule.peak_bytes
-    return torch.accelerator.max_memory_allocated(), compiled.schedule
+    peak = find(None).peak_bytes()
+    assert peak is not None
+    return peak, compiled.schedule
 
 
 def test_peak_is_flat_and_near_the_schedules_figure() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatrain.device import Device, find
 from megatrain.errors import ExecuteError
 from megatrain.runtime.arena import DeviceArena
 from megatrain.runtime.host import HostArena, HostStore, image
@@ -20,8 +21,8 @@ from megatrain.tracer.spec import TensorSpec
 NUM_BLOCKS = 16
 
 
-def accelerator() -> torch.device:
-    return torch.device(torch.accelerator.current_accelerator() or "cpu", 0)
+def accelerator() -> Device:
+    return find(None)
 
 
 def blocks_of(size: int) -> list[dict[str, nn.Parameter]]:
@@ -46,11 +47,11 @@ def test_an_arena_is_page_locked_until_its_last_view_goes():
 class Chain:
     """Blocks streamed through two slots; every value is parked, the last one comes back."""
 
-    def __init__(self, device: torch.device, chaos: Chaos | None) -> None:
+    def __init__(self, device: Device, chaos: Chaos | None) -> None:
         self.blocks = blocks_of(512)
         self.device = device
         self.images = [image([(k, TensorSpec.of(t)) for k, t in block.items()]) for block in self.blocks]
-        self.start = torch.ones(4, 512, device=device)
+        self.start = torch.ones(4, 512, device=device.torch_device)
         self.store = HostStore(self.images, {k: t for block in self.blocks for k, t in block.items()}, device)
         self.arena, self.pool = DeviceArena(device), ParkPool(device)
         self.slot_bytes = -(-self.images[0].nbytes // 256) * 256
@@ -60,7 +61,7 @@ class Chain:
     def plain(self) -> torch.Tensor:
         value = self.start
         for index, block in enumerate(self.blocks):
-            value = torch.tanh(value @ block[f"{index}.w"].detach().to(self.device))
+            value = torch.tanh(value @ block[f"{index}.w"].detach().to(self.device.torch_device))
         return value
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,11 +86,11 @@ class Chain:
                 parked = [a]
                 free.append(f)
             back, end = Event("back"), Event("end")
-            streams.h2d.submit("back", lambda: values.update({99: parks.get(last, self.device)}), (a,), back)
+            streams.h2d.submit("back", lambda: values.update({99: parks.get(last)}), (a,), back)
             streams.compute.run("end", lambda: found.append(values.pop(99) * 1), (back,), end)
-        host = parks.get(last, torch.device("cpu"))
+        parked = parks.get(last).cpu()
         parks.give()
-        return found[0], host
+        return found[0], parked
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
@@ -107,9 +108,9 @@ def test_a_failure_leaves_the_device_usable():
     device = accelerator()
     streams = StreamSet(device)
     for _ in range(3):
-        streams.h2d.submit("W0", lambda: torch.empty(1 << 62, device=device), (), Event("W0"))
+        streams.h2d.submit("W0", lambda: torch.empty(1 << 62, device=device.torch_device), (), Event("W0"))
         with pytest.raises(ExecuteError, match="h2d:W0 failed"):
             streams.finish()
         with streams.step():
-            streams.d2h.submit("G0", lambda: torch.ones(3, device=device).to("cpu"), (), Event("G0"))
+            streams.d2h.submit("G0", lambda: torch.ones(3, device=device.torch_device).to("cpu"), (), Event("G0"))
     streams.close()

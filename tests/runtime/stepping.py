@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-import torch
-
+from megatrain.device import Cpu
 from megatrain.runtime.streams import Event, StreamSet
 
-CPU = torch.device("cpu")
+CPU = Cpu()
 STREAMS = ("h2d", "compute", "d2h", "host")
 # What is waited for comes in milliseconds, or on a loaded machine in many seconds; a hang never ends.
 TIMEOUT_S = 300.0

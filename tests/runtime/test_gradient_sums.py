@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatrain.device import HOST
 from megatrain.runtime.gradients import GradientSink
 from megatrain.scheduler.instructions import Bytes
 
@@ -31,7 +32,7 @@ COPIED = Bytes(0, 64)
 
 
 def sink(take: Any) -> GradientSink:
-    made = GradientSink(lambda _: nn.Parameter(torch.zeros(3)), torch.device("cpu"), 0)
+    made = GradientSink(lambda _: nn.Parameter(torch.zeros(3)), HOST, 0)
     made.begin(take)
     return made
 

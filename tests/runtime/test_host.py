@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from megatrain.device import Cpu
 from megatrain.errors import ExecuteError
 from megatrain.runtime.host import BlockImage, HostStore, image
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 
-CPU = torch.device("cpu")
+CPU = Cpu()
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:

@@ -7,11 +7,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from megatrain.device import Accelerator, Cpu, Cuda, cuda
 from megatrain.errors import ExecuteError
-from megatrain.runtime import pages
 from megatrain.runtime.host import HostArena
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 5000, 3_000_001])
@@ -51,8 +49,8 @@ def test_an_arena_beyond_reason_is_refused_with_its_size():
 
 
 def test_only_cuda_is_page_locked():
-    assert not HostArena(64, pin=CPU).is_pinned
-    assert not HostArena(64, pin=torch.device("mps")).is_pinned
+    assert not HostArena(64, pin=Cpu()).is_pinned
+    assert not HostArena(64, pin=Accelerator("mps", 0)).is_pinned
 
 
 class FakeCudart:
@@ -74,15 +72,15 @@ class FakeCudart:
 @pytest.fixture
 def cudart(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
     fake = FakeCudart()
-    monkeypatch.setattr(pages, "_cudart", lambda: fake)
+    monkeypatch.setattr(cuda, "_cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return fake
 
 
 def test_a_pinned_arena_is_unlocked_with_its_last_view(cudart: FakeCudart):
-    arena = HostArena(5000, pin=torch.device("cuda", 0))
+    arena = HostArena(5000, pin=Cuda(0))
     assert arena.is_pinned
-    arena.pin(torch.device("cuda", 0))
+    arena.pin(Cuda(0))
     assert cudart.log == [("register", 5000, 0)]
     view = arena.tensor[:8]
     arena.close()
@@ -96,6 +94,6 @@ def test_a_pinned_arena_is_unlocked_with_its_last_view(cudart: FakeCudart):
 def test_an_arena_that_cant_be_locked_is_refused(cudart: FakeCudart):
     cudart.code = 2
     with pytest.raises(ExecuteError, match=r"can't be page-locked: CUDA error 2(.|\n)*ulimit"):
-        HostArena(5000, pin=torch.device("cuda", 0))
+        HostArena(5000, pin=Cuda(0))
     gc.collect()
     assert cudart.log == [("register", 5000, 0)], "what was never locked must not be unlocked"

@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatrain.device import Cpu
 from megatrain.runtime.parks import ParkPool
 from megatrain.sizes import aligned
 
-CPU = torch.device("cpu")
+CPU = Cpu()
 
 
 def test_parked_values_come_back():
@@ -18,7 +19,7 @@ def test_parked_values_come_back():
     for index, (name, tensor) in enumerate(values.items()):
         parks.put(name, tensor, sum(sizes[:index]))
     for name, tensor in values.items():
-        back = parks.get(name, CPU)
+        back = parks.get(name)
         assert torch.equal(back, tensor)
         assert back.stride() == tensor.stride()
         assert back.untyped_storage().nbytes() == tensor.nbytes
@@ -43,7 +44,7 @@ def test_parks_of_calls_under_way_are_apart():
     one, two = pool.take(64), pool.take(64)
     one.put("x", torch.zeros(8), 0)
     two.put("x", torch.ones(8), 0)
-    assert one.get("x", CPU).sum() == 0
+    assert one.get("x").sum() == 0
 
 
 def test_dropped_parks_return_to_the_pool_and_nothing_is_hoarded():

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams import (
@@ -213,9 +212,9 @@ def test_a_device_that_cant_be_entered_fails_the_first_operation(streams: Stream
     def refuse(stream: object) -> None:
         raise RuntimeError("no such device")
 
-    monkeypatch.setattr(torch.accelerator, "set_stream", refuse)
-    monkeypatch.setattr(streams.h2d._lane, "torch_stream", object())
+    monkeypatch.setattr(streams.device, "enter", refuse)
+    monkeypatch.setattr(streams.h2d._lane, "device_stream", object())
     issue(streams, "h2d", "W0", nothing)
     with pytest.raises(ExecuteError, match="h2d:W0 failed: RuntimeError: no such device"):
         streams.finish()
-    monkeypatch.setattr(streams.h2d._lane, "torch_stream", None)
+    monkeypatch.setattr(streams.h2d._lane, "device_stream", None)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from megatrain.device import Cuda
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams import StreamSet
 from tests.runtime.stepping import issue, no_hang, nothing
@@ -55,8 +56,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamSet]:
     monkeypatch.setattr(torch.accelerator, "set_stream", enter)
     LOG.clear()
     with no_hang():
-        found = StreamSet(torch.device("cuda"))
-        assert found.device == torch.device("cuda", 0)
+        found = StreamSet(Cuda())
+        assert str(found.device) == "cuda:0"
         yield found
         found.close()
 

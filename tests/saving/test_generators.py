@@ -45,6 +45,7 @@ def put_in(patch: pytest.MonkeyPatch, kind: str | None, module: Any) -> Any:
     """Makes `module` what torch has for the accelerator."""
     accelerator = None if kind is None else torch.device(kind)
     patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
+    patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     patch.setattr(torch.accelerator, "device_count", lambda: len(getattr(module, "generators", [])))
     patch.setattr(torch, "get_device_module", lambda device=None: module)
     return module

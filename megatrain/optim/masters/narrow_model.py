@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.interrupts import Interrupts
 from megatrain.optim.masters.narrow_tensor import Narrowed
@@ -47,7 +48,7 @@ def masters_of(model: nn.Module, kind: Kind) -> Masters:
     if is_wide:
         check_unshared(tensors)
         for key, parameter in parameters.items():
-            if parameter.device.type not in ("cpu", "meta"):
+            if not parameter.is_meta and not is_on_host(parameter):
                 raise ExecuteError(
                     f"parameter `{key}` is on {parameter.device}.\n"
                     "  Parameters live in host memory; the device only borrows them.\n"

@@ -1,0 +1,31 @@
+"""Devices: all that differs between the host, CUDA and other accelerators, in one place.
+
+`Device` says what the library asks of a device. `Cpu` is the plain case. `Accelerator` speaks torch's generic
+interface, so it serves CUDA, XPU and backends of other makers; `Cuda` adds what only CUDA has. A kind of one's own is a
+subclass: give an object of it to `megatrain.compile(device=...)`, or `register` it to be known by name.
+docs/extending.md writes one.
+"""
+
+from megatrain.device.accelerator import Accelerator
+from megatrain.device.cpu import Cpu
+from megatrain.device.cuda import Cuda
+from megatrain.device.interface import Device, DeviceEvent, DeviceStream, Memory, is_on_host, is_same_kind
+from megatrain.device.kinds import HOST, autocast_kinds, find, present_accelerator, register, unregister
+
+__all__ = [
+    "HOST",
+    "Accelerator",
+    "Cpu",
+    "Cuda",
+    "Device",
+    "DeviceEvent",
+    "DeviceStream",
+    "Memory",
+    "autocast_kinds",
+    "find",
+    "is_on_host",
+    "is_same_kind",
+    "present_accelerator",
+    "register",
+    "unregister",
+]

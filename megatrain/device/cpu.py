@@ -1,0 +1,21 @@
+"""Cpu: the host as the compute device, the plain case."""
+
+from __future__ import annotations
+
+import torch
+
+from megatrain.device.interface import Device
+
+
+class Cpu(Device):
+    """The host. There is one, whatever number it is given.
+
+    Args:
+        index: Number behind the colon, as in `"cpu:0"`.
+    """
+
+    can_bind = True
+
+    def __init__(self, index: int | None = None) -> None:
+        del index
+        super().__init__(torch.device("cpu"))

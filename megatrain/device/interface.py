@@ -1,0 +1,197 @@
+"""Device: what the library asks of a device, answered for the plainest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import psutil
+import torch
+
+from megatrain.device.host_pages import HostPages
+
+
+class DeviceEvent(Protocol):
+    """A point in the work of a stream; `torch.Event` is one."""
+
+    def synchronize(self) -> object:
+        """Blocks the host until all work before that point is done."""
+
+
+class DeviceStream(Protocol):
+    """A queue of work that runs beside the host, in order; `torch.Stream` is one."""
+
+    def record_event(self) -> Any:
+        """Returns the `DeviceEvent` behind all work that the stream has now."""
+
+    def wait_event(self, event: Any) -> object:
+        """Has all work that the stream gets from now on wait for a `DeviceEvent`, also one of another stream."""
+
+    def synchronize(self) -> object:
+        """Blocks the host until all work that the stream has now is done."""
+
+
+class Memory(NamedTuple):
+    """Memory of a device, in bytes.
+
+    Args:
+        free: What can be allocated now.
+        total: What there is.
+    """
+
+    free: int
+    total: int
+
+
+class Device:
+    """A place where blocks compute. The library asks this object, and never compares names of devices.
+
+    The answers here are those of the plainest device: its tensors are the CPU's, and a copy is done when its call
+    returns. A subclass gives its own where it differs. Methods are called from several threads.
+
+    Args:
+        torch_device: Where torch makes its tensors.
+        kind: Its name in options and texts, without a number; None takes the type of `torch_device`.
+
+    Attributes:
+        torch_device: See above.
+        kind: See above.
+        can_bind: The host's memory is the device's own: weights can be used where they lie in the host store, and
+            gradients may stay where they are made. False where every block's weights must be copied into a slot.
+        alignment: The first byte that `allocate` gives lies at a multiple of so many bytes.
+        repeats_itself: Two eager runs of the same step, with the same random numbers, have the same bits.
+    """
+
+    can_bind: bool = False
+    alignment: int = 256
+    repeats_itself: bool = True
+
+    def __init__(self, torch_device: torch.device, kind: str | None = None) -> None:
+        self.torch_device = torch_device
+        self.kind = torch_device.type if kind is None else kind
+
+    def __str__(self) -> str:
+        index = self.torch_device.index
+        return self.kind if index is None else f"{self.kind}:{index}"  # pyright: ignore[reportUnnecessaryComparison]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self}>"
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its tensors are ordinary tensors of the host: they take host memory, and the host's cores compute."""
+        return is_on_host(self.torch_device)
+
+    # -- streams and copies ----------------------------------------------------------------------------------
+
+    def new_stream(self) -> DeviceStream | None:
+        """Makes a stream for transfers; None if a copy is done when its call returns."""
+        return None
+
+    def current_stream(self) -> DeviceStream | None:
+        """The stream that the calling thread's work goes to; None as for `new_stream`."""
+        return None
+
+    def enter(self, stream: DeviceStream) -> None:
+        """Makes a stream from `new_stream` the current one of the calling thread."""
+        raise AssertionError(f"{self} has no streams")
+
+    def synchronize(self) -> None:
+        """Blocks the host until the calling thread's current stream has done all it was given."""
+        stream = self.current_stream()
+        if stream is not None:
+            stream.synchronize()
+
+    def copy(self, out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Copies `source` into `out`, one of which is the host's, as work of the calling thread's current stream.
+
+        Returns:
+            `out`, which may be read behind that work only.
+        """
+        return out.copy_(source)
+
+    def record_use(self, tensor: torch.Tensor, stream: DeviceStream | None) -> None:
+        """Keeps a tensor's memory from being given to others before `stream` has done what it has now."""
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a tensor of the device, of any layout, in new host memory, when it is there."""
+        return tensor.to("cpu", copy=True)
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Returns `nbytes` of the device's memory as `uint8`, at a multiple of `alignment`.
+
+        Raises:
+            RuntimeError: If it has no more, or an ExecuteError.
+        """
+        # Mapped pages: aligned and exact, where torch's CPU allocator aligns to 64 bytes only.
+        return HostPages.of(nbytes).tensor() if nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def memory(self) -> Memory:
+        """Tells how much memory is free, and how much there is."""
+        found = psutil.virtual_memory()
+        return Memory(int(found.available), int(found.total))
+
+    def peak_bytes(self) -> int | None:
+        """Most bytes that torch's allocator gave out at once since `reset_peak`; None if it doesn't count them."""
+        return None
+
+    def reset_peak(self) -> None:
+        """Starts counting anew, from what is given out now."""
+
+    def lock(self, address: int, nbytes: int) -> Callable[[], None] | None:
+        """Page-locks host memory for transfers with the device; makes all pages resident.
+
+        Returns:
+            What unlocks it, called once, while it is still mapped; None if transfers don't gain from locking.
+
+        Raises:
+            ExecuteError: If the system refuses.
+        """
+        return None
+
+    # -- random numbers --------------------------------------------------------------------------------------
+
+    def generator_state(self) -> torch.Tensor | None:
+        """The state of its generator, `uint8` in host memory; None if it draws from torch's generator on the CPU."""
+        return None
+
+    def set_generator_state(self, state: torch.Tensor) -> None:
+        """Sets its generator to a state that `generator_state` returned."""
+        raise AssertionError(f"{self} draws from torch's generator on the CPU")
+
+    def generator_states(self) -> list[torch.Tensor] | None:
+        """The states of all devices of its kind in this process, in order; None if they can't be told."""
+        return []
+
+    def set_generator_states(self, states: Sequence[torch.Tensor]) -> None:
+        """Sets the generators of all devices of its kind to what `generator_states` returned."""
+
+    @contextmanager
+    def kept_generators(self) -> Generator[None]:
+        """Puts the generators of all devices of its kind back, behind the body."""
+        yield
+
+    # -- modes -----------------------------------------------------------------------------------------------
+
+    @property
+    def autocast_kinds(self) -> tuple[str, ...]:
+        """Names under which `torch.autocast` may be on for code that computes there."""
+        return (self.torch_device.type,)
+
+    def without_autocast(self) -> AbstractContextManager[object]:
+        """Switches autocast off in its body, under each of `autocast_kinds`."""
+        return torch.autocast(self.torch_device.type, enabled=False)
+
+
+def is_on_host(place: torch.Tensor | torch.device) -> bool:
+    """Tells whether a tensor lies in host memory, as a tensor of the CPU."""
+    device = place.device if isinstance(place, torch.Tensor) else place
+    return device.type == "cpu"
+
+
+def is_same_kind(one: torch.device, other: torch.device) -> bool:
+    """Tells whether two devices are of one kind, whatever their numbers."""
+    return one.type == other.type

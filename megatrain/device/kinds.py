@@ -1,0 +1,141 @@
+"""Kinds of devices: which class each has, and which device is meant by a name, or is on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from megatrain.checks import Rule, checked, function
+from megatrain.device.accelerator import Accelerator
+from megatrain.device.cpu import Cpu
+from megatrain.device.cuda import Cuda
+from megatrain.device.interface import Device
+from megatrain.errors import OptionError
+
+HOST: Device = Cpu()
+"""The host, for work that is the host's wherever blocks compute."""
+
+_OWN: dict[str, Callable[[int | None], Device]] = {HOST.kind: Cpu, Cuda.name: Cuda}
+_makers = dict(_OWN)
+_KIND = Rule(
+    "a name of lower-case letters",
+    '{name}="toy"',
+    lambda value: None if isinstance(value, str) and value.isalpha() and value.islower() else "is no kind of device",
+)
+
+
+@checked(kind=_KIND, make=function(1))
+def register(kind: str, make: Callable[[int | None], Device]) -> None:
+    """Makes a kind of device known by name: `compile(device="toy")`, or `"toy:1"`.
+
+    Args:
+        kind: The name, of lower-case letters; one of torch's own kinds gets another class.
+        make: The class, or a function; called with the number behind the colon, or None.
+
+    Raises:
+        OptionError: If the kind is registered already.
+    """
+    if _makers.get(kind) is not _OWN.get(kind):
+        raise OptionError(
+            f'the kind of device "{kind}" is registered already.\n'
+            "  A kind is one class, for all models of a process.\n  Call unregister() with it first."
+        )
+    _makers[kind] = make
+
+
+@checked(kind=_KIND)
+def unregister(kind: str) -> None:
+    """Forgets a kind that was registered; models that are compiled for it keep their device.
+
+    Raises:
+        OptionError: If it isn't registered.
+    """
+    if _makers.get(kind) is _OWN.get(kind):
+        raise OptionError(
+            f'the kind of device "{kind}" is not registered.\n'
+            "  Kinds are known by the name that register() was given.\n  Give that name."
+        )
+    del _makers[kind]
+    if kind in _OWN:
+        _makers[kind] = _OWN[kind]
+
+
+def find(given: Device | torch.device | str | int | None) -> Device:
+    """Returns the device that is meant; None means the accelerator if there is one, else the CPU.
+
+    An accelerator without a number is the current one of its kind. That the device is there is not looked at.
+
+    Raises:
+        RuntimeError: If torch has no device of that name.
+    """
+    if given is None:
+        return present_accelerator() or HOST
+    if isinstance(given, Device):
+        return given
+    kind, index = _named(given)
+    return _makers.get(kind, partial(Accelerator, kind))(index)
+
+
+def present_accelerator() -> Device | None:
+    """The accelerator that this machine has, the current one if there are several; None without any."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else find(found)
+
+
+def autocast_kinds() -> tuple[str, ...]:
+    """Names under which `torch.autocast` may be on in this process; asks no driver for more than its presence."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return (HOST.kind,) if found is None else (HOST.kind, found.type)
+
+
+def fault_of_name(given: object) -> str | None:
+    """Says why a value names no device, or None if it names one."""
+    if not isinstance(given, Device | torch.device | str | int) or isinstance(given, bool):
+        return "is not a device"
+    try:
+        if not isinstance(given, Device):
+            _named(given)
+    except (RuntimeError, ValueError, OverflowError):
+        return "is not a device"
+    return None
+
+
+def fault(given: object) -> str | None:
+    """Says why a value is no device of this machine, or None if it is one.
+
+    A capture for a device that isn't there would end the process: torch's own kernels abort.
+    """
+    wrong = fault_of_name(given)
+    if wrong is not None:
+        return wrong
+    assert isinstance(given, Device | torch.device | str | int)
+    kind, index = (given.torch_device.type, given.torch_device.index) if isinstance(given, Device) else _named(given)
+    if kind == "meta":
+        return "has no values to compute with"
+    if kind == HOST.kind or not _is_torchs(kind):
+        return None
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is None or here.type != kind:
+        return f"is not available here: there is {here or 'no accelerator'}"
+    count = torch.accelerator.device_count()
+    return f"is not available here: there are {count} of its kind" if (index or 0) >= count else None
+
+
+def _is_torchs(kind: str) -> bool:
+    try:
+        torch.device(kind)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _named(given: torch.device | str | int) -> tuple[str, int | None]:
+    """The kind and the number of a device; a kind of one's own has no torch device of its name."""
+    if isinstance(given, str):
+        kind, _, number = given.partition(":")
+        if kind in _makers.keys() - _OWN.keys():
+            return kind, int(number) if number else None
+    device = torch.device(given)
+    return device.type, device.index
