@@ -12,12 +12,10 @@ from megatrain.passes.rewrite import Rewriter
 from megatrain.passes.split.part_calls import Part, PartWriter
 from megatrain.passes.split.rows import Act, act_on, gather_of, grouped_of, operands, resized, row_of
 from megatrain.passes.split.uses import Batch, Grouped, Row, Selection, Step, Use
+from megatrain.sizes import ALIGNMENT
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.state import StateEntry
 from megatrain.tracer.traced import TracedModule
-
-_ALIGNMENT = 64
-"""Parts start at multiples of this many bytes where rows allow, as kernels see of whole tensors."""
 
 _MOST_PARTS = 512
 """Each part costs calls in every step; of a table with more rows than that, a part has several whatever the target."""
@@ -83,7 +81,8 @@ def _bounds(entry: StateEntry, limit: int) -> Iterator[tuple[int, int]]:
     row_bytes = entry.spec.nbytes // total
     most = max(limit // row_bytes, math.ceil(total / _MOST_PARTS))
     size = math.ceil(total / math.ceil(total / most))
-    step = _ALIGNMENT // math.gcd(_ALIGNMENT, row_bytes)
+    # Parts start at such multiples where rows allow, as kernels see of whole tensors.
+    step = ALIGNMENT // math.gcd(ALIGNMENT, row_bytes)
     if size > step:
         rounded = math.ceil(size / step) * step
         size = rounded if rounded <= most else size // step * step
