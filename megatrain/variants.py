@@ -23,14 +23,13 @@ from megatrain.scheduler.step_kind import StepKind
 from megatrain.signature import ModelWatch, call_signature
 from megatrain.tracer.assumptions import AssumptionCheck
 from megatrain.tracer.attempt import Attempt
-from megatrain.tracer.collection import paused_collection
 from megatrain.tracer.expect import GuardFailedError
 from megatrain.tracer.guards import GuardCheck
 from megatrain.tracer.observer import Observer
 from megatrain.tracer.opaque import Opaque
 from megatrain.tracer.sameness import is_same_capture
 from megatrain.tracer.structure import Arguments
-from megatrain.tracer.trace import trace
+from megatrain.tracer.trace import paused_collection, trace
 from megatrain.tracer.traced import TracedModule
 
 # Paths through one signature's checks in mid-step that are kept as graphs of their own.

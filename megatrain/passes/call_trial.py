@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from megatrain.errors import LowerError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import disable_current_modes
-from megatrain.tracer.modes import autocast_state
+from megatrain.tracer.node_meta import autocast_state
 from megatrain.tracer.rng import GeneratorWatch
 from megatrain.tracer.source import SourceLine
 from megatrain.tracer.spec import TensorSpec

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from megatrain.tracer.modes import autocast_state
+from megatrain.tracer.node_meta import autocast_state
 from megatrain.tracer.opaque import Opaque
 
 

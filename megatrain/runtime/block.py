@@ -17,7 +17,7 @@ from megatrain.passes.program import Template
 from megatrain.runtime.rng import RngState, repeated_rng
 from megatrain.runtime.start import version
 from megatrain.tracer.expect import GuardFailedError
-from megatrain.tracer.saved_hooks import has_hooks
+from megatrain.tracer.watch import has_hooks
 
 Tensors = Sequence[torch.Tensor]
 StateReader = Callable[[], Sequence[torch.Tensor]]

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatrain.tracer.holders import Attributes
 from megatrain.tracer.observer import Observer, unobserved
 from megatrain.tracer.opaque import Opaque
-from megatrain.tracer.sandbox import Attributes, HostRng
+from megatrain.tracer.rng import HostRng
 
 
 @dataclass(frozen=True, slots=True, eq=False)

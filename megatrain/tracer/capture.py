@@ -18,6 +18,7 @@ from megatrain.tracer.assumptions import Assumptions
 from megatrain.tracer.attempt import Attempt
 from megatrain.tracer.effects import Effects
 from megatrain.tracer.functions import recorded_functions
+from megatrain.tracer.holders import Attributes
 from megatrain.tracer.hooks import Hooks, running_hooks
 from megatrain.tracer.inputs import WrittenInputs, bind_inputs
 from megatrain.tracer.leaks import Made
@@ -33,7 +34,8 @@ from megatrain.tracer.outer import Outer
 from megatrain.tracer.own_code import own_code
 from megatrain.tracer.recorder import Recorder
 from megatrain.tracer.refusals import FOLLOW_HOST, RUN_AGAIN, Obstacle
-from megatrain.tracer.sandbox import HOST_GENERATORS, Attributes, fake_state, kept_rng, swapped_state
+from megatrain.tracer.rng import HOST_GENERATORS, kept_rng
+from megatrain.tracer.sandbox import fake_state, swapped_state, uncompiled
 from megatrain.tracer.side_outputs import SideOutputs
 from megatrain.tracer.source import user_line
 from megatrain.tracer.spec import TensorSpec
@@ -41,7 +43,6 @@ from megatrain.tracer.state import StateEntry, StateValues, inventory
 from megatrain.tracer.structure import Arguments, Structure
 from megatrain.tracer.targets import call_text
 from megatrain.tracer.traced import TracedModule
-from megatrain.tracer.uncompiled import uncompiled
 from megatrain.tracer.watch import StrayWatch
 
 

@@ -9,11 +9,11 @@ from torch import nn
 
 from megatrain.errors import TraceError
 from megatrain.tracer.attempt import Attempt
+from megatrain.tracer.holders import Attributes, Change
 from megatrain.tracer.named import Named
 from megatrain.tracer.outer import Outer
 from megatrain.tracer.recorder import Recorder
 from megatrain.tracer.refusals import RUN_AGAIN, HookSite, Obstacle
-from megatrain.tracer.sandbox import Attributes, Change
 
 
 class Effects:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from megatrain.tracer.attempt import Attempt
+from megatrain.tracer.holders import Attributes, Change
 from megatrain.tracer.outer import Outer
 from megatrain.tracer.recorder import Recorder
 from megatrain.tracer.refusals import OBSERVE, RUN_AGAIN, USE_VALUES, HookSite, Obstacle
-from megatrain.tracer.sandbox import Attributes, Change
 from megatrain.tracer.side_outputs import leaves_of
 
 _REGISTRIES = ("_forward_pre_hooks", "_forward_hooks")

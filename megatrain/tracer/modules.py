@@ -11,7 +11,7 @@ from torch import nn
 
 from megatrain.patches import original_of, replaced_here
 from megatrain.tracer.recorder import Recorder
-from megatrain.tracer.sandbox import HostRng
+from megatrain.tracer.rng import HostRng
 
 
 def repeated_modules(root: nn.Module) -> frozenset[str]:

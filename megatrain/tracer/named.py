@@ -24,10 +24,8 @@ from torch import nn
 
 from megatrain.tracer.kept import CONTAINERS, MISSING, is_plain
 from megatrain.tracer.owned import Owned, can_change, owned
-from megatrain.tracer.source import SourceLine
+from megatrain.tracer.source import OURS, TORCH, SourceLine
 
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _PACKAGES = sysconfig.get_path("purelib") + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 # What runs without being named.
@@ -153,8 +151,8 @@ class _Search:
 
     def _is_users(self, file: str) -> bool:
         if file.startswith(_PACKAGES):
-            return not file.startswith((_TORCH, _OWN)) and _package(file) in self._packages
-        return not file.startswith((_OWN, _TORCH, _STANDARD)) and file[:1] != "<"
+            return not file.startswith((TORCH, OURS)) and _package(file) in self._packages
+        return not file.startswith((OURS, TORCH, _STANDARD)) and file[:1] != "<"
 
     def _add_class(self, kind: type) -> None:
         for base in kind.__mro__:

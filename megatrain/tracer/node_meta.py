@@ -37,6 +37,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import fx
 
 from megatrain.checks import named
@@ -119,3 +120,10 @@ def refuse_meta(node: fx.Node, what: str) -> NoReturn:
         "  Passes and checks read there what a node is; megatrain/tracer/node_meta.py says what each key means.\n"
         "  Add nodes with `Rewriter.call`, which fills in all of it."
     )
+
+
+def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
+    """Returns `(device type, dtype)` for the CPU and the accelerator, where autocast is on."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return tuple((d, torch.get_autocast_dtype(d)) for d in devices if torch.is_autocast_enabled(d))

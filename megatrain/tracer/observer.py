@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import ExecuteError
+from megatrain.tracer.holders import Attributes
 from megatrain.tracer.outer import Outer
 from megatrain.tracer.refusals import RUN_AGAIN, check_call, refuse
-from megatrain.tracer.sandbox import Attributes
 from megatrain.tracer.targets import call_name
 
 _here = threading.local()

@@ -15,15 +15,14 @@ from torch.utils import _pytree as pytree
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import are_transforms_active
 from megatrain.tracer.expect import GuardFailedError
+from megatrain.tracer.holders import Attributes
 from megatrain.tracer.keeper import Keeper
 from megatrain.tracer.kept import Kept
 from megatrain.tracer.outer import Outer
 from megatrain.tracer.own_code import own_code
 from megatrain.tracer.refusals import HookSite, check_everywhere
-from megatrain.tracer.sandbox import Attributes
-from megatrain.tracer.saved_hooks import has_users_hooks
 from megatrain.tracer.structure import Structure, holds_tensors
-from megatrain.tracer.watch import ByteCount
+from megatrain.tracer.watch import ByteCount, has_users_hooks
 
 Holder = tuple[nn.Module, str, str]
 """A module, which of its registries (`_parameters` or `_buffers`), and a name in it."""

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from megatrain.tracer.kept import VALUES
 from megatrain.tracer.opaque import Escapes, Holder, Opaque, tensors_in
 from megatrain.tracer.refusals import RUN_AGAIN, Obstacle
-from megatrain.tracer.sandbox import kept_rng
+from megatrain.tracer.rng import kept_rng
 from megatrain.tracer.source import user_line
 
 # Arguments that are at each step what they were at the capture, whatever the module does with them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from torch import nn
 
 from megatrain.patches import original_of, replaced_here
 from megatrain.tracer.kept import MISSING
-from megatrain.tracer.source import SourceLine, user_line
+from megatrain.tracer.source import OURS, SourceLine, user_line
 
 # Torch's own bookkeeping: compared as a whole, whether read or not.
 REGISTRIES = frozenset(
@@ -24,7 +23,6 @@ REGISTRIES = frozenset(
     _load_state_dict_pre_hooks _load_state_dict_post_hooks __class__ _call_impl _wrapped_call_impl _compiled_call_impl
     """.split()
 )
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH_MODULE_FILE = sys.modules["torch.nn.modules.module"].__file__
 
 
@@ -93,7 +91,7 @@ def recorded_reads(root: nn.Module) -> Generator[Reads]:
         if name == "__dict__":
             # Torch looks into it for every parameter; anybody else may see all that is in it.
             file = sys._getframe(2).f_code.co_filename  # pyright: ignore[reportPrivateUsage]
-            if file != _TORCH_MODULE_FILE and not file.startswith(_OWN):
+            if file != _TORCH_MODULE_FILE and not file.startswith(OURS):
                 reads.note_all(module)
         else:
             names = reads.by_module.get(id(module))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,12 +19,11 @@ from megatrain.torch_private import (
     DynamicOutputShapeException,
     are_transforms_active,
 )
-from megatrain.tracer.saved_hooks import has_users_hooks
-from megatrain.tracer.source import SourceLine, user_line
+from megatrain.tracer.source import OURS, SourceLine, user_line
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.targets import call_name, is_property_get, is_property_set
+from megatrain.tracer.watch import has_users_hooks
 
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _APPLIED = nn.Module._apply.__code__  # pyright: ignore[reportPrivateUsage]
 REFUSE, USE_VALUES, RUN_AGAIN, FOLLOW_HOST = "refuse", "use values", "run again", "follow host"
 OBSERVE = "observe"
@@ -156,7 +154,7 @@ def check_call(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 def _asks_checkpoint() -> bool:
     """Tells whether torch's checkpointing asks: of a tensor of its own, whether anything in it needs a gradient."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == checkpoint.__file__
 

@@ -1,11 +1,14 @@
-"""Keeps a capture's random numbers apart from those of other threads, which draw from the same generator."""
+"""Random numbers of a capture: kept apart from those of other threads, and put back where the capture is over."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatrain.torch_private import disable_current_modes
@@ -15,6 +18,7 @@ _PIECE = 1 << 20
 # Numbers that other threads may draw between two draws of the model: a batch of a loader takes some thousands.
 _FARTHEST = 1 << 23
 _LOOK = 16
+HOST_GENERATORS = "random or numpy.random"
 
 
 class GeneratorWatch:
@@ -87,3 +91,57 @@ def _at(state: torch.Tensor) -> torch.Generator:
 
 def _numbers(generator: torch.Generator, count: int) -> torch.Tensor:
     return torch.empty(count, dtype=torch.int32).random_(generator=generator)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostRng:
+    """State of the generators of Python and of NumPy."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+
+    @staticmethod
+    def now() -> HostRng:
+        """Reads the generators."""
+        return HostRng(random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        """Sets the generators back to this state."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HostRng) or self.python != other.python:
+            return False
+        return self.numpy[2:] == other.numpy[2:] and bool((self.numpy[1] == other.numpy[1]).all())
+
+    def __hash__(self) -> int:
+        return hash(self.python)
+
+
+@contextmanager
+def kept_rng(*, others_draw: bool = False) -> Generator[list[str]]:
+    """Restores every random generator at the end; the list then names what moved besides torch's stream.
+
+    Args:
+        others_draw: What other threads drew meanwhile stays drawn. The body draws nothing from torch's generator on the
+            CPU then, and its caller sees to those of Python and NumPy.
+    """
+    host, cpu = HostRng.now(), torch.get_rng_state()
+    seed = torch.initial_seed()
+    has_device = torch.accelerator.is_available()
+    device = torch.get_device_module().get_rng_state() if has_device else None
+    moved: list[str] = []
+    try:
+        yield moved
+    finally:
+        if host != HostRng.now():
+            moved.append(HOST_GENERATORS)
+        if torch.initial_seed() != seed:
+            moved.append("torch.manual_seed")
+        if not others_draw:
+            host.restore()
+        if not (others_draw and is_ahead(cpu, torch.get_rng_state())):
+            torch.set_rng_state(cpu)
+        if device is not None:
+            torch.get_device_module().set_rng_state(device)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from megatrain.errors import TraceError
+from megatrain.tracer.holders import Change, Place
 from megatrain.tracer.kept import MISSING, items_of, vars_of
 from megatrain.tracer.named import Named
-from megatrain.tracer.sandbox import Change, Place
 from megatrain.tracer.structure import Structure
 from megatrain.tracer.tree import HOOKS
 

@@ -10,7 +10,10 @@ from types import CodeType
 
 import torch
 
-_HIDDEN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+TORCH = os.path.dirname(torch.__file__) + os.sep
+"""How the paths of torch's own files begin."""
+OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+"""How the paths of this package's own files begin."""
 _is_users: dict[CodeType, bool] = {}
 
 
@@ -39,7 +42,7 @@ def user_line() -> SourceLine | None:
         code = frame.f_code
         users = _is_users.get(code)
         if users is None:
-            users = _is_users[code] = not code.co_filename.startswith(_HIDDEN) and "<" not in code.co_filename[:1]
+            users = _is_users[code] = not code.co_filename.startswith((TORCH, OURS)) and "<" not in code.co_filename[:1]
         if users:
             return SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
         frame = frame.f_back

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from megatrain.tracer.attempt import Site
 from megatrain.tracer.expect import Expectation
 from megatrain.tracer.guards import Guard
-from megatrain.tracer.modes import autocast_state
+from megatrain.tracer.node_meta import autocast_state
 from megatrain.tracer.opaque import Escapes, Opaque
 from megatrain.tracer.refusals import RUN_AGAIN, Obstacle, refuse_kept, refuse_other_history, refuse_unknown
 from megatrain.tracer.source import user_line

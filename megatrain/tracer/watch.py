@@ -1,4 +1,4 @@
-"""Dispatch modes that see what a recorded call does below the level at which it was recorded."""
+"""Effects of a recorded call below the level at which it was recorded, and hooks on what autograd saves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatrain.torch_private import top_saved_tensors_hooks
 
 # The schemas of these kernels don't say that they write running statistics, yet they do when training.
 _WRITES_STATISTICS = {
@@ -140,3 +142,24 @@ def _picks_by_number(func: Any, args: Any) -> bool:
     if func._schema.name != "aten::index":
         return False
     return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
+
+
+def has_hooks() -> bool:
+    """Tells whether any hooks on saved tensors are active."""
+    return _active() is not None
+
+
+def has_users_hooks() -> bool:
+    """Tells whether the active hooks are the user's, which may change what a backward computes with.
+
+    Those of torch (checkpoints, `save_on_cpu`) only move tensors or compute them again.
+    """
+    hooks = _active()
+    if hooks is None:
+        return False
+    package = str(getattr(hooks[0], "__module__", "")).partition(".")[0]
+    return package not in ("torch", __name__.partition(".")[0])
+
+
+def _active() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    return top_saved_tensors_hooks(False)

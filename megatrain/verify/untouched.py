@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from megatrain.errors import ExecuteError
+from megatrain.tracer.holders import Attributes
 from megatrain.tracer.outer import Outer
-from megatrain.tracer.sandbox import Attributes, kept_rng
+from megatrain.tracer.rng import kept_rng
 
 
 @contextmanager
