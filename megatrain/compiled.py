@@ -25,8 +25,8 @@ from megatrain.runtime.turn import Turn
 from megatrain.saving import Source
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import format_bytes
-from megatrain.tracer.expect import GuardFailedError
-from megatrain.tracer.structure import Arguments
+from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.traced import TracedModule
 from megatrain.variants import Variant, Variants
 

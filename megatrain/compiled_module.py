@@ -17,7 +17,7 @@ from torch import nn
 from megatrain.checks import instance_of
 from megatrain.compiled import Compiled
 from megatrain.errors import ExecuteError, OptionError
-from megatrain.tracer.own_code import StandIn, original, runs_own_code
+from megatrain.tracer.recording.own_code import StandIn, original, runs_own_code
 
 NAMES = (
     "traced",

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from megatrain.tracer.node_meta import autocast_state
-from megatrain.tracer.opaque import Opaque
+from megatrain.tracer.recording.opaque import Opaque
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.cost import TemplateCost
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.program import Program, Template
-from megatrain.tracer.expect import Expectation
+from megatrain.tracer.calls import call_text
+from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.targets import call_text
 
 
 def measure(program: Program) -> Program:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatrain.tracer.holders import Attributes
-from megatrain.tracer.observer import Observer, unobserved
-from megatrain.tracer.opaque import Opaque
-from megatrain.tracer.rng import HostRng
+from megatrain.tracer.python.holders import Attributes
+from megatrain.tracer.recording.observer import Observer, unobserved
+from megatrain.tracer.recording.opaque import Opaque
+from megatrain.tracer.recording.random_numbers import HostRng
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -42,7 +42,7 @@ from torch import fx
 
 from megatrain.checks import named
 from megatrain.errors import TraceError
-from megatrain.tracer.source import SourceLine
+from megatrain.tracer.source_line import SourceLine
 from megatrain.tracer.spec import TensorSpec
 
 CALLS = ("call_function", "call_method")

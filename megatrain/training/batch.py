@@ -10,7 +10,7 @@ import torch
 
 from megatrain.checks import shown
 from megatrain.errors import ExecuteError, OptionError
-from megatrain.tracer.structure import Arguments
+from megatrain.tracer.arguments import Arguments
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Makes a scalar of the model's result and the micro-batch."""

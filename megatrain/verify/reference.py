@@ -12,8 +12,8 @@ from torch import nn
 from megatrain.compiled import Variant
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Block
-from megatrain.tracer.state import inventory
-from megatrain.tracer.structure import Arguments
+from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.inventory import inventory
 from megatrain.verify.trial import generators
 
 Seen = tuple[str, int, str, str]

@@ -15,9 +15,9 @@ from torch import nn
 from megatrain.checks import checked, count, mapping_of, number, one_of, optional
 from megatrain.compiling import compile as compile_model
 from megatrain.errors import OptionError
+from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.given import MODEL
-from megatrain.tracer.own_code import original
-from megatrain.tracer.structure import Arguments
+from megatrain.tracer.recording.own_code import original
 from megatrain.verify.bisect import find_first_difference
 from megatrain.verify.compare import Tolerance, compare, has_nan
 from megatrain.verify.owners import Owners

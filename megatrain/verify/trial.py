@@ -15,7 +15,7 @@ from torch import nn
 from megatrain.compiled_module import CompiledModule
 from megatrain.compiling import compile as compile_model
 from megatrain.errors import OptionError
-from megatrain.tracer.structure import Arguments
+from megatrain.tracer.arguments import Arguments
 from megatrain.verify.leaves import named_leaves
 from megatrain.verify.untouched import copied_model, copied_tensors
 

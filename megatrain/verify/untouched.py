@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from megatrain.errors import ExecuteError
-from megatrain.tracer.holders import Attributes
-from megatrain.tracer.outer import Outer
-from megatrain.tracer.rng import kept_rng
+from megatrain.tracer.python.holders import Attributes
+from megatrain.tracer.python.outer import Outer
+from megatrain.tracer.recording.random_numbers import kept_rng
 
 
 @contextmanager

@@ -1,0 +1,66 @@
+"""Python state outside the modules that a model's code and its hooks can reach: variables, and objects of hooks."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.tracer.python.globals import Named, named_variables
+from megatrain.tracer.python.owned import owned
+from megatrain.tracer.python.snapshot import CONTAINERS
+
+_LIBRARY = (sysconfig.get_path("stdlib"), torch.__file__.removesuffix("__init__.py"))
+_PACKAGES = sysconfig.get_path("purelib")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outer:
+    """Where such state lies.
+
+    Args:
+        variables: Globals, variables of closures, attributes of classes, arguments bound to hooks.
+        objects: Names and attributes of objects whose methods are hooks, or that are hooks themselves.
+    """
+
+    variables: Sequence[Named] = ()
+    objects: Sequence[tuple[str, dict[str, Any]]] = ()
+
+    @staticmethod
+    def of(model: nn.Module, without: Collection[int] = ()) -> Outer:
+        """Finds it by looking at code; nothing is run.
+
+        Args:
+            model: The model.
+            without: Identities of forward hooks to leave out.
+        """
+        objects: dict[int, tuple[str, dict[str, Any]]] = {}
+        for module in model.modules():
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                for found in owned(hook) if id(hook) not in without else ():
+                    if found.is_object:
+                        objects[id(found.values)] = (found.path, found.values)
+        return Outer(named_variables(model, without=without), list(objects.values()))
+
+    @staticmethod
+    def of_hook(hook: Any) -> Outer:
+        """Finds what one hook reaches."""
+        module = nn.Module()
+        module._forward_hooks[0] = hook
+        return Outer.of(module)
+
+
+def is_ours(value: Any) -> bool:
+    """Tells whether what an object holds may be the model's state, rather than a library's own affairs."""
+    kind = type(value)
+    if kind is SimpleNamespace or kind.__module__ == "builtins" or isinstance(value, CONTAINERS):
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    is_installed = file.startswith(_PACKAGES) and not file.startswith(_LIBRARY[1])
+    return is_installed or not file.startswith(_LIBRARY)
