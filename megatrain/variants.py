@@ -20,11 +20,11 @@ from megatrain.runtime.executor import Executor
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.arguments import Arguments, call_signature
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.guards import GuardCheck
 from megatrain.tracer.python.assumptions import AssumptionCheck
-from megatrain.tracer.python.signature import ModelWatch, call_signature
+from megatrain.tracer.python.unchanged import ModelWatch
 from megatrain.tracer.recording.attempt import Attempt
 from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.recording.opaque import Opaque

@@ -1,9 +1,9 @@
-"""Takes tensors out of nested Python objects and puts others in their place."""
+"""The arguments of a call, and any nested objects: takes tensors out of them and puts others in their place."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.errors import TraceError
 from megatrain.tracer.plain_tensors import check_plain
+from megatrain.tracer.spec import TensorSpec
 
 
 class _TensorMetError(Exception):
@@ -161,3 +162,25 @@ def _path_name(path: tuple[Any, ...]) -> str:
         parts.append(f"arg{inner}" if isinstance(inner, int) and not parts else str(inner))
     text = "_".join(parts) or "arg"
     return text if text.isidentifier() else "".join(c if c.isalnum() else "_" for c in f"arg_{text}")
+
+
+def call_signature(arguments: Arguments, device: torch.device) -> Hashable:
+    """What a capture assumes of a call: structure, specs, literals, modes, and torch's defaults."""
+    has_grad = torch.is_grad_enabled()
+    specs = tuple((TensorSpec.of(t), t.requires_grad and has_grad) for t in arguments.tensors)
+    literals = tuple(_literal_key(x) for x in arguments.literals)
+    autocast = tuple((d, torch.get_autocast_dtype(d)) for d in {"cpu", device.type} if torch.is_autocast_enabled(d))
+    defaults = torch.get_default_dtype(), torch.get_default_device()
+    return str(arguments.tree), specs, literals, has_grad, autocast, defaults
+
+
+def _literal_key(value: Any) -> Hashable:
+    """A key for a non-tensor argument: equal keys mean that a forward can't tell the values apart."""
+    kind = type(value).__qualname__
+    if isinstance(value, float | complex | slice):
+        return kind, repr(value)  # 0.0 == -0.0, NaN != NaN, and slices have no hash before Python 3.12
+    try:
+        hash(value)
+    except TypeError:
+        return kind, id(value)
+    return kind, value

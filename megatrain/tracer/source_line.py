@@ -1,10 +1,11 @@
-"""Finds the user's source line behind a torch call."""
+"""Whose code runs: the user's source line behind a torch call, and whose a file is."""
 
 from __future__ import annotations
 
 import linecache
 import os
 import sys
+import sysconfig
 from dataclasses import dataclass
 from types import CodeType
 
@@ -14,6 +15,8 @@ TORCH = os.path.dirname(torch.__file__) + os.sep
 """How the paths of torch's own files begin."""
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """How the paths of this package's own files begin."""
+_PACKAGES = sysconfig.get_path("purelib") + os.sep
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
 _is_users: dict[CodeType, bool] = {}
 
 
@@ -47,3 +50,18 @@ def user_line() -> SourceLine | None:
             return SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
         frame = frame.f_back
     return None
+
+
+def file_of(kind: type) -> str:
+    """Returns the file that defines a class; `""` in an interactive session, `"<"` for what is built in."""
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ("<" if kind.__module__ != "__main__" else "")
+
+
+def package_of(file: str) -> str | None:
+    """Returns the top folder of an installed package's file."""
+    return file[len(_PACKAGES) :].partition(os.sep)[0] if file.startswith(_PACKAGES) else None
+
+
+def is_library(file: str) -> bool:
+    """Tells whether a file is torch's or of the standard library, in whose folder packages may lie."""
+    return file.startswith(TORCH) or (file.startswith(_STANDARD) and not file.startswith(_PACKAGES))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,18 @@ LIMIT_S = 60
 class Meeting:
     """Lets a forward wait in its middle until another thread has done its work."""
 
-    # No `__dict__`: what a forward leaves in one is undone when the capture is over.
-    __slots__ = ("_errors", "_work", "results")
-
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
-        self.results: list[Any] = []
-        self._errors: list[BaseException] = []
+        # Queues: what a forward leaves in attributes and lists is undone when the capture is over.
+        self._results: SimpleQueue[Any] = SimpleQueue()
+        self._errors: SimpleQueue[BaseException] = SimpleQueue()
+
+    @property
+    def results(self) -> list[Any]:
+        found = [self._results.get() for _ in range(self._results.qsize())]
+        for result in found:
+            self._results.put(result)
+        return found
 
     def __deepcopy__(self, memo: Any) -> Meeting:
         return self
@@ -40,14 +46,14 @@ class Meeting:
         thread.start()
         thread.join(LIMIT_S)
         assert not thread.is_alive(), "the other thread waits for the capture"
-        if self._errors:
-            raise self._errors[0]
+        if not self._errors.empty():
+            raise self._errors.get()
 
     def _run(self) -> None:
         try:
-            self.results.append(self._work())
+            self._results.put(self._work())
         except BaseException as error:
-            self._errors.append(error)
+            self._errors.put(error)
 
 
 class Held(nn.Module):

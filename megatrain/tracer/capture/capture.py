@@ -22,6 +22,7 @@ from megatrain.tracer.capture.sandbox import fake_state, swapped_state, uncompil
 from megatrain.tracer.inventory import StateEntry, StateValues, inventory
 from megatrain.tracer.python.assumptions import Assumptions
 from megatrain.tracer.python.collect import Assuming
+from megatrain.tracer.python.contents import Holder, held_in, put_into
 from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.python.outer import Outer
 from megatrain.tracer.python.side_outputs import SideOutputs
@@ -193,7 +194,9 @@ class Capture:
         """
         for change in start.changes():
             if isinstance(change.before, torch.Tensor) and id(change.before) in self._fake_ids():
-                change.holder[change.label] = change.before
+                has_names = isinstance(change.holder, dict | Holder)
+                others = {} if has_names else held_in(change.holder)
+                put_into(change.holder, {**others, change.label: change.before})
         changes = self._effects.own(start, self._recorder)
         if not changes:
             return

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain.tracer.python.contents import leaves_of
 from megatrain.tracer.python.holders import Attributes, Change
 from megatrain.tracer.python.outer import Outer
-from megatrain.tracer.python.side_outputs import leaves_of
 from megatrain.tracer.recording.attempt import Attempt
 from megatrain.tracer.recording.obstacles import OBSERVE, RUN_AGAIN, USE_VALUES, HookSite, Obstacle
 from megatrain.tracer.recording.recorder import Recorder

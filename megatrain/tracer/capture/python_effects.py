@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 from torch import nn
 
 from megatrain.errors import TraceError
-from megatrain.tracer.python.globals import Named
+from megatrain.tracer.python.contents import Slots
 from megatrain.tracer.python.holders import Attributes, Change
+from megatrain.tracer.python.named import Named
 from megatrain.tracer.python.outer import Outer
 from megatrain.tracer.recording.attempt import Attempt
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, HookSite, Obstacle
@@ -50,7 +51,7 @@ class Effects:
         holders = {change.where[0] for change in changes if change.where in theirs}
         own = [change for change in changes if change.where not in theirs]
         for change in own:
-            if change.where[0] in holders and not isinstance(change.holder, dict):
+            if change.where[0] in holders and not isinstance(change.holder, dict | Slots):
                 raise TraceError(
                     f"`{change.name}` is changed by code that is captured and by code that runs again at each step.\n"
                     "  In a list or set the turns of the two would be lost.\n"

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from megatrain.tracer.python.globals import Named
+from megatrain.tracer.python.contents import MISSING, Missing
 from megatrain.tracer.python.module_tree import ModuleTree
-from megatrain.tracer.python.snapshot import MISSING, Contents, Kept, Missing, Same, Value, value_text
+from megatrain.tracer.python.named import Named
+from megatrain.tracer.python.snapshot import Contents, Kept, Same, Value, value_text
 from megatrain.tracer.python.unchanged import Watch
 from megatrain.tracer.source_line import SourceLine
 
@@ -108,11 +109,13 @@ class Assumptions:
         values: Values that were read.
         unset: Names that were asked for in vain.
         tree: The modules, their registries and hooks.
+        skipped: Variables of libraries that the code names, which aren't watched.
     """
 
     values: tuple[Assumption, ...]
     unset: tuple[Unset, ...]
     tree: ModuleTree
+    skipped: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:
@@ -121,14 +124,17 @@ class Assumptions:
 
     def __str__(self) -> str:
         lines: dict[str, None] = {}
+        cut: dict[str, None] = {}
         met = set[int]()
         for value in self.values:
+            parts = list(_parts(value.path, value.kept, met))
             if not value.is_code:
-                lines |= dict.fromkeys([str(value), *_attribute_lines(value.path, value.kept, met)])
+                lines |= dict.fromkeys([str(value), *_attribute_lines(value.path, parts)])
+            cut |= {f"{path} ({str(kept)[3:]})": None for path, kept in parts if isinstance(kept, Same) and kept.is_cut}
         hidden = len(self.values) - self.count
-        return "\n".join(
-            [*lines, f"{len(self.tree.nodes)} modules, their hooks, and {hidden} names of code as they were"]
-        )
+        known = f"{len(self.tree.nodes)} modules, their hooks, and {hidden} names of code as they were"
+        unwatched = f"not watched inside: {', '.join([*cut, *self.skipped])}"
+        return "\n".join([*lines, known, *([unwatched] if cut or self.skipped else [])])
 
 
 class AssumptionCheck:
@@ -196,7 +202,7 @@ class AssumptionCheck:
             *map(vars, kinds),
             *(vars(m) for m in (unset.module() for unset in self._strays) if m is not None),
         ):
-            watch.add_table(table)
+            watch.add_container(table)
         watch.add_parts((value.kept, value.place.now()) for value in self._assumptions.values)
         return watch
 
@@ -205,11 +211,18 @@ def _first(failures: Iterable[str | None]) -> str | None:
     return next((failure for failure in failures if failure is not None), None)
 
 
-def _attribute_lines(path: str, kept: Kept, met: set[int]) -> Iterator[str]:
-    """Yields a line per attribute of a plain object, at its first mention."""
+def _parts(path: str, kept: Kept, met: set[int]) -> Iterator[tuple[str, Kept]]:
+    """Yields a snapshot and whatever it holds, with their paths, each at its first mention."""
+    yield path, kept
     if isinstance(kept, Contents) and id(kept) not in met:
         met.add(id(kept))
-        for name, inner in kept.attributes.items():
-            if not isinstance(inner, Same):
-                yield f"  {path}.{name} {inner}"
-            yield from _attribute_lines(f"{path}.{name}", inner, met)
+        for step, inner in kept.parts():
+            yield from _parts(path + step, inner, met)
+
+
+def _attribute_lines(path: str, parts: Iterable[tuple[str, Kept]]) -> Iterator[str]:
+    """Yields a line per attribute of a plain object."""
+    for name, kept in parts:
+        is_item = "[" in name[len(path) :]
+        if name != path and not is_item and not isinstance(kept, Same):
+            yield f"  {name} {kept}"

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from megatrain.patches import original_of, replaced_here
-from megatrain.tracer.python.snapshot import MISSING
+from megatrain.tracer.python.contents import MISSING
 from megatrain.tracer.source_line import OURS, SourceLine, user_line
 
 # Torch's own bookkeeping: compared as a whole, whether read or not.

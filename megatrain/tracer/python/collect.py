@@ -11,10 +11,11 @@ from torch import nn
 
 from megatrain.tracer.python.assumptions import Assumption, Assumptions, ClassAttribute, OwnAttribute, Unset
 from megatrain.tracer.python.attributes import Read, Reads, recorded_reads
-from megatrain.tracer.python.globals import Named, named_variables
+from megatrain.tracer.python.contents import MISSING
+from megatrain.tracer.python.globals import Variables, named_variables
 from megatrain.tracer.python.keeper import Keeper
 from megatrain.tracer.python.module_tree import ModuleTree
-from megatrain.tracer.python.snapshot import MISSING
+from megatrain.tracer.python.named import Named
 
 
 class Assuming:
@@ -65,8 +66,10 @@ class Assuming:
             for name in missing:
                 of_classes.setdefault((type(module), name), names[name])
         values += self._of_classes(keeper, of_classes)
-        values += self._of_variables(keeper)
-        return Assumptions(tuple(values), tuple(unset), self._tree)
+        of_code = self._named()
+        values += self._of_variables(keeper, of_code.found)
+        skipped = tuple(sorted({variable.path for variable in of_code.skipped}))
+        return Assumptions(tuple(values), tuple(unset), self._tree, skipped)
 
     def _of_module(
         self, keeper: Keeper, module: nn.Module, names: dict[str, Read], path: str, *, is_inside: bool
@@ -86,11 +89,14 @@ class Assuming:
             if value is MISSING or value is not vars(nn.Module).get(name):
                 yield Assumption(f"{kind.__qualname__}.{name}", place, keeper.keep(value))
 
-    def _of_variables(self, keeper: Keeper) -> Iterator[Assumption]:
+    def _named(self) -> Variables:
         read: dict[type, set[str]] = {}
         for module, names in self._own_reads():
             read.setdefault(type(module), set()).update(names)
-        for variable in named_variables(self._model, read, without=self._without):
+        return named_variables(self._model, read, without=self._without)
+
+    def _of_variables(self, keeper: Keeper, variables: Iterable[Named]) -> Iterator[Assumption]:
+        for variable in variables:
             now = variable.now()
             before = self._start.get(variable.key, now)
             yield Assumption(variable.path, variable, keeper.keep(before))

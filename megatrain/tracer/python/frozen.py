@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatrain.tracer.python.snapshot import VALUES
+from megatrain.tracer.python.contents import VALUES
 
 
 class NotFrozenError(Exception):

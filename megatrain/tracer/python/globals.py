@@ -7,88 +7,53 @@ classes don't come from are not looked into.
 
 from __future__ import annotations
 
-import dis
 import functools
-import os
-import sys
-import sysconfig
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, WrapperDescriptorType
-from typing import Any
+from types import CodeType, FunctionType, MethodType, ModuleType, WrapperDescriptorType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from megatrain.tracer.python.attributes import REGISTRIES
+from megatrain.tracer.python.contents import (
+    CONTAINERS,
+    VALUES,
+    held_in,
+    holders_in,
+    is_plain,
+)
+from megatrain.tracer.python.named import Named
 from megatrain.tracer.python.owned import Owned, can_change, owned
-from megatrain.tracer.python.snapshot import CONTAINERS, MISSING, is_plain
-from megatrain.tracer.source_line import OURS, TORCH, SourceLine
+from megatrain.tracer.source_line import OURS, file_of, is_library, package_of
 
-_PACKAGES = sysconfig.get_path("purelib") + os.sep
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
 # What runs without being named.
 _ENTRIES = ("forward", "__call__", "__enter__", "__exit__", "__getattr__", "__getitem__")
 _MAKERS = ("__init__", "__post_init__", "__new__")
 # Tables with more entries than this are registries of a library rather than settings.
 _LARGEST_TABLE = 512
 _CODE = (FunctionType, MethodType, functools.partial)
+_DEEPEST = 3
+_OWNED = object()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Named:
-    """A variable that isn't an attribute of a module, as code names it.
+class Variables(NamedTuple):
+    """What code names.
 
     Args:
-        path: Its name: `SCALE`, `settings.SCALE`, `Settings.SCALE`.
-        holder: The namespace it lives in, or a closure's cell.
-        name: Its name there.
-        code: The code that names it.
+        found: What may be a setting or state of the model.
+        skipped: What belongs to a library: tables and objects that grow whenever anybody uses it.
     """
 
-    path: str
-    holder: dict[str, Any] | type | CellType
-    name: str
-    code: CodeType
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """Tells variables apart while their namespaces are alive."""
-        return id(self.holder), self.name
-
-    def now(self) -> Any:
-        """Returns what it holds now."""
-        if not isinstance(self.holder, CellType):
-            return _parts(self.holder).get(self.name, MISSING)
-        try:
-            return self.holder.cell_contents
-        except ValueError:  # nothing was assigned yet
-            return MISSING
-
-    def put(self, value: Any) -> None:
-        """Puts a value in its place; `MISSING` takes it away."""
-        if isinstance(self.holder, CellType):
-            if value is not MISSING:
-                self.holder.cell_contents = value
-            elif self.now() is not MISSING:
-                del self.holder.cell_contents
-        elif isinstance(self.holder, type):
-            delattr(self.holder, self.name) if value is MISSING else setattr(self.holder, self.name, value)
-        elif value is MISSING:
-            self.holder.pop(self.name, None)
-        else:
-            self.holder[self.name] = value
-
-    @property
-    def source(self) -> SourceLine:
-        """The first line that names it."""
-        return SourceLine(self.code.co_filename, _line_of(self.code, self.name), self.code.co_qualname)
+    found: list[Named]
+    skipped: list[Named]
 
 
 def named_variables(
     model: nn.Module, read: Mapping[type, set[str]] | None = None, *, without: Collection[int] = ()
-) -> list[Named]:
+) -> Variables:
     """Lists the variables that the code of `model` and of its hooks names, in a fixed order.
 
     Args:
@@ -98,7 +63,7 @@ def named_variables(
     """
     search = _Search(model, read, without)
     search.run()
-    return search.found
+    return Variables(search.found, search.skipped)
 
 
 class _Search:
@@ -106,6 +71,7 @@ class _Search:
 
     def __init__(self, model: nn.Module, read: Mapping[type, set[str]] | None, without: Collection[int]) -> None:
         self.found: list[Named] = []
+        self.skipped: list[Named] = []
         self._met: dict[tuple[int, Any], Any] = {}
         self._names: dict[str, CodeType | None] = dict.fromkeys(_ENTRIES)
         self._classes: dict[str, list[type]] = {}
@@ -114,15 +80,13 @@ class _Search:
         self._stack: list[Any] = []
         self._owned: list[Owned] = []
         kinds = dict.fromkeys(type(module) for module in model.modules())
-        self._packages = {_package(_file_of(k)) for kind in kinds for k in kind.__mro__} - {None}
+        self._packages = {package_of(file_of(k)) for kind in kinds for k in kind.__mro__} - {None}
         for kind in kinds:
             self._add_module_class(kind, None if read is None else {"forward", *read.get(kind, ())})
         for module in model.modules():
-            for value in vars(module).values():
-                if isinstance(value, _CODE):
-                    self._stack.append(value)
-                elif not isinstance(value, nn.Module | torch.Tensor):
-                    self._add_classes_in(value)
+            for name, value in vars(module).items():
+                if name not in REGISTRIES:
+                    self._look_into(value)
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
             hooks = [hook for hook in hooks if id(hook) not in without]
             self._stack += hooks
@@ -130,19 +94,25 @@ class _Search:
 
     def run(self) -> None:
         """Follows what is known until nothing new is named."""
-        self._drain()
-        for path, values, own_code, is_object in self._owned:
-            for name, value in list(values.items()):
-                code = self._names.get(name) if is_object else own_code
-                if code is not None and (is_object or can_change(value)):
-                    self._take(Named(f"{path}.{name}", values, name, code), {})
-        self._drain()
+        while self._stack:
+            self._drain()
+            for path, values, own_code, is_object in self._owned:
+                for name, value in list(values.items()):
+                    code = self._names.get(name) if is_object else own_code
+                    if code is not None and (is_object or can_change(value)):
+                        self._take(Named(f"{path}.{name}", values, name, code), {})
 
     def _drain(self) -> None:
         while self._stack:
-            for function in _functions(self._stack.pop()):
-                if self._is_users(function.__code__.co_filename) and self._is_new(function):
-                    self._follow(function)
+            value = self._stack.pop()
+            is_users = False
+            for function in _functions(value):
+                if self._is_users(function.__code__.co_filename):
+                    is_users = True
+                    if self._is_new(function):
+                        self._follow(function)
+            if is_users and isinstance(value, _CODE) and self._is_new(value, _OWNED):
+                self._owned += owned(value)
 
     def _is_new(self, value: Any, part: Any = None) -> bool:
         is_new = (id(value), part) not in self._met
@@ -150,24 +120,31 @@ class _Search:
         return is_new
 
     def _is_users(self, file: str) -> bool:
-        if file.startswith(_PACKAGES):
-            return not file.startswith((TORCH, OURS)) and _package(file) in self._packages
-        return not file.startswith((OURS, TORCH, _STANDARD)) and file[:1] != "<"
+        package = package_of(file)
+        is_hidden = file.startswith(OURS) or is_library(file) or file[:1] == "<"
+        return not is_hidden and (package is None or package in self._packages)
 
     def _add_class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if self._is_users(_file_of(base)) and self._is_new(base):
+            if self._is_users(file_of(base)) and self._is_new(base):
                 self._add_methods(base)
-                for name in vars(base) if _package(_file_of(base)) is None and not issubclass(base, Enum) else ():
+                for name in vars(base) if package_of(file_of(base)) is None and not issubclass(base, Enum) else ():
                     self._classes.setdefault(name, []).append(base)
                     self._take_attribute(base, name, self._names.get(name))
 
-    def _add_classes_in(self, value: Any, depth: int = 3) -> None:
-        kind = type(value)
-        if self._is_users(_file_of(kind)):
-            self._add_class(kind)
-            for inner in vars(value).values() if depth and hasattr(value, "__dict__") and self._is_new(value) else ():
-                self._add_classes_in(inner, depth - 1)
+    def _look_into(self, value: Any, depth: int = _DEEPEST) -> None:
+        """Finds functions and objects in an attribute, in containers and objects of the user's classes too."""
+        if isinstance(value, _CODE):
+            self._stack.append(value)
+        if isinstance(value, (*VALUES, *_CODE, nn.Module, torch.Tensor)):
+            return
+        is_users = self._is_users(file_of(type(value)))
+        if is_users:
+            self._add_class(type(value))
+        if depth and (is_users or isinstance(value, CONTAINERS)) and self._is_new(value):
+            for holder in holders_in(value):
+                for inner in held_in(holder).values():
+                    self._look_into(inner, depth - 1)
 
     def _add_methods(self, kind: type) -> None:
         for name, value in vars(kind).items():
@@ -177,7 +154,7 @@ class _Search:
 
     def _add_module_class(self, kind: type, read: set[str] | None) -> None:
         for base in kind.__mro__:
-            if not self._is_users(_file_of(base)):
+            if not self._is_users(file_of(base)):
                 continue
             if read is not None:
                 self._stack += [value for name, value in vars(base).items() if name in read]
@@ -222,10 +199,13 @@ class _Search:
         if isinstance(value, _CODE):
             self._stack.append(value)
             return any(self._is_users(f.__code__.co_filename) for f in _functions(value))
-        return self._is_setting(value, is_installed=_package(variable.code.co_filename) is not None)
+        is_setting = self._is_setting(value, is_installed=package_of(variable.code.co_filename) is not None)
+        if not is_setting and not callable(value) and self._is_new(variable.holder, variable.name):
+            self.skipped.append(variable)
+        return is_setting
 
     def _take_class(self, kind: type) -> bool:
-        if not self._is_users(_file_of(kind)):
+        if not self._is_users(file_of(kind)):
             return False
         self._stack += [vars(kind)[name] for name in _MAKERS if name in vars(kind)]
         if not issubclass(kind, nn.Module):
@@ -249,20 +229,7 @@ class _Search:
         self._add_class(type(value))
         # Tables and objects of a library grow whenever anybody uses it, which says nothing about this model.
         is_open = isinstance(value, (*CONTAINERS, torch.Tensor, np.ndarray))
-        return not is_installed and (is_open or self._is_users(_file_of(type(value))))
-
-
-def _parts(holder: dict[str, Any] | type) -> Mapping[str, Any]:
-    return vars(holder) if isinstance(holder, type) else holder
-
-
-def _file_of(kind: type) -> str:
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ("<" if kind.__module__ != "__main__" else "")
-
-
-def _package(file: str) -> str | None:
-    """Returns the top folder of an installed package's file."""
-    return file[len(_PACKAGES) :].partition(os.sep)[0] if file.startswith(_PACKAGES) else None
+        return not is_installed and (is_open or self._is_users(file_of(type(value))))
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
@@ -285,13 +252,3 @@ def _functions(value: Any) -> Iterator[FunctionType]:
 def _codes(code: CodeType) -> list[CodeType]:
     """Returns a function's code and that of the functions defined inside it."""
     return [code, *(inner for c in code.co_consts if isinstance(c, CodeType) for inner in _codes(c))]
-
-
-@functools.lru_cache(maxsize=4096)
-def _line_of(code: CodeType, name: str) -> int:
-    line = code.co_firstlineno
-    for instruction in dis.get_instructions(code):
-        line = (instruction.starts_line or line) if sys.version_info < (3, 13) else (instruction.line_number or line)
-        if instruction.argval == name:
-            return line
-    return code.co_firstlineno

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum
-from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
 from megatrain.tracer.equal import is_equal
-from megatrain.tracer.python.globals import Named
+from megatrain.tracer.python.contents import (
+    BUFFERS,
+    VALUES,
+    held_in,
+    holders_in,
+    identity_of,
+    is_unchangeable,
+    put_into,
+)
+from megatrain.tracer.python.named import Named
 from megatrain.tracer.python.outer import Outer, is_ours
-from megatrain.tracer.python.snapshot import MISSING
-
-_CONTAINERS = (dict, list, set, deque)
-_SCALARS = (bool, int, float, str, type(None))
-# What is longer is data that a module refers to, a vocabulary or a data set, and not its state.
-_LARGEST = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +36,14 @@ class Change:
     @property
     def where(self) -> tuple[Any, Any]:
         """Tells places apart, whoever looked."""
-        return _identity(self.holder), self.label
+        return identity_of(self.holder), self.label
 
     @property
     def is_plain(self) -> bool:
-        """Tells whether a plain value was replaced by another: a number, a text, a flag."""
+        """Tells whether a plain value was replaced by another: a number, a text, a flag, the numbers of an array."""
         values = (self.before, self.now)
-        return all(isinstance(x, _SCALARS) for x in values) and not is_equal(*values)
+        is_plain = isinstance(self.holder, BUFFERS) or all(isinstance(x, VALUES) for x in values)
+        return is_plain and not is_equal(*values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,26 +52,27 @@ class Place:
 
     Args:
         root: The attributes of a module or of a hook's object, or a variable.
-        labels: From there on.
+        labels: From there on, each with which of the holders in what is found there.
     """
 
     root: Any
-    labels: tuple[Any, ...] = ()
+    labels: tuple[tuple[Any, int], ...] = ()
 
-    def inner(self, label: Any) -> Place:
-        """The place inside."""
-        return Place(self.root, (*self.labels, label))
+    def inner(self, item: Any, label: Any) -> Iterator[tuple[Any, Place]]:
+        """Yields the holders in what is found under a label, and their places."""
+        for which, holder in enumerate(holders_in(item)):
+            yield holder, Place(self.root, (*self.labels, (label, which)))
 
     def find(self) -> Any:
         """Returns what is there now: the user may have put another list there."""
         holder = self.root
-        for label in self.labels:
-            holder = _inner(_items(holder)[label])
+        for label, which in self.labels:
+            holder = holders_in(held_in(holder)[label])[which]
         return holder
 
 
 class Attributes:
-    """What attributes of modules hold, and what plain containers and objects in them hold, at one time.
+    """What attributes of modules hold, and what containers and objects in them hold, at one time.
 
     Args:
         module: The outermost module.
@@ -83,26 +84,29 @@ class Attributes:
         for prefix, child in module.named_modules():
             self._walk(prefix, child.__dict__, _is_any)
         for path, holder in outer.objects if outer else ():
-            if _identity(holder) not in self._saved:
+            if identity_of(holder) not in self._saved:
                 self._save(path, holder, Place(holder))
         for variable in outer.variables if outer else ():
             self._walk(variable.path.rpartition(".")[0], variable, is_ours)
 
     def _walk(self, name: str, root: Any, follows: Callable[[Any], bool]) -> None:
         stack: list[tuple[str, Any, Place]] = [(name, root, Place(root))]
+        met = set[Any]()
         while stack:
             name, holder, place = stack.pop()
-            if _identity(holder) in self._saved or (not isinstance(holder, Named) and len(holder) > _LARGEST):
+            identity = identity_of(holder)
+            if identity in self._saved or identity in met:
                 continue
+            met.add(identity)
             for label, item in self._save(name, holder, place).items():
-                inner = _inner(item) if follows(item) else None
-                if inner is not None:
-                    stack.append((_joined(name, label), inner, place.inner(label)))
+                if label is not ... and follows(item):
+                    stack += [(_joined(name, label), *inner) for inner in place.inner(item, label)]
 
     def _save(self, name: str, holder: Any, place: Place) -> dict[Any, Any]:
-        content = _items(holder)
-        if not (isinstance(holder, Named) and id(holder.holder) in self._saved):
-            self._saved[_identity(holder)] = (name, holder, content, place)
+        content = held_in(holder)
+        is_in_namespace = isinstance(holder, Named) and id(holder.holder) in self._saved
+        if not is_in_namespace and not is_unchangeable(holder):
+            self._saved[identity_of(holder)] = (name, holder, content, place)
         return content
 
     @property
@@ -113,14 +117,17 @@ class Attributes:
     def restore(self) -> None:
         """Puts everything back in place."""
         for _, holder, content, _ in self._saved.values():
-            if not _is_same(content, _items(holder)):
-                _put_back(holder, content)
+            now = held_in(holder)
+            if not _is_same(holder, content, now):
+                put_into(holder, content, [label for label in now if label not in content])
 
     def changes(self) -> list[Change]:
         """Lists what is held differently now."""
         found: list[Change] = []
         for name, holder, before, place in self._saved.values():
-            now = _items(holder)
+            now = held_in(holder)
+            if _is_same(holder, before, now):
+                continue
             for label in dict.fromkeys([*before, *now]):
                 if before.get(label) is not now.get(label):
                     values = before.get(label), now.get(label)
@@ -128,54 +135,17 @@ class Attributes:
         return found
 
 
-def _put_back(holder: Any, content: dict[Any, Any]) -> None:
-    if isinstance(holder, Named):
-        holder.put(content.get(holder.name, MISSING))
-    elif isinstance(holder, dict):
-        # One by one: another thread may be reading what hasn't changed.
-        for label in [label for label in holder if label not in content]:
-            del holder[label]
-        holder.update(content)
-    else:
-        holder.clear()
-        if isinstance(holder, list | deque):
-            holder.extend(content.values())
-        else:
-            holder.update(content)
-
-
 def _joined(name: str, label: Any) -> str:
+    if label is ...:
+        return name
     return f"{name}.{label}" if name else str(label)
-
-
-def _identity(holder: Any) -> Any:
-    return holder.key if isinstance(holder, Named) else id(holder)
 
 
 def _is_any(_: Any) -> bool:
     return True
 
 
-def _inner(item: Any) -> Any:
-    """Returns the container that an item is, or the attributes that it has; None where it holds nothing."""
-    return item if isinstance(item, _CONTAINERS) else _attributes_of(item)
-
-
-def _items(holder: Any) -> dict[Any, Any]:
-    if isinstance(holder, Named):
-        value = holder.now()
-        return {} if value is MISSING else {holder.name: value}
-    if isinstance(holder, dict):
-        return dict(holder)
-    return dict(enumerate(holder)) if isinstance(holder, list | deque) else {x: x for x in holder}
-
-
-def _is_same(left: dict[Any, Any], right: dict[Any, Any]) -> bool:
+def _is_same(holder: Any, left: dict[Any, Any], right: dict[Any, Any]) -> bool:
+    if isinstance(holder, BUFFERS):
+        return is_equal(left[...], right[...])
     return left.keys() == right.keys() and all(left[k] is right[k] for k in left)
-
-
-def _attributes_of(value: Any) -> dict[str, Any] | None:
-    """Returns the attributes of a plain Python object; modules are visited on their own."""
-    if isinstance(value, nn.Module | torch.Tensor | type | ModuleType | FunctionType | Enum):
-        return None
-    return getattr(value, "__dict__", None) if type(getattr(value, "__dict__", None)) is dict else None

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 
-from megatrain.tracer.python.globals import Named, named_variables
+from megatrain.tracer.python.contents import CONTAINERS
+from megatrain.tracer.python.globals import named_variables
+from megatrain.tracer.python.named import Named
 from megatrain.tracer.python.owned import owned
-from megatrain.tracer.python.snapshot import CONTAINERS
-
-_LIBRARY = (sysconfig.get_path("stdlib"), torch.__file__.removesuffix("__init__.py"))
-_PACKAGES = sysconfig.get_path("purelib")
+from megatrain.tracer.source_line import file_of, is_library
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +42,7 @@ class Outer:
                 for found in owned(hook) if id(hook) not in without else ():
                     if found.is_object:
                         objects[id(found.values)] = (found.path, found.values)
-        return Outer(named_variables(model, without=without), list(objects.values()))
+        return Outer(named_variables(model, without=without).found, list(objects.values()))
 
     @staticmethod
     def of_hook(hook: Any) -> Outer:
@@ -61,6 +57,4 @@ def is_ours(value: Any) -> bool:
     kind = type(value)
     if kind is SimpleNamespace or kind.__module__ == "builtins" or isinstance(value, CONTAINERS):
         return True
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    is_installed = file.startswith(_PACKAGES) and not file.startswith(_LIBRARY[1])
-    return is_installed or not file.startswith(_LIBRARY)
+    return not is_library(file_of(kind))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatrain.tracer.python.snapshot import CONTAINERS
+from megatrain.tracer.python.contents import CONTAINERS
 
 
 class Owned(NamedTuple):
@@ -39,6 +39,7 @@ def owned(hook: Any) -> Iterator[Owned]:
         yield from owned(hook.func)
     elif isinstance(hook, FunctionType):
         yield Owned(hook.__qualname__, _defaults(hook), hook.__code__, False)
+        yield Owned(hook.__qualname__, vars(hook), hook.__code__, True)
     elif isinstance(hook, MethodType):
         yield from owned(hook.__func__)
         yield from _object(hook.__self__, getattr(hook.__func__, "__code__", None))

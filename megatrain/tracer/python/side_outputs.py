@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -14,12 +13,9 @@ from torch import nn
 
 from megatrain.errors import TraceError
 from megatrain.tracer.arguments import Structure
-from megatrain.tracer.python.globals import Named
+from megatrain.tracer.python.contents import BUFFERS, CONTAINERS, Holder, held_in, items_of, leaves_of, put_into
 from megatrain.tracer.python.holders import Change, Place
 from megatrain.tracer.python.module_tree import HOOKS
-from megatrain.tracer.python.snapshot import MISSING, items_of, vars_of
-
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +38,7 @@ class Held:
 
     Args:
         place: Where the namespace or container is found.
-        content: All that a list or set holds afterwards, what has changed in a namespace or dictionary.
+        content: All that a list or set holds afterwards, what has changed in whatever has names.
         removed: Keys that are gone from it.
     """
 
@@ -53,21 +49,13 @@ class Held:
     def put(self, new: Sequence[Any]) -> None:
         """Puts it in place; `new` are the values made for this call."""
         holder = self.place.find()
-        old = items_of(holder)
-        found = [(label, old.get(s.key) if s.kind == "old" else new[s.key] if s.kind == "new" else s.key)
-                 for label, s in self.content]  # fmt: skip
-        if isinstance(holder, Named):
-            holder.put(found[0][1] if found else MISSING)
-            return
-        if isinstance(holder, dict):
-            for label in self.removed:
-                holder.pop(label, None)
-            holder.update(found)
-            return
-        holder.clear()
-        add: Callable[[Any], Any] = holder.add if isinstance(holder, set) else holder.append
-        for _, value in found:
-            add(value)
+        old = held_in(holder)
+        put_into(
+            holder,
+            {label: old.get(s.key) if s.kind == "old" else new[s.key] if s.kind == "new" else s.key
+             for label, s in self.content},
+            self.removed,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,12 +138,10 @@ class _Collected:
     def held(self, changes: Sequence[Change]) -> Held:
         """Says how to leave what `changes`, all of one holder, have left."""
         holder, place = changes[0].holder, changes[0].place
-        if isinstance(holder, Named):
-            now = holder.now()
-            return Held(place, () if now is MISSING else ((holder.name, self._slot(now)),), ())
-        if isinstance(holder, dict):
-            removed = tuple(c.label for c in changes if c.label not in holder)
-            content = [(c.label, self._slot(c.now)) for c in changes if c.label in holder]
+        if isinstance(holder, (dict, Holder, *BUFFERS)):
+            there = held_in(holder)
+            removed = tuple(c.label for c in changes if c.label not in there)
+            content = [(c.label, self._slot(c.now)) for c in changes if c.label in there]
             return Held(place, tuple(content), removed)
         before = {id(c.before): c.label for c in changes}
         changed = {c.label for c in changes}
@@ -171,23 +157,8 @@ class _Collected:
         if id(value) in self._state:
             return Slot("fixed", self._state[id(value)])
         leaves = list(leaves_of(value))
-        is_copied = any(isinstance(x, torch.Tensor) for x in leaves) or isinstance(value, _CONTAINERS)
+        is_copied = any(isinstance(x, torch.Tensor) for x in leaves) or isinstance(value, CONTAINERS)
         if not is_copied or any(isinstance(x, nn.Module | MethodType) for x in leaves):
             return Slot("fixed", value)
         self.new.append(value)
         return Slot("new", len(self.new) - 1)
-
-
-def leaves_of(value: Any) -> Iterator[Any]:
-    """Yields what containers and plain objects in `value` hold at last, not looking into modules."""
-    stack, met = [value], set[int]()
-    while stack:
-        value = stack.pop()
-        is_leaf = isinstance(value, torch.Tensor | nn.Module | MethodType | type | weakref.ref) or callable(value)
-        inner = [] if is_leaf else [*items_of(value).values(), *vars_of(value).values()]
-        if id(value) in met:
-            continue
-        met.add(id(value))
-        if not inner and value is not MISSING:
-            yield value
-        stack += inner

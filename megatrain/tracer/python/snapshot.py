@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatrain.tracer.equal import is_equal
+from megatrain.tracer.python.contents import (
+    BUFFERS,
+    CONTAINERS,
+    MISSING,
+    Missing,
+    is_plain,
+    items_of,
+    vars_of,
+)
 from megatrain.tracer.spec import TensorSpec
 
-
-class Missing:
-    """Stands for an attribute that isn't there."""
-
-    def __repr__(self) -> str:
-        return "missing"
-
-
-MISSING = Missing()
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), type(...))
-VALUES = (
-    *_SCALARS, range, slice, torch.dtype, torch.device, torch.layout, torch.memory_format, Missing,
-)  # fmt: skip
-CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _BRACKETS: dict[type, tuple[str, str]] = {
     list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}"), set: ("{", "}"), frozenset: ("frozenset({", "})"),
 }  # fmt: skip
-# What holds more is data that a module refers to, a vocabulary or a data set, and is told by identity and length.
-LARGEST = 4096
 _LONGEST_TEXT = 80
 
 Seen = set[tuple[int, int]]
@@ -76,24 +68,32 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value(Kept):
-    """A number, a text, a dtype: equal values of one type are the same."""
+    """A number, a text, a dtype, a copy of an array: equal values of one type are the same."""
 
     value: Any
 
     def is_same(self, now: Any) -> bool:
         """See `Kept.is_same`."""
-        return is_equal(now, self.value)
+        return type(now) is type(self.value) and is_equal(now, self.value)
 
     def __str__(self) -> str:
+        if isinstance(self.value, np.ndarray | np.generic):
+            return f"is an array {self.value.dtype}{list(self.value.shape)}"
         return f"== {self.value!r}"
 
 
 class Same(Kept):
-    """An object that only itself stands for: a function, a module, a lock. It is not kept alive."""
+    """An object that only itself stands for: a function, a module, a lock. It is not kept alive.
 
-    __slots__ = ("_ref", "_size", "_text")
+    Args:
+        value: The object.
+        is_cut: It may hold what can change, and nobody looks into it.
+    """
 
-    def __init__(self, value: Any) -> None:
+    __slots__ = ("_ref", "_size", "_text", "is_cut")
+
+    def __init__(self, value: Any, *, is_cut: bool = False) -> None:
+        self.is_cut = is_cut
         try:
             self._ref: Any = weakref.ref(value)
         except TypeError:
@@ -106,7 +106,7 @@ class Same(Kept):
         return now is not None and self._ref() is now and (self._size is None or len(now) == self._size)
 
     def __str__(self) -> str:
-        return f"is {self._text}"
+        return f"is {self._text}" + (f" of {self._size}" if self._size is not None else "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,25 +135,6 @@ class TensorLike(Kept):
 
     def __str__(self) -> str:
         return f"is {'the' if self.constant else 'a'} tensor {self.spec}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Array(Kept):
-    """A NumPy array, compared value by value."""
-
-    value: Any
-
-    def is_same(self, now: Any) -> bool:
-        """See `Kept.is_same`."""
-        return (
-            type(now) is type(self.value)
-            and now.dtype == self.value.dtype
-            and now.shape == self.value.shape
-            and now.tobytes() == self.value.tobytes()
-        )
-
-    def __str__(self) -> str:
-        return f"is an array {self.value.dtype}{list(self.value.shape)}"
 
 
 @dataclass(slots=True, eq=False)
@@ -199,6 +180,11 @@ class Contents(Kept):
                     return Difference(form.format(label) + found.path, found.expected, found.now)
         return None
 
+    def parts(self) -> Iterator[tuple[str, Kept]]:
+        """Yields what it holds, with the path there."""
+        for held, form in ((self.items, "[{!r}]"), (self.attributes, ".{}")):
+            yield from ((form.format(label), kept) for label, kept in held.items())
+
     def inner(self, now: Any) -> Pairs:
         """See `Kept.inner`."""
         for held, there in ((self.items, items_of(now)), (self.attributes, vars_of(now))):
@@ -215,35 +201,6 @@ class Contents(Kept):
 def _told_apart(value: Any) -> tuple[type, Any]:
     """What equal members of two sets have in common, as `is_equal` has it."""
     return type(value), repr(value) if isinstance(value, float | complex) else value
-
-
-def items_of(value: Any) -> dict[Any, Any]:
-    """Returns what a container holds, by index or key; nothing for other objects."""
-    if isinstance(value, dict):
-        return dict(dict[Any, Any].items(value))
-    if isinstance(value, list | tuple | deque):
-        return dict(enumerate(value))
-    return {x: x for x in value} if isinstance(value, set | frozenset) else {}
-
-
-def vars_of(value: Any) -> dict[str, Any]:
-    """Returns the attributes of an object, those in slots too."""
-    if isinstance(value, type | ModuleType):
-        return {}
-    found: dict[str, Any] = dict(getattr(value, "__dict__", None) or {})
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__"):
-                found.setdefault(name, getattr(value, name, MISSING))
-    return found
-
-
-def is_plain(value: Any) -> bool:
-    """Tells whether `value` is a number, a text, an enum member, or a container of such."""
-    if isinstance(value, (*VALUES, Enum)):
-        return True
-    return isinstance(value, CONTAINERS) and len(value) <= LARGEST and all(map(is_plain, items_of(value).values()))
 
 
 def name_of(value: Any) -> str:
@@ -293,7 +250,8 @@ def parts_of(pairs: Iterable[tuple[Kept, Any]]) -> Iterator[tuple[Kept, Any]]:
     stack, met = list(pairs), set[int]()
     while stack:
         kept, value = stack.pop()
-        if not isinstance(kept, Value | Same) and id(value) not in met:
+        can_change = not isinstance(kept, Value | Same) or isinstance(value, BUFFERS)
+        if can_change and id(value) not in met:
             met.add(id(value))
             yield kept, value
             stack.extend(kept.inner(value))

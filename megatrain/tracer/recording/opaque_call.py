@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from megatrain.tracer.python.snapshot import VALUES
+from megatrain.tracer.python.contents import VALUES
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle
 from megatrain.tracer.recording.opaque import Escapes, Holder, Opaque, tensors_in
 from megatrain.tracer.recording.random_numbers import kept_rng

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from megatrain.patches import original_of, replaced_here
 from megatrain.torch_private import function_modes, vmap_home
+from megatrain.tracer.python.contents import VALUES
 from megatrain.tracer.python.frozen import NotFrozenError, frozen
-from megatrain.tracer.python.snapshot import VALUES
 from megatrain.tracer.recording.recorder import Recorder
 
 
