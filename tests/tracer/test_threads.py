@@ -26,17 +26,15 @@ class Meeting:
     """Lets a forward wait in its middle until another thread has done its work."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
-        self._work = work
-        # Queues: what a forward leaves in attributes and lists is undone when the capture is over.
+        # Queues: what a forward leaves in attributes and lists, or in what functions there name, is undone afterwards.
+        self._work: SimpleQueue[Callable[[], Any]] = SimpleQueue()
+        self._work.put(work)
         self._results: SimpleQueue[Any] = SimpleQueue()
         self._errors: SimpleQueue[BaseException] = SimpleQueue()
 
     @property
     def results(self) -> list[Any]:
-        found = [self._results.get() for _ in range(self._results.qsize())]
-        for result in found:
-            self._results.put(result)
-        return found
+        return _held_by(self._results)
 
     def __deepcopy__(self, memo: Any) -> Meeting:
         return self
@@ -51,9 +49,17 @@ class Meeting:
 
     def _run(self) -> None:
         try:
-            self._results.put(self._work())
+            (work,) = _held_by(self._work)
+            self._results.put(work())
         except BaseException as error:
             self._errors.put(error)
+
+
+def _held_by(queue: SimpleQueue[Any]) -> list[Any]:
+    found = [queue.get() for _ in range(queue.qsize())]
+    for value in found:
+        queue.put(value)
+    return found
 
 
 class Held(nn.Module):

@@ -133,8 +133,9 @@ class Assumptions:
             cut |= {f"{path} ({str(kept)[3:]})": None for path, kept in parts if isinstance(kept, Same) and kept.is_cut}
         hidden = len(self.values) - self.count
         known = f"{len(self.tree.nodes)} modules, their hooks, and {hidden} names of code as they were"
-        unwatched = f"not watched inside: {', '.join([*cut, *self.skipped])}"
-        return "\n".join([*lines, known, *([unwatched] if cut or self.skipped else [])])
+        left_out = {"not watched inside": tuple(cut), "not watched": self.skipped}
+        listed = [f"{what}: {', '.join(names)}" for what, names in left_out.items() if names]
+        return "\n".join([*lines, known, *listed])
 
 
 class AssumptionCheck:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -35,8 +35,11 @@ BUFFERS = (np.ndarray, bytearray, array)
 # What holds more is data that a model refers to, a vocabulary or a data set, rather than its state.
 LARGEST = 4096
 _LARGEST_BUFFER = 65536
+_NOTHING = ()
 _UNCHANGEABLE = (tuple, frozenset, MappingProxyType)
-_TYPES_OF_VALUES = frozenset(VALUES)
+# Most of what a model holds is of these types; of the second, nothing but what they contain can be seen.
+_SIMPLE = frozenset((*VALUES, torch.Tensor, nn.Parameter, FunctionType))
+_BARE = frozenset((list, dict, set, deque, OrderedDict))
 # Visited on their own, or never looked into.
 _CLOSED = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, Enum)
 
@@ -133,14 +136,22 @@ def vars_of(value: Any) -> dict[str, Any]:
     return {**_slotted(value, _members(type(value))), **(getattr(value, "__dict__", None) or {})}
 
 
-def holders_in(value: Any) -> list[Any]:
+def holders_in(value: Any) -> Sequence[Any]:
     """Lists where `value` holds something that may be replaced: itself, its attributes, its slots.
 
     Modules, classes and functions are visited on their own, or are the same as long as they are themselves.
     """
     kind = type(value)
-    if kind in _TYPES_OF_VALUES or isinstance(value, _CLOSED):
-        return []
+    if kind in _SIMPLE or (kind is tuple and _SIMPLE.issuperset(map(type, value))):
+        return _NOTHING
+    if kind in _BARE:
+        return (value,) if len(value) <= LARGEST else _NOTHING
+    return _holders_in(value, kind)
+
+
+def _holders_in(value: Any, kind: type) -> Sequence[Any]:
+    if isinstance(value, _CLOSED):
+        return _NOTHING
     found: list[Any] = []
     if isinstance(value, CONTAINERS):
         if len(value) <= LARGEST:
@@ -169,7 +180,7 @@ def identity_of(holder: Any) -> Any:
 
 def held_in(holder: Any) -> dict[Any, Any]:
     """Returns what a holder holds now, by label; a buffer holds all of its numbers together."""
-    if type(holder) is dict:
+    if type(holder) in (dict, OrderedDict):
         return dict(holder)
     if isinstance(holder, Holder):
         return holder.held()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -58,11 +60,6 @@ class Place:
     root: Any
     labels: tuple[tuple[Any, int], ...] = ()
 
-    def inner(self, item: Any, label: Any) -> Iterator[tuple[Any, Place]]:
-        """Yields the holders in what is found under a label, and their places."""
-        for which, holder in enumerate(holders_in(item)):
-            yield holder, Place(self.root, (*self.labels, (label, which)))
-
     def find(self) -> Any:
         """Returns what is there now: the user may have put another list there."""
         holder = self.root
@@ -80,34 +77,36 @@ class Attributes:
     """
 
     def __init__(self, module: nn.Module, outer: Outer | None = None) -> None:
-        self._saved: dict[Any, tuple[str, Any, dict[Any, Any], Place]] = {}
+        # By identity: its name up to the root, the root, the way from there, itself, and what it holds.
+        self._saved: dict[Any, tuple[str, Any, tuple[tuple[Any, int], ...], Any, dict[Any, Any]]] = {}
         for prefix, child in module.named_modules():
-            self._walk(prefix, child.__dict__, _is_any)
+            self._walk(prefix, child.__dict__, None)
         for path, holder in outer.objects if outer else ():
-            if identity_of(holder) not in self._saved:
-                self._save(path, holder, Place(holder))
+            self._saved.setdefault(id(holder), (path, holder, (), holder, held_in(holder)))
         for variable in outer.variables if outer else ():
             self._walk(variable.path.rpartition(".")[0], variable, is_ours)
 
-    def _walk(self, name: str, root: Any, follows: Callable[[Any], bool]) -> None:
-        stack: list[tuple[str, Any, Place]] = [(name, root, Place(root))]
-        met = set[Any]()
+    def _walk(self, name: str, root: Any, follows: Callable[[Any], bool] | None) -> None:
+        stack: list[tuple[tuple[tuple[Any, int], ...], Any]] = [((), root)]
+        passed = set[Any]()
         while stack:
-            name, holder, place = stack.pop()
+            way, holder = stack.pop()
             identity = identity_of(holder)
-            if identity in self._saved or identity in met:
+            if identity in self._saved or identity in passed:
                 continue
-            met.add(identity)
-            for label, item in self._save(name, holder, place).items():
-                if label is not ... and follows(item):
-                    stack += [(_joined(name, label), *inner) for inner in place.inner(item, label)]
+            content = held_in(holder)
+            if self._is_saved(holder):
+                self._saved[identity] = (name, root, way, holder, content)
+            else:
+                passed.add(identity)
+            for label, item in content.items() if not isinstance(holder, BUFFERS) else ():
+                inner = holders_in(item)
+                if inner and (follows is None or follows(item)):
+                    stack += [((*way, (label, which)), found) for which, found in enumerate(inner)]
 
-    def _save(self, name: str, holder: Any, place: Place) -> dict[Any, Any]:
-        content = held_in(holder)
+    def _is_saved(self, holder: Any) -> bool:
         is_in_namespace = isinstance(holder, Named) and id(holder.holder) in self._saved
-        if not is_in_namespace and not is_unchangeable(holder):
-            self._saved[identity_of(holder)] = (name, holder, content, place)
-        return content
+        return not is_in_namespace and not is_unchangeable(holder)
 
     @property
     def holders(self) -> frozenset[Any]:
@@ -116,7 +115,7 @@ class Attributes:
 
     def restore(self) -> None:
         """Puts everything back in place."""
-        for _, holder, content, _ in self._saved.values():
+        for _, _, _, holder, content in self._saved.values():
             now = held_in(holder)
             if not _is_same(holder, content, now):
                 put_into(holder, content, [label for label in now if label not in content])
@@ -124,14 +123,15 @@ class Attributes:
     def changes(self) -> list[Change]:
         """Lists what is held differently now."""
         found: list[Change] = []
-        for name, holder, before, place in self._saved.values():
+        for name, root, way, holder, before in self._saved.values():
             now = held_in(holder)
             if _is_same(holder, before, now):
                 continue
+            path = functools.reduce(_joined, (label for label, _ in way), name)
             for label in dict.fromkeys([*before, *now]):
                 if before.get(label) is not now.get(label):
                     values = before.get(label), now.get(label)
-                    found.append(Change(_joined(name, label), holder, label, *values, place))
+                    found.append(Change(_joined(path, label), holder, label, *values, Place(root, way)))
         return found
 
 
@@ -141,11 +141,11 @@ def _joined(name: str, label: Any) -> str:
     return f"{name}.{label}" if name else str(label)
 
 
-def _is_any(_: Any) -> bool:
-    return True
-
-
 def _is_same(holder: Any, left: dict[Any, Any], right: dict[Any, Any]) -> bool:
+    if left.keys() != right.keys():
+        return False
+    if all(map(is_, left.values(), right.values())) and all(map(is_, left, right)):
+        return True  # as nearly always: in the same order too
     if isinstance(holder, BUFFERS):
         return is_equal(left[...], right[...])
-    return left.keys() == right.keys() and all(left[k] is right[k] for k in left)
+    return all(left[k] is right[k] for k in left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
@@ -73,7 +74,8 @@ class Watch:
             if not isinstance(kept, Contents):
                 self._compared.append((kept, value))
                 continue
-            if isinstance(value, BUFFERS) or type(getattr(value, "__dict__", {})) is not dict:
+            is_odd = isinstance(value, BUFFERS) or type(getattr(value, "__dict__", {})) is not dict
+            if is_odd or (type(value) is OrderedDict and kept.attributes):
                 self._compared.append((kept, value))
                 continue
             for holder in holders_in(value):
