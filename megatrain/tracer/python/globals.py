@@ -99,7 +99,9 @@ class _Search:
             for path, values, own_code, is_object in self._owned:
                 for name, value in list(values.items()):
                     code = self._names.get(name) if is_object else own_code
-                    if code is not None and (is_object or can_change(value)):
+                    if code is None or not (is_object or can_change(value)):
+                        continue
+                    if self._is_new(values, (_OWNED, name)):
                         self._take(Named(f"{path}.{name}", values, name, code), {})
 
     def _drain(self) -> None:
