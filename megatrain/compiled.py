@@ -29,9 +29,9 @@ from megatrain.runtime.streams import Chaos, Recording
 from megatrain.runtime.turn import Turn
 from megatrain.saving import Source
 from megatrain.scheduler.schedule import Schedule
-from megatrain.tracer.expect import GuardFailedError
-from megatrain.tracer.inputs import check_device
-from megatrain.tracer.structure import Arguments
+from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.expectations import GuardFailedError
+from megatrain.tracer.recording.inputs import check_device
 from megatrain.tracer.traced import TracedModule
 from megatrain.variants import Variant, Variants
 

@@ -18,7 +18,7 @@ from megatrain.checks import instance_of
 from megatrain.compiled import Compiled
 from megatrain.device import is_on_host, is_same_kind
 from megatrain.errors import ExecuteError, OptionError
-from megatrain.tracer.own_code import StandIn, original, runs_own_code
+from megatrain.tracer.recording.own_code import StandIn, original, runs_own_code
 
 NAMES = (
     "traced",

@@ -22,7 +22,7 @@ from megatrain.runtime.facts import Facts
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import aligned, format_bytes
 from megatrain.torch_private import FakeTensor
-from megatrain.tracer.state import StateEntry, inventory
+from megatrain.tracer.inventory import StateEntry, inventory
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
 """An optimizer, its class, or the class's name in `torch.optim`."""

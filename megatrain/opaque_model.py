@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from megatrain.errors import OpaqueModelWarning, TraceError
-from megatrain.tracer.opaque import Opaque
+from megatrain.tracer.recording.opaque import Opaque
 from megatrain.tracer.traced import TracedModule
 
 OPAQUE = ("warn", "refuse", "allow")

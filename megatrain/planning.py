@@ -26,13 +26,12 @@ from megatrain.scheduler.memory import find_peak
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.sizes import SIZE, format_bytes, parse_bytes
-from megatrain.tracer.collection import paused_collection
+from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.capture.sandbox import swapped_state
 from megatrain.tracer.given import EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
-from megatrain.tracer.own_code import original
-from megatrain.tracer.sandbox import swapped_state
-from megatrain.tracer.state import inventory
-from megatrain.tracer.structure import Arguments
-from megatrain.tracer.trace import trace
+from megatrain.tracer.inventory import inventory
+from megatrain.tracer.recording.own_code import original
+from megatrain.tracer.trace import paused_collection, trace
 
 
 @checked(device_memory=optional(count(1)), host_memory=optional(count(1)), precision=PRECISION)

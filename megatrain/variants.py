@@ -21,17 +21,16 @@ from megatrain.runtime.executor import Executor
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.signature import ModelWatch, call_signature
-from megatrain.tracer.assumptions import AssumptionCheck
-from megatrain.tracer.attempt import Attempt
-from megatrain.tracer.collection import paused_collection
-from megatrain.tracer.expect import GuardFailedError
+from megatrain.tracer.arguments import Arguments, call_signature
+from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.guards import GuardCheck
-from megatrain.tracer.observer import Observer
-from megatrain.tracer.opaque import Opaque
-from megatrain.tracer.sameness import is_same_capture
-from megatrain.tracer.structure import Arguments
-from megatrain.tracer.trace import trace
+from megatrain.tracer.python.assumptions import AssumptionCheck
+from megatrain.tracer.python.unchanged import ModelWatch
+from megatrain.tracer.recording.attempt import Attempt
+from megatrain.tracer.recording.observer import Observer
+from megatrain.tracer.recording.opaque import Opaque
+from megatrain.tracer.same_capture import is_same_capture
+from megatrain.tracer.trace import paused_collection, trace
 from megatrain.tracer.traced import TracedModule
 
 # Paths through one signature's checks in mid-step that are kept as graphs of their own.

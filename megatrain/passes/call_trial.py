@@ -14,12 +14,12 @@ from megatrain.device import is_same_kind
 from megatrain.errors import LowerError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensorMode, disable_current_modes, pytree
-from megatrain.tracer.modes import autocast_state
-from megatrain.tracer.rng import GeneratorWatch
-from megatrain.tracer.source import SourceLine
+from megatrain.tracer.calls import call_name
+from megatrain.tracer.node_meta import autocast_state
+from megatrain.tracer.recording.effects import EffectWatch, storage_key
+from megatrain.tracer.recording.random_numbers import GeneratorWatch
+from megatrain.tracer.source_line import SourceLine
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.targets import call_name
-from megatrain.tracer.watch import EffectWatch, storage_key
 
 Target = str | Callable[..., Any]
 """A function of tensors, or the name of a tensor's method."""

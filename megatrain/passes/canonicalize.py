@@ -6,8 +6,8 @@ import dataclasses
 
 from torch import fx
 
-from megatrain.tracer.expect import Expectation
-from megatrain.tracer.observer import Observer
+from megatrain.tracer.expectations import Expectation
+from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.traced import TracedModule
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from megatrain.tracer.modes import autocast_state
-from megatrain.tracer.opaque import Opaque
+from megatrain.tracer.node_meta import autocast_state
+from megatrain.tracer.recording.opaque import Opaque
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from megatrain.passes.cost import TemplateCost
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.program import Program, Template
 from megatrain.torch_private import FakeTensorMode, TorchDispatchMode, disable_fake_tensor_cache, pytree
-from megatrain.tracer.expect import Expectation
+from megatrain.tracer.calls import call_text
+from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.targets import call_text
 
 
 def measure(program: Program) -> Program:

@@ -12,11 +12,11 @@ from torch import fx
 from megatrain.checks import checked, count
 from megatrain.passes.cost import TemplateCost
 from megatrain.passes.interpret import opaque_calls
-from megatrain.tracer.observer import Observer
-from megatrain.tracer.opaque import Opaque
+from megatrain.tracer.calls import call_text
+from megatrain.tracer.inventory import StateEntry
+from megatrain.tracer.recording.observer import Observer
+from megatrain.tracer.recording.opaque import Opaque
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.state import StateEntry
-from megatrain.tracer.targets import call_text
 
 
 @dataclass(frozen=True, slots=True)

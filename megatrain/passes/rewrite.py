@@ -16,12 +16,12 @@ from megatrain.passes.call_trial import Site, Target, check_target, operands_of,
 from megatrain.passes.canonicalize import copied_graph, is_erased, without_dead
 from megatrain.passes.replacing import check_alike, refuse_rewrite, take_over_memory
 from megatrain.torch_private import FakeTensorMode, pytree
+from megatrain.tracer.calls import call_name
+from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.node_meta import CALLS
+from megatrain.tracer.recording.effects import storage_key
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.state import StateEntry
-from megatrain.tracer.targets import call_name
 from megatrain.tracer.traced import TracedModule
-from megatrain.tracer.watch import storage_key
 
 
 class Rewriter:

@@ -17,8 +17,8 @@ from megatrain.passes.interpret import Code
 from megatrain.passes.program import Template
 from megatrain.runtime.rng import RngState, repeated_rng
 from megatrain.runtime.start import version
-from megatrain.tracer.expect import GuardFailedError
-from megatrain.tracer.saved_hooks import has_hooks
+from megatrain.tracer.expectations import GuardFailedError
+from megatrain.tracer.recording.effects import has_hooks
 
 Tensors = Sequence[torch.Tensor]
 StateReader = Callable[[], Sequence[torch.Tensor]]

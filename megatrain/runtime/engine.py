@@ -24,8 +24,8 @@ from megatrain.runtime.streams import Chaos, Recording, StreamSet
 from megatrain.runtime.turn import Turn
 from megatrain.runtime.weights import Weights
 from megatrain.tracer.given import DEVICE
+from megatrain.tracer.inventory import inventory
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.state import inventory
 
 _DEVICE = Rule(
     "a torch.device on this machine, or a Device",

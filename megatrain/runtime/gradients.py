@@ -15,8 +15,8 @@ from megatrain.runtime.landing import Landing
 from megatrain.runtime.loaded import Loaded
 from megatrain.scheduler.instructions import Bytes
 from megatrain.sizes import aligned
+from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.state import StateEntry
 
 Take = Callable[[str, torch.Tensor], None]
 """Takes a parameter's key and its whole gradient."""

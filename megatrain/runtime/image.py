@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 
 from megatrain.sizes import aligned
+from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.state import StateEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from megatrain.device import Device, find
-from megatrain.tracer.observer import Observer, unobserved
-from megatrain.tracer.opaque import Opaque
-from megatrain.tracer.sandbox import Attributes, HostRng
+from megatrain.tracer.python.holders import Attributes
+from megatrain.tracer.recording.observer import Observer, unobserved
+from megatrain.tracer.recording.opaque import Opaque
+from megatrain.tracer.recording.random_numbers import HostRng
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from torch import nn
 from megatrain.errors import ExecuteError, WeightsError
 from megatrain.runtime.checkpoint import Stored, open_checkpoint
 from megatrain.torch_private import make_subclass
-from megatrain.tracer.state import StateEntry, inventory
+from megatrain.tracer.inventory import StateEntry, inventory
 
 
 class Weights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ def is_equal(left: Any, right: Any) -> bool:
         return _is_same_array(np.asarray(left), np.asarray(right))
     if type(left) is not type(right) or isinstance(left, torch.Tensor):
         return False
-    if isinstance(left, float | complex | slice):
-        return repr(left) == repr(right)  # slices may hold NaN too
+    if isinstance(left, float | complex | slice | array):
+        return repr(left) == repr(right)  # slices and arrays may hold NaN too
     return bool(left == right)
 
 

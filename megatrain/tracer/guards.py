@@ -11,9 +11,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from megatrain.tracer.calls import literal_text
 from megatrain.tracer.equal import is_equal
-from megatrain.tracer.source import SourceLine
-from megatrain.tracer.targets import literal_text
+from megatrain.tracer.source_line import SourceLine
 
 _METADATA = frozenset(
     """

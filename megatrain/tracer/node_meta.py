@@ -37,11 +37,13 @@ import operator
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import fx
 
 from megatrain.checks import named
+from megatrain.device import autocast_kinds
 from megatrain.errors import TraceError
-from megatrain.tracer.source import SourceLine
+from megatrain.tracer.source_line import SourceLine
 from megatrain.tracer.spec import TensorSpec
 
 CALLS = ("call_function", "call_method")
@@ -119,3 +121,8 @@ def refuse_meta(node: fx.Node, what: str) -> NoReturn:
         "  Passes and checks read there what a node is; megatrain/tracer/node_meta.py says what each key means.\n"
         "  Add nodes with `Rewriter.call`, which fills in all of it."
     )
+
+
+def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
+    """Returns `(device type, dtype)` for the CPU and the accelerator, where autocast is on."""
+    return tuple((d, torch.get_autocast_dtype(d)) for d in autocast_kinds() if torch.is_autocast_enabled(d))

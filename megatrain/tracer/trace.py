@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,24 +16,40 @@ from megatrain.device import Device, find
 from megatrain.errors import TraceError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_features import check_torch
-from megatrain.tracer.attempt import Attempt, MakeFakeError, WrittenInputError
-from megatrain.tracer.capture import Capture
+from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.capture.capture import Capture
 from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
-from megatrain.tracer.inputs import check_arguments, device_of
-from megatrain.tracer.layouts import check_plain_state
-from megatrain.tracer.modules import (
+from megatrain.tracer.plain_tensors import check_plain_state
+from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, WrittenInputError
+from megatrain.tracer.recording.inputs import check_arguments, device_of
+from megatrain.tracer.recording.module_calls import (
     with_backward_hooks,
 )
-from megatrain.tracer.observer import Observer
-from megatrain.tracer.opaque import Opaque
-from megatrain.tracer.own_code import original
-from megatrain.tracer.refusals import Obstacle
-from megatrain.tracer.sandbox import HostRng
-from megatrain.tracer.structure import Arguments
+from megatrain.tracer.recording.observer import Observer
+from megatrain.tracer.recording.obstacles import Obstacle
+from megatrain.tracer.recording.opaque import Opaque
+from megatrain.tracer.recording.own_code import original
+from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.traced import TracedModule
 
 # One capture at a time in a process; other threads go on with whatever else they do.
 _capturing = threading.RLock()
+
+
+@contextmanager
+def paused_collection() -> Generator[None]:
+    """Switches cyclic garbage collection off for the body, in which graphs are built.
+
+    A capture makes a great many objects and keeps nearly all of them. The collector walks them again and again, so
+    the time per layer would grow with the depth of the model.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @checked(model=MODEL, args=EXAMPLE_ARGS, kwargs=EXAMPLE_KWARGS, device=optional(DEVICE))

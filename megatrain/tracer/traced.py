@@ -11,15 +11,15 @@ from torch import fx
 
 from megatrain.checks import checked
 from megatrain.errors import TraceError
-from megatrain.tracer.assumptions import Assumptions
+from megatrain.tracer.arguments import Arguments, Structure
+from megatrain.tracer.calls import call_text
 from megatrain.tracer.guards import Guard
-from megatrain.tracer.inputs import WrittenInputs
+from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.node_meta import CALLS, check_meta, refuse_meta
-from megatrain.tracer.side_outputs import SideOutputs
+from megatrain.tracer.python.assumptions import Assumptions
+from megatrain.tracer.python.side_outputs import SideOutputs
+from megatrain.tracer.recording.inputs import WrittenInputs
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.state import StateEntry
-from megatrain.tracer.structure import Arguments, Structure
-from megatrain.tracer.targets import call_text
 
 
 @checked()

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatrain.checks import shown
 from megatrain.errors import ExecuteError, OptionError
-from megatrain.tracer.structure import Arguments
+from megatrain.tracer.arguments import Arguments
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Makes a scalar of the model's result and the micro-batch."""

@@ -19,7 +19,7 @@ from megatrain.optim.updates import Updates, update_threads
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.tracer.structure import Arguments
+from megatrain.tracer.arguments import Arguments
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.modes import without_modes
 from megatrain.training.table import StepTables

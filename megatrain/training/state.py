@@ -11,8 +11,8 @@ import torch
 from megatrain.compiled import Compiled
 from megatrain.errors import CheckpointError
 from megatrain.saving import Checkpoint, Saved, Source
+from megatrain.tracer.inventory import inventory
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.state import inventory
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from megatrain.runtime.stopwatch import Stopwatch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.costs import Measured
 from megatrain.sizes import SIZE
-from megatrain.tracer.expect import GuardFailedError
+from megatrain.tracer.expectations import GuardFailedError
 from megatrain.training import checkpoint
 from megatrain.training.batch import Loss, Weight, micro_batches, shares
 from megatrain.training.boundary import Boundary, Progress

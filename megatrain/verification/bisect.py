@@ -12,7 +12,7 @@ import torch
 from megatrain.compiled import Variant
 from megatrain.compiled_module import CompiledModule
 from megatrain.passes.program import Block
-from megatrain.tracer.state import StateEntry
+from megatrain.tracer.inventory import StateEntry
 from megatrain.verification.boundaries import Watch, watch
 from megatrain.verification.compare import Tolerance, compare, distance, scale_of
 from megatrain.verification.fingerprint import ModuleCall, followed_calls

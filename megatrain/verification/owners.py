@@ -7,7 +7,7 @@ from typing import Any
 
 from megatrain.compiled import Variant
 from megatrain.passes.program import Block, Program
-from megatrain.tracer.structure import Structure
+from megatrain.tracer.arguments import Structure
 from megatrain.verification.leaves import named_leaves
 
 

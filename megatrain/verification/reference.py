@@ -13,8 +13,8 @@ from megatrain.compiled import Variant
 from megatrain.device import find
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Block
-from megatrain.tracer.state import inventory
-from megatrain.tracer.structure import tensors_given
+from megatrain.tracer.arguments import tensors_given
+from megatrain.tracer.inventory import inventory
 from megatrain.verification.trial import generators
 
 Seen = tuple[str, int, str, str]

@@ -16,9 +16,9 @@ from megatrain.checks import checked, count, mapping_of, number, one_of, optiona
 from megatrain.compiling import compile as compile_model
 from megatrain.device import Device
 from megatrain.errors import OptionError
+from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.given import MODEL
-from megatrain.tracer.own_code import original
-from megatrain.tracer.structure import Arguments
+from megatrain.tracer.recording.own_code import original
 from megatrain.verification.bisect import find_first_difference
 from megatrain.verification.compare import Tolerance, compare, has_nan
 from megatrain.verification.owners import Owners

@@ -16,7 +16,7 @@ from megatrain.compiled_module import CompiledModule
 from megatrain.compiling import compile as compile_model
 from megatrain.device import Device, is_on_host
 from megatrain.errors import OptionError
-from megatrain.tracer.structure import Arguments
+from megatrain.tracer.arguments import Arguments
 from megatrain.verification.leaves import named_leaves
 from megatrain.verification.untouched import copied_model, copied_tensors
 

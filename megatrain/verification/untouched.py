@@ -11,8 +11,9 @@ from torch import nn
 
 from megatrain.device import present_accelerator
 from megatrain.errors import ExecuteError
-from megatrain.tracer.outer import Outer
-from megatrain.tracer.sandbox import Attributes, kept_rng
+from megatrain.tracer.python.holders import Attributes
+from megatrain.tracer.python.outer import Outer
+from megatrain.tracer.recording.random_numbers import kept_rng
 
 
 @contextmanager

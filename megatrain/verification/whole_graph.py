@@ -12,8 +12,8 @@ from torch import fx, nn
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Program
-from megatrain.tracer.state import inventory
-from megatrain.tracer.structure import tensors_given
+from megatrain.tracer.arguments import tensors_given
+from megatrain.tracer.inventory import inventory
 from megatrain.tracer.traced import TracedModule
 from megatrain.verification.fingerprint import Fingerprint, ModuleCall
 from megatrain.verification.leaves import tensors_in

@@ -17,7 +17,7 @@ from megatrain.passes.lift_state import lift_state
 from megatrain.passes.partition import partition
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import template_text
-from megatrain.tracer.targets import call_text
+from megatrain.tracer.calls import call_text
 from megatrain.tracer.trace import trace
 from tests.models import MODELS
 

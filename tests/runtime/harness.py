@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.tracer.structure import Structure
+from megatrain.tracer.arguments import Structure
 
 
 @dataclass

@@ -15,8 +15,8 @@ from megatrain.runtime.gradients import GradientSink
 from megatrain.runtime.image import state_image
 from megatrain.runtime.streams import Chaos
 from megatrain.scheduler.instructions import Bytes
+from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.state import StateEntry
 from tests.experts import IDLE, Grouped, Layers, Routed
 from tests.runtime.harness import assert_parity, assert_same, train
 

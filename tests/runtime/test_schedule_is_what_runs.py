@@ -20,7 +20,7 @@ def recorded(name: str, **options):
     options = {"device": "cpu", "transfer": "copy", "activations": "offload", **options}
     compiled = megatrain.compile(model, recording=recording, **options)
     result = compiled(*args, **kwargs)
-    tensors = [t for t in megatrain.tracer.structure.Structure.of(result).placeholders if t.requires_grad]
+    tensors = [t for t in megatrain.tracer.arguments.Structure.of(result).placeholders if t.requires_grad]
     torch.stack([t.float().mean() for t in tensors]).sum().backward()
     return compiled, recording
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.tracer.structure import Structure
+from megatrain.tracer.arguments import Structure
 
 MODES: dict[str, dict[str, Any]] = {
     "bind": {"transfer": "bind", "activations": "recompute"},

@@ -12,8 +12,8 @@ from torch import fx, nn
 
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Program
-from megatrain.tracer.state import inventory
-from megatrain.tracer.structure import Arguments, Structure
+from megatrain.tracer.arguments import Arguments, Structure
+from megatrain.tracer.inventory import inventory
 from megatrain.tracer.traced import TracedModule
 
 SEED = 77

@@ -12,7 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import LowerError
-from megatrain.tracer.tape import Tape
+from megatrain.tracer.recording.tape import Tape
 from megatrain.tracer.trace import trace
 from tests.tracer.parity import assert_same_step, eager_step, graph_step
 
@@ -218,7 +218,7 @@ class Layered(nn.Module):
 
 
 def test_a_function_whose_call_goes_by_unseen_is_an_obstacle(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatrain.tracer.capture.recorded_functions", lambda recorder: nullcontext())
+    monkeypatch.setattr("megatrain.tracer.capture.capture.recorded_functions", lambda recorder: nullcontext())
     torch.manual_seed(0)
     model, args = Layered(), (torch.randn(2, 3),)
     traced = trace(model, args)
@@ -231,7 +231,7 @@ def test_a_function_whose_result_is_returned_unseen_is_an_obstacle(monkeypatch: 
         def forward(self, x):
             return Scaled.apply(super().forward(x), 0.5)
 
-    monkeypatch.setattr("megatrain.tracer.capture.recorded_functions", lambda recorder: nullcontext())
+    monkeypatch.setattr("megatrain.tracer.capture.capture.recorded_functions", lambda recorder: nullcontext())
     text = str(trace(Last(3, 3), (torch.randn(2, 3),)))
     assert "opaque the model(" in text
 
@@ -243,7 +243,7 @@ def test_a_graph_that_lost_the_history_of_a_function_is_refused(monkeypatch: pyt
             if getattr(func, "__name__", "") == "apply":
                 list(self.graph.nodes)[-1].meta["grad"] = False
 
-    monkeypatch.setattr("megatrain.tracer.runner.Tape", Forgetting)
+    monkeypatch.setattr("megatrain.tracer.recording.runner.Tape", Forgetting)
     with pytest.raises(LowerError, match="has no gradient in the program, and has one in the model") as caught:
         megatrain.lower(megatrain.trace(Layered(), (torch.randn(2, 3),)))
     assert "test_functions.py" in str(caught.value)

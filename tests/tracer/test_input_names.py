@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.tracer.structure import Arguments
+from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.trace import trace
 
 X = torch.ones(2, 3)

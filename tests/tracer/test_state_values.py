@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatrain.tracer.state import StateValues
+from megatrain.tracer.inventory import StateValues
 
 
 def test_copies_on_another_device_are_let_go_and_made_again() -> None:

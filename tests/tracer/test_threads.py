@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,16 @@ LIMIT_S = 60
 class Meeting:
     """Lets a forward wait in its middle until another thread has done its work."""
 
-    # No `__dict__`: what a forward leaves in one is undone when the capture is over.
-    __slots__ = ("_errors", "_work", "results")
-
     def __init__(self, work: Callable[[], Any]) -> None:
-        self._work = work
-        self.results: list[Any] = []
-        self._errors: list[BaseException] = []
+        # Queues: what a forward leaves in attributes and lists, or in what functions there name, is undone afterwards.
+        self._work: SimpleQueue[Callable[[], Any]] = SimpleQueue()
+        self._work.put(work)
+        self._results: SimpleQueue[Any] = SimpleQueue()
+        self._errors: SimpleQueue[BaseException] = SimpleQueue()
+
+    @property
+    def results(self) -> list[Any]:
+        return _held_by(self._results)
 
     def __deepcopy__(self, memo: Any) -> Meeting:
         return self
@@ -40,14 +44,22 @@ class Meeting:
         thread.start()
         thread.join(LIMIT_S)
         assert not thread.is_alive(), "the other thread waits for the capture"
-        if self._errors:
-            raise self._errors[0]
+        if not self._errors.empty():
+            raise self._errors.get()
 
     def _run(self) -> None:
         try:
-            self.results.append(self._work())
+            (work,) = _held_by(self._work)
+            self._results.put(work())
         except BaseException as error:
-            self._errors.append(error)
+            self._errors.put(error)
+
+
+def _held_by(queue: SimpleQueue[Any]) -> list[Any]:
+    found = [queue.get() for _ in range(queue.qsize())]
+    for value in found:
+        queue.put(value)
+    return found
 
 
 class Held(nn.Module):

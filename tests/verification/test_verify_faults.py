@@ -122,12 +122,12 @@ def test_a_slot_that_holds_another_blocks_weights_is_found(monkeypatch):
 def test_a_slot_that_is_poisoned_while_in_use_is_found(monkeypatch):
     real = Operations.forward
 
-    def forward(self, calls, instruction):
+    def forward(self, taken, instruction):
         if instruction.op.block == 3:
-            self._engine.arena.slot(*instruction.state).fill_(0xFF)
-        real(self, calls, instruction)
+            self.engine.arena.slot(*instruction.state).fill_(0xFF)
+        real(self, taken, instruction)
 
-    monkeypatch.setitem(megatrain.runtime.operations._HANDLERS, ("compute", "F"), forward)
+    monkeypatch.setitem(megatrain.runtime.operations.HANDLERS, ("compute", "F"), forward)
     found = first(report_of("stack"))
     assert (found.block, found.what, found.reason) == (
         3,
@@ -154,8 +154,8 @@ def test_weights_that_are_not_streamed_again_after_an_update_are_found_in_the_se
 def test_a_parked_value_that_comes_back_changed_is_found(monkeypatch):
     real = Parks.get
 
-    def get(self, name, device):
-        return real(self, name, device) + (1e-3 if name == "add_1" else 0)
+    def get(self, name):
+        return real(self, name) + (1e-3 if name == "add_1" else 0)
 
     monkeypatch.setattr(Parks, "get", get)
     report = report_of("stack", activations="offload")

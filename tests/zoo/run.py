@@ -18,7 +18,7 @@ from torch import nn
 
 import megatrain
 from megatrain.passes.program import Program
-from megatrain.tracer.structure import Structure
+from megatrain.tracer.arguments import Structure
 from tests.runtime.harness import loss_of
 from tests.zoo.case import Case
 

@@ -15,8 +15,8 @@ from megatrain.interrupts import Interrupts
 from megatrain.optim.masters.narrow_tensor import Narrowed
 from megatrain.optim.masters.registry import Kind, Masters
 from megatrain.runtime.overlap import check_unshared
-from megatrain.tracer.layouts import check_plain_state
-from megatrain.tracer.state import inventory
+from megatrain.tracer.inventory import inventory
+from megatrain.tracer.plain_tensors import check_plain_state
 
 _OF_MODELS: WeakKeyDictionary[nn.Module, Masters] = WeakKeyDictionary()
 """A model that is compiled again goes on with the masters that it has."""

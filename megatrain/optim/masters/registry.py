@@ -19,7 +19,7 @@ from megatrain.optim.masters.to_files import PIECE, check_saved, generator_sourc
 from megatrain.runtime.checkpoint import parts
 from megatrain.runtime.start import version
 from megatrain.saving import Saved, Source
-from megatrain.tracer.state import inventory
+from megatrain.tracer.inventory import inventory
 
 Kind = Literal["whole", "exact", "rounded"]
 """What bf16 parameters have: no masters, low halves beside them, or themselves, rounded by chance."""

@@ -16,9 +16,9 @@ from megatrain.passes.canonicalize import is_erased
 from megatrain.passes.rewrite import Rewriter
 from megatrain.passes.split.rows import known_name, memory_order, operands, resized
 from megatrain.passes.split.uses import Batch, Grouped, Row, Selection, Step, Use
+from megatrain.tracer.calls import call_name
+from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.state import StateEntry
-from megatrain.tracer.targets import call_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from megatrain.passes.split.part_calls import Part, PartWriter
 from megatrain.passes.split.rows import Act, act_on, gather_of, grouped_of, operands, resized, row_of
 from megatrain.passes.split.uses import Batch, Grouped, Row, Selection, Step, Use
 from megatrain.sizes import ALIGNMENT
+from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
-from megatrain.tracer.state import StateEntry
 from megatrain.tracer.traced import TracedModule
 
 _MOST_PARTS = 512

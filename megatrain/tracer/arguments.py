@@ -1,0 +1,199 @@
+"""The arguments of a call, and any nested objects: takes tensors out of them and puts others in their place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from megatrain.device import Device
+from megatrain.errors import TraceError
+from megatrain.torch_private import pytree
+from megatrain.tracer.input_names import input_names
+from megatrain.tracer.plain_tensors import check_plain
+from megatrain.tracer.spec import TensorSpec
+
+
+class _TensorMetError(Exception):
+    """A deep copy reached a tensor whose class copies itself."""
+
+    def __init__(self, tensor: torch.Tensor):
+        super().__init__()
+        self.tensor = tensor
+
+
+class _OnDeepCopy(TorchFunctionMode):
+    """Collects the tensors that a deep copy meets, and leaves each of them uncopied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__deepcopy__":
+            return self.met.setdefault(id(args[0]), args[0])
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if tensors:
+            raise _TensorMetError(tensors[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _copied_around_tensors(value: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """Deep-copies `value` except for its tensors, and lists those in the order met.
+
+    `Parameter` and some other subclasses copy themselves out of sight of the mode. Once met, stand-ins
+    replace them by way of the memo, which `copy.deepcopy` asks first.
+    """
+    owners: dict[int, torch.Tensor] = {}
+    memo: dict[int, Any] = {}
+    while True:
+        try:
+            with _OnDeepCopy() as mode:
+                copied = copy.deepcopy(value, dict(memo))
+            break
+        except _TensorMetError as error:
+            if id(error.tensor) in memo:
+                raise TypeError("it copies a tensor on its own") from None
+            stand_in = memo[id(error.tensor)] = torch.empty(0)
+            owners[id(stand_in)] = error.tensor
+    if not owners:
+        return copied, tuple(mode.met.values())
+    with _OnDeepCopy() as mode:
+        copy.deepcopy(copied)
+        return copy.deepcopy(copied, dict(owners)), tuple(owners.get(i, t) for i, t in mode.met.items())
+
+
+def holds_tensors(value: Any) -> bool:
+    """Tells whether an object of any type has tensors in it; False if it can't be looked into."""
+    try:
+        return bool(_copied_around_tensors(value)[1])
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Structure:
+    """An object of any type (tuple, dict, dataclass, model output, cache) with its tensors numbered.
+
+    Args:
+        skeleton: The object, holding placeholder tensors.
+        placeholders: The distinct tensors in it, in the order a deep copy meets them.
+    """
+
+    skeleton: Any
+    placeholders: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def of(value: Any) -> Structure:
+        """Finds the tensors in `value`.
+
+        Raises:
+            TraceError: If an object in it can't be copied, so that no call could return a fresh one.
+        """
+        try:
+            return Structure(*_copied_around_tensors(value))
+        except (TypeError, RuntimeError, NotImplementedError) as error:
+            raise TraceError(
+                f"the model returns an object that can't be copied ({type(value).__qualname__}: {error}).\n"
+                "  Every call must return fresh objects around its own tensors.\n"
+                "  Return tensors, containers, dataclasses or objects that copy.deepcopy accepts."
+            ) from error
+
+    def emptied(self) -> Structure:
+        """Returns the same around tensors of no elements: those of a capture hold its history, and closures in it."""
+        stand_ins = tuple(torch.empty(0) for _ in self.placeholders)
+        return Structure(self.fill(stand_ins), stand_ins)
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Returns a fresh copy of the object with `tensors` in place of the placeholders, in order."""
+        return copy.deepcopy(self.skeleton, {id(p): t for p, t in zip(self.placeholders, tensors, strict=True)})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arguments:
+    """The arguments of a call: tensors in order, and a key for all else.
+
+    Args:
+        tensors: The tensors among the leaves.
+        names: Of the tensors; see `megatrain.tracer.input_names`.
+        leaves: All that is no container.
+        tree: How they stand in `(args, kwargs)`.
+        leaf_names: Of the leaves.
+        layout: The tree as text, which a signature compares.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    tree: pytree.TreeSpec
+    leaf_names: tuple[str, ...]
+    layout: str
+
+    @staticmethod
+    def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Flattens the arguments of one call; containers are those that `torch.utils._pytree` knows.
+
+        Args:
+            model: What is called; its signature names the inputs.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+
+        Raises:
+            TraceError: If one is a sparse, nested or quantized tensor, or of a tensor class of its own.
+        """
+        found, tree = pytree.tree_flatten((args, kwargs))
+        leaves, layout = tuple(found), str(tree)
+        names = input_names(model, args, kwargs, layout)
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for i in at:
+            check_plain(f"input `{names[i]}`", leaves[i])
+        return Arguments(tuple(leaves[i] for i in at), tuple(names[i] for i in at), leaves, tree, names, layout)
+
+    @property
+    def literals(self) -> tuple[Any, ...]:
+        """The leaves with every tensor replaced by None."""
+        return tuple(None if isinstance(x, torch.Tensor) else x for x in self.leaves)
+
+    def converted(self, source: torch.dtype, target: torch.dtype) -> Arguments:
+        """Returns the arguments with tensors of one dtype as another; one that stands twice is converted once."""
+        made = {id(t): t.to(target) for t in self.tensors if t.dtype == source}
+        tensors = tuple(made.get(id(t), t) for t in self.tensors)
+        return replace(self, tensors=tensors, leaves=tuple(made.get(id(x), x) for x in self.leaves))
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns `(args, kwargs)` with other tensors in the places of these."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        return pytree.tree_unflatten(leaves, self.tree)
+
+
+def tensors_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors among the arguments of a call, in the order of `Arguments.tensors`."""
+    return tuple(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+
+
+def call_signature(arguments: Arguments, device: Device) -> Hashable:
+    """What a capture assumes of a call: structure, specs, literals, modes, and torch's defaults."""
+    has_grad = torch.is_grad_enabled()
+    specs = tuple((TensorSpec.of(t), t.requires_grad and has_grad) for t in arguments.tensors)
+    literals = tuple(_literal_key(x) for x in arguments.literals)
+    autocast = tuple((d, torch.get_autocast_dtype(d)) for d in device.autocast_kinds if torch.is_autocast_enabled(d))
+    defaults = torch.get_default_dtype(), torch.get_default_device()
+    return arguments.layout, specs, literals, has_grad, autocast, defaults
+
+
+def _literal_key(value: Any) -> Hashable:
+    """A key for a non-tensor argument: equal keys mean that a forward can't tell the values apart."""
+    kind = type(value).__qualname__
+    if isinstance(value, float | complex | slice):
+        return kind, repr(value)  # 0.0 == -0.0, NaN != NaN, and slices have no hash before Python 3.12
+    try:
+        hash(value)
+    except TypeError:
+        return kind, id(value)
+    return kind, value

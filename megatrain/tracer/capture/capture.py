@@ -1,0 +1,271 @@
+"""Capture: one run of a model's own forward under the recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from megatrain.errors import TraceError
+from megatrain.interrupts import Interrupts
+from megatrain.torch_private import FakeTensorMode
+from megatrain.tracer.arguments import Arguments, Structure
+from megatrain.tracer.calls import call_text
+from megatrain.tracer.capture.hooks import Hooks, running_hooks
+from megatrain.tracer.capture.leaks import Made
+from megatrain.tracer.capture.python_effects import Effects
+from megatrain.tracer.capture.sandbox import fake_state, swapped_state, uncompiled
+from megatrain.tracer.inventory import StateEntry, StateValues, inventory
+from megatrain.tracer.python.assumptions import Assumptions
+from megatrain.tracer.python.collect import Assuming
+from megatrain.tracer.python.contents import Holder, held_in, put_into
+from megatrain.tracer.python.holders import Attributes
+from megatrain.tracer.python.outer import Outer
+from megatrain.tracer.python.side_outputs import SideOutputs
+from megatrain.tracer.recording.attempt import Attempt
+from megatrain.tracer.recording.effects import StrayWatch
+from megatrain.tracer.recording.functions import recorded_functions
+from megatrain.tracer.recording.inputs import WrittenInputs, bind_inputs
+from megatrain.tracer.recording.module_calls import (
+    followed_modules,
+    host_drawer,
+    kept_dtypes,
+    opaque_modules,
+    repeated_modules,
+)
+from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Obstacle
+from megatrain.tracer.recording.own_code import own_code
+from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
+from megatrain.tracer.recording.recorder import Recorder
+from megatrain.tracer.recording.vmap import recorded_maps
+from megatrain.tracer.source_line import user_line
+from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.traced import TracedModule
+
+
+class Capture:
+    """One run of a model's forward under the recorder."""
+
+    def __init__(
+        self, model: nn.Module, arguments: Arguments, device: torch.device, attempt: Attempt, interrupts: Interrupts
+    ):
+        self._interrupts = interrupts
+        self._model = model
+        self._arguments = arguments
+        self._device = device
+        self._attempt = attempt
+        self._stray: Obstacle | None = None
+        self._written = WrittenInputs()
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._entries, self._tensors = inventory(model)
+        self._fakes = fake_state(self._tensors, self._fake_mode, device)
+        self._by_id = {id(t): self._fakes[key] for key, t in self._tensors.items()}
+        self._recorders: list[Recorder] = []
+        self._recorder = self._new_recorder()
+        self._outer = Outer.of(model)
+        self._effects = Effects(model, attempt, self._outer)
+
+    def _new_recorder(self, earlier: Recorder | None = None) -> Recorder:
+        values = StateValues(self._fakes, self._tensors)
+        recorder = Recorder(self._fake_mode, values, self._by_id, self._attempt, earlier)
+        self._recorders.append(recorder)
+        return recorder
+
+    def check_over(self) -> None:
+        """Checks, after the run, that nobody has got hold of tensors that stand for others.
+
+        Raises:
+            TraceError: If somebody has.
+        """
+        made = Made(pair for recorder in self._recorders for pair in recorder.over())
+        self._fakes.clear()
+        self._by_id.clear()
+        made.check()
+
+    def run(self) -> TracedModule:
+        """Runs the model once, and again where it changes attributes.
+
+        Raises:
+            Obstacle: If it does what this attempt can't follow.
+        """
+        assuming = Assuming(
+            self._model, self._attempt.runs_again, running_hooks(self._model, self._attempt), self._outer.variables
+        )
+        with (
+            kept_rng(others_draw=True) as moved,
+            swapped_state(self._model, self._by_id, self._outer) as start,
+            self._host_drawer() as drawer,
+        ):
+            with assuming.reading():
+                result, given = self._run_forward(self._recorder)
+            rebound = self._rebound_buffers()
+            left = self._left(start)
+            self._refuse_kept_state(start)
+        if self._attempt.follows_host and not drawer() and moved == [HOST_GENERATORS]:
+            moved.clear()  # no module drew: another thread did
+        if moved:
+            raise Obstacle(
+                f"draws from or seeds `{moved[0]}` in its forward",
+                "A capture would freeze the number drawn.",
+                "Draw with torch instead, unseeded.",
+                remedy=RUN_AGAIN if self._attempt.follows_host else FOLLOW_HOST,
+                calls=drawer(),
+            )
+        outputs = Structure.of(result)
+        written = [given[index] for index in self._written.indices]
+        self._check_written(written)
+        everything = (*outputs.placeholders, *left.structure.placeholders, *written)
+        self._recorder.tape.graph.output(tuple(self._recorder.tape.used(t) for t in everything))
+        assumptions = assuming.assumptions(self._recorder.tape.constants.values())
+        return self._finish(outputs, left, assumptions, rebound)
+
+    def _check_written(self, tensors: list[torch.Tensor]) -> None:
+        for name, tensor in zip(self._written.names, tensors, strict=True):
+            if tensor.requires_grad:
+                raise TraceError(
+                    f"the model writes a value that requires a gradient into its input `{name}`.\n"
+                    "  In eager the caller's tensor would get a history; a schedule ends with its call.\n"
+                    "  Clone the input first, or return what was made of it."
+                )
+
+    def _left(self, start: Attributes) -> SideOutputs:
+        changes = self._effects.own(start, self._recorder)
+        return SideOutputs.of(changes, {id(self._fakes[key]): t for key, t in self._tensors.items()})
+
+    def _host_drawer(self) -> AbstractContextManager[Callable[[], tuple[str, ...]]]:
+        return host_drawer(self._model) if self._attempt.follows_host else nullcontext(tuple)
+
+    def _run_forward(self, recorder: Recorder) -> tuple[Any, list[torch.Tensor]]:
+        """Runs the model; returns its result, and what its inputs were bound to."""
+        given, self._written = bind_inputs(recorder, self._arguments, self._fake_mode, self._device, self._attempt)
+        args, kwargs = self._arguments.rebuild(given)
+        for key, fake in self._fakes.items():
+            recorder.tape.bind_state(fake, key)
+        hooks = Hooks(self._model, recorder, self._attempt, self._outer)
+        with ExitStack() as stack:
+            stack.enter_context(uncompiled())
+            stack.enter_context(hooks.followed())
+            stack.enter_context(StrayWatch(lambda: recorder.is_recording, self._refuse_stray))
+            stack.enter_context(followed_modules(recorder, self._model))
+            stack.enter_context(recorded_functions(recorder))
+            stack.enter_context(recorded_maps(recorder))
+            stack.enter_context(kept_dtypes(recorder))
+            stack.enter_context(opaque_modules(recorder, self._model, self._attempt.opaque))
+            stack.enter_context(recorder)
+            stack.enter_context(own_code())
+            try:
+                with self._interrupts.released():
+                    result = self._model(*args, **kwargs)
+            except Exception:
+                # An interpreter that ran the operation (TorchScript) wraps the refusal in its own error.
+                if self._stray is not None:
+                    raise self._stray from None
+                raise
+        if self._stray is not None:
+            raise self._stray
+        hooks.check()
+        self._effects.changed_by.update(hooks.changed_by)
+        return result, given
+
+    def _refuse_stray(self, func: Any, args: Any) -> None:
+        if func is torch.ops.aten.lift_fresh.default:
+            return  # a tensor is made of a NumPy array or a list: a constant, as its values are
+        self._stray = Obstacle(
+            f"runs the operation `{func}` outside any torch function",
+            "A capture records torch functions; what TorchScript or C++ extensions compute would become a constant.",
+            "Call the operation through torch.ops or a torch.library.custom_op.",
+            remedy=RUN_AGAIN,
+            place=user_line(),
+            calls=self._recorder.tape.calls(),
+        )
+        raise self._stray
+
+    def _refuse_kept_state(self, start: Attributes) -> None:
+        """Runs a forward that changed attributes again, to see whether the next call would do something else.
+
+        What an opaque module changes in itself doesn't count: its code runs at each step.
+
+        Raises:
+            Obstacle: If it would: then one graph can't stand for all calls.
+        """
+        for change in start.changes():
+            if isinstance(change.before, torch.Tensor) and id(change.before) in self._fake_ids():
+                has_names = isinstance(change.holder, dict | Holder)
+                others = {} if has_names else held_in(change.holder)
+                put_into(change.holder, {**others, change.label: change.before})
+        changes = self._effects.own(start, self._recorder)
+        if not changes:
+            return
+        between = self._effects.now()
+        again = self._new_recorder(self._recorder)
+        self._run_forward(again)
+        differs = _calls(again) != _calls(self._recorder)
+        counted = [c for c in self._effects.own(between, again) if c.is_plain]
+        flags = [c for c in changes if c.is_plain and differs]
+        self._effects.refuse_any((*counted, *flags))
+
+    def _fake_ids(self) -> set[int]:
+        return {id(fake) for fake in self._fakes.values()}
+
+    def _rebound_buffers(self) -> dict[str, torch.Tensor]:
+        """Finds buffers that the forward re-assigned (`self.ema = ...`) rather than wrote in place."""
+        owners = {alias: e.key for e in self._entries.values() for alias in (e.key, *e.ties)}
+        held: dict[str, list[torch.Tensor | None]] = {}
+        for prefix, module in self._model.named_modules():
+            for name, tensor in module._buffers.items():
+                key = owners.get(f"{prefix}.{name}" if prefix else name)
+                if key is not None:
+                    held.setdefault(key, []).append(tensor)
+        found: dict[str, torch.Tensor] = {}
+        for key, (tensor, *others) in held.items():
+            if tensor is None or any(other is not tensor for other in others):
+                raise TraceError(
+                    f"the forward unties or removes the buffer `{key}`.\n"
+                    "  A capture keeps the model's buffers as they are registered.\n"
+                    "  Write into the buffer in place."
+                )
+            if tensor is not self._fakes[key]:
+                # A copy of its own, in case the new value is an input or another buffer.
+                with torch.no_grad():
+                    found[key] = self._recorder.record(torch.Tensor.clone, (tensor,), {})
+        return found
+
+    def _finish(
+        self, outputs: Structure, left: SideOutputs, assumptions: Assumptions, rebound: dict[str, torch.Tensor]
+    ) -> TracedModule:
+        recorder = self._recorder
+        entries = dict(self._entries)
+        for key, tensor in recorder.tape.constants.items():
+            entries[key] = StateEntry(key, "constant", TensorSpec.of(tensor), False, persistent=False)
+        read = {n.target: n for n in recorder.tape.graph.nodes if n.op == "get_attr"}
+        return TracedModule(
+            name=type(self._model).__name__,
+            graph=recorder.tape.graph,
+            arguments=self._arguments,
+            outputs=outputs.emptied(),
+            side_outputs=replace(left, structure=left.structure.emptied()),
+            written_inputs=self._written,
+            state={k: e for k, e in entries.items() if k in read},
+            constants=dict(recorder.tape.constants),
+            writes_back=self._written_state(read, rebound),
+            guards=tuple(recorder.tape.guards),
+            assumptions=assumptions,
+            block_modules=repeated_modules(self._model),
+            device=self._device,
+        )
+
+    def _written_state(
+        self, read: dict[Any, fx.Node], rebound: dict[str, torch.Tensor]
+    ) -> tuple[tuple[str, fx.Node], ...]:
+        """Lists state that the forward wrote or re-assigned, with the node that stands for it afterwards."""
+        written = {w for node in self._recorder.tape.graph.nodes for w in node.meta.get("writes", ())}
+        in_place = {str(key): node for key, node in read.items() if node in written}
+        return tuple((in_place | {k: self._recorder.tape.node_of(t) for k, t in rebound.items()}).items())
+
+
+def _calls(recorder: Recorder) -> list[str]:
+    return [call_text(n) for n in recorder.tape.graph.nodes if n.op in ("call_function", "call_method")]

@@ -1,0 +1,231 @@
+"""What Python values are made of: the one way to look into containers and objects, and to put something back."""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from types import FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import nn
+
+
+class Missing:
+    """Stands for an attribute that isn't there."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = Missing()
+VALUES = (
+    bool, int, float, complex, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device,
+    torch.layout, torch.memory_format, Missing,
+)  # fmt: skip
+"""Types of values that never change."""
+CONTAINERS = (list, tuple, dict, set, frozenset, deque, MappingProxyType)
+BUFFERS = (np.ndarray, bytearray, array)
+"""Types of what holds numbers or bytes rather than objects."""
+# What holds more is data that a model refers to, a vocabulary or a data set, rather than its state.
+LARGEST = 4096
+_LARGEST_BUFFER = 65536
+_NOTHING = ()
+_UNCHANGEABLE = (tuple, frozenset, MappingProxyType)
+# Most of what a model holds is of these types; of the second, nothing but what they contain can be seen.
+_SIMPLE = frozenset((*VALUES, torch.Tensor, nn.Parameter, FunctionType))
+_BARE = frozenset((list, dict, set, deque, OrderedDict))
+# Visited on their own, or never looked into.
+_CLOSED = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, Enum)
+
+
+class Holder:
+    """A place that holds values under labels without being a container."""
+
+    __slots__ = ()
+
+    @property
+    def key(self) -> Any:
+        """Tells places apart while what they are in is alive."""
+        raise NotImplementedError
+
+    def held(self) -> dict[Any, Any]:
+        """Returns what it holds now, by label."""
+        raise NotImplementedError
+
+    def put(self, changed: Mapping[Any, Any], removed: Iterable[Any]) -> None:
+        """Puts values under labels, and takes others away."""
+        raise NotImplementedError
+
+
+class Slots(Holder):
+    """The attributes that an object keeps in slots."""
+
+    __slots__ = ("_members", "value")
+
+    def __init__(self, value: Any, members: Mapping[str, Any]) -> None:
+        self.value = value
+        self._members = members
+
+    @property
+    def key(self) -> Any:
+        """See `Holder.key`."""
+        return id(self.value), Slots
+
+    def held(self) -> dict[Any, Any]:
+        """See `Holder.held`."""
+        return _slotted(self.value, self._members)
+
+    def put(self, changed: Mapping[Any, Any], removed: Iterable[Any]) -> None:
+        """See `Holder.put`."""
+        for name in removed:
+            self._members[name].__delete__(self.value)
+        for name, value in changed.items():
+            self._members[name].__set__(self.value, value)
+
+
+_members_of: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
+
+
+def _members(kind: type) -> dict[str, Any]:
+    """Returns what reads the slots of a class and its bases, by name; found past any `__getattribute__`."""
+    found = _members_of.get(kind)
+    if found is None:
+        found = _members_of[kind] = {
+            name: member
+            for base in reversed(kind.__mro__)
+            if "__slots__" in vars(base)
+            for name, member in vars(base).items()
+            if isinstance(member, MemberDescriptorType)
+        }
+    return found
+
+
+def _slotted(value: Any, members: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, member in members.items():
+        try:
+            found[name] = member.__get__(value)
+        except AttributeError:  # nothing was assigned
+            continue
+    return found
+
+
+def items_of(value: Any) -> dict[Any, Any]:
+    """Returns what a container holds, by index or key; nothing for other objects."""
+    if isinstance(value, dict):
+        return dict(dict[Any, Any].items(value))
+    if isinstance(value, list | tuple | deque):
+        return dict(enumerate(value))
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return dict(enumerate(value.ravel().tolist()))
+    if isinstance(value, MappingProxyType):
+        return dict(value)
+    return {x: x for x in value} if isinstance(value, set | frozenset) else {}
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, those in slots too."""
+    if isinstance(value, type | ModuleType):
+        return {}
+    return {**_slotted(value, _members(type(value))), **(getattr(value, "__dict__", None) or {})}
+
+
+def holders_in(value: Any) -> Sequence[Any]:
+    """Lists where `value` holds something that may be replaced: itself, its attributes, its slots.
+
+    Modules, classes and functions are visited on their own, or are the same as long as they are themselves.
+    """
+    kind = type(value)
+    if kind in _SIMPLE or (kind is tuple and _SIMPLE.issuperset(map(type, value))):
+        return _NOTHING
+    if kind in _BARE:
+        return (value,) if len(value) <= LARGEST else _NOTHING
+    return _holders_in(value, kind)
+
+
+def _holders_in(value: Any, kind: type) -> Sequence[Any]:
+    if isinstance(value, _CLOSED):
+        return _NOTHING
+    found: list[Any] = []
+    if isinstance(value, CONTAINERS):
+        if len(value) <= LARGEST:
+            found.append(value)
+    elif isinstance(value, BUFFERS) and is_copied(value):
+        found.append(value)
+    own = getattr(value, "__dict__", None)
+    if type(own) is dict and len(own) <= LARGEST:
+        found.append(own)
+    members = _members(kind)
+    if members:
+        found.append(Slots(value, members))
+    return found
+
+
+def is_copied(buffer: Any) -> bool:
+    """Tells whether what a buffer holds is remembered, rather than only which one it is."""
+    size: int = buffer.nbytes if isinstance(buffer, np.ndarray | np.generic) else len(buffer)
+    return size <= _LARGEST_BUFFER
+
+
+def identity_of(holder: Any) -> Any:
+    """Tells places apart, whoever looked."""
+    return holder.key if isinstance(holder, Holder) else id(holder)
+
+
+def held_in(holder: Any) -> dict[Any, Any]:
+    """Returns what a holder holds now, by label; a buffer holds all of its numbers together."""
+    if type(holder) in (dict, OrderedDict):
+        return dict(holder)
+    if isinstance(holder, Holder):
+        return holder.held()
+    return {...: copy.copy(holder)} if isinstance(holder, BUFFERS) else items_of(holder)
+
+
+def put_into(holder: Any, changed: Mapping[Any, Any], removed: Iterable[Any] = ()) -> None:
+    """Puts values into a holder: those that have changed into what has names, all of them into a list or set."""
+    if isinstance(holder, dict):
+        # One by one: another thread may be reading what hasn't changed.
+        for label in removed:
+            holder.pop(label, None)
+        holder.update(changed)
+    elif isinstance(holder, Holder):
+        holder.put(changed, removed)
+    elif isinstance(holder, BUFFERS):
+        everything: Any = ... if isinstance(holder, np.ndarray) else slice(None)
+        holder[everything] = changed[...]
+    else:
+        holder.clear()
+        (holder.update if isinstance(holder, set) else holder.extend)(changed.values())
+
+
+def is_unchangeable(holder: Any) -> bool:
+    """Tells whether nothing can be put into it; what it holds may still change."""
+    return isinstance(holder, _UNCHANGEABLE) or (isinstance(holder, np.ndarray) and not holder.flags.writeable)
+
+
+def is_plain(value: Any) -> bool:
+    """Tells whether `value` is a number, a text, an enum member, or a container of such."""
+    if isinstance(value, (*VALUES, Enum)):
+        return True
+    return isinstance(value, CONTAINERS) and len(value) <= LARGEST and all(map(is_plain, items_of(value).values()))
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Yields what containers and plain objects in `value` hold at last, not looking into modules or what is called."""
+    stack, met = [value], set[int]()
+    while stack:
+        value = stack.pop()
+        if id(value) in met:
+            continue
+        met.add(id(value))
+        is_leaf = isinstance(value, _CLOSED) or callable(value)
+        inner = [] if is_leaf else [*items_of(value).values(), *vars_of(value).values()]
+        if not inner and value is not MISSING:
+            yield value
+        stack += inner

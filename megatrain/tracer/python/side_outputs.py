@@ -1,0 +1,164 @@
+"""What a forward leaves in attributes besides what it returns: tensors it computed, lengths, flags, hooks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.errors import TraceError
+from megatrain.tracer.arguments import Structure
+from megatrain.tracer.python.contents import BUFFERS, CONTAINERS, Holder, held_in, items_of, leaves_of, put_into
+from megatrain.tracer.python.holders import Change, Place
+from megatrain.tracer.python.module_tree import HOOKS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """Where a value that a holder has after the call comes from.
+
+    Args:
+        kind: `"old"`: the holder has it already, under `key`; `"new"`: made for each call, number `key`;
+            `"fixed"`: the object `key` itself, at every call.
+        key: See `kind`.
+    """
+
+    kind: str
+    key: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What a call leaves in one namespace, dictionary, list or set.
+
+    Args:
+        place: Where the namespace or container is found.
+        content: All that a list or set holds afterwards, what has changed in whatever has names.
+        removed: Keys that are gone from it.
+    """
+
+    place: Place
+    content: tuple[tuple[Any, Slot], ...]
+    removed: tuple[Any, ...]
+
+    def put(self, new: Sequence[Any]) -> None:
+        """Puts it in place; `new` are the values made for this call."""
+        holder = self.place.find()
+        old = held_in(holder)
+        put_into(
+            holder,
+            {label: old.get(s.key) if s.kind == "old" else new[s.key] if s.kind == "new" else s.key
+             for label, s in self.content},
+            self.removed,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SideOutputs:
+    """All that a call leaves in attributes.
+
+    Args:
+        names: The attributes and items, for reading.
+        held: What to put where.
+        structure: The values made for each call, with their tensors numbered.
+    """
+
+    names: tuple[str, ...]
+    held: tuple[Held, ...]
+    structure: Structure
+
+    @staticmethod
+    def of(changes: Sequence[Change], state: dict[int, torch.Tensor]) -> SideOutputs:
+        """Reads what a forward has left.
+
+        Args:
+            changes: What the modules and what they hold have now, other than before.
+            state: The parameter or buffer behind each fake one, by identity of the fake one.
+
+        Raises:
+            TraceError: If tensors are held by an object that can't be made again for each call.
+        """
+        found = _Collected(state)
+        by_holder: dict[int, list[Change]] = {}
+        for change in changes:
+            if id(change.before) not in state and found.is_repeatable(change):
+                by_holder.setdefault(id(change.holder), []).append(change)
+        held = tuple(found.held(group) for group in by_holder.values())
+        names = dict.fromkeys(_name_of(change) for group in by_holder.values() for change in group)
+        return SideOutputs(tuple(names), held, Structure.of(found.new))
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leaves what eager would, with this call's `tensors` in the order of the structure."""
+        if self.held:
+            new = self.structure.fill(tensors)
+            for held in self.held:
+                held.put(new)
+
+
+def _name_of(change: Change) -> str:
+    """Names an attribute or item; not hooks, whose numbers count all hooks of the process."""
+    parent = change.name.rpartition(".")[0]
+    return parent if parent.endswith(HOOKS) else change.name
+
+
+class _Collected:
+    """The values that a forward left, told by what it takes to leave them again."""
+
+    def __init__(self, state: dict[int, torch.Tensor]) -> None:
+        self.new: list[Any] = []
+        self._state = state
+
+    def is_repeatable(self, change: Change) -> bool:
+        """Tells whether a change is one that a later call makes too, rather than a trace of the capture itself.
+
+        Raises:
+            TraceError: If it holds tensors and can't be repeated.
+        """
+        leaves = list(leaves_of(change.now))
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        computed = [x for x in tensors if id(x) not in self._state]
+        if tensors and not computed:
+            return isinstance(change.now, torch.Tensor) and self._state[id(change.now)] is not change.before
+        # Weak references are to the fake state, as are those of cuDNN's weights in an LSTM.
+        if any(isinstance(x, weakref.ref) for x in leaves):
+            return False
+        if computed and any(isinstance(x, nn.Module | MethodType) for x in leaves):
+            raise TraceError(
+                f"the forward leaves tensors in `{change.name}`, a {type(change.now).__qualname__} that also holds "
+                "modules.\n  Each call must leave fresh tensors; objects with modules in them can't be made anew.\n"
+                "  Keep the tensors in an attribute, a list or a dict of their own."
+            )
+        return True
+
+    def held(self, changes: Sequence[Change]) -> Held:
+        """Says how to leave what `changes`, all of one holder, have left."""
+        holder, place = changes[0].holder, changes[0].place
+        if isinstance(holder, (dict, Holder, *BUFFERS)):
+            there = held_in(holder)
+            removed = tuple(c.label for c in changes if c.label not in there)
+            content = [(c.label, self._slot(c.now)) for c in changes if c.label in there]
+            return Held(place, tuple(content), removed)
+        before = {id(c.before): c.label for c in changes}
+        changed = {c.label for c in changes}
+        content = [
+            (label, Slot("old", before.get(id(item), label) if label in changed else label))
+            if id(item) in before or label not in changed
+            else (label, self._slot(item))
+            for label, item in items_of(holder).items()
+        ]
+        return Held(place, tuple(content), ())
+
+    def _slot(self, value: Any) -> Slot:
+        if id(value) in self._state:
+            return Slot("fixed", self._state[id(value)])
+        leaves = list(leaves_of(value))
+        is_copied = any(isinstance(x, torch.Tensor) for x in leaves) or isinstance(value, CONTAINERS)
+        if not is_copied or any(isinstance(x, nn.Module | MethodType) for x in leaves):
+            return Slot("fixed", value)
+        self.new.append(value)
+        return Slot("new", len(self.new) - 1)

@@ -1,0 +1,257 @@
+"""What a Python value was when a capture read it, and whether another value stands for the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatrain.torch_private import FakeTensor
+from megatrain.tracer.equal import is_equal
+from megatrain.tracer.python.contents import (
+    BUFFERS,
+    CONTAINERS,
+    MISSING,
+    Missing,
+    is_plain,
+    items_of,
+    vars_of,
+)
+from megatrain.tracer.spec import TensorSpec
+
+_BRACKETS: dict[type, tuple[str, str]] = {
+    list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}"), set: ("{", "}"), frozenset: ("frozenset({", "})"),
+}  # fmt: skip
+_LONGEST_TEXT = 80
+
+Seen = set[tuple[int, int]]
+Pairs = Iterator[tuple[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a value isn't what it was.
+
+    Args:
+        path: The place, from the value that was compared: `.rope["theta"]`, or nothing for the value itself.
+        expected: What was kept there.
+        now: What is there.
+    """
+
+    path: str
+    expected: Any
+    now: Any
+
+
+class Kept:
+    """What a value was. Subclasses say what makes another value stand for the same."""
+
+    __slots__ = ()
+
+    def difference(self, now: Any, seen: Seen) -> Difference | None:
+        """Returns where `now` is something else, or None; pairs in `seen` are known to be equal."""
+        return None if self.is_same(now) else Difference("", self, now)
+
+    def is_same(self, now: Any) -> bool:
+        """Tells whether `now` is the same as far as this alone can tell."""
+        raise NotImplementedError
+
+    def inner(self, now: Any) -> Pairs:
+        """Yields `(kept, value)` for what `now` holds."""
+        return iter(())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value(Kept):
+    """A number, a text, a dtype, a copy of an array: equal values of one type are the same."""
+
+    value: Any
+
+    def is_same(self, now: Any) -> bool:
+        """See `Kept.is_same`."""
+        return type(now) is type(self.value) and is_equal(now, self.value)
+
+    def __str__(self) -> str:
+        if isinstance(self.value, np.ndarray | np.generic):
+            return f"is an array {self.value.dtype}{list(self.value.shape)}"
+        return f"== {self.value!r}"
+
+
+class Same(Kept):
+    """An object that only itself stands for: a function, a module, a lock. It is not kept alive.
+
+    Args:
+        value: The object.
+        is_cut: It may hold what can change, and nobody looks into it.
+    """
+
+    __slots__ = ("_ref", "_size", "_text", "is_cut")
+
+    def __init__(self, value: Any, *, is_cut: bool = False) -> None:
+        self.is_cut = is_cut
+        try:
+            self._ref: Any = weakref.ref(value)
+        except TypeError:
+            self._ref = lambda: value
+        self._size = len(value) if isinstance(value, CONTAINERS) else None
+        self._text = name_of(value)
+
+    def is_same(self, now: Any) -> bool:
+        """See `Kept.is_same`."""
+        return now is not None and self._ref() is now and (self._size is None or len(now) == self._size)
+
+    def __str__(self) -> str:
+        return f"is {self._text}" + (f" of {self._size}" if self._size is not None else "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorLike(Kept):
+    """A tensor that no module registers: its values matter only where it is a constant of the graph."""
+
+    spec: TensorSpec
+    device: torch.device
+    requires_grad: bool
+    kind: type
+    constant: Same | None
+
+    @staticmethod
+    def of(tensor: torch.Tensor, is_constant: bool) -> TensorLike:
+        """Reads what Python code can ask of `tensor` without its values."""
+        constant = Same(tensor) if is_constant else None
+        kind = torch.Tensor if isinstance(tensor, FakeTensor) else type(tensor)  # it stands for a tensor of a step
+        return TensorLike(TensorSpec.of(tensor), tensor.device, tensor.requires_grad, kind, constant)
+
+    def is_same(self, now: Any) -> bool:
+        """See `Kept.is_same`."""
+        if type(now) is not self.kind or (self.constant is not None and not self.constant.is_same(now)):
+            return False
+        described = (TensorSpec.of(now), now.device, now.requires_grad)
+        return described == (self.spec, self.device, self.requires_grad)
+
+    def __str__(self) -> str:
+        return f"is {'the' if self.constant else 'a'} tensor {self.spec}"
+
+
+@dataclass(slots=True, eq=False)
+class Contents(Kept):
+    """A container or a plain object: another of its type that holds the same stands for it.
+
+    Args:
+        kind: Its type.
+        itself: Itself, where its type may hold more than can be seen.
+        items: What it holds, by index or key.
+        attributes: Its attributes.
+    """
+
+    kind: type
+    itself: Same | None
+    items: dict[Any, Kept] = field(default_factory=dict[Any, Kept])
+    attributes: dict[str, Kept] = field(default_factory=dict[str, Kept])
+
+    def is_same(self, now: Any) -> bool:
+        """See `Kept.is_same`."""
+        if type(now) is not self.kind or (self.itself is not None and not self.itself.is_same(now)):
+            return False
+        if isinstance(now, set | frozenset):
+            return set(map(_told_apart, now)) == set(map(_told_apart, self.items))
+        keys = list(items_of(now))
+        return keys == list(self.items) and list(map(type, keys)) == list(map(type, self.items))
+
+    def difference(self, now: Any, seen: Seen) -> Difference | None:
+        """See `Kept.difference`."""
+        if (id(self), id(now)) in seen:
+            return None
+        seen.add((id(self), id(now)))
+        if not self.is_same(now):
+            return Difference("", self, now)
+        # Members of a set are their own keys: NaN would not be found, and equal ones were compared already.
+        is_set = isinstance(now, set | frozenset)
+        items = ({}, {}, "") if is_set else (self.items, items_of(now), "[{!r}]")
+        for held, there, form in (items, (self.attributes, vars_of(now), ".{}")):
+            for label in dict.fromkeys([*held, *there]):
+                kept = held.get(label) or Value(MISSING)
+                found = kept.difference(there.get(label, MISSING), seen)
+                if found is not None:
+                    return Difference(form.format(label) + found.path, found.expected, found.now)
+        return None
+
+    def parts(self) -> Iterator[tuple[str, Kept]]:
+        """Yields what it holds, with the path there."""
+        for held, form in ((self.items, "[{!r}]"), (self.attributes, ".{}")):
+            yield from ((form.format(label), kept) for label, kept in held.items())
+
+    def inner(self, now: Any) -> Pairs:
+        """See `Kept.inner`."""
+        for held, there in ((self.items, items_of(now)), (self.attributes, vars_of(now))):
+            yield from ((kept, there[label]) for label, kept in held.items() if label in there)
+
+    def __str__(self) -> str:
+        literal = _literal(self)
+        if literal is not None and len(literal) <= _LONGEST_TEXT:
+            return f"== {literal}"
+        size = f" of {len(self.items)}" if issubclass(self.kind, CONTAINERS) else ""
+        return f"is {_article(self.kind.__qualname__)}{size}"
+
+
+def _told_apart(value: Any) -> tuple[type, Any]:
+    """What equal members of two sets have in common, as `is_equal` has it."""
+    return type(value), repr(value) if isinstance(value, float | complex) else value
+
+
+def name_of(value: Any) -> str:
+    """Names an object without its address: its own name if it has one, else its type."""
+    own = getattr(value, "__qualname__", None)
+    if isinstance(own, str):
+        return f"{getattr(value, '__module__', None) or 'builtins'}.{own}"
+    if isinstance(value, Enum):
+        return str(value)
+    return _article(type(value).__qualname__)
+
+
+def value_text(value: Any) -> str:
+    """Prints a value without addresses: itself if it is plain, else what it is."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {TensorSpec.of(value)}"
+    if isinstance(value, Missing):
+        return "missing"
+    text = repr(value) if is_plain(value) else ""
+    return text if 0 < len(text) <= _LONGEST_TEXT else name_of(value)
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _literal(kept: Kept) -> str | None:
+    """Prints a container of plain values as Python, sets in order; None for all else."""
+    if isinstance(kept, Value):
+        return repr(kept.value)
+    if not isinstance(kept, Contents) or kept.kind not in _BRACKETS:
+        return None
+    parts = [_literal(item) for item in kept.items.values()]
+    if None in parts:
+        return None
+    texts = [str(part) for part in parts]
+    if kept.kind is dict:
+        texts = [f"{key!r}: {text}" for key, text in zip(kept.items, texts, strict=True)]
+    if kept.kind in (set, frozenset):
+        texts.sort()
+    left, right = _BRACKETS[kept.kind]
+    return f"{left}{', '.join(texts)}{',' if kept.kind is tuple and len(texts) == 1 else ''}{right}"
+
+
+def parts_of(pairs: Iterable[tuple[Kept, Any]]) -> Iterator[tuple[Kept, Any]]:
+    """Yields what `pairs` compare and whatever that holds, each object once."""
+    stack, met = list(pairs), set[int]()
+    while stack:
+        kept, value = stack.pop()
+        can_change = not isinstance(kept, Value | Same) or isinstance(value, BUFFERS)
+        if can_change and id(value) not in met:
+            met.add(id(value))
+            yield kept, value
+            stack.extend(kept.inner(value))

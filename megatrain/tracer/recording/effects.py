@@ -1,0 +1,164 @@
+"""Effects of a recorded call below the level at which it was recorded, and hooks on what autograd saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatrain.torch_private import TorchDispatchMode, top_saved_tensors_hooks
+
+# The schemas of these kernels don't say that they write running statistics, yet they do when training.
+_WRITES_STATISTICS = {
+    "native_batch_norm": (3, 4, 5),
+    "cudnn_batch_norm": (3, 4, 5),
+    "miopen_batch_norm": (3, 4, 5),
+}
+# The last two aren't tagged.
+_VALUE_DEPENDENT = {
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+    "aten::_pack_padded_sequence",
+    "aten::_pad_packed_sequence",
+}
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identifies the storage behind a strided tensor while that storage is alive."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+class EffectWatch(TorchDispatchMode):
+    """Collects the effects of one recorded call: what it writes in place, random draws, use of values.
+
+    Args:
+        on_read: Called with each tensor that an operation reads, before it runs.
+        on_write: Called with each tensor that an operation writes, before it runs.
+        draw: Makes the call of each operation that may draw random numbers, and tells whether it did.
+    """
+
+    def __init__(
+        self,
+        on_read: Callable[[torch.Tensor], None],
+        on_write: Callable[[torch.Tensor], None],
+        draw: Callable[[Callable[[], Any]], tuple[Any, bool]],
+    ) -> None:
+        super().__init__()
+        self._draw = draw
+        self._on_read = on_read
+        self._on_write = on_write
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what was collected, before the next call."""
+        self.written: list[torch.Tensor] = []
+        self.is_random = False
+        self.is_value_dependent = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            # Questions that C++ asks where it can't bear an error.
+            return func(*args, **kwargs)
+        is_tagged = torch.Tag.nondeterministic_seeded in func.tags
+        self.is_random |= is_tagged
+        is_value_dependent = not _VALUE_DEPENDENT.isdisjoint((*func.tags, func._schema.name))
+        self.is_value_dependent |= is_value_dependent and not _picks_by_number(func, args)
+        for item in (*args, *kwargs.values()):
+            for tensor in item if isinstance(item, list | tuple) else (item,):
+                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                    self._on_read(tensor)
+        schema = func._schema
+        if schema.is_mutable:
+            self._collect(schema.arguments, args, kwargs)
+        statistics = _WRITES_STATISTICS.get(schema.name.removeprefix("aten::"))
+        if statistics is not None and args[statistics[2]]:
+            self._write([args[i] for i in statistics[:2]])
+        if not is_tagged and func.namespace == "aten":
+            return func(*args, **kwargs)
+        # An operation of the user's may draw without a word.
+        result, has_drawn = self._draw(lambda: func(*args, **kwargs))
+        self.is_random |= has_drawn
+        return result
+
+    def _collect(self, arguments: Any, args: Any, kwargs: Any) -> None:
+        for position, argument in enumerate(arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            self._write(value if isinstance(value, list | tuple) else [value])
+
+    def _write(self, values: Any) -> None:
+        for tensor in values:
+            if isinstance(tensor, torch.Tensor):
+                self._on_write(tensor)
+                self.written.append(tensor)
+
+
+class StrayWatch(TorchDispatchMode):
+    """Reports operations that run while no torch function is being recorded.
+
+    Such results (TorchScript, C++ extensions) would become silent constants of the graph.
+    """
+
+    def __init__(self, is_recording: Any, report: Any) -> None:
+        super().__init__()
+        self._is_recording = is_recording
+        self._report = report
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # `prim` holds questions (`x.is_cuda` of a fake tensor arrives here) that have no tensor as an answer.
+        if not self._is_recording() and func.namespace != "prim":
+            self._report(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+class ByteCount(TorchDispatchMode):
+    """Adds up the bytes of all results while it is active: no code can hold more for its backward.
+
+    Args:
+        is_calling: Tells whether a torch function is running; what runs outside any is TorchScript or C++.
+    """
+
+    def __init__(self, is_calling: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_calling = is_calling
+        self.nbytes = 0
+        self.has_stray = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_stray |= not self._is_calling() and func.namespace != "prim"
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, torch.Tensor):
+                self.nbytes += item.nbytes
+        return result
+
+
+def _picks_by_number(func: Any, args: Any) -> bool:
+    """Tells whether a call indexes with numbers only: its result has the shape of its indices, whatever they hold."""
+    if func._schema.name != "aten::index":
+        return False
+    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
+
+
+def has_hooks() -> bool:
+    """Tells whether any hooks on saved tensors are active."""
+    return _active() is not None
+
+
+def has_users_hooks() -> bool:
+    """Tells whether the active hooks are the user's, which may change what a backward computes with.
+
+    Those of torch (checkpoints, `save_on_cpu`) only move tensors or compute them again.
+    """
+    hooks = _active()
+    if hooks is None:
+        return False
+    package = str(getattr(hooks[0], "__module__", "")).partition(".")[0]
+    return package not in ("torch", __name__.partition(".")[0])
+
+
+def _active() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    return top_saved_tensors_hooks(False)

@@ -1,0 +1,131 @@
+"""The inputs of a capture: which are refused, how they enter the graph, and what a forward writes into them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from megatrain.device import Device
+from megatrain.errors import ExecuteError, TraceError
+from megatrain.torch_private import FakeTensorMode
+from megatrain.tracer.arguments import Arguments, holds_tensors
+from megatrain.tracer.recording.attempt import Attempt
+from megatrain.tracer.recording.effects import storage_key
+from megatrain.tracer.recording.recorder import Recorder
+
+# Values of these types never change, and equal ones make equal captures.
+_IMMUTABLE = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, type(...), torch.dtype, torch.device,
+    torch.layout, torch.memory_format, torch.Size, frozenset, type,
+)  # fmt: skip
+
+
+def check_arguments(arguments: Arguments) -> None:
+    """Refuses what may hide tensors, or change unseen between calls.
+
+    Raises:
+        TraceError: Naming the argument.
+    """
+    for name, leaf in zip(arguments.leaf_names, arguments.leaves, strict=True):
+        if isinstance(leaf, (torch.Tensor, Enum, *_IMMUTABLE)):
+            continue
+        if holds_tensors(leaf):
+            raise TraceError(
+                f"the argument `{name}` is a {type(leaf).__qualname__} with tensors in it.\n"
+                "  Inputs are found in tuples, lists, dicts and classes known to torch.utils._pytree.\n"
+                "  Pass the tensors themselves, or register the class."
+            )
+        raise TraceError(
+            f"the argument `{name}` is a {type(leaf).__qualname__}, which may change between calls.\n"
+            "  A capture stands for calls with equal arguments: plain values, dtypes, devices and enums compare.\n"
+            "  Pass what the forward needs of it as plain values or tensors, or call the plain model "
+            "(it runs eagerly, on the host): compiled.megatrain.model, to generate with a cache, say."
+        )
+
+
+def check_device(arguments: Arguments, device: Device) -> None:
+    """Refuses a call whose tensors aren't where it computes.
+
+    Raises:
+        ExecuteError: Naming the input.
+    """
+    for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
+        if tensor.device != device.torch_device:
+            raise ExecuteError(
+                f"input `{name}` is on {tensor.device}, the compute device is {device}.\n"
+                "  Inputs lie on the compute device, as for any module there.\n"
+                f'  Move it with .to("{device.torch_device}").'
+            )
+
+
+def device_of(arguments: Arguments) -> torch.device:
+    """Returns the device of the first real input, else the CPU."""
+    real = [t.device for t in arguments.tensors if not t.is_meta]
+    return real[0] if real else torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenInputs:
+    """Inputs that the forward writes into: it gets a copy of each, whose last content goes back to the caller.
+
+    Args:
+        names: Of these inputs.
+        indices: Their places among the tensor arguments, ascending.
+    """
+
+    names: tuple[str, ...] = ()
+    indices: tuple[int, ...] = ()
+
+    def given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns what a step starts from: the caller's tensors, but copies of those that it will write into.
+
+        Raises:
+            TraceError: If another input shares their memory.
+        """
+        storages = [storage_key(t) for t in tensors] if self.indices else []
+        for name, index in zip(self.names, self.indices, strict=True):
+            if storages.count(storages[index]) > 1:
+                raise TraceError(
+                    f"the model writes into its input `{name}` in place, which shares memory with another input.\n"
+                    "  The other one would change with it, at a moment that a schedule doesn't know.\n"
+                    "  Clone one of them."
+                )
+        return [t.clone() if i in self.indices else t for i, t in enumerate(tensors)]
+
+    def put(self, tensors: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
+        """Writes `contents`, in the order of the indices, into the caller's tensors."""
+        with torch.no_grad():
+            for index, content in zip(self.indices, contents, strict=True):
+                tensors[index].copy_(content)
+
+
+def bind_inputs(
+    recorder: Recorder, arguments: Arguments, fake_mode: FakeTensorMode, device: torch.device, attempt: Attempt
+) -> tuple[list[torch.Tensor], WrittenInputs]:
+    """Makes a placeholder for each input; returns what the forward gets, and which of it are copies for writing."""
+    given: list[torch.Tensor] = []
+    names: list[str] = []
+    indices: list[int] = []
+    for index, (name, tensor) in enumerate(zip(arguments.names, arguments.tensors, strict=True)):
+        node = recorder.tape.graph.create_node("placeholder", name, name=name)
+        given.append(_copied(tensor, fake_mode, device, uses_values=attempt.uses_values))
+        recorder.tape.bind_input(given[-1], node)
+        if node.name in attempt.written_inputs:
+            names.append(name)
+            indices.append(index)
+    for index in indices:
+        given[index] = recorder.record(torch.Tensor.clone, (given[index],), {})
+    return given, WrittenInputs(tuple(names), tuple(indices))
+
+
+def _copied(
+    tensor: torch.Tensor, fake_mode: FakeTensorMode, device: torch.device, *, uses_values: bool
+) -> torch.Tensor:
+    if not tensor.is_meta and (uses_values or not tensor.requires_grad):
+        return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
+    with fake_mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return fake.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,127 @@
+"""Follows module calls during a capture, and knows which modules are repeated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from megatrain.patches import original_of, replaced_here
+from megatrain.tracer.recording.random_numbers import HostRng
+from megatrain.tracer.recording.recorder import Recorder
+
+
+def repeated_modules(root: nn.Module) -> frozenset[str]:
+    """Returns the names of modules that stand twice or more, by class, in one ModuleList or Sequential."""
+    found: set[str] = set()
+    for prefix, container in root.named_modules(remove_duplicate=False):
+        if not isinstance(container, nn.ModuleList | nn.Sequential):
+            continue
+        counts = Counter(type(child) for child in container.children())
+        # Not `children()`, which lists a module that stands twice only once.
+        distinct = Counter(map(type, container._modules.values()))
+        for name, child in container.named_children():
+            if max(counts[type(child)], distinct[type(child)]) > 1:
+                found.add(f"{prefix}.{name}" if prefix else name)
+    return frozenset(found)
+
+
+@contextmanager
+def followed_modules(recorder: Recorder, root: nn.Module) -> Generator[None]:
+    """Keeps `recorder.module_stack` equal to the calls that the running code is in."""
+    names = {id(module): name for name, module in reversed(list(root.named_modules()))}
+    repeated = repeated_modules(root)
+    calls: Counter[int] = Counter()
+    stack = recorder.tape.module_stack
+
+    original: Any = original_of(nn.Module, "__call__")
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        name = names.get(id(module))
+        if name is None:
+            return original(module, *args, **kwargs)
+        stack.append((name, calls[id(module)]))
+        calls[id(module)] += 1
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            stack.pop()
+            if name in repeated:
+                recorder.let_go()
+
+    with replaced_here(nn.Module, "__call__", call):
+        yield
+
+
+@contextmanager
+def opaque_modules(recorder: Recorder, root: nn.Module, opaque: Collection[str]) -> Generator[None]:
+    """Makes each call of the modules named in `opaque` one node, hooks on them included."""
+    original: Any = original_of(nn.Module, "__call__")
+    names = {id(root.get_submodule(name)): name for name in opaque}
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_recording or id(module) not in names:
+            return original(module, *args, **kwargs)
+        return recorder.record_module(module, names[id(module)], args, kwargs)
+
+    with replaced_here(nn.Module, "__call__", call):
+        yield
+
+
+@contextmanager
+def kept_dtypes(recorder: Recorder) -> Generator[None]:
+    """Lets modules convert themselves (`self.head.to(x.dtype)`) where that changes nothing."""
+    original: Any = original_of(nn.Module, "_apply")
+
+    def convert(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        tensors = [*module.parameters(recurse), *module.buffers(recurse)]
+        if recorder.is_recording or not any(map(recorder.is_state, tensors)):
+            return original(module, fn, recurse)
+        with recorder.unrecorded():
+            changes = any(fn(tensor) is not tensor for tensor in tensors)
+        if changes:
+            recorder.refuse(
+                f"converts the weights of a {type(module).__qualname__}",
+                "Weights keep their dtype and their place: they live in host memory, and the device borrows them.",
+                "Convert the module before training, or its input in the forward.",
+            )
+        return module
+
+    with replaced_here(nn.Module, "_apply", convert):
+        yield
+
+
+def with_backward_hooks(root: nn.Module) -> dict[str, str]:
+    """Names the modules that carry backward hooks: these see autograd's graph, not the forward."""
+    return {
+        name: f"has backward hooks on `{name or type(module).__name__}`"
+        for name, module in root.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    }
+
+
+@contextmanager
+def host_drawer(root: nn.Module) -> Generator[Callable[[], tuple[str, ...]]]:
+    """Looks for the innermost module call that draws from Python's or NumPy's generators; yields the way to ask."""
+    names = {id(module): name for name, module in root.named_modules()}
+    original: Any = original_of(nn.Module, "__call__")
+    stack: list[str] = []
+    found: list[tuple[str, ...]] = []
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if id(module) not in names:
+            return original(module, *args, **kwargs)
+        stack.append(names[id(module)])
+        before = HostRng.now()
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            if not found and before != HostRng.now():
+                found.append(tuple(stack))
+            stack.pop()
+
+    with replaced_here(nn.Module, "__call__", call):
+        yield lambda: found[0] if found else ()

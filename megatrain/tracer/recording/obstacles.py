@@ -1,0 +1,249 @@
+"""What a capture can't follow, said with the user's line, the rule and the way out."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+from megatrain.errors import TraceError
+from megatrain.torch_private import (
+    MODULE_APPLY,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    are_transforms_active,
+)
+from megatrain.tracer.calls import call_name, is_property_get, is_property_set
+from megatrain.tracer.recording.effects import has_users_hooks
+from megatrain.tracer.source_line import OURS, SourceLine, user_line
+from megatrain.tracer.spec import TensorSpec
+
+REFUSE, USE_VALUES, RUN_AGAIN, FOLLOW_HOST = "refuse", "use values", "run again", "follow host"
+OBSERVE = "observe"
+
+HookSite = tuple[str, str, int]
+"""A forward hook: its module's name, the registry that holds it, its key there."""
+
+
+class StartAgainError(Exception):
+    """This attempt at a capture is over, and it is known how the next one begins."""
+
+
+class Obstacle(TraceError):
+    """Something that this attempt at a capture can't follow; raised to the user if no other attempt can.
+
+    Args:
+        what: What the model does, for the error and for the printed program.
+        rule: Why it can't be followed.
+        way_out: What the user can do.
+        remedy: `REFUSE`; `USE_VALUES`: capture on the values of the weights; `RUN_AGAIN`: let the module that does
+            it run its own code at each step, opaque to the graph; `FOLLOW_HOST`: find that module first;
+            `OBSERVE`: let hooks run their own code at each step, beside the graph.
+        place: The user's line.
+        calls: Names of the modules whose calls the model was in, outermost first.
+        hooks: The forward hooks that it was met in, if any.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        rule: str,
+        way_out: str,
+        *,
+        remedy: str = REFUSE,
+        place: SourceLine | None = None,
+        calls: tuple[str, ...] = (),
+        hooks: frozenset[HookSite] = frozenset(),
+    ):
+        self.reason = f"{what} at {place}" if place is not None else what
+        super().__init__(f"the model {self.reason}.\n  {rule}\n  {way_out}")
+        self.remedy = remedy
+        self.calls = calls
+        self.hooks = hooks
+        self.cause: Exception | None = None
+
+
+def refuse(what: str, rule: str, way_out: str, *, remedy: str = REFUSE) -> NoReturn:
+    """Raises the obstacle for something that the model does at the current line."""
+    raise Obstacle(what, rule, way_out, remedy=remedy, place=user_line())
+
+
+def refuse_read(source: SourceLine | None, name: str) -> NoReturn:
+    """Raises the obstacle for a value that isn't known before the step."""
+    raise Obstacle(
+        "reads the value of a tensor",
+        f"`{name}` depends on weights or random numbers, which a model on the meta device doesn't have.",
+        "Load the weights first; or use torch.where or masking instead of a Python branch.",
+        remedy=USE_VALUES,
+        place=source,
+    )
+
+
+def refuse_unknown(tensor: torch.Tensor) -> NoReturn:
+    """Raises the obstacle for a tensor that no recorded call made."""
+    refuse(
+        f"uses a tensor {TensorSpec.of(tensor)} that appears from nowhere",
+        "A capture knows the inputs, the registered parameters and buffers, and what is computed from them.",
+        "Register it as a parameter or buffer, or detach it.",
+    )
+
+
+def refuse_kept() -> NoReturn:
+    """Raises the obstacle for a tensor that an earlier call of the model left behind."""
+    refuse(
+        "uses a tensor of an earlier call, kept in an attribute,",
+        "A capture would use the first one for ever.",
+        "Keep it in a registered buffer, or pass it as an input.",
+        remedy=RUN_AGAIN,
+    )
+
+
+def refuse_other_history(tensor: torch.Tensor, calls: tuple[str, ...]) -> NoReturn:
+    """Raises the obstacle for a tensor whose history the model's own run knows and the graph doesn't, or vice versa."""
+    has_one = "has a history" if tensor.requires_grad else "has no history"
+    raise Obstacle(
+        f"uses a tensor {TensorSpec.of(tensor)} that {has_one} which no recorded call explains",
+        "Gradients flow through the graph as through the model's own run, or not at all.",
+        "Call custom Functions by their `apply`, inside a module of their own.",
+        remedy=RUN_AGAIN,
+        place=user_line(),
+        calls=calls,
+    )
+
+
+def check_call(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuses calls whose effect no node of a graph can repeat.
+
+    Raises:
+        Obstacle: If `func` is one of them.
+    """
+    check_everywhere(func, kwargs)
+    name = call_name(func)
+    is_leaf = isinstance(args[0], nn.Parameter) if args else False
+    if is_property_get(func) and name == "grad_fn" and not is_leaf and not _asks_checkpoint():
+        refuse(
+            "reads `.grad_fn` of a tensor",
+            "A hook on a node of autograd's graph is no call on a tensor.",
+            "Hook the tensor, or the module.",
+            remedy=RUN_AGAIN,
+        )
+    if is_property_set(func) and not _changes_nothing(name, *args):
+        refuse(
+            f"assigns to `.{name}` of a tensor",
+            "A capture sees calls, not assignments behind autograd's back.",
+            "Use an in-place operation under torch.no_grad().",
+            remedy=RUN_AGAIN,
+        )
+    if has_users_hooks():
+        refuse(
+            "runs under saved_tensors_hooks",
+            "What a backward computes with then hangs on Python code that no graph can repeat.",
+            "Change what is saved in a torch.autograd.Function.",
+            remedy=RUN_AGAIN,
+        )
+    check_transforms()
+
+
+def _asks_checkpoint() -> bool:
+    """Tells whether torch's checkpointing asks: of a tensor of its own, whether anything in it needs a gradient."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == checkpoint.__file__
+
+
+def _changes_nothing(name: str, tensor: torch.Tensor, value: Any) -> bool:
+    """Tells whether an assignment to a property leaves everything as it is."""
+    if name == "_backward_hooks":  # torch clears those of a tensor that an autograd.Function has written
+        return value is None and not tensor._backward_hooks  # pyright: ignore[reportPrivateUsage]
+    return (name == "data" and value is tensor) or (name == "requires_grad" and value == tensor.requires_grad)
+
+
+def check_transforms() -> None:
+    """Refuses what runs inside a transform of torch.func.
+
+    Raises:
+        Obstacle: If one is active.
+    """
+    if are_transforms_active():
+        refuse(
+            "uses a transform of torch.func",
+            "Calls inside a transform run on wrapped tensors that no graph can name.",
+            "Write the batched computation out, or put it into a torch.library.custom_op.",
+            remedy=RUN_AGAIN,
+        )
+
+
+def check_everywhere(func: Any, kwargs: dict[str, Any]) -> None:
+    """Refuses calls that have no meaning in a step, neither in a graph nor in a module that runs again.
+
+    Raises:
+        Obstacle: If `func` is one of them.
+    """
+    if is_property_get(func) and call_name(func) == "grad" and not _is_applied():
+        refuse(
+            "reads `.grad` of a tensor",
+            "Gradients live outside the forward that is captured.",
+            "Read gradients after the backward, outside the model.",
+        )
+    if kwargs.get("generator") is not None:
+        refuse(
+            "draws from a generator of its own",
+            "A recompute restores the default generators only.",
+            "Draw from the default generator.",
+        )
+
+
+def _is_applied() -> bool:
+    """Tells whether `Module.to` and the like ask: they treat a gradient as they treat the parameter."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code is not MODULE_APPLY.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextmanager
+def _quiet_fakes() -> Generator[None]:
+    """Keeps torch from logging failures of fake kernels, which another attempt may get past."""
+    log = logging.getLogger(FakeTensor.__module__)
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled
+
+
+def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, name: str) -> Any:
+    """Calls `func` on fake tensors.
+
+    Usually an error is the model's own mistake. But some rules refuse what their kernels accept, with any type
+    of error, and only a call on values can tell.
+
+    Raises:
+        Obstacle: With the error as its `cause`, noting that the call ran without data.
+    """
+    try:
+        with _quiet_fakes():
+            return func(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        refuse_read(line, name)
+    except (TraceError, StartAgainError):
+        raise
+    except Exception as error:
+        error.add_note(f"`{name}` was captured on fake tensors, at {line}")
+        obstacle = Obstacle(
+            f"calls `{name}`, which fails on tensors without values",
+            str(error),
+            "Load the weights before compiling.",
+            remedy=USE_VALUES,
+            place=line,
+        )
+        obstacle.cause = error
+        raise obstacle from error

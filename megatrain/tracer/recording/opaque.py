@@ -1,0 +1,227 @@
+"""Opaque: a module whose own code runs at each step, because no graph can stand for it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from megatrain.interrupts import Interrupts
+from megatrain.torch_private import are_transforms_active, pytree
+from megatrain.tracer.arguments import Structure, holds_tensors
+from megatrain.tracer.expectations import GuardFailedError
+from megatrain.tracer.python.holders import Attributes
+from megatrain.tracer.python.keeper import Keeper
+from megatrain.tracer.python.outer import Outer
+from megatrain.tracer.python.snapshot import Kept
+from megatrain.tracer.recording.effects import ByteCount, has_users_hooks
+from megatrain.tracer.recording.obstacles import HookSite, check_everywhere
+from megatrain.tracer.recording.own_code import own_code
+
+Holder = tuple[nn.Module, str, str]
+"""A module, which of its registries (`_parameters` or `_buffers`), and a name in it."""
+
+
+class Opaque:
+    """Calls a module on tensors that stand for its arguments and its state; the target of a graph node.
+
+    Args:
+        name: Fully qualified name of the module.
+        reason: Why it can't be captured, with the user's line.
+        module: The user's module.
+        args: Positional and keyword arguments of the call at capture.
+        holders: Per state tensor, in order: every place in the module that holds it.
+        calls: The module calls around it and itself, outermost first.
+    """
+
+    __name__ = "opaque"
+
+    def __init__(
+        self,
+        name: str,
+        reason: str,
+        module: nn.Module,
+        args: tuple[tuple[Any, ...], dict[str, Any]],
+        holders: Sequence[Sequence[Holder]],
+        calls: tuple[str, ...],
+    ):
+        self.name = name
+        self.reason = reason
+        self.module = module
+        # Read off the first run: transforms, TorchScript and the user's hooks keep weights where no hook of ours sees
+        # them.
+        self.needs_own_state = False
+        self.inner_bytes = 0
+        self._calls = calls
+        leaves, self._tree = pytree.tree_flatten(args)
+        self._is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+        self._literals = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._holders = holders
+        self._rebound: list[int] | None = None
+        self._expected: list[Kept] = []
+        self._outer = Outer.of(module)
+
+    def call_text(self, arguments: str) -> str:
+        """Prints the call on arguments that are printed already."""
+        return f"opaque {self.name or 'the model'}({arguments})"
+
+    def python_state(self) -> Attributes:
+        """What the module's code may change, as it is now."""
+        return Attributes(self.module, self._outer)
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Runs the module.
+
+        Args:
+            tensors: Those among the arguments, then the state.
+
+        Returns:
+            The tensors of the result, then the new values of buffers that the module re-assigned.
+
+        Raises:
+            GuardFailedError: If the result isn't like that of the capture: other shapes, another plain value.
+        """
+        found, rebound, result = self._run(tensors, {}, None)
+        leaves = pytree.tree_leaves(result)
+        is_alike = len(leaves) == len(self._expected) and all(map(_is_as_kept, self._expected, leaves))
+        if rebound != self._rebound or not is_alike:
+            text = f"{self.call_text('...')} returns {_listed(self._expected)}"
+            raise GuardFailedError(text, _listed(_kept_leaves(result)), self._calls)
+        return tuple(found)
+
+    def capture(
+        self, tensors: Sequence[torch.Tensor], more: dict[int, torch.Tensor], seen: Callable[[torch.Tensor], None]
+    ) -> tuple[tuple[torch.Tensor, ...], Any, list[tuple[Holder, torch.Tensor]]]:
+        """Runs the module for the first time and notes what its result looks like.
+
+        Args:
+            tensors: As for a call.
+            more: Further stand-ins, by the id of what they replace.
+            seen: Called with each tensor that the module's own code computes.
+
+        Returns:
+            The tensors as from a call, the module's result around them, and the buffers that it re-assigned.
+        """
+        found, self._rebound, result = self._run(tensors, more, seen)
+        self._expected = _kept_leaves(result)
+        num_results = len(found) - len(self._rebound)
+        places = [holder for i in self._rebound for holder in self._holders[i][:1]]
+        return tuple(found), result, list(zip(places, found[num_results:], strict=True))
+
+    def _run(
+        self,
+        tensors: Sequence[torch.Tensor],
+        more: dict[int, torch.Tensor],
+        seen: Callable[[torch.Tensor], None] | None,
+    ) -> tuple[list[torch.Tensor], list[int], Any]:
+        num_arguments = sum(self._is_tensor)
+        given = iter(tensors[:num_arguments])
+        leaves = [next(given) if t else x for t, x in zip(self._is_tensor, self._literals, strict=True)]
+        args, kwargs = pytree.tree_unflatten(leaves, self._tree)
+        state = tensors[num_arguments:]
+        with (
+            Interrupts() as interrupts,
+            _installed(self._holders, state) as stand_ins,
+            _Substitution({**more, **stand_ins}, seen) as calls,
+        ):
+            with ByteCount(lambda: calls.is_calling) if seen is not None else nullcontext() as count:
+                with own_code(), interrupts.released():
+                    result = self.module(*args, **kwargs)
+            now = [self._held(i) for i in range(len(state))]
+        if count is not None:
+            self.inner_bytes = count.nbytes
+            self.needs_own_state = calls.hides_state or count.has_stray
+        rebound = [i for i, tensor in enumerate(state) if now[i] is not tensor]
+        found = tensors_in(result)
+        return [*found, *(now[i] for i in rebound)], rebound, result
+
+    def _held(self, index: int) -> Any:
+        module, kind, name = self._holders[index][0]
+        return vars(module)[kind].get(name)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Lists the tensors in a nested result, in a fixed order."""
+    leaves = pytree.tree_leaves(value)
+    if any(not isinstance(x, torch.Tensor) and holds_tensors(x) for x in leaves):
+        return list(Structure.of(value).placeholders)
+    return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def _kept_leaves(result: Any) -> list[Kept]:
+    """Records what code after the call can tell of its result: it must be the same at each step."""
+    keeper = Keeper(set())
+    return [keeper.keep(leaf) for leaf in pytree.tree_leaves(result)]
+
+
+def _is_as_kept(kept: Kept, leaf: Any) -> bool:
+    return kept.difference(leaf, set()) is None
+
+
+def _listed(kept: list[Kept]) -> str:
+    return ", ".join(str(leaf).removeprefix("== ").removeprefix("is ") for leaf in kept) or "nothing"
+
+
+@contextmanager
+def _installed(
+    holders: Sequence[Sequence[Holder]], state: Sequence[torch.Tensor]
+) -> Generator[dict[int, torch.Tensor]]:
+    """Puts `state` where the module looks for it; yields it by the id of the tensors that it replaces."""
+    before = [[vars(module)[kind][name] for module, kind, name in places] for places in holders]
+    try:
+        for places, tensor in zip(holders, state, strict=True):
+            for module, kind, name in places:
+                vars(module)[kind][name] = tensor
+        yield {id(old): t for olds, t in zip(before, state, strict=True) for old in olds}
+    finally:
+        for places, olds in zip(holders, before, strict=True):
+            for (module, kind, name), old in zip(places, olds, strict=True):
+                vars(module)[kind][name] = old
+
+
+class _Substitution(TorchFunctionMode):
+    """Replaces tensors by their stand-ins in every call, whatever road they took there (a list of flat weights)."""
+
+    def __init__(self, stand_ins: dict[int, torch.Tensor], seen: Callable[[torch.Tensor], None] | None):
+        super().__init__()
+        self._stand_ins = stand_ins
+        self._seen = seen
+        self.is_calling = False
+        self.hides_state = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        check_everywhere(func, kwargs)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._stand_ins.get(id(t), t), (args, kwargs))
+        if self._seen is None:
+            return func(*args, **kwargs)
+        is_transformed = are_transforms_active()
+        self.hides_state |= is_transformed or has_users_hooks()
+        self.is_calling = True
+        result = func(*args, **kwargs)
+        self.is_calling = False
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._seen(leaf)
+        return result
+
+
+class Escapes:
+    """Remembers, weakly, what opaque modules and observers computed inside: such a tensor may not appear outside."""
+
+    def __init__(self) -> None:
+        self._origins: dict[int, tuple[weakref.ref[torch.Tensor], tuple[tuple[str, ...], frozenset[HookSite]]]] = {}
+
+    def note(self, tensor: torch.Tensor, calls: tuple[str, ...], hooks: frozenset[HookSite] = frozenset()) -> None:
+        """Notes a tensor made while the model was in `calls`, by one of `hooks` if there are any."""
+        self._origins[id(tensor)] = (weakref.ref(tensor), (calls, hooks))
+
+    def origin(self, tensor: torch.Tensor) -> tuple[tuple[str, ...], frozenset[HookSite]] | None:
+        """Returns the module calls and the hooks in which a tensor was made; None if it was made elsewhere."""
+        reference, origin = self._origins.get(id(tensor), (None, None))
+        return origin if reference is not None and reference() is tensor else None

@@ -1,0 +1,217 @@
+"""Records every torch call of a running forward as a node of one fx graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+
+from megatrain.interrupts import Interrupts
+from megatrain.torch_private import DisableTorchFunction, pytree
+from megatrain.tracer.calls import as_call, call_name, is_property_get, is_property_set
+from megatrain.tracer.guards import PLAIN, is_metadata_read
+from megatrain.tracer.recording.observer import Observer
+from megatrain.tracer.recording.obstacles import (
+    RUN_AGAIN,
+    HookSite,
+    Obstacle,
+    check_call,
+    check_transforms,
+    refuse,
+)
+from megatrain.tracer.recording.opaque_call import OpaqueCall
+from megatrain.tracer.recording.runner import CallRunner
+from megatrain.tracer.recording.tape import place_of
+from megatrain.tracer.source_line import user_line
+
+_RECORDED_PROPERTIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+
+
+class Recorder(CallRunner):
+    """Appends what it saw of each torch call to the graph of `tape`."""
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Switches the mode off around a call that is recorded by hand."""
+        with DisableTorchFunction():
+            yield
+
+    # -- recording ----------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = call_name(func)
+        # `prim` holds questions (the device of a fake tensor) that C++ asks where it can't bear an error.
+        if self.is_recording or getattr(func, "namespace", "") == "prim":
+            return func(*args, **kwargs)
+        if is_property_get(func) and name not in _RECORDED_PROPERTIES:
+            with self._located():
+                check_call(func, args, kwargs)
+            with Interrupts():
+                return func(*args, **kwargs)
+        return self.record(func, args, kwargs)
+
+    @contextmanager
+    def _located(self) -> Generator[None]:
+        """Notes on an obstacle which modules the model was in when it met it."""
+        try:
+            yield
+        except Obstacle as obstacle:
+            obstacle.calls = obstacle.calls or self.tape.calls()
+            raise
+
+    def over(self) -> list[tuple[torch.Tensor, str]]:
+        """Lets go of all tensors; lists the fake ones, with the place that made each."""
+        made = [(tensor, place_of(node)) for tensor, node in self.tape.table.made()]
+        self.effects.clear()
+        self.tape.table.forget()
+        self.effects.clear()
+        self._state.forget()
+        return made
+
+    def is_state(self, tensor: torch.Tensor) -> bool:
+        """Tells whether a tensor is the fake that stands for a parameter or buffer."""
+        return self._state.has(tensor)
+
+    def let_go(self) -> None:
+        """Frees the weights that a capture on values has brought to the device: a block's run is over."""
+        self._state.let_go()
+
+    def refuse(self, what: str, rule: str, way_out: str) -> NoReturn:
+        """Raises the obstacle for something that the running module does, which may run its own code instead."""
+        with self._located():
+            refuse(what, rule, way_out, remedy=RUN_AGAIN)
+
+    def record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one call and appends its node; used directly for calls that no mode can see."""
+        with self._located():
+            return self._record(func, args, kwargs)
+
+    def record_forward(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        run: Callable[..., Any],
+        has_history: Callable[[torch.Tensor], bool],
+    ) -> Any:
+        """Records the call of an `autograd.Function` from inside, where torch has asked for its forward.
+
+        Args:
+            func: What the node calls.
+            args: Its arguments.
+            run: The forward.
+            has_history: Tells of a result whether torch will give it a history when the forward is over.
+        """
+        with self._located():
+            result = self._record(func, args, {}, run)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and has_history(tensor):
+                self.tape.node_of(tensor).meta.update(requires_grad=True, has_history=True)
+        return result
+
+    def _record(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any] | None = None,
+    ) -> Any:
+        self.tape.site = (user_line(), call_name(func))
+        check_call(func, args, kwargs)
+        if is_property_set(func):
+            return None  # nothing that would change anything passes the check
+        is_question = is_metadata_read(self.tape.site[1])
+        if not is_question:
+            args, kwargs = self._as_recorded(args, kwargs)
+        operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        nodes = [] if is_question else [self.tape.used(x) for x in operands]
+        result = self._run(run or func, args, kwargs, operands)
+        has_tensors = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result))
+        if has_tensors or self.effects.written:
+            if self.effects.is_random and not self._attempt.uses_values:
+                result = pytree.tree_map_only(torch.Tensor, self._as_fake, result)
+            self.tape.append(func, args, kwargs, nodes, result)
+        elif not is_question:
+            self._read(func, args, kwargs, nodes, result)
+        return result
+
+    def record_module(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+        """Records the call of an opaque module as one node; returns the module's result."""
+        self.tape.site = (user_line(), name)
+        with self._located(), self.unrecorded():
+            check_transforms()
+            args, kwargs = self._as_recorded(args, kwargs)
+            calls = (*self.tape.calls(), name)
+            call = OpaqueCall(name, self._attempt.opaque[name], module, args, kwargs, calls)
+            operands = [self._value(x) for x in call.operands]
+            nodes = [self.tape.used(x) for x in operands]
+            fakes = {id(x) for x in call.operands}
+            more = {key: self._value(fake) for key, fake in self._originals.items() if id(fake) in fakes}
+
+            def run(*tensors: torch.Tensor) -> Any:
+                return call.run(tensors, more, self.tape.escapes)
+
+            with self._generator.free():
+                result, results, rebound = self._run(run, tuple(operands), {}, operands)
+            self.changed_by_users |= call.changed
+            self.tape.append_opaque(call.opaque, nodes, results)
+            for (holder, kind, label), tensor in rebound:
+                vars(holder)[kind][label] = tensor
+        return result
+
+    def record_hook(self, site: HookSite, hooks: frozenset[HookSite], module: nn.Module, hook: Any, args: Any) -> None:
+        """Records a hook that only looks as one node, and runs it once, so that what it leaves is seen.
+
+        Args:
+            site: The hook.
+            hooks: All that are the same function.
+            module: Its module.
+            hook: The hook itself.
+            args: What it is given behind the module, positional and keyword arguments.
+        """
+        self.tape.site = (user_line(), site[0])
+        with self._located(), self.unrecorded():
+            check_transforms()
+            args = self._as_recorded(*args)
+            observer = Observer(site[0], module, hook, args)
+            operands = [self._value(x) for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+            nodes = [self.tape.node_of(x) for x in operands]
+
+            def look(*tensors: torch.Tensor) -> None:
+                observer.first_run(tensors, lambda tensor: self.tape.escapes.note(tensor, self.tape.calls(), hooks))
+
+            self._run(look, tuple(operands), {}, operands)
+            if self.effects.written:
+                refuse("writes into a tensor in a hook", "The graph must see it.", "Return it.", remedy=RUN_AGAIN)
+            self.tape.append_observer(observer, nodes)
+
+    def _as_recorded(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Puts stand-ins where real state stands, and the integers that tensors stand for inside slices."""
+
+        def recorded(x: Any) -> Any:
+            if isinstance(x, slice):
+                bounds = (x.start, x.stop, x.step)
+                return slice(*(self._index(b) if isinstance(b, torch.Tensor) else b for b in bounds))
+            return self._value(self._originals.get(id(x), x)) if isinstance(x, torch.Tensor) else x
+
+        return pytree.tree_map(recorded, (args, kwargs))
+
+    def _index(self, tensor: torch.Tensor) -> int:
+        return self.record(torch.Tensor.__index__, (tensor,), {})
+
+    def _read(self, func: Any, args: Any, kwargs: Any, operands: list[fx.Node], result: Any) -> None:
+        """Takes note of what Python code read from tensors."""
+        if operands and not all(isinstance(x, PLAIN) for x in pytree.tree_leaves(result)):
+            refuse(
+                f"calls `{self.tape.site[1]}`, which returns neither tensors nor plain values",
+                "Its effect is invisible, so no graph can repeat it.",
+                "Do it outside the forward.",
+                remedy=RUN_AGAIN,
+            )
+        node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self.tape.node_of, (args, kwargs))
+        # The user may go on to change the list or array that was read.
+        self.tape.fix(*as_call(func), node_args, node_kwargs, copy.deepcopy(result))

@@ -1,0 +1,153 @@
+"""CallRunner: runs the calls of a forward that is captured, on fake tensors or on values, and checks their effects."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatrain.interrupts import Interrupts
+from megatrain.torch_private import FakeTensor, FakeTensorMode
+from megatrain.tracer.inventory import StateValues
+from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, WrittenInputError
+from megatrain.tracer.recording.effects import EffectWatch, storage_key
+from megatrain.tracer.recording.obstacles import (
+    RUN_AGAIN,
+    call_on_fakes,
+    refuse,
+    refuse_read,
+)
+from megatrain.tracer.recording.random_numbers import GeneratorWatch
+from megatrain.tracer.recording.tape import Tape
+
+# Calls that hand the contents of a tensor to Python and that fake tensors answer with errors of their own.
+_VALUE_READS = {"numpy", "__array__", "__dlpack__", "__format__", "__repr__"}
+
+
+class CallRunner(TorchFunctionMode):
+    """Runs torch calls with itself switched off.
+
+    Calls that hang on inputs and constants alone run for real. State is fake, and so is what hangs on it or on random
+    numbers; or, where the attempt uses values, a call runs on the values behind the fake state. Modules hold fake
+    state in either case, so that questions about it (device, shape) have one answer.
+
+    Args:
+        fake_mode: Mode of the fake tensors.
+        state: Where the values behind fake state come from.
+        originals: Fake state by the id of the real tensor it replaces.
+        attempt: What this run may do.
+        earlier: The recorder of a first run of which this is the repetition.
+    """
+
+    def __init__(
+        self,
+        fake_mode: FakeTensorMode,
+        state: StateValues,
+        originals: dict[int, torch.Tensor],
+        attempt: Attempt,
+        earlier: CallRunner | None = None,
+    ):
+        super().__init__()
+        self._generator = GeneratorWatch()
+        self.effects = EffectWatch(self._check_read, self._check_write, self._generator.draw)
+        self.tape = Tape(
+            self.effects, uses_values=attempt.uses_values, earlier=None if earlier is None else earlier.tape
+        )
+        self.is_recording = False
+        self._fake_mode = fake_mode
+        self._state = state
+        self._originals = originals
+        self._attempt = attempt
+        # What opaque modules and observing hooks changed in Python: their code does it again at each step.
+        self.changed_by_users: set[tuple[Any, Any]] = set()
+        self._operands: set[int] = set()
+        self._reads_graph = False
+        self._runs_on_fakes = False
+
+    @contextmanager
+    def unrecorded(self) -> Generator[None]:
+        """Lets torch functions pass while the recorder itself works, or runs a call."""
+        was_recording, self.is_recording = self.is_recording, True
+        try:
+            yield
+        finally:
+            self.is_recording = was_recording
+
+    def _run(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> Any:
+        has_fakes = any(isinstance(x, FakeTensor) for x in operands)
+        if has_fakes and self.tape.site[1] in _VALUE_READS:
+            refuse_read(*self.tape.site)
+        self._operands = {storage_key(x) for x in operands if x.layout == torch.strided}
+        # A backward reads what the graph behind its arguments saved.
+        self._reads_graph = func is torch.autograd.grad
+        self.effects.clear()
+        self._runs_on_fakes = False
+        # Ctrl-C waits for the end of the call: an error in a dispatch mode that C++ can't bear ends the process.
+        with Interrupts(), self.unrecorded():
+            if not has_fakes and (self._attempt.uses_values or self.tape.site not in self._attempt.make_fake):
+                with self.effects:
+                    result = func(*args, **kwargs)
+            else:
+                self._runs_on_fakes = True
+                for operand in operands:
+                    self._follow_copy(operand)
+                with self._fake_mode, self.effects:
+                    result = call_on_fakes(func, args, kwargs, *self.tape.site)
+            return result
+
+    def _follow_copy(self, tensor: torch.Tensor) -> None:
+        """Makes the fake that stands for a real tensor among fakes count as that tensor's memory, for writes."""
+        if not isinstance(tensor, FakeTensor) and tensor.layout == torch.strided:
+            fake = self._fake_mode.from_tensor(tensor)
+            self.tape.table.stand_in_memory(fake, tensor)
+            self._operands.add(storage_key(fake))
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor with the values of fake state, where the attempt uses them."""
+        if not self._attempt.uses_values or not self._state.has(tensor):
+            return tensor
+        with self.unrecorded():
+            value = self._state.value(tensor)
+        if self.tape.table.node(value) is None:
+            self.tape.table.stand_in(value, tensor)
+        return value
+
+    def _check_read(self, tensor: torch.Tensor) -> None:
+        storage = storage_key(tensor)
+        if self.tape.table.knows_storage(storage) and storage not in self._operands and not self._reads_graph:
+            refuse(
+                f"reads a tensor inside `{self.tape.site[1]}` that isn't among its arguments",
+                "What a call reads must be visible in the graph; this would become a constant.",
+                "Pass the tensor as an argument.",
+                remedy=RUN_AGAIN,
+            )
+
+    def _check_write(self, tensor: torch.Tensor) -> None:
+        for node, known in self.tape.table.names(storage_key(tensor)):
+            if node.op == "placeholder" and known.requires_grad:
+                refuse(
+                    f"writes into its input `{node.name}` in place, which requires a gradient",
+                    "The gradient of what was there before would be another tensor's.",
+                    "Clone the input first.",
+                )
+            if node.op == "placeholder":
+                raise WrittenInputError(str(node.name))
+            is_real = not isinstance(known, FakeTensor)
+            if node.op == "get_attr" and (is_real or self._state.is_shared(known)):
+                refuse(
+                    "writes into a tensor that isn't a buffer",
+                    "Only buffers are written back after a step.",
+                    "Register the tensor with register_buffer.",
+                )
+            turns_unknown = self._runs_on_fakes or self.effects.is_random
+            if turns_unknown and not self._attempt.uses_values and is_real and node in self.tape.made_by:
+                raise MakeFakeError(self.tape.made_by[node])
+
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        with self.unrecorded(), self._fake_mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,236 @@
+"""Tape: the graph of a running forward, with what is known of each tensor in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from megatrain.torch_private import FakeTensor, pytree
+from megatrain.tracer.calls import as_call, call_name, is_property_get
+from megatrain.tracer.expectations import Expectation
+from megatrain.tracer.guards import Guard
+from megatrain.tracer.node_meta import autocast_state
+from megatrain.tracer.recording.attempt import Site
+from megatrain.tracer.recording.effects import EffectWatch, storage_key
+from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle, refuse_kept, refuse_other_history, refuse_unknown
+from megatrain.tracer.recording.opaque import Escapes, Opaque
+from megatrain.tracer.recording.tensor_table import TensorTable
+from megatrain.tracer.source_line import user_line
+from megatrain.tracer.spec import TensorSpec
+
+
+def place_of(node: fx.Node) -> str:
+    """Says where in the model the call of a node is."""
+    modules, source = node.meta.get("modules", ()), node.meta.get("source")
+    where = f"in `{modules[-1][0] or 'the model'}`" if modules else "in the model"
+    return f"{where} at {source}" if source is not None else where
+
+
+class Tape:
+    """Appends nodes and binds their results.
+
+    Tensors map to nodes by identity, so whatever road a tensor takes through the user's Python (hooks, attributes,
+    dicts, closures) it is still known. What hangs on inputs and constants alone is *known* before the step: Python
+    code may read it, and what was read becomes a guard. What is read of all else becomes a check in the graph.
+
+    Args:
+        effects: What the call being recorded does; cleared before each.
+        uses_values: All tensors are real; what is known can't be told from their type.
+        earlier: The tape of a first run of which this is the repetition.
+    """
+
+    def __init__(self, effects: EffectWatch, *, uses_values: bool, earlier: Tape | None):
+        self.graph = fx.Graph()
+        self.guards: list[Guard] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.module_stack: list[tuple[str, int]] = []
+        self.escapes = Escapes()
+        self.table = TensorTable()
+        self.made_by: dict[fx.Node, Site] = {}
+        self.site: Site = (None, "")
+        self._effects = effects
+        self._uses_values = uses_values
+        self._earlier = earlier
+        self._known: set[fx.Node] = set()
+        self._from_inputs: set[fx.Node] = set()
+
+    def bind_input(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        """Binds an input or constant; what is computed from such alone may be read by Python code."""
+        self.table.bind(tensor, node)
+        if not isinstance(tensor, FakeTensor):
+            self._known.add(node)
+            self._from_inputs.add(node)
+
+    def bind_state(self, tensor: torch.Tensor, key: str) -> None:
+        """Binds a parameter or buffer."""
+        node = self.graph.get_attr(key.replace(".", "_"))
+        node.target = key
+        self.table.bind(tensor, node)
+        node.meta["key"] = key
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        """Returns the node of a tensor; one never seen before is a constant of the model."""
+        node = self.table.node(tensor)
+        if node is not None:
+            return node
+        origin = self.escapes.origin(tensor)
+        if origin is not None:
+            obstacle = Obstacle(
+                "uses a tensor made inside a module that runs its own code",
+                "It left the module by another road than its result.",
+                "Return it from the module.",
+                remedy=RUN_AGAIN,
+                place=user_line(),
+                calls=origin[0],
+                hooks=origin[1],
+            )
+            raise obstacle
+        if self._earlier is not None and self._earlier.has_computed(tensor):
+            refuse_kept()
+        if tensor.requires_grad or isinstance(tensor, FakeTensor):
+            refuse_unknown(tensor)
+        key = f"constant.{len(self.constants)}"
+        self.constants[key] = tensor
+        with self.graph.inserting_before(self._first_call()):
+            self.bind_state(tensor, key)
+        self.bind_input(tensor, self.table.latest(tensor))
+        return self.table.latest(tensor)
+
+    def used(self, tensor: torch.Tensor) -> fx.Node:
+        """Returns the node of a tensor that a call is about to use, or that the model returns.
+
+        Raises:
+            Obstacle: If the model's own run has given it a history that the graph doesn't know.
+        """
+        node = self.node_of(tensor)
+        if node.meta["requires_grad"] != tensor.requires_grad:
+            refuse_other_history(tensor, self.calls() or ("",))
+        return node
+
+    def has_computed(self, tensor: torch.Tensor) -> bool:
+        """Tells whether a tensor stems from inputs or state, rather than being the same at each call."""
+        node = self.table.node(tensor)
+        if node is None or (node in self._known and node.op == "get_attr"):
+            return False
+        return node not in self._known or node in self._from_inputs
+
+    def calls(self) -> tuple[str, ...]:
+        """Names of the modules whose calls the running code is in, outermost first."""
+        return tuple(name for name, _ in self.module_stack)
+
+    def _first_call(self) -> fx.Node | None:
+        return next((n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr")), None)
+
+    def append(self, func: Any, args: Any, kwargs: Any, operands: list[fx.Node], result: Any) -> None:
+        """Appends the node of a call that ran, and binds the tensors in its result.
+
+        Args:
+            func: What was called.
+            args: Its arguments, with tensors.
+            kwargs: Its keyword arguments, likewise.
+            operands: The nodes of these tensors before the call.
+            result: What it returned.
+        """
+        op, target = as_call(func)
+        if is_property_get(func):
+            op, target, args, kwargs = "call_function", getattr, (args[0], call_name(func)), {}
+        node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs))
+        node = self.graph.create_node(op, target, tuple(node_args), dict(node_kwargs))
+        node.meta.update(self._context(), is_random=self._effects.is_random)
+        if self._is_known(operands, result):
+            self._known.add(node)
+            if any(n in self._from_inputs for n in operands):
+                self._from_inputs.add(node)
+        self._bind_results(node, result)
+        self._note_writes(node)
+        if self._effects.is_value_dependent:
+            self._fix_shapes(node, result)
+
+    def append_opaque(self, opaque: Opaque, operands: list[fx.Node], results: Sequence[torch.Tensor]) -> None:
+        """Appends the node of an opaque module; another step may draw random numbers where this one did not."""
+        earlier = sum(isinstance(n.target, Opaque) and n.target.name == opaque.name for n in self.graph.nodes)
+        node = self.graph.call_function(opaque, tuple(operands))
+        node.meta.update(self._context(), is_random=True, modules=(*self.module_stack, (opaque.name, earlier)))
+        self._bind_results(node, tuple(results))
+        self._note_writes(node)
+
+    def append_observer(self, observer: Any, operands: list[fx.Node]) -> None:
+        """Appends the node of a hook that only looks at its operands."""
+        node = self.graph.call_function(observer, tuple(operands))
+        node.meta.update(self._context(), is_random=False)
+
+    def _is_known(self, operands: list[fx.Node], result: Any) -> bool:
+        """Tells whether a result hangs on inputs and constants alone."""
+        if self._uses_values:
+            return not self._effects.is_random and all(n in self._known for n in operands)
+        return not any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(result))
+
+    def _fix_shapes(self, node: fx.Node, result: Any) -> None:
+        """Fixes the shapes of results that depend on values, and what stands for the call without them."""
+        node.meta["results"] = pytree.tree_map_only(torch.Tensor, TensorSpec.of, result)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.fix("call_method", "size", (self.table.latest(tensor),), {}, tensor.size())
+
+    def _context(self) -> dict[str, Any]:
+        return {
+            "modules": tuple(self.module_stack),
+            "source": self.site[0],
+            "grad": torch.is_grad_enabled(),
+            "autocast": autocast_state(),
+        }
+
+    def _bind_results(self, node: fx.Node, result: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            self._bind_one(result, node)
+        elif isinstance(result, tuple | list):
+            for index, item in enumerate(result):
+                self._bind_item(node, index, item)
+
+    def _bind_item(self, node: fx.Node, index: int, item: Any) -> None:
+        if not any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(item)):
+            return
+        part = self.graph.call_function(getitem, (node, index))
+        part.meta.update({k: node.meta[k] for k in ("modules", "source", "grad", "autocast")}, is_random=False)
+        for group in (self._known, self._from_inputs):
+            if node in group:
+                group.add(part)
+        self._bind_results(part, item)
+
+    def _bind_one(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        known = self.table.node(tensor)
+        is_written = any(t is tensor for t in self._effects.written)
+        if known is not None and not is_written and known.meta["requires_grad"] == tensor.requires_grad:
+            return  # the call gave back a tensor it was given (`x.to(x.dtype)`): nothing new was defined
+        if node in self._known:
+            self.made_by.setdefault(node, self.site)
+        self.table.bind(tensor, node)
+
+    def _note_writes(self, node: fx.Node) -> None:
+        written: list[fx.Node] = []
+        for storage in {storage_key(t) for t in self._effects.written}:
+            for known, tensor in self.table.names(storage):
+                if known is node or known in written:
+                    continue
+                known.meta["requires_grad"] |= tensor.requires_grad
+                written.append(known)
+        if written:
+            node.meta["writes"] = tuple(written)
+            if node not in self._known:
+                self._known.difference_update(written)
+                self._from_inputs.difference_update(written)
+
+    def fix(self, op: str, target: Any, args: Any, kwargs: Any, expected: Any) -> None:
+        """Makes a value part of what the capture assumes: checked before the step, or where the graph computes it."""
+        operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Node)]
+        if all(n in self._known for n in operands):
+            if any(n in self._from_inputs for n in operands):
+                self.guards.append(Guard(op, target, args, kwargs, expected, self.site[0], len(self.graph.nodes)))
+            return
+        check = Expectation(op, target, expected, self.site[0], self.calls())
+        node = self.graph.call_function(check, tuple(args), dict(kwargs))
+        node.meta.update(self._context(), is_random=False)
