@@ -7,8 +7,8 @@
 For compiler people the steps are public too: `trace`, `lower`, `workload`, `schedule`, `Executor`.
 """
 
-from megatrain.compiled_module import CompiledModule
-from megatrain.compiling import compile  # the name torch users expect
+from megatrain.compiled.compiling import compile  # the name torch users expect
+from megatrain.compiled.module import CompiledModule
 from megatrain.errors import (
     CheckpointError,
     ExecuteError,
@@ -22,14 +22,14 @@ from megatrain.errors import (
     TraceError,
     WeightsError,
 )
-from megatrain.host_memory import HostPlan
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Block, Program, Template
 from megatrain.passes.rewrite import Rewriter
-from megatrain.planning import Plan, plan
+from megatrain.planning.host_plan import HostPlan
+from megatrain.planning.plan import Plan, plan
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.streams import Chaos, Recording
+from megatrain.runtime.streams.stream_set import Chaos, Recording
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from megatrain import __version__
-from megatrain.demo import command as demo_command
+from megatrain.demo import demo_command as demo_command
 from megatrain.errors import MegatrainError
-from megatrain.verification import command as verify_command
+from megatrain.verification import verify_command as verify_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

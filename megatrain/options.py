@@ -11,11 +11,11 @@ import torch
 from megatrain.checks import PATHS, Rule, one_of, optional
 from megatrain.device import Device, find
 from megatrain.errors import OptionError
+from megatrain.files.replace import present
+from megatrain.files.weight_files import WeightFiles, read_paths
 from megatrain.opaque_model import OPAQUE
 from megatrain.optim.masters.registry import Kind
 from megatrain.passes.pipeline import PASSES, Rewrite
-from megatrain.runtime.checkpoint import WeightFiles, read_paths
-from megatrain.saving.replace import present
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE, parse_bytes
 from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL

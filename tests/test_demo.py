@@ -13,7 +13,7 @@ import torch
 
 import megatrain
 from megatrain import cli
-from megatrain.demo import command
+from megatrain.demo import demo_command as command
 from megatrain.demo.course import Course
 from megatrain.demo.demonstrate import demonstrate
 from megatrain.demo.model import build_model, held_out_loss, write_sample

@@ -17,9 +17,9 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError
-from megatrain.host_memory import HostPlan, HostRow, host_plan
 from megatrain.optim.blockwise import BlockOptimizer
-from megatrain.runtime.facts import Facts
+from megatrain.planning.host_plan import HostPlan, HostRow, host_plan
+from megatrain.runtime.gradient_flow import Facts
 from megatrain.runtime.landing import LandingArena
 from tests.models import MODELS, Gpt
 from tests.runtime.harness import loss_of
@@ -357,9 +357,9 @@ def test_without_a_figure_the_machine_is_asked_and_what_is_there_counts(monkeypa
     plan = small()
     held = sum(p.nbytes for p in nn.Linear(64, 64).parameters()) * 6
     assert plan.held_bytes == held
-    monkeypatch.setattr("megatrain.host_memory.available_now", lambda: plan.total_bytes - held)
+    monkeypatch.setattr("megatrain.planning.host_plan.available_now", lambda: plan.total_bytes - held)
     plan.check()
-    monkeypatch.setattr("megatrain.host_memory.available_now", lambda: plan.total_bytes - held - 1)
+    monkeypatch.setattr("megatrain.planning.host_plan.available_now", lambda: plan.total_bytes - held - 1)
     with pytest.raises(ExecuteError, match="of host memory"):
         plan.check()
 
@@ -388,7 +388,7 @@ import ctypes, gc, json, sys, threading
 import psutil, torch
 from torch import nn
 import megatrain
-from megatrain.host_memory import host_plan
+from megatrain.planning.host_plan import host_plan
 from megatrain.optim.blockwise import BlockOptimizer
 torch.set_num_threads(1)
 

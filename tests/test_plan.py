@@ -138,9 +138,9 @@ def test_a_host_that_is_too_small_is_refused():
 
 def test_without_a_figure_the_host_is_this_machine(monkeypatch: pytest.MonkeyPatch):
     plan = megatrain.plan(on_meta(), IDS)
-    monkeypatch.setattr("megatrain.host_memory.available_now", lambda: plan.host.total_bytes)
+    monkeypatch.setattr("megatrain.planning.host_plan.available_now", lambda: plan.host.total_bytes)
     assert plan.fits
-    monkeypatch.setattr("megatrain.host_memory.available_now", lambda: plan.host.total_bytes - 1)
+    monkeypatch.setattr("megatrain.planning.host_plan.available_now", lambda: plan.host.total_bytes - 1)
     assert not plan.fits
     assert "fit" not in str(plan), "a text doesn't hang on what is free at the moment"
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError, TraceError, WeightsError
-from megatrain.runtime.streams import Chaos
+from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.saving import save
 from tests.models import MODELS, Gpt
 from tests.optim.reference import MAKERS, Loop, Reference, assert_same_bits, assert_same_training, loss_of, values_of

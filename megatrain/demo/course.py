@@ -14,8 +14,8 @@ from megatrain.checks import PATH, checked
 from megatrain.demo.recipe import Recipe
 from megatrain.demo.text import digest, read_corpus
 from megatrain.errors import CheckpointError, OptionError
+from megatrain.files.replace import present
 from megatrain.interrupts import Interrupts
-from megatrain.saving.replace import present
 
 FOLDER = Path("megatrain-demo")
 # A resumed run may have another device or budget: neither is part of what is trained.

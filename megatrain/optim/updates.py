@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.impostor import Optimizer
-from megatrain.optim.masters.block_update import MasterStep
 from megatrain.optim.masters.halves import Master
 from megatrain.optim.norm import GradientNorm, NonFinite
 from megatrain.optim.undo import Undo

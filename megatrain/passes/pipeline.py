@@ -10,13 +10,13 @@ from typing import Any
 from megatrain.checks import checked, function, named, optional, sequence_of
 from megatrain.errors import LowerError, OptionError, TraceError
 from megatrain.passes.canonicalize import canonicalize
+from megatrain.passes.check import verify_program
 from megatrain.passes.dedup import dedup
 from megatrain.passes.lift_state import lift_state
 from megatrain.passes.measure import measure
 from megatrain.passes.partition import partition
 from megatrain.passes.program import Program
 from megatrain.passes.split.split_state import split_state
-from megatrain.passes.verify import verify_program
 from megatrain.sizes import SIZE, parse_bytes
 from megatrain.tracer.traced import TracedModule
 

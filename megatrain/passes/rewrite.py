@@ -19,7 +19,7 @@ from megatrain.torch_private import FakeTensorMode, pytree
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.node_meta import CALLS
-from megatrain.tracer.recording.effects import storage_key
+from megatrain.tracer.recording.effect_watch import storage_key
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.traced import TracedModule
 

@@ -15,10 +15,10 @@ from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Template
+from megatrain.runtime.call_start import version
 from megatrain.runtime.rng import RngState, repeated_rng
-from megatrain.runtime.start import version
 from megatrain.tracer.expectations import GuardFailedError
-from megatrain.tracer.recording.effects import has_hooks
+from megatrain.tracer.recording.effect_watch import has_hooks
 
 Tensors = Sequence[torch.Tensor]
 StateReader = Callable[[], Sequence[torch.Tensor]]

@@ -11,12 +11,12 @@ import torch
 
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
-from megatrain.runtime.arena import Meter
 from megatrain.runtime.block import LocalGraph
+from megatrain.runtime.call_start import Start, version
 from megatrain.runtime.loaded import Loaded
-from megatrain.runtime.parks import Parks
 from megatrain.runtime.rng import OwnGenerators, RngState
-from megatrain.runtime.start import Start, version
+from megatrain.runtime.stores.device_arena import Meter
+from megatrain.runtime.stores.parks import Parks
 from megatrain.scheduler.instructions import Bytes
 
 ParameterGradient = tuple[torch.Tensor | None, bool]

@@ -13,16 +13,16 @@ from torch import nn
 from megatrain.checks import Rule, checked, optional
 from megatrain.device import Device, find, is_on_host
 from megatrain.errors import ExecuteError
+from megatrain.memory.block_image import image, state_image
 from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
-from megatrain.runtime.arena import DeviceArena, Meter
 from megatrain.runtime.block import BlockRunner
-from megatrain.runtime.host import BlockImage, HostStore
-from megatrain.runtime.image import image, state_image
-from megatrain.runtime.parks import ParkPool
-from megatrain.runtime.streams import Chaos, Recording, StreamSet
-from megatrain.runtime.turn import Turn
-from megatrain.runtime.weights import Weights
+from megatrain.runtime.stores.device_arena import DeviceArena, Meter
+from megatrain.runtime.stores.host_store import BlockImage, HostStore
+from megatrain.runtime.stores.parks import ParkPool
+from megatrain.runtime.stores.weights import Weights
+from megatrain.runtime.streams.stream_set import Chaos, Recording, StreamSet
+from megatrain.runtime.streams.turn import Turn
 from megatrain.tracer.given import DEVICE
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.spec import TensorSpec

@@ -11,6 +11,7 @@ from megatrain.checks import checked, shown
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
+from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients import Take
 from megatrain.runtime.landing import LandingArena
@@ -18,8 +19,7 @@ from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.rng import repeated_rng
 from megatrain.runtime.run import Run
-from megatrain.runtime.start import Start
-from megatrain.runtime.stopwatch import Stopwatch
+from megatrain.runtime.streams.stopwatch import Stopwatch
 from megatrain.scheduler.builder.build import backward_schedule
 from megatrain.scheduler.effects import BUILT_IN
 from megatrain.scheduler.instructions import Instructions

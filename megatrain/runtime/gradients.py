@@ -10,9 +10,9 @@ import torch
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.host import HostArena
 from megatrain.runtime.landing import Landing
 from megatrain.runtime.loaded import Loaded
+from megatrain.runtime.stores.host_store import HostArena
 from megatrain.scheduler.instructions import Bytes
 from megatrain.sizes import aligned
 from megatrain.tracer.inventory import StateEntry

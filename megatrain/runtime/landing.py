@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from megatrain.device import Device
-from megatrain.runtime.image import BlockImage, image, views
+from megatrain.memory.block_image import BlockImage, image, views
+from megatrain.memory.host_arena import HostArena
 from megatrain.runtime.loaded import Loaded
-from megatrain.runtime.pages import HostArena
 from megatrain.scheduler.instructions import Bytes
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatrain.memory.block_image import BlockImage
 from megatrain.passes.program import Program
 from megatrain.runtime.block import BlockRunner
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.facts import Facts
-from megatrain.runtime.image import BlockImage
+from megatrain.runtime.gradient_flow import Facts
 from megatrain.tracer.spec import TensorSpec
 
 

@@ -11,14 +11,14 @@ import torch
 from megatrain.passes.program import Block
 from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.call import Call, ParameterGradient
+from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients import GradientSink
 from megatrain.runtime.landing import Landing, LandingArena
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.slots import Slots
-from megatrain.runtime.start import Start
-from megatrain.runtime.stopwatch import Stopwatch
-from megatrain.runtime.streams import Event
+from megatrain.runtime.streams.stopwatch import Stopwatch
+from megatrain.runtime.streams.stream_set import Event
 from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.instructions import Half, Instruction, Instructions
 from megatrain.scheduler.items import Item

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.host import BlockImage, HostStore
+from megatrain.runtime.stores.host_store import BlockImage, HostStore
 from megatrain.scheduler.instructions import Bytes
 
 

@@ -12,7 +12,7 @@ import torch
 from megatrain.checks import shown
 from megatrain.device import Cuda, Device, present_accelerator
 from megatrain.errors import CheckpointError
-from megatrain.runtime.json_rules import (
+from megatrain.files.json_rules import (
     anything,
     entries,
     integer,

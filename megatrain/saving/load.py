@@ -15,16 +15,16 @@ from torch.optim import Optimizer
 
 from megatrain.checks import PATH, checked
 from megatrain.errors import CheckpointError
-from megatrain.runtime.checkpoint import PIECE_BYTES
-from megatrain.runtime.json_rules import regular
-from megatrain.saving.digest import Digest
+from megatrain.files.byte_source import Source
+from megatrain.files.digest import Digest
+from megatrain.files.json_rules import regular
+from megatrain.files.replace import present, resolved
+from megatrain.files.room import room_to_read
+from megatrain.files.weight_files import PIECE_BYTES
 from megatrain.saving.manifest import FileRecord, Manifest
 from megatrain.saving.optimizers import destinations, differences, misfitting_options, put_back
-from megatrain.saving.replace import present, resolved
-from megatrain.saving.room import room_to_read
 from megatrain.saving.saved import Saved
 from megatrain.saving.schema import FILE, TRAINING
-from megatrain.saving.source import Source
 from megatrain.saving.values import decode
 from megatrain.tracer.spec import TensorSpec
 

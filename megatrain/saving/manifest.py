@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from megatrain.errors import CheckpointError
-from megatrain.runtime.checkpoint import DTYPES
-from megatrain.runtime.json_rules import parse_json, problems, read_json
-from megatrain.saving.digest import digest_of
+from megatrain.files.byte_source import KINDS
+from megatrain.files.digest import digest_of
+from megatrain.files.json_rules import parse_json, problems, read_json
+from megatrain.files.weight_files import DTYPES
 from megatrain.saving.schema import ENVELOPE, FILE, NEWEST, READABLE, faults
-from megatrain.saving.source import KINDS
 from megatrain.tracer.spec import TensorSpec
 
 

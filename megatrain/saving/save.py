@@ -15,15 +15,14 @@ from torch.optim import Optimizer
 
 from megatrain.checks import PATH, checked
 from megatrain.errors import CheckpointError
-from megatrain.runtime import json_rules
-from megatrain.saving import disk
-from megatrain.saving.digest import digest_of
+from megatrain.files import disk, json_rules
+from megatrain.files.byte_source import Source, obstacle, without_ties
+from megatrain.files.digest import digest_of
+from megatrain.files.replace import replaced, resolved
 from megatrain.saving.manifest import FileRecord, Manifest
 from megatrain.saving.optimizers import OptimizerState
-from megatrain.saving.replace import replaced, resolved
 from megatrain.saving.schema import FILE, INDEX, NEWEST, TRAINING, faults
 from megatrain.saving.shards import Shard, shards
-from megatrain.saving.source import Source, obstacle, without_ties
 from megatrain.saving.values import Encoder
 from megatrain.sizes import SIZE, format_bytes, parse_bytes
 

@@ -11,11 +11,11 @@ from torch.autograd.graph import increment_version
 
 from megatrain.device import is_on_host
 from megatrain.errors import CheckpointError
-from megatrain.runtime.checkpoint import PIECE_BYTES, parts
-from megatrain.runtime.pages import scratch
-from megatrain.saving.digest import Digest
-from megatrain.saving.room import room_to_read
-from megatrain.saving.source import bytes_of
+from megatrain.files.byte_source import bytes_of
+from megatrain.files.digest import Digest
+from megatrain.files.room import room_to_read
+from megatrain.files.weight_files import PIECE_BYTES, parts
+from megatrain.memory.host_arena import scratch
 from megatrain.tracer.spec import TensorSpec
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from megatrain.checks import shown
-from megatrain.runtime.checkpoint import DTYPES
-from megatrain.runtime.json_rules import (
+from megatrain.files.json_rules import (
     MAX_INT,
     Rule,
     anything,
@@ -32,6 +31,7 @@ from megatrain.runtime.json_rules import (
     record,
     text,
 )
+from megatrain.files.weight_files import DTYPES
 from megatrain.saving.values import encoded, tensors_in
 
 FILE = "checkpoint.json"

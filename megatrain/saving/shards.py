@@ -9,10 +9,10 @@ from io import RawIOBase
 from pathlib import Path
 
 from megatrain.errors import CheckpointError
-from megatrain.saving import disk
-from megatrain.saving.digest import Digest, digest_of
+from megatrain.files import disk
+from megatrain.files.byte_source import KINDS, Source, bytes_of
+from megatrain.files.digest import Digest, digest_of
 from megatrain.saving.manifest import FileRecord, TensorRecord
-from megatrain.saving.source import KINDS, Source, bytes_of
 
 _NO_DIGEST = "0" * 64
 

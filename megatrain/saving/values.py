@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from megatrain.checks import shown
-from megatrain.runtime.json_rules import entries, listing, one_of, text
-from megatrain.saving.source import Source, obstacle
+from megatrain.files.byte_source import Source, obstacle
+from megatrain.files.json_rules import entries, listing, one_of, text
 
 MAX_DEPTH = 40
 """Values in one another; in JSON each is up to three deep, and `json_rules.MAX_DEPTH` holds for all of a file."""

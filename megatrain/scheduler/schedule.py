@@ -8,19 +8,19 @@ from dataclasses import fields
 import networkx as nx
 
 from megatrain.checks import checked, count, instance_of, optional
-from megatrain.scheduler.builder.emit import emit
 from megatrain.scheduler.check.instruction_rules import check_instructions
 from megatrain.scheduler.check.schedule_rules import check_schedule
 from megatrain.scheduler.dependency import dependency_graph, derive_waits, weight_bindings
-from megatrain.scheduler.diff import diff
+from megatrain.scheduler.emit import emit
 from megatrain.scheduler.instructions import Instructions
-from megatrain.scheduler.serialize import table_from_json, table_to_json
+from megatrain.scheduler.printed.diff import diff
+from megatrain.scheduler.printed.gantt import gantt
+from megatrain.scheduler.printed.table_json import table_from_json, table_to_json
+from megatrain.scheduler.printed.table_text import parse_table, table_text
+from megatrain.scheduler.printed.why import why
 from megatrain.scheduler.table import Position, Table
-from megatrain.scheduler.text import parse_table, table_text
 from megatrain.scheduler.timing.costs import Costs
-from megatrain.scheduler.timing.gantt import gantt
 from megatrain.scheduler.timing.simulate import Simulation, critical_path, lower_bounds, simulate
-from megatrain.scheduler.why import why
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import format_bytes
 
@@ -103,7 +103,7 @@ class Schedule(Table):
 
     @checked(op=instance_of(str), tick=optional(count()))
     def why(self, op: str, tick: int | None = None) -> str:
-        """What an op waits for, back to the start of the step; see `megatrain.scheduler.why.why`.
+        """What an op waits for, back to the start of the step; see `megatrain.scheduler.printed.why.why`.
 
         Raises:
             ScheduleError: If there is no such op.
@@ -112,7 +112,7 @@ class Schedule(Table):
 
     @checked()
     def diff(self, other: Table) -> str:
-        """What another schedule does otherwise, in words and then op by op; see `megatrain.scheduler.diff.diff`.
+        """What another schedule does otherwise, in words and then op by op; see `scheduler.printed.diff`.
 
         Returns:
             A line if they are equal.
@@ -121,7 +121,7 @@ class Schedule(Table):
 
     @checked(width=count(1, 10_000))
     def gantt(self, costs: Costs, *, width: int = 100) -> str:
-        """The simulated step as text, a row per stream; see `megatrain.scheduler.timing.gantt.gantt`."""
+        """The simulated step as text, a row per stream; see `megatrain.scheduler.printed.gantt.gantt`."""
         return gantt(self, costs, width=width)
 
     def simulate(self, costs: Costs) -> Simulation:

@@ -10,7 +10,7 @@ from megatrain.errors import ExecuteError
 from megatrain.optim.updates import Updates
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.run import Run
-from megatrain.training.running import Running
+from megatrain.training.trainer import Running
 
 
 @dataclass(slots=True)

@@ -9,20 +9,20 @@ import torch
 from torch import nn
 
 from megatrain.checks import instance_of
-from megatrain.compiled import Compiled, Variant
+from megatrain.compiled.inside import Compiled, Variant
 from megatrain.errors import ExecuteError, OptimizerError
-from megatrain.host_memory import HostPlan, host_plan
 from megatrain.interrupts import Interrupts
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.updates import Updates, update_threads
+from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.modes import without_modes
-from megatrain.training.table import StepTables
+from megatrain.training.step_tables import StepTables
 
 OPTIMIZER = instance_of(Optimizer, "an optimizer of torch", "torch.optim.AdamW(compiled.parameters()), say")
 

@@ -12,25 +12,25 @@ import torch
 from torch import nn
 
 from megatrain.checks import PATH, checked, number, one_of, optional
-from megatrain.compiled import Variant
-from megatrain.compiled_module import COMPILED, CompiledModule
+from megatrain.compiled.inside import Variant
+from megatrain.compiled.module import COMPILED, CompiledModule
 from megatrain.errors import ExecuteError
-from megatrain.host_memory import HostPlan
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.per_parameter import check_per_parameter
+from megatrain.planning.host_plan import HostPlan
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
-from megatrain.runtime.stopwatch import Stopwatch
+from megatrain.runtime.streams.stopwatch import Stopwatch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.costs import Measured
 from megatrain.sizes import SIZE
 from megatrain.tracer.expectations import GuardFailedError
-from megatrain.training import checkpoint
+from megatrain.training import saved_step as checkpoint
 from megatrain.training.batch import Loss, Weight, micro_batches, shares
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
-from megatrain.training.running import Running
 from megatrain.training.setup import OPTIMIZER, Setting, Setup
+from megatrain.training.trainer import Running
 
 
 class TrainStep:

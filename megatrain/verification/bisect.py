@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatrain.compiled import Variant
-from megatrain.compiled_module import CompiledModule
+from megatrain.compiled.inside import Variant
+from megatrain.compiled.module import CompiledModule
 from megatrain.passes.program import Block
 from megatrain.tracer.inventory import StateEntry
 from megatrain.verification.boundaries import Watch, watch

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatrain.compiled import Variant
+from megatrain.compiled.inside import Variant
 from megatrain.device import Device
 from megatrain.passes.program import Block
 from megatrain.runtime.engine import Engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from megatrain.compiled import Variant
+from megatrain.compiled.inside import Variant
 from megatrain.passes.program import Block, Program
 from megatrain.tracer.arguments import Structure
 from megatrain.verification.leaves import named_leaves

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.compiled import Variant
+from megatrain.compiled.inside import Variant
 from megatrain.device import find
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Block

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatrain.checks import checked, count, mapping_of, number, one_of, optional
-from megatrain.compiling import compile as compile_model
+from megatrain.compiled.compiling import compile as compile_model
 from megatrain.device import Device
 from megatrain.errors import OptionError
 from megatrain.tracer.arguments import Arguments

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatrain.compiled_module import CompiledModule
-from megatrain.compiling import compile as compile_model
+from megatrain.compiled.compiling import compile as compile_model
+from megatrain.compiled.module import CompiledModule
 from megatrain.device import Device, is_on_host
 from megatrain.errors import OptionError
 from megatrain.tracer.arguments import Arguments

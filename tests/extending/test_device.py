@@ -18,7 +18,7 @@ from torch import nn
 
 import megatrain
 from megatrain.device import Accelerator, Cpu, Device, find, register, unregister
-from megatrain.runtime.streams import Chaos
+from megatrain.runtime.streams.stream_set import Chaos
 from tests.models import MODELS
 from tests.runtime.harness import assert_same, train
 from tests.training.loops import MODES, TASKS, Pair, adamw

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatrain.errors import CheckpointError
-from megatrain.saving import disk, load
+from megatrain.files import disk
+from megatrain.saving import load
 from tests.faults.children import asked
 from tests.faults.interrupts import ctrl_c
 from tests.faults.tally import Tally

@@ -13,7 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.device import find
-from megatrain.runtime.streams import Chaos, Recording
+from megatrain.runtime.streams.stream_set import Chaos, Recording
 from tests.models import MODELS, Gpt
 from tests.runtime.harness import assert_same, train
 

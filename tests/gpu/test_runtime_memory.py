@@ -11,10 +11,10 @@ from torch import nn
 
 from megatrain.device import Device, find
 from megatrain.errors import ExecuteError
-from megatrain.runtime.arena import DeviceArena
-from megatrain.runtime.host import HostArena, HostStore, image
-from megatrain.runtime.parks import ParkPool
-from megatrain.runtime.streams import Chaos, Event, StreamSet
+from megatrain.runtime.stores.device_arena import DeviceArena
+from megatrain.runtime.stores.host_store import HostArena, HostStore, image
+from megatrain.runtime.stores.parks import ParkPool
+from megatrain.runtime.streams.stream_set import Chaos, Event, StreamSet
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 

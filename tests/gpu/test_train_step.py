@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megatrain
-from megatrain.runtime.streams import Chaos, Recording
+from megatrain.runtime.streams.stream_set import Chaos, Recording
 from tests.gpu.test_cuda_training import device, moved
 from tests.models import MODELS, Gpt
 

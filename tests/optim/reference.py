@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.compiled_module import CompiledModule
+from megatrain.compiled.module import CompiledModule
+from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
-from megatrain.optim.masters.block_update import MasterStep
 from megatrain.optim.masters.halves import read_
 
 Maker = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]

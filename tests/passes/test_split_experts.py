@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatrain import LowerError, lower, trace
-from megatrain.passes.verify import verify_program
+from megatrain.passes.check import verify_program
 from tests.experts import IDLE, Grouped, Layers, Listed
 from tests.passes.splitting import assert_exact, largest, parts_of, seeded, tokens
 from tests.tracer.parity import eager_step, program_step

@@ -10,9 +10,9 @@ import torch
 
 from megatrain.errors import LowerError
 from megatrain.passes.canonicalize import copied_graph
+from megatrain.passes.check import verify_program
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import OutputRef, Port, Program
-from megatrain.passes.verify import verify_program
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace
 from tests.models import MODELS

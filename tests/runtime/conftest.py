@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatrain.runtime.streams import StreamSet
+from megatrain.runtime.streams.stream_set import StreamSet
 from tests.runtime.stepping import CPU
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from megatrain.device import Cpu
-from megatrain.runtime.streams import Event, StreamSet
+from megatrain.runtime.streams.stream_set import Event, StreamSet
 
 CPU = Cpu()
 STREAMS = ("h2d", "compute", "d2h", "host")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatrain.device import Cpu
-from megatrain.runtime.arena import DeviceArena, Meter
+from megatrain.runtime.stores.device_arena import DeviceArena, Meter
 
 CPU = Cpu()
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from megatrain.runtime.available import available_bytes
-from megatrain.runtime.heap import return_free_memory
+from megatrain.memory.available import available_bytes
+from megatrain.memory.heap import return_free_memory
 
 MACHINE = 1 << 40
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
-from megatrain.runtime.streams import Chaos, Recording
+from megatrain.runtime.streams.stream_set import Chaos, Recording
 from tests.runtime.twins import MODES, assert_same_state, assert_twins, seeded
 
 WIDTH = 4

@@ -14,7 +14,7 @@ from torch import nn
 import megatrain
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.slots import Slots
-from megatrain.runtime.streams import Chaos
+from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.instructions import Bytes
 from tests.models import MODELS
 from tests.runtime.harness import assert_same, train

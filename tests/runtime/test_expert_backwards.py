@@ -14,7 +14,7 @@ import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.passes.split import part_calls
 from megatrain.runtime.slots import Slots
-from megatrain.runtime.streams import Chaos
+from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.instructions import Bytes
 from tests.experts import IDLE, Bmm, Gathered, Grouped, Layers, Routed
 from tests.runtime.harness import assert_same, train

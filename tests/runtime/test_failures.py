@@ -13,7 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError
-from megatrain.runtime.streams import Chaos
+from megatrain.runtime.streams.stream_set import Chaos
 from tests.models import MODELS, Gpt
 from tests.threads import living
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from megatrain.device import Cpu
 from megatrain.errors import ExecuteError
-from megatrain.runtime.host import BlockImage, HostStore, image
+from megatrain.runtime.stores.host_store import BlockImage, HostStore, image
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.runtime.host import BlockImage, image, views
+from megatrain.runtime.stores.host_store import BlockImage, image, views
 from megatrain.tracer.spec import TensorSpec
 
 CPU = torch.device("cpu")

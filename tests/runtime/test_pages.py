@@ -9,7 +9,7 @@ import torch
 
 from megatrain.device import Accelerator, Cpu, Cuda, cuda
 from megatrain.errors import ExecuteError
-from megatrain.runtime.host import HostArena
+from megatrain.runtime.stores.host_store import HostArena
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 5000, 3_000_001])

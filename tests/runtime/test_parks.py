@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatrain.device import Cpu
-from megatrain.runtime.parks import ParkPool
+from megatrain.runtime.stores.parks import ParkPool
 from megatrain.sizes import aligned
 
 CPU = Cpu()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatrain
-from megatrain.runtime.streams import Chaos, Recording
+from megatrain.runtime.streams.stream_set import Chaos, Recording
 from megatrain.scheduler.effects import Stream
 from tests.models import MODELS, Gpt
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.compiled.variants import MOST_STATES
 from megatrain.tracer.equal import is_equal
-from megatrain.variants import MOST_STATES
 from tests.models import MODELS
 from tests.runtime import settings
 from tests.runtime.settings import gain

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatrain.errors import ExecuteError
-from megatrain.runtime.streams import (
+from megatrain.runtime.streams.stream_set import (
     Aborted,
     Chaos,
     Event,

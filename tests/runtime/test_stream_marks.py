@@ -11,7 +11,7 @@ import torch
 
 from megatrain.device import Cuda
 from megatrain.errors import ExecuteError
-from megatrain.runtime.streams import StreamSet
+from megatrain.runtime.streams.stream_set import StreamSet
 from tests.runtime.stepping import issue, no_hang, nothing
 
 LOG: list[tuple[str, ...]] = []

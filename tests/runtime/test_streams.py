@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatrain.runtime.streams import (
+from megatrain.runtime.streams.stream_set import (
     Chaos,
     ComputeStream,
     Event,

@@ -14,8 +14,8 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import OptionError
-from megatrain.runtime import checkpoint
-from megatrain.runtime.checkpoint import open_checkpoint
+from megatrain.files import weight_files as checkpoint
+from megatrain.files.weight_files import open_checkpoint
 from tests.runtime.saved import Partial, gpt, on_meta, partial_on_meta, refusal, save, save_sharded, state_of
 
 # -- values ------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_values_are_those_of_load_state_dict(tmp_path_factory, shape, order, dty
 def headers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """No refusal may need more than headers, or memory for the state."""
     monkeypatch.setattr(checkpoint.Stored, "_fill", None)
-    monkeypatch.setattr("megatrain.runtime.host.HostArena", None)
+    monkeypatch.setattr("megatrain.runtime.stores.host_store.HostArena", None)
 
 
 def refusal_of(model: nn.Module, state: dict[str, torch.Tensor], folder: Path) -> str:

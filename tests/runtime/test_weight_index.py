@@ -12,7 +12,7 @@ import pytest
 
 import megatrain
 from megatrain.errors import WeightsError
-from megatrain.runtime.checkpoint import open_checkpoint
+from megatrain.files.weight_files import open_checkpoint
 from tests.runtime.saved import gpt, on_meta, save_sharded, state_of
 from tests.saving.forging import CHANGES, NAMES, changed, renamed
 from tests.saving.test_forged import ODD

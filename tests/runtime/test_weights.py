@@ -16,7 +16,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, WeightsError
-from megatrain.runtime import checkpoint
+from megatrain.files import weight_files as checkpoint
 from tests.runtime.harness import assert_same, train
 from tests.runtime.saved import IDS, Partial, assert_holds, gpt, on_meta, partial_on_meta, save, save_sharded, state_of
 
@@ -280,7 +280,7 @@ def test_views_of_one_storage_on_meta_are_refused(tmp_path: Path):
 def test_too_little_host_memory_is_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = on_meta()
     compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state_of(gpt())))
-    monkeypatch.setattr("megatrain.runtime.host.available_bytes", lambda: 1000)
+    monkeypatch.setattr("megatrain.runtime.stores.host_store.available_bytes", lambda: 1000)
     with pytest.raises(ExecuteError, match=r"needs .* more host memory, 1000 B are available"):
         compiled(IDS)
     assert all(p.is_meta for p in model.parameters())

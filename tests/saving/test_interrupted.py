@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from megatrain.errors import CheckpointError
-from megatrain.saving import disk, load, replace, save
+from megatrain.files import disk, replace
+from megatrain.saving import load, save
 from tests.saving.training import assert_whole, refusal, save_trained, state_of, trained
 
 OPERATIONS = ("make", "write", "sync", "sync_folder", "rename", "unlink", "rmdir")

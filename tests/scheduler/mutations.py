@@ -8,8 +8,8 @@ from random import Random
 from typing import Any
 
 from megatrain.errors import OptionError, ScheduleError
+from megatrain.scheduler.books import Books, live_bytes, moved_bytes
 from megatrain.scheduler.effects import streams
-from megatrain.scheduler.memory import Books, live_bytes, moved_bytes
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES

@@ -13,9 +13,9 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ScheduleError
+from megatrain.scheduler.books import slab_bytes
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
-from megatrain.scheduler.memory import slab_bytes
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position

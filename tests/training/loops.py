@@ -14,7 +14,7 @@ from torch import nn
 
 import megatrain
 from megatrain.runtime.rng import micro_batch_seed
-from megatrain.runtime.streams import Chaos
+from megatrain.runtime.streams.stream_set import Chaos
 from tests.models import MODELS, Stack
 from tests.training.adapters import adapted_llama
 from tests.training.hazards import TRAP, hazardous

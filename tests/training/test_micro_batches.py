@@ -13,8 +13,8 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError, MegatrainError, OptimizerError, OptionError, ScheduleError
-from megatrain.runtime.host import HostStore
-from megatrain.runtime.streams import Chaos
+from megatrain.runtime.stores.host_store import HostStore
+from megatrain.runtime.streams.stream_set import Chaos
 from tests.models import MODELS
 from tests.training.loops import (
     MODES,

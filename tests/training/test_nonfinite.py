@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatrain.errors import ExecuteError
-from megatrain.runtime.streams import Chaos
+from megatrain.runtime.streams.stream_set import Chaos
 from tests.training.hazards import WIDTH
 from tests.training.loops import Pair, adamw, assert_same, eager_gradients, seeded, sgd, snapshot
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.runtime.streams import Chaos
+from megatrain.runtime.streams.stream_set import Chaos
 from tests.training.loops import MODES, TASKS, adamw, assert_same, eager_step, fresh, sgd, snapshot
 
 STEPS = 20

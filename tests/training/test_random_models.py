@@ -14,7 +14,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ScheduleError
-from megatrain.runtime.streams import Chaos
+from megatrain.runtime.streams.stream_set import Chaos
 from tests.runtime.test_chaos import has_shared_modules
 from tests.strategies import WIDTH, Branch, Halves, Odd, Start, WritesView, block_limits, module_trees
 from tests.training.loops import MODES, assert_same, eager_step, seeded, sgd, snapshot

@@ -17,7 +17,7 @@ import torch
 
 import megatrain
 from megatrain.errors import ExecuteError
-from megatrain.runtime.turn import Turn
+from megatrain.runtime.streams.turn import Turn
 from tests.interrupting import Lines
 from tests.training.hazards import TRAP
 from tests.training.loops import MODES, Pair, adamw, assert_same, sgd, snapshot, stack_batch
@@ -214,12 +214,12 @@ def test_ctrl_c_at_any_line_of_taking_and_giving_back_a_turn_leaves_it_free(how:
         with turn.hold("save()") if how != "run" else nullcontext(), turn.run() if how != "hold" else nullcontext():
             pass
 
-    counted, turn = Lines("runtime/turn.py"), Turn()
+    counted, turn = Lines("runtime/streams/turn.py"), Turn()
     with counted.watched():
         use(turn)
     assert counted.count > 10
     for at in range(1, counted.count + 1):
-        turn, lines = Turn(), Lines("runtime/turn.py", at=at, act=lambda: signal.raise_signal(signal.SIGINT))
+        turn, lines = Turn(), Lines("runtime/streams/turn.py", at=at, act=lambda: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt), lines.watched():
             use(turn)
         use(turn)

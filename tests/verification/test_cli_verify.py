@@ -13,7 +13,7 @@ import torch
 
 import megatrain
 from megatrain import cli
-from megatrain.verification.command import load
+from megatrain.verification.verify_command import load
 
 SOURCE = """
 import torch

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import megatrain
-import megatrain.compiled
+import megatrain.compiled.inside
 from megatrain import Report, verify
 from megatrain.verification import Difference, side_by_side
 from megatrain.verification import compare as compared

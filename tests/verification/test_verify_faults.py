@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 import megatrain
-import megatrain.variants
+import megatrain.compiled.variants
 from megatrain.passes.interpret import Code
 from megatrain.runtime.block import BlockRunner, LocalGraph
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.gradients import GradientSink
 from megatrain.runtime.operations import Operations
-from megatrain.runtime.parks import Parks
 from megatrain.runtime.run import Run
 from megatrain.runtime.slots import Slots
+from megatrain.runtime.stores.parks import Parks
 from tests.models import MODELS, Block, Stack
 
 STREAMED = {"device": "cpu", "memory": "1MiB"}
@@ -221,14 +221,14 @@ def test_what_does_not_happen_again_is_said_to_be_unrepeatable(monkeypatch):
 
 def mutate_template(monkeypatch: pytest.MonkeyPatch, block: int, mutate: Callable[[Any], None]) -> None:
     """Changes a block's template after lowering, for this block alone."""
-    real = megatrain.variants.lower
+    real = megatrain.compiled.variants.lower
 
     def lower(traced, **options):
         program = real(traced, **options)
         mutate(program.templates[program.blocks[block].template].graph)
         return program
 
-    monkeypatch.setattr(megatrain.variants, "lower", lower)
+    monkeypatch.setattr(megatrain.compiled.variants, "lower", lower)
 
 
 class Scaled(Block):

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from megatrain.files.weight_files import Stored, parts
 from megatrain.optim.masters.halves import SplitMaster, read_, set_halves
 from megatrain.optim.masters.registry import Masters
-from megatrain.runtime.checkpoint import Stored, parts
-from megatrain.runtime.weights import Weights
+from megatrain.runtime.stores.weights import Weights
 
 
 class MasterWeights(Weights):

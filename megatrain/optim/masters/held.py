@@ -8,7 +8,7 @@ import torch
 
 from megatrain.errors import ExecuteError
 from megatrain.optim.masters.memory_order import laid_out_like
-from megatrain.runtime.start import version
+from megatrain.runtime.call_start import version
 from megatrain.tracer.spec import TensorSpec
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.interrupts import Interrupts
+from megatrain.memory.unshared import check_unshared
 from megatrain.optim.masters.narrow_tensor import Narrowed
 from megatrain.optim.masters.registry import Kind, Masters
-from megatrain.runtime.overlap import check_unshared
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.plain_tensors import check_plain_state
 

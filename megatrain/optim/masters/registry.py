@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from megatrain.files.weight_files import parts
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, set_halves
 from megatrain.optim.masters.held import Held
 from megatrain.optim.masters.memory_order import dense, in_memory, memory_order
 from megatrain.optim.masters.to_files import PIECE, check_saved, generator_source, low_source, master_source
-from megatrain.runtime.checkpoint import parts
-from megatrain.runtime.start import version
+from megatrain.runtime.call_start import version
 from megatrain.saving import Saved, Source
 from megatrain.tracer.inventory import inventory
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from megatrain.errors import CheckpointError
+from megatrain.files.weight_files import PIECE_BYTES, parts
 from megatrain.optim.masters.halves import SplitMaster, read_
-from megatrain.runtime.checkpoint import PIECE_BYTES, parts
 from megatrain.saving import Saved, Source
 from megatrain.tracer.spec import TensorSpec
 

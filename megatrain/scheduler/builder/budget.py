@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from megatrain.errors import ScheduleError
+from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.draft import Builder, Draft, Plan
 from megatrain.scheduler.builder.residency import alternates
 from megatrain.scheduler.effects import NO_BLOCK
-from megatrain.scheduler.memory import find_peak
 from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatrain.scheduler.books import Lifetime, item_lifetimes, live_bytes, moved_bytes, slab_bytes
 from megatrain.scheduler.builder.host_places import place_gradients
 from megatrain.scheduler.builder.host_ticks import HostTicks, head_updates, place_host, written_ticks
 from megatrain.scheduler.builder.order import Rows, assign_ticks
 from megatrain.scheduler.builder.residency import Residency, compute_stages, place_slots, residencies
 from megatrain.scheduler.effects import KINDS, NO_BLOCK, Effects, Stream
-from megatrain.scheduler.memory import Lifetime, item_lifetimes, live_bytes, moved_bytes, slab_bytes
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.parking import park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-from megatrain.scheduler.memory import Lifetime
+from megatrain.scheduler.books import Lifetime
 from megatrain.scheduler.table import Place
 
 

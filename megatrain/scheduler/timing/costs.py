@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from megatrain.checks import checked, mapping_of, number
 from megatrain.errors import OptionError, ScheduleError
+from megatrain.scheduler.books import Books
 from megatrain.scheduler.effects import KINDS, Stream, streams
-from megatrain.scheduler.memory import Books
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table
 

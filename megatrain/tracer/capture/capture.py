@@ -27,7 +27,7 @@ from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.python.outer import Outer
 from megatrain.tracer.python.side_outputs import SideOutputs
 from megatrain.tracer.recording.attempt import Attempt
-from megatrain.tracer.recording.effects import StrayWatch
+from megatrain.tracer.recording.effect_watch import StrayWatch
 from megatrain.tracer.recording.functions import recorded_functions
 from megatrain.tracer.recording.inputs import WrittenInputs, bind_inputs
 from megatrain.tracer.recording.module_calls import (

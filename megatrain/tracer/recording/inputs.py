@@ -13,7 +13,7 @@ from megatrain.errors import ExecuteError, TraceError
 from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.arguments import Arguments, holds_tensors
 from megatrain.tracer.recording.attempt import Attempt
-from megatrain.tracer.recording.effects import storage_key
+from megatrain.tracer.recording.effect_watch import storage_key
 from megatrain.tracer.recording.recorder import Recorder
 
 # Values of these types never change, and equal ones make equal captures.

@@ -21,7 +21,7 @@ from megatrain.torch_private import (
     are_transforms_active,
 )
 from megatrain.tracer.calls import call_name, is_property_get, is_property_set
-from megatrain.tracer.recording.effects import has_users_hooks
+from megatrain.tracer.recording.effect_watch import has_users_hooks
 from megatrain.tracer.source_line import OURS, SourceLine, user_line
 from megatrain.tracer.spec import TensorSpec
 

@@ -19,7 +19,7 @@ from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.python.keeper import Keeper
 from megatrain.tracer.python.outer import Outer
 from megatrain.tracer.python.snapshot import Kept
-from megatrain.tracer.recording.effects import ByteCount, has_users_hooks
+from megatrain.tracer.recording.effect_watch import ByteCount, has_users_hooks
 from megatrain.tracer.recording.obstacles import HookSite, check_everywhere
 from megatrain.tracer.recording.own_code import own_code
 

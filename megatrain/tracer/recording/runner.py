@@ -13,7 +13,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensor, FakeTensorMode
 from megatrain.tracer.inventory import StateValues
 from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, WrittenInputError
-from megatrain.tracer.recording.effects import EffectWatch, storage_key
+from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,
     call_on_fakes,

@@ -15,7 +15,7 @@ from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.guards import Guard
 from megatrain.tracer.node_meta import autocast_state
 from megatrain.tracer.recording.attempt import Site
-from megatrain.tracer.recording.effects import EffectWatch, storage_key
+from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle, refuse_kept, refuse_other_history, refuse_unknown
 from megatrain.tracer.recording.opaque import Escapes, Opaque
 from megatrain.tracer.recording.tensor_table import TensorTable

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from megatrain.torch_private import FakeTensor
-from megatrain.tracer.recording.effects import storage_key
+from megatrain.tracer.recording.effect_watch import storage_key
 from megatrain.tracer.spec import TensorSpec
 
 

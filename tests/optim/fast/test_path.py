@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatrain.errors import OptimizerError, OptionError
+from megatrain.optim.block_update import MasterStep
 from megatrain.optim.fast import FastPath, NativeKernel, ParameterUpdate, fast_path, register, unregister
 from megatrain.optim.fast.adamw import AdamWInOnePass
 from megatrain.optim.impostor import Optimizer
-from megatrain.optim.masters.block_update import MasterStep
 from megatrain.optim.masters.halves import CHUNK, RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.optim.need import Updated, optimizer_need
 from megatrain.optim.updates import Updates

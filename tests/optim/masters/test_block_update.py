@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megatrain.errors import OptimizerError
+from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.impostor import is_same
-from megatrain.optim.masters.block_update import MasterStep
 from megatrain.optim.masters.halves import RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.optim.norm import GradientNorm
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import CheckpointError, ExecuteError
+from megatrain.optim.block_update import MasterStep
 from megatrain.optim.fast.adamw import AdamWOptions, Moments, adamw_, native_reason
-from megatrain.optim.masters.block_update import MasterStep
 from megatrain.optim.masters.halves import RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.saving import load, save
 from tests.models import Gpt

@@ -13,16 +13,16 @@ from torch import nn
 
 from megatrain import saving
 from megatrain.checks import Rule, named, shown
-from megatrain.compiled import Compiled
+from megatrain.compiled.inside import Compiled
 from megatrain.errors import CheckpointError
+from megatrain.files import json_rules
+from megatrain.files.json_rules import anything, integer, mapping, optional, problems, record, text
+from megatrain.files.room import room_to_read
 from megatrain.optim.impostor import Optimizer
-from megatrain.runtime import json_rules
-from megatrain.runtime.json_rules import anything, integer, mapping, optional, problems, record, text
 from megatrain.saving.fitting import misfits
-from megatrain.saving.room import room_to_read
 from megatrain.training.boundary import Progress
 from megatrain.training.config import with_config
-from megatrain.training.state import HIDDEN, State
+from megatrain.training.model_state import HIDDEN, State
 
 
 class Scheduler(Protocol):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import ExecuteError, WeightsError
-from megatrain.runtime.checkpoint import Stored, open_checkpoint
+from megatrain.files.weight_files import Stored, open_checkpoint
 from megatrain.torch_private import make_subclass
 from megatrain.tracer.inventory import StateEntry, inventory
 

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 from megatrain.device import DeviceEvent
 from megatrain.errors import ExecuteError
-from megatrain.runtime.turn import turns_here
+from megatrain.runtime.streams.turn import turns_here
 
 CALLER = "compute"
 """Name under which the caller's thread waits: it runs the compute stream and submits to all the others."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain.errors import WeightsError
-from megatrain.runtime.json_rules import anything, inside, mapping, name, problems, read_json, record
+from megatrain.files.json_rules import anything, inside, mapping, name, problems, read_json, record
 
 ENDING = ".safetensors.index.json"
 

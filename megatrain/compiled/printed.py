@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatrain.compiled.variants import Variant
 from megatrain.options import Options
 from megatrain.sizes import format_bytes
-from megatrain.variants import Variant
 
 NOTHING = "nothing is captured yet: the first call is, or the one of compile(example_args=..., example_kwargs=...)"
 

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatrain.errors import CheckpointError
-from megatrain.runtime.index import exists
-from megatrain.saving import disk
+from megatrain.files import disk
+from megatrain.files.weight_index import exists
 
 _PARTIAL = ".partial-"
 _OLD = ".old-"

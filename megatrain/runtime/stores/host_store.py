@@ -9,11 +9,11 @@ import torch
 
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
-from megatrain.runtime.available import available_bytes
-from megatrain.runtime.image import BlockImage, Entry, image, stored_stride, views
-from megatrain.runtime.overlap import check_unshared
-from megatrain.runtime.pages import HostArena
-from megatrain.runtime.weights import Weights, check_replaceable, replace_memory
+from megatrain.memory.available import available_bytes
+from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride, views
+from megatrain.memory.host_arena import HostArena
+from megatrain.memory.unshared import check_unshared
+from megatrain.runtime.stores.weights import Weights, check_replaceable, replace_memory
 from megatrain.sizes import aligned, format_bytes
 from megatrain.tracer.spec import TensorSpec
 

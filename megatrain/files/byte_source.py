@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from megatrain.device import is_on_host
-from megatrain.runtime.checkpoint import DTYPES, PIECE_BYTES, parts
-from megatrain.runtime.pages import scratch
+from megatrain.files.weight_files import DTYPES, PIECE_BYTES, parts
+from megatrain.memory.host_arena import scratch
 from megatrain.torch_private import is_traceable_wrapper_subclass
 from megatrain.tracer.spec import TensorSpec
 

@@ -9,8 +9,8 @@ import torch
 
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
-from megatrain.runtime.demand import Demand, keeps_graph
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.gradient_demand import Demand, keeps_graph
 
 
 class _Step(torch.autograd.Function):

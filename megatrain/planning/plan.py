@@ -12,17 +12,17 @@ from torch import nn
 
 from megatrain.checks import checked, count, number, optional
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
-from megatrain.host_memory import HostPlan, OptimizerLike, host_plan, in_columns, narrow_entries
 from megatrain.interrupts import Interrupts
 from megatrain.opaque_model import check_opaque
 from megatrain.optim.made_over import OPTIMIZER
 from megatrain.options import PRECISION
 from megatrain.passes.pipeline import PASSES, Rewrite, lower
 from megatrain.passes.program import Program
+from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan, in_columns, narrow_entries
 from megatrain.runtime.block import outer_hooks_off
+from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.build import STEP
 from megatrain.scheduler.from_program import step_schedule
-from megatrain.scheduler.memory import find_peak
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.sizes import SIZE, format_bytes, parse_bytes

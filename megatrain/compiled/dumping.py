@@ -9,15 +9,15 @@ from pathlib import Path
 
 from torch import nn
 
+from megatrain.compiled.variants import Variant, lowered
 from megatrain.errors import LowerError, OptionError, ScheduleError
-from megatrain.host_memory import host_plan
 from megatrain.optim.masters.registry import Masters
 from megatrain.options import Options
 from megatrain.passes.program import Program
-from megatrain.planning import Plan
-from megatrain.scheduler.workload_text import workload_text
+from megatrain.planning.host_plan import host_plan
+from megatrain.planning.plan import Plan
+from megatrain.scheduler.printed.workload_text import workload_text
 from megatrain.tracer.traced import TracedModule
-from megatrain.variants import Variant, lowered
 
 # What a dump writes, and an earlier one may have left.
 _OURS = re.compile(r"capture-\d+-\d\d-[\w.-]+\.txt")

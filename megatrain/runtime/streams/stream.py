@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from megatrain.device import Device, DeviceEvent, DeviceStream
-from megatrain.runtime.chaos import Chaos, Probe, Recording
-from megatrain.runtime.events import CALLER, Aborted, Event, Failure, Step
-from megatrain.runtime.turn import work_for
+from megatrain.runtime.streams.chaos import Chaos, Probe, Recording
+from megatrain.runtime.streams.events import CALLER, Aborted, Event, Failure, Step
+from megatrain.runtime.streams.turn import work_for
 
 
 class Op(NamedTuple):

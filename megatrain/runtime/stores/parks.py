@@ -8,8 +8,8 @@ from queue import Empty, SimpleQueue
 import torch
 
 from megatrain.device import Device
-from megatrain.runtime.image import image, views
-from megatrain.runtime.pages import HostArena
+from megatrain.memory.block_image import image, views
+from megatrain.memory.host_arena import HostArena
 from megatrain.tracer.spec import TensorSpec
 
 

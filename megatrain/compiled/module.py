@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatrain.checks import instance_of
-from megatrain.compiled import Compiled
+from megatrain.compiled.inside import Compiled
 from megatrain.device import is_on_host, is_same_kind
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.tracer.recording.own_code import StandIn, original, runs_own_code

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatrain.compiled import Compiled
+from megatrain.compiled.inside import Compiled
 from megatrain.errors import CheckpointError
 from megatrain.saving import Checkpoint, Saved, Source
 from megatrain.tracer.inventory import inventory

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from megatrain.scheduler.effects import Stream, streams
 from megatrain.scheduler.op import Op
+from megatrain.scheduler.printed.table_text import ranges
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Table
-from megatrain.scheduler.text import ranges
 
 EQUAL = "the schedules are equal"
 

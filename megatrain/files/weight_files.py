@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatrain.errors import WeightsError
-from megatrain.runtime.index import exists, indexes_of, read_index
-from megatrain.runtime.json_rules import regular
-from megatrain.runtime.pages import scratch
+from megatrain.files.json_rules import regular
+from megatrain.files.weight_index import exists, indexes_of, read_index
+from megatrain.memory.host_arena import scratch
 from megatrain.tracer.spec import dtype_name
 
 WeightFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

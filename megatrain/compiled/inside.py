@@ -13,27 +13,27 @@ import torch
 from torch import nn
 
 from megatrain.checks import PATH, checked
-from megatrain.compiled_text import compiled_text
-from megatrain.dumping import dump
+from megatrain.compiled.dumping import dump
+from megatrain.compiled.printed import compiled_text
+from megatrain.compiled.variants import Variant, Variants
 from megatrain.errors import ExecuteError
 from megatrain.optim.masters.from_files import MasterWeights
 from megatrain.optim.masters.narrow_model import explained, masters_of
 from megatrain.optim.masters.registry import Masters
 from megatrain.options import Options
 from megatrain.passes.program import Program
+from megatrain.runtime.autograd import run_step
 from megatrain.runtime.engine import Engine, ordinary_tensors
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
-from megatrain.runtime.step import run_step
-from megatrain.runtime.streams import Chaos, Recording
-from megatrain.runtime.turn import Turn
+from megatrain.runtime.streams.stream_set import Chaos, Recording
+from megatrain.runtime.streams.turn import Turn
 from megatrain.saving import Source
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.recording.inputs import check_device
 from megatrain.tracer.traced import TracedModule
-from megatrain.variants import Variant, Variants
 
 
 class Compiled:
@@ -66,7 +66,7 @@ class Compiled:
         self._before_reads: WeakSet[Callable[[], object]] = WeakSet()
 
     def __str__(self) -> str:
-        """What the model is compiled for, and what was captured of it; see `megatrain.compiled_text`."""
+        """What the model is compiled for, and what was captured of it; see `megatrain.compiled.printed`."""
         return compiled_text(self.options, list(self._variants), self._latest)
 
     # -- what was compiled --------------------------------------------------------------------------------

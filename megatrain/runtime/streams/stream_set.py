@@ -12,9 +12,9 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 
 from megatrain.device import HOST, Device, DeviceStream
-from megatrain.runtime.chaos import Chaos, InjectedFailure, Issued, Recording
-from megatrain.runtime.events import CALLER, Aborted, Event, Failure, Step
-from megatrain.runtime.lanes import ComputeStream, Steps, Stream
+from megatrain.runtime.streams.chaos import Chaos, InjectedFailure, Issued, Recording
+from megatrain.runtime.streams.events import CALLER, Aborted, Event, Failure, Step
+from megatrain.runtime.streams.stream import ComputeStream, Steps, Stream
 
 __all__ = [
     "Aborted",

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from megatrain.checks import checked
-from megatrain.compiled import Compiled
-from megatrain.compiled_module import CompiledModule, compiled_module
+from megatrain.compiled.inside import Compiled
+from megatrain.compiled.module import CompiledModule, compiled_module
 from megatrain.device import Device
 from megatrain.errors import OptionError
+from megatrain.files.weight_files import WeightFiles
 from megatrain.optim.masters.narrow_model import narrowed
 from megatrain.options import COMPILE, Options
 from megatrain.passes.pipeline import Rewrite
-from megatrain.runtime.checkpoint import WeightFiles
-from megatrain.runtime.streams import Chaos, Recording
+from megatrain.runtime.streams.stream_set import Chaos, Recording
 
 
 @checked(**COMPILE)

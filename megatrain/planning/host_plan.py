@@ -11,14 +11,14 @@ from torch import nn
 from megatrain.checks import Rule, checked, count, one_of, optional
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
+from megatrain.memory.available import available_bytes as available_now
 from megatrain.optim.made_over import OPTIMIZER, made_over
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.need import OptimizerNeed, Updated, optimizer_need
 from megatrain.options import PRECISION
 from megatrain.passes.program import Program
-from megatrain.runtime.available import available_bytes as available_now
-from megatrain.runtime.facts import Facts
+from megatrain.runtime.gradient_flow import Facts
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import aligned, format_bytes
 from megatrain.torch_private import FakeTensor
