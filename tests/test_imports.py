@@ -17,6 +17,7 @@ GROUPS = (
     "errors",
     "checks",
     "sizes",
+    "garbage",
     "interrupts",
     "patches",
     "torch_private",

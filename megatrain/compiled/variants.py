@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import TraceError
+from megatrain.garbage import paused_collection
 from megatrain.opaque_model import check_opaque
 from megatrain.options import Options
 from megatrain.passes.pipeline import AfterPass, lower
@@ -30,7 +31,7 @@ from megatrain.tracer.recording.attempt import Attempt
 from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.recording.opaque import Opaque
 from megatrain.tracer.same_capture import is_same_capture
-from megatrain.tracer.trace import paused_collection, trace
+from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
 
 # Paths through one signature's checks in mid-step that are kept as graphs of their own.

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatrain.checks import checked, count, number, optional
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
+from megatrain.garbage import paused_collection
 from megatrain.interrupts import Interrupts
 from megatrain.opaque_model import check_opaque
 from megatrain.optim.made_over import OPTIMIZER
@@ -31,7 +32,7 @@ from megatrain.tracer.capture.sandbox import swapped_state
 from megatrain.tracer.given import EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.recording.own_code import original
-from megatrain.tracer.trace import paused_collection, trace
+from megatrain.tracer.trace import trace
 
 
 @checked(device_memory=optional(count(1)), host_memory=optional(count(1)), precision=PRECISION)

@@ -8,6 +8,7 @@ from dataclasses import fields
 import networkx as nx
 
 from megatrain.checks import checked, count, instance_of, optional
+from megatrain.garbage import paused_collection
 from megatrain.scheduler.check.instruction_rules import check_instructions
 from megatrain.scheduler.check.schedule_rules import check_schedule
 from megatrain.scheduler.dependency import dependency_graph, derive_waits, weight_bindings
@@ -63,6 +64,7 @@ class Schedule(Table):
         return schedule_of(table_from_json(text))
 
     @property
+    @paused_collection()
     def instructions(self) -> Instructions:
         """What the runtime walks: every op with its waits, its bytes on either side, and what it frees; checked.
 
@@ -86,6 +88,7 @@ class Schedule(Table):
         return dependency_graph(self)
 
     @checked()
+    @paused_collection()
     def check(self, workload: Workload | None = None, *, instructions: Instructions | None = None) -> None:
         """Proves that the schedule is safe for its workload, or for another one; see `check_schedule`.
 

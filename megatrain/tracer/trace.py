@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,22 +32,6 @@ from megatrain.tracer.traced import TracedModule
 
 # One capture at a time in a process; other threads go on with whatever else they do.
 _capturing = threading.RLock()
-
-
-@contextmanager
-def paused_collection() -> Generator[None]:
-    """Switches cyclic garbage collection off for the body, in which graphs are built.
-
-    A capture makes a great many objects and keeps nearly all of them. The collector walks them again and again, so
-    the time per layer would grow with the depth of the model.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @checked(model=MODEL, args=EXAMPLE_ARGS, kwargs=EXAMPLE_KWARGS, device=optional(DEVICE))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatrain.checks import Rule, checked, count, one_of, optional
 from megatrain.errors import ScheduleError
+from megatrain.garbage import paused_collection
 from megatrain.scheduler.builder.budget import choose_draft, first_fit
 from megatrain.scheduler.builder.draft import Builder, Plan
 from megatrain.scheduler.schedule import Schedule, schedule_of
@@ -25,6 +26,7 @@ STEP: Mapping[str, Rule] = {
 """What the options of a step may be, one by one."""
 
 
+@paused_collection()
 def build(
     workload: Workload,
     kind: StepKind,
@@ -66,6 +68,7 @@ def build(
 
 
 @checked(num_slots=STEP["num_slots"], memory=optional(count(1)))
+@paused_collection()
 def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory: int | None = None) -> Schedule:
     """The backward alone of a step whose forward ran as `forward` says and whose slots were since reused.
 
