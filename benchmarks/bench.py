@@ -1,7 +1,7 @@
 """Compares megatrain with eager PyTorch under activation checkpointing: time, memory, time to compile.
 
 Everything is measured in one run. Step times alternate, peer by peer, so that a busy machine slows all alike;
-memory is measured in a fresh process per peer. See README.md beside this file.
+memory is measured in a fresh process per peer. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def measure_times(shape: Shape, num_rounds: int) -> dict[str, Any]:
     losses = {peer.name: loss for peer, (_, loss) in zip(peers, first.values(), strict=True)}
     for index in tqdm(range(num_rounds), desc="step times", unit="round"):
         shift = index % len(peers)
-        # Whoever goes first finds other caches than the last; every peer takes every place.
+        # The first peer finds other caches than the last, so every peer takes every position.
         for peer in (*peers[shift:], *peers[:shift]):
             seconds[peer.name].append(peer.step(batch)[0])
     return {
@@ -128,7 +128,7 @@ def measure_times(shape: Shape, num_rounds: int) -> dict[str, Any]:
 
 
 class PeakMemory:
-    """Samples this process's resident bytes in a `with` block; `nbytes` is the most that was seen."""
+    """Samples this process's resident bytes in a `with` block; `nbytes` is the largest sample."""
 
     def __init__(self, interval_s: float = 0.002):
         self.nbytes = 0
@@ -151,7 +151,7 @@ class PeakMemory:
 
 
 def measure_memory(name: str, shape: Shape, num_steps: int = 3) -> dict[str, int]:
-    """Returns the peak of resident bytes above what Python and its imports take, and the device's share.
+    """Returns the peak of resident bytes above the memory of Python and its imports, and the device's share.
 
     Meant for a process that has done nothing else.
     """

@@ -1,9 +1,9 @@
-"""Compares ways to update parameters on the host, in bytes per second, with what the memory gives to a triad.
+"""Compares ways to update parameters on the host, in bytes per second, with a triad on the same memory.
 
 Every way goes over the same parameters, once per round, one after the other, so that a busy machine slows all
-alike; figures are medians. Bytes are those the program names: AdamW over fp32 reads parameter, gradient and two moments
+alike; figures are medians. Bytes are counted from the code: AdamW over fp32 reads parameter, gradient and two moments
 (16) and writes three of them (12), over split masters the same; the triad reads two arrays and writes one. Each number
-of threads is measured in a process of its own. See README.md beside this file.
+of threads is measured in its own process. See benchmarks/README.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Trains a model that nearly fills host memory, and compares what the process takes with the plan.
+"""Trains a model that nearly fills host memory, and compares the memory of the process with the plan.
 
 It makes random weights in a file, builds the model on meta, trains it, saves it, and trains on; with `--resume` another
-process goes on from what was saved, and prints the same losses. See README.md beside this file.
+process continues from the checkpoint, and prints the same losses. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def held() -> int:
 
 
 class Training:
-    """Steps on one batch, each printed with what the process takes above its start."""
+    """Steps on one batch, each printed with the growth of the process since its start."""
 
     def __init__(self, options: argparse.Namespace):
         shape = Shape(**{name: getattr(options, name) for name in asdict(Shape())})

@@ -1,7 +1,7 @@
 """Compares whole training steps with other trainers that offload to the host, through an outside harness.
 
 The harness is a folder with a `bench_peer.py`: it trains one peer on seeded weights and batches in a process of its
-own, and prints a line of JSON at the end. For megatrain it calls `peer_plugin.py`. See README.md beside this file.
+own, and prints a line of JSON at the end. For megatrain it calls `peer_plugin.py`. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OURS = ("--plugin", "benchmarks.peer_plugin:train", "--plugin-path", str(ROOT), 
 
 
 def command(harness: Path, peer: str, arguments: list[str]) -> list[str]:
-    """What trains a peer for some steps."""
+    """The command that trains a peer for some steps."""
     chosen = ["plugin", *OURS] if peer == "ours" else [peer]
     return [sys.executable, str(harness / "bench_peer.py"), "--peer", *chosen, *arguments]
 
@@ -32,7 +32,7 @@ def train(harness: Path, peer: str, arguments: list[str], limit: float) -> dict[
     """Trains a peer.
 
     Returns:
-        What the harness measured, or why it didn't as `error`.
+        The harness's measurements, or the reason of a failure as `error`.
     """
     try:
         done = subprocess.run(
@@ -48,7 +48,7 @@ def train(harness: Path, peer: str, arguments: list[str], limit: float) -> dict[
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
-    """Lists medians over rounds; a ratio is that of one round's medians to eager's or, without it, to the first's."""
+    """Lists medians over rounds; a ratio divides a round's median by eager's or, without eager, by the first peer's."""
     base = found.get("eager") or next(iter(found.values()))
     lines = [f"{'':<12}{'step':>10}{'ratio':>8}{'processor':>11}{'peak of process':>17}{'last loss':>12}  optimizer"]
     for peer, rounds in found.items():

@@ -1,6 +1,6 @@
-"""Compares whole training steps with the eager loop, and with what the simulator says of them.
+"""Compares whole training steps with the eager loop, and with the simulator's predictions.
 
-All trainers take turns in one run; see README.md beside this file.
+All trainers take turns in one run; see benchmarks/README.md.
 """
 
 from __future__ import annotations

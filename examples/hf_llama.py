@@ -30,7 +30,7 @@ def batch(number: int) -> list[dict[str, object]]:
     """Four micro-batches of two texts that count upwards from random beginnings."""
     starts = torch.randint(128, (4, 2, 1), generator=torch.Generator().manual_seed(number))
     texts = (starts + torch.arange(16)) % 128
-    # `use_cache=False`: keys and values that the model returns would stay on the device.
+    # `use_cache=False`: otherwise the model returns keys and values, which stay on the device.
     return [{"input_ids": ids, "labels": ids, "use_cache": False} for ids in texts]
 
 
@@ -43,7 +43,7 @@ weights = sum(p.nbytes for p in model.parameters())
 print(f"weights {weights} B, the step takes {step.schedule.device_bytes} B of the device")
 
 with tempfile.TemporaryDirectory() as folder:
-    step.save(folder)  # a real run goes on from it: megatrain.TrainStep.load(folder, compiled, optimizer, ...)
+    step.save(folder)  # a real run continues: megatrain.TrainStep.load(folder, compiled, optimizer, ...)
     read = LlamaForCausalLM.from_pretrained(folder)
     same = all(torch.equal(a, b) for a, b in zip(read.state_dict().values(), model.state_dict().values(), strict=True))
     print(f"from_pretrained reads {len(list(Path(folder).glob('*.safetensors')))} file(s), the same weights: {same}")

@@ -17,7 +17,7 @@ class Residual(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Adds what the layer computes to its input."""
+        """Adds the layer's result to its input."""
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
@@ -26,12 +26,12 @@ model = nn.Sequential(*(Residual(64) for _ in range(8)))
 inputs = torch.randn(16, 64)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-# With a GPU leave out `device` and `memory`: the device is the accelerator, the budget what is free on it.
+# With a GPU leave out `device` and `memory`: the device is the accelerator, the budget its free memory.
 compiled = megatrain.compile(model, device="cpu", memory="600KiB")
 
 
 def loss_of(result: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-    """What is learned: to move each row by one column."""
+    """The task is to move each row by one column."""
     return nn.functional.mse_loss(result, batch.roll(1, dims=1))
 
 

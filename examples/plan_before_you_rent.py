@@ -1,4 +1,4 @@
-"""Says whether a model of the shape of Llama-2-7B can be trained on a card of 10 GiB, before anybody pays for one.
+"""Says whether a model of the shape of Llama-2-7B can be trained on a card of 10 GiB, before anybody pays for the card.
 
 The model is on the meta device: 6.7 billion parameters take no memory here. python examples/plan_before_you_rent.py
 """

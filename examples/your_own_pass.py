@@ -1,4 +1,4 @@
-"""A pass of your own: the loss of a language model without logits of all tokens at once.
+"""Your own pass: the loss of a language model without logits for all tokens at once.
 
 Run it from the folder of the repository: python examples/your_own_pass.py
 """

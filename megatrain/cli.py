@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt as interrupt:
         # A command that has saved something says so in the interrupt.
-        outcome = str(interrupt) or "nothing was saved, and nothing is left running."
+        outcome = str(interrupt) or "nothing was saved, and nothing is still running."
         print(f"\nmegatrain: interrupted; {outcome}", file=sys.stderr)
         return 130
 

@@ -63,7 +63,7 @@ def register_op(kind: OpKind, *, handler: Handler, rule: Callable[[Case], None])
     if key in KINDS:
         raise OptionError(
             f"the {kind.stream} stream has an op `{kind.what}` already.\n"
-            "  Each kind of op of a stream has a letter of its own.\n  Take another letter, or unregister_op first."
+            "  Each kind of op of a stream has its own letter.\n  Take another letter, or unregister_op first."
         )
     KINDS[key], HANDLERS[key], further_rules[key] = kind, handler, rule
 
@@ -79,7 +79,7 @@ def unregister_op(kind: OpKind) -> None:
     if key in BUILT_IN or KINDS.get(key) is not kind:
         raise OptionError(
             f"`{kind.what}` of the {kind.stream} stream was not added by register_op.\n"
-            "  Only what was added can be taken out.\n  Give the OpKind that was registered."
+            "  Only a registered kind can be removed.\n  Give the OpKind that was registered."
         )
     for registry in (KINDS, HANDLERS, further_rules):
         del registry[key]

@@ -29,9 +29,10 @@ def check_opaque(traced: TracedModule, opaque: str, heard: set[str]) -> None:
     heard.add(reason)
     text = (
         f"the whole model is one opaque block: it {reason}.\n"
-        "  No graph can repeat that: the outermost module runs its own code, and all weights must fit on the device.\n"
-        "  Move what it does into an inner module, or out of the model"
+        "  No graph can repeat this code: the outermost module runs its own code, and all weights must fit on the "
+        "device.\n"
+        "  Move this code into an inner module, or out of the model"
     )
     if opaque == "refuse":
         raise TraceError(f"{text}.")
-    warnings.warn(f'{text}; opaque="allow" says that this is wanted.', OpaqueModelWarning, stacklevel=2)
+    warnings.warn(f'{text}; opaque="allow" silences this warning.', OpaqueModelWarning, stacklevel=2)

@@ -91,13 +91,13 @@ class Options:
         if masters == "rounded" and precision != "bf16":
             raise OptionError(
                 'masters="rounded" needs precision="bf16".\n'
-                "  It says how bf16 parameters take an update; fp32 ones are their own masters.\n"
+                "  The option says how updates of bf16 parameters are rounded; fp32 parameters are their own masters.\n"
                 '  Give precision="bf16" as well, or leave masters out.'
             )
         if transfer == "bind" and not target.can_bind:
             raise OptionError(
                 f'transfer="bind" needs the compute device to be the host, but it is {target}.\n'
-                '  Weights are used where they lie.\n  Use transfer="copy" or "auto".'
+                '  Weights are used in place, in host memory.\n  Use transfer="copy" or "auto".'
             )
         budget = None if memory is None else parse_bytes(memory, "memory")
         if transfer == "auto":

@@ -79,7 +79,7 @@ def unsupported(name: str, problem: str) -> TorchError:
     """Returns the error for a torch that can't be used."""
     return TorchError(
         f"torch {torch.__version__} can't be used: `{name}`, {problem}.\n"
-        "  Gradients depend on this private part of torch, and no other way leads to it.\n"
+        "  Gradients depend on this private part of torch, and there is no public way to it.\n"
         f"  Install a version that megatrain is tested with: {TESTED}."
     )
 

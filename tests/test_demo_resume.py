@@ -131,7 +131,7 @@ def test_the_command_is_interrupted_and_resumed_in_another_process(tmp_path: Pat
     assert cli.main(["demo", "--folder", str(folder), *options, "--seconds=1e6", "--interrupt-at=0.5"]) == 130
     shown = capsys.readouterr().err
     assert f"interrupted; step 3 of 6 is saved in `{folder}`, and nothing is left running" in shown
-    assert f"Go on with: megatrain demo --resume --folder {folder}\n" in shown
+    assert f"Continue with: megatrain demo --resume --folder {folder}\n" in shown
     command = [sys.executable, "-m", "megatrain.cli", "demo", "--resume", "--folder", str(folder)]
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     second = subprocess.run(
@@ -167,7 +167,7 @@ def test_an_interrupt_behind_the_training_is_resumed_without_a_step(
     before = (tmp_path / "run" / "checkpoint.json").read_bytes()
     demonstrate(Course.resume(tmp_path / "run", {}))
     assert (tmp_path / "run" / "checkpoint.json").read_bytes() == before
-    assert "none: every step was made before" in capsys.readouterr().out
+    assert "none: all steps ran in an earlier process" in capsys.readouterr().out
 
 
 def test_a_new_demo_replaces_the_checkpoint_of_an_older_one(undisturbed: Path, tmp_path: Path):

@@ -82,7 +82,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
     """
     if isinstance(model, CompiledModule):
         raise OptionError(
-            "the model is compiled already.\n  A compiled model holds its parameters in a host store of its own.\n"
+            "the model is compiled already.\n  A compiled model already holds its parameters in a host store.\n"
             "  Use it as it is, or compile the plain model again: compile(compiled.megatrain.model, ...)."
         )
     options = Options.read(

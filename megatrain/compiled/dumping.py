@@ -64,7 +64,7 @@ def _written(place: Path, texts: dict[str, str]) -> list[Path]:
     if others:
         raise OptionError(
             f'folder="{place}" holds other files: {", ".join(others[:3])}{", ..." if len(others) > 3 else ""}.\n'
-            "  A dump replaces what an earlier dump wrote, and nothing else.\n"
+            "  A dump replaces only files of an earlier dump.\n"
             "  Give a folder that doesn't exist, or an empty one."
         )
     for name in there:
@@ -85,9 +85,10 @@ def _stages(variant: Variant, model: nn.Module, options: Options, masters: Maste
     again = lowered(variant.traced, options, after_pass=keep)
     if str(again) != str(variant.program):
         raise LowerError(
-            f"the passes made another program of capture {variant.number} than the one in use.\n"
-            "  A pass gives the same program of the same capture each time; a dump shows what it made.\n"
-            "  Look for what one of `passes` remembers or draws, or print(compiled.program) for the one in use."
+            f"the passes made a program from capture {variant.number} that differs from the one in use.\n"
+            "  A pass must give the same program for the same capture each time; a dump shows this program.\n"
+            "  Find the one of `passes` that remembers values or draws random numbers, or print(compiled.program) "
+            "instead."
         )
     yield from passes
     yield "program", str(variant.program)

@@ -80,9 +80,9 @@ class CompiledModule(StandIn):
         """Runs the model, its hooks included; see `Compiled.__call__`."""
         if runs_own_code():
             raise ExecuteError(
-                "a compiled model is called in the forward of a compiled model.\n"
-                "  One call is one schedule, which can't hold another.\n"
-                "  Call the plain model there, and compile the outermost one alone."
+                "a compiled model was called in the forward of a compiled model.\n"
+                "  One call runs one schedule, and a schedule can't contain another.\n"
+                "  Call the plain model in that forward, and compile only the outermost model."
             )
         return _run(self._megatrain, args, kwargs)
 
@@ -150,13 +150,13 @@ def _check_stays(probe: torch.Tensor, result: torch.Tensor, device: torch.device
     if not is_on_host(result) and not is_same_kind(result.device, device):
         raise ExecuteError(
             f"the compiled model can't be moved to {result.device}: it computes on {device}.\n"
-            "  Its parameters live in host memory wherever it computes.\n"
+            "  Its parameters stay in host memory, on any compute device.\n"
             f'  Compile the plain model with device="{result.device}".'
         )
     if is_on_host(result) and result.is_shared():
         raise ExecuteError(
             "the compiled model can't be put into shared memory.\n"
-            "  Its parameters lie in the host store, which belongs to one process.\n"
+            "  Its parameters are in the host store, which belongs to one process.\n"
             "  Share the plain model, and compile it in each process."
         )
 
@@ -219,13 +219,13 @@ def _call_through(module: CompiledModule, expected: Any, args: Any, kwargs: Any)
     if vars(model).get("forward") is not expected:
         raise ExecuteError(
             "this `forward` of the compiled model was replaced by another.\n"
-            "  A schedule is made of what a call of the model runs.\n"
+            "  A schedule is made from a call of the model itself.\n"
             "  Call the compiled model itself, or put this `forward` back in place."
         )
     if model._forward_hooks or model._forward_pre_hooks:
         raise ExecuteError(
             "`forward` was called on a compiled model that has forward hooks.\n"
-            "  In eager that skips the hooks; the schedule of a call runs them.\n"
+            "  In eager, a direct call of `forward` skips the hooks; a schedule runs them.\n"
             "  Call the compiled model itself, or remove the hooks."
         )
     return _run(module.megatrain, args, kwargs)
@@ -274,7 +274,7 @@ def _class_of(kind: type[nn.Module]) -> type[CompiledModule]:
         raise OptionError(
             f"a {kind.__qualname__} can't be compiled: {error}.\n"
             "  A compiled model is an instance of a class derived from the model's own.\n"
-            "  Put the model into a module of your own, and compile that one."
+            "  Put the model into a module of your own, and compile your module."
         ) from error
     found = _CLASSES[id(kind)] = cast(type[CompiledModule], made)
     return found

@@ -8,7 +8,7 @@ from megatrain.compiled.variants import Variant
 from megatrain.options import Options
 from megatrain.sizes import format_bytes
 
-NOTHING = "nothing is captured yet: the first call is, or the one of compile(example_args=..., example_kwargs=...)"
+NOTHING = "nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)"
 
 
 def compiled_text(options: Options, variants: Sequence[Variant], latest: Variant | None) -> str:

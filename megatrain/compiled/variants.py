@@ -208,8 +208,8 @@ class Variants:
         if attempt is None:
             raise TraceError(
                 f"{failure.text}; then {failure.actual}, and something else in each of {len(failed)} runs.\n"
-                "  Besides tensors, a call must return the same when it starts again from the same state.\n"
-                "  Leave what comes from a clock or a system's random source out of the result."
+                "  Values other than tensors must be the same when a call starts again from the same state.\n"
+                "  Leave values of a clock, or of the system's random source, out of the result."
             )
         self._opaque = dict(attempt.opaque)
         self._of_signature(arguments).clear()

@@ -80,9 +80,9 @@ class Course:
         _check_same(folder, recipe, given)
         if user["text"] != digest(read_corpus()[0]):
             raise CheckpointError(
-                f"the training in `{folder}` began with another text.\n"
-                "  The demo learns Python's own help pages, and they differ between versions of Python.\n"
-                "  Resume with the version that it began with, or begin without --resume."
+                f"the training in `{folder}` used another text.\n"
+                "  The demo trains on Python's own help pages, which differ between versions of Python.\n"
+                "  Resume with the Python version of that training, or begin without --resume."
             )
         recipe = replace(recipe, **{name: given[name] for name in _FREE if name in given})
         return Course(recipe, folder, user["text"], user["num_steps"], user["seconds"], saved=count)
@@ -122,8 +122,8 @@ class Course:
         """Says what is saved, and how to go on."""
         folder = "" if self.folder == FOLDER else f" --folder {shlex.quote(str(self.folder))}"
         return (
-            f"step {self.saved} of {self.total} is saved in `{self.folder}`, and nothing is left running.\n"
-            f"  Go on with: megatrain demo --resume{folder}"
+            f"step {self.saved} of {self.total} is saved in `{self.folder}`, and nothing is still running.\n"
+            f"  Continue with: megatrain demo --resume{folder}"
         )
 
 
@@ -140,8 +140,8 @@ def _recorded(folder: Path) -> tuple[int, dict[str, Any]]:
     recipe: Any = user.get("recipe")
     if not isinstance(recipe, dict) or set(recipe) != {field.name for field in fields(Recipe)}:
         raise CheckpointError(
-            f"`{folder}` is a checkpoint of something else than this version's demo.\n"
-            "  The demo resumes and replaces only what it wrote itself.\n"
+            f"`{folder}` is a checkpoint, but not of this version's demo.\n"
+            "  The demo resumes and replaces only its own checkpoints.\n"
             "  Name another folder with --folder, or remove this one."
         )
     return extra["progress"]["count"], user
@@ -156,7 +156,7 @@ def _check_same(folder: Path, recipe: Recipe, given: Mapping[str, Any]) -> None:
                 [
                     f"the options contradict the checkpoint in `{folder}`:",
                     *found,
-                    "A resumed run goes on with the recipe it began with; only --device and --memory may change.",
+                    "A resumed run keeps its recipe; only --device and --memory may change.",
                     "Leave the options out, or begin anew without --resume.",
                 ]
             )

@@ -15,13 +15,13 @@ from megatrain.demo.recipe import Recipe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what `megatrain demo` takes."""
     add = parser.add_argument
-    add("--folder", type=Path, default=FOLDER, help=f"where its checkpoint lies (default: {FOLDER})")
-    add("--resume", action="store_true", help="go on from the checkpoint, with the recipe that it began with")
+    add("--folder", type=Path, default=FOLDER, help=f"folder of the checkpoint (default: {FOLDER})")
+    add("--resume", action="store_true", help="continue from the checkpoint, with its recipe")
     add("--interrupt-at", type=float, metavar="PART", help="press Ctrl-C after this part of the steps, between 0 and 1")
     _add("--device", str, "compute device; None is the accelerator if there is one", parser)
     _add("--memory", str, "device-memory budget", parser)
     _add("--steps", int, "optimizer steps", parser)
-    _add("--seconds", float, "training ends then at the latest", parser)
+    _add("--seconds", float, "training ends after this many seconds at the latest", parser)
     _add("--micro-batches", int, "micro-batches per step", parser)
     _add("--batch-size", int, "windows of text per micro-batch", parser)
     _add("--context", int, "bytes per window", parser)

@@ -78,7 +78,9 @@ def _train(
     num_steps = step.progress.count
     num_tokens, seconds = num_steps * recipe.tokens_per_step, course.seconds
     print(f"\n{num_steps} steps, {num_tokens} tokens in {seconds:.0f} s, {num_tokens / seconds:.0f} tokens/s")
-    print(f"saved in `{course.folder}`: the model for `from_pretrained`, and all that training goes on from")
+    print(
+        f"saved in `{course.folder}`: the model for `from_pretrained`, and everything that training needs to continue"
+    )
     return step.schedule, compiled.megatrain.peak_bytes
 
 

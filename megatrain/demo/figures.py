@@ -50,7 +50,7 @@ def format_memory(weights: int, budget: int, schedule: megatrain.Schedule, measu
             ("weights", on_host),
             ("budget", row(budget)),
             ("the schedule's peak", row(schedule.peak_bytes)),
-            ("measured peak", row(measured) if measured else "none: every step was made before"),
+            ("measured peak", row(measured) if measured else "none: all steps ran in an earlier process"),
             ("with workspace inside blocks", f"{row(schedule.device_bytes)}, by the schedule"),
         ]
     )

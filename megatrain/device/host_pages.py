@@ -32,7 +32,7 @@ class HostPages(mmap.mmap):
         try:
             return HostPages(-1, nbytes)
         except (OSError, OverflowError, ValueError) as error:
-            raise ExecuteError(f"the host has no {format_bytes(nbytes)} of memory to give: {error}") from error
+            raise ExecuteError(f"the host can't allocate {format_bytes(nbytes)} of memory: {error}") from error
 
     def tensor(self) -> torch.Tensor:
         """All of it as `uint8`. The storage of this tensor, and so every view of it, keeps the pages alive."""

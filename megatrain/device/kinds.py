@@ -22,7 +22,9 @@ _makers = dict(_OWN)
 _KIND = Rule(
     "a name of lower-case letters",
     '{name}="toy"',
-    lambda value: None if isinstance(value, str) and value.isalpha() and value.islower() else "is no kind of device",
+    lambda value: (
+        None if isinstance(value, str) and value.isalpha() and value.islower() else "isn't a registered kind of device"
+    ),
 )
 
 
@@ -40,7 +42,7 @@ def register(kind: str, make: Callable[[int | None], Device]) -> None:
     if _makers.get(kind) is not _OWN.get(kind):
         raise OptionError(
             f'the kind of device "{kind}" is registered already.\n'
-            "  A kind is one class, for all models of a process.\n  Call unregister() with it first."
+            "  A kind stands for one class, in the whole process.\n  Call unregister() with it first."
         )
     _makers[kind] = make
 
@@ -55,7 +57,7 @@ def unregister(kind: str) -> None:
     if _makers.get(kind) is _OWN.get(kind):
         raise OptionError(
             f'the kind of device "{kind}" is not registered.\n'
-            "  Kinds are known by the name that register() was given.\n  Give that name."
+            "  A kind has the name that was passed to register().\n  Give that name."
         )
     del _makers[kind]
     if kind in _OWN:

@@ -63,7 +63,7 @@ def obstacle(tensor: torch.Tensor) -> str | None:
     if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided or tensor.is_quantized:
         return f"is a {type(tensor).__name__} of layout {tensor.layout}, whose values are not plain numbers"
     if tensor.dtype not in KINDS:
-        return f"is {tensor.dtype}, which safetensors has no name for"
+        return f"is {tensor.dtype}, a dtype that safetensors doesn't have"
     return None
 
 

@@ -34,7 +34,7 @@ def read_json(path: Path) -> Any:
         ValueError: If it is something else, with the reason.
     """
     if not regular(path):
-        raise ValueError("it is no file")
+        raise ValueError("it isn't a file")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_BYTES:
@@ -174,7 +174,7 @@ def record(fields: Mapping[str, Rule], others: Rule | None = None) -> Rule:
                 yield from inner(known[name], _inside(place, name))
         for name in (name for name in known if name not in fields):
             if others is None or not isinstance(name, str):
-                yield f"{place} has {shown(name)}, which it should not"
+                yield f"{place} has {shown(name)}, which isn't allowed"
             else:
                 yield from others(known[name], _inside(place, name))
 
@@ -205,7 +205,7 @@ def _inside(place: str, key: object) -> str:
     return f"{place}.{key if plain else shown(key)}"
 
 
-_DEEP = f"lists or objects lie in one another more than {MAX_DEPTH} deep"
+_DEEP = f"lists or objects are nested more than {MAX_DEPTH} deep"
 
 
 def _check_depth(value: Any) -> None:
@@ -229,11 +229,11 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(written: str) -> float:
-    raise ValueError(f"{written} is no number of JSON")
+    raise ValueError(f"{written} isn't a number in JSON")
 
 
 def _finite(written: str) -> float:
     value = float(written)
     if not math.isfinite(value):
-        raise ValueError(f"{shown(written)} is beyond all floats")
+        raise ValueError(f"{shown(written)} is too large for a float")
     return value

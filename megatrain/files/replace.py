@@ -39,7 +39,7 @@ def resolved(folder: str | os.PathLike[str]) -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to one another
         raise CheckpointError(
             f"`{folder}` can't be a folder: {str(error)[:300]}.\n"
-            "  The system refuses the path itself.\n  Give another one."
+            "  The operating system refuses this path.\n  Give another one."
         ) from error
     return place
 
@@ -95,7 +95,7 @@ def _exchange(folder: Path, partial: Path) -> None:
     except OSError as error:
         raise CheckpointError(
             f"`{folder}` is saved, but the previous one could not be removed: {error}.\n"
-            f"  It is whole or in part in `{old}`.\n  Remove that; the next save tries it too."
+            f"  All or part of it is in `{old}`.\n  Remove this folder; the next save tries to remove it, too."
         ) from error
 
 
@@ -112,9 +112,9 @@ def _tidy(folder: Path) -> None:
     for leftover in leftovers:
         if _is_locked(leftover):
             raise CheckpointError(
-                f"another save to `{folder}` is going on, in `{leftover.name}`.\n"
-                "  Two at a time would remove each other's files.\n"
-                "  Wait for it, or save to another folder."
+                f"another save to `{folder}` is running, in `{leftover.name}`.\n"
+                "  Two saves at the same time would remove each other's files.\n"
+                "  Wait for the other save, or save to another folder."
             )
     whole = present(folder)
     if whole != folder:

@@ -21,7 +21,7 @@ def room_to_read() -> Generator[None]:
         if not isinstance(error, MemoryError) and not any(said in text.lower() for said in _SAID):
             raise
         raise CheckpointError(
-            f"the memory doesn't suffice to read the checkpoint: {text.splitlines()[0]}.\n"
-            "  The optimizer's state takes memory of its own. What was read until now has other values.\n"
-            "  Make room and load again: a whole checkpoint sets all of them right."
+            f"the memory is too small to read the checkpoint: {text.splitlines()[0]}.\n"
+            "  The optimizer's state takes additional memory. Tensors that were read already have new values.\n"
+            "  Free memory and load again: an undamaged checkpoint sets all tensors right."
         ) from error

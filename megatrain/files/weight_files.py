@@ -143,14 +143,14 @@ class Stored:
                 if _stamp(file.fileno()) != self.stamp:
                     raise WeightsError(
                         f"`{self.file}` was changed after compile(weights=...) had checked it.\n"
-                        "  The headers were compared with the model then, the values are read now.\n"
+                        "  compile compared the headers with the model; the values are read only now.\n"
                         "  Compile again, or call load_weights() before the file is written."
                     )
                 file.seek(start)
                 while len(target):
                     count = file.readinto(target)
                     if not count:
-                        raise OSError("it ends too early")
+                        raise OSError("the file ends too early")
                     target = target[count:]
         except OSError as error:
             raise _unreadable(self.file, error) from error
@@ -181,7 +181,7 @@ def open_checkpoint(paths: Sequence[Path]) -> dict[str, Stored]:
             if name in found:
                 raise WeightsError(
                     f"`{name}` is in `{found[name].file}` and in `{file}`.\n"
-                    "  Each name is in one file; nothing says which one counts.\n"
+                    "  A name must be in one file only: nothing says which file counts.\n"
                     "  Give weights= the list of files that belong together."
                 )
             found[name] = stored
@@ -198,15 +198,15 @@ def _files(path: Path) -> list[Path]:
     if len(indexes) > 1:
         names = ", ".join(f"`{index.name}`" for index in indexes)
         raise WeightsError(
-            f"`{path}` has several indexes: {names}.\n  Each describes weights of its own.\n"
-            "  Give weights= the one that you mean."
+            f"`{path}` has several indexes: {names}.\n  Each index describes other weights.\n"
+            "  Give weights= the index that you want."
         )
     if indexes:
         return list(dict.fromkeys(read_index(indexes[0]).values()))
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise WeightsError(
-            f"`{path}` has no *.safetensors in it.\n  Other formats would have to be read as a whole.\n"
+            f"`{path}` has no *.safetensors in it.\n  Only safetensors can be read tensor by tensor.\n"
             "  Save the weights with safetensors.torch.save_file."
         )
     return files
@@ -216,7 +216,7 @@ def _check_index(index: Path, found: Mapping[str, Stored]) -> None:
     for name, file in read_index(index).items():
         if name not in found or found[name].file != file:
             raise WeightsError(
-                f"`{file}` has no `{name}`, but `{index.name}` says so.\n  Index and files belong together.\n"
+                f"`{file}` has no `{name}`, but `{index.name}` says that it has.\n  Index and files belong together.\n"
                 "  Copy both again, or give weights= the list of files."
             )
 
@@ -225,7 +225,7 @@ def _header(path: Path) -> dict[str, Stored]:
     """Lists the tensors of a file; the library checks that the header is sound and the file complete."""
     try:
         if not regular(path):
-            raise OSError("it is no file")
+            raise OSError("it isn't a file")
         with safe_open(str(path), framework="np"):
             pass
         with path.open("rb") as file:
@@ -257,7 +257,7 @@ def _stamp(descriptor: int) -> tuple[int, int]:
 def _unreadable(path: Path, error: Exception) -> WeightsError:
     return WeightsError(
         f"`{path}` can't be read as safetensors: {error}.\n"
-        "  It is cut off, damaged, or something else.\n"
+        "  The file is cut off, damaged, or of another format.\n"
         "  Copy it again, or save the weights with safetensors.torch.save_file."
     )
 

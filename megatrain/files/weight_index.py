@@ -53,7 +53,7 @@ def exists(file: Path) -> bool:
 
 def _no_index(index: Path, reason: str) -> WeightsError:
     return WeightsError(
-        f"`{index}` is no index of safetensors files: {reason}.\n"
-        '  An index is JSON with the file of each name, in its own folder, under "weight_map".\n'
+        f"`{index}` isn't an index of safetensors files: {reason}.\n"
+        '  An index is JSON that maps each name to a file in its own folder, under "weight_map".\n'
         "  Copy it again, or give weights= the list of files."
     )

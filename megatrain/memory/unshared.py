@@ -29,7 +29,7 @@ def check_unshared(tensors: Mapping[str, torch.Tensor]) -> None:
         if one == other and start < end:
             raise ExecuteError(
                 f"`{first}` and `{second}` share memory, but not as one tied tensor.\n"
-                "  Each tensor of the state gets its own place on the host; a write to one would no longer\n"
+                "  Each tensor of the state gets its own place on the host, so a write to one would no longer\n"
                 "  reach the other.\n"
                 "  Tie them (assign the same Parameter to both), or clone one."
             )

@@ -185,7 +185,7 @@ def _prepare(item: _Fast, state: dict[str, Any]) -> _Fast:
             raise OptimizerError(
                 f"`{name}` of a {tuple(parameter.shape)} parameter is {tuple(tensor.shape)}, {tensor.layout}.\n"
                 "  An update takes dense tensors of the parameter's shape.\n"
-                "  Look at hooks on gradients, and at what was put into optimizer.state."
+                "  Check hooks on gradients, and values that were put into optimizer.state."
             )
     for name in path.moments:  # what was loaded may be laid out otherwise
         state[name] = laid_out_like(state[name], parameter)
@@ -199,14 +199,14 @@ def _check_names(parameter: torch.Tensor, path: FastPath, state: Mapping[str, An
     if missing:
         raise OptimizerError(
             f"the state of a {tuple(parameter.shape)} parameter has no tensor `{missing[0]}`.\n"
-            f"  {type(path).__name__} goes on from it.\n"
+            f"  {type(path).__name__} needs this tensor.\n"
             "  Put it into optimizer.state, or clear the parameter's state to begin anew."
         )
     narrow = [state[name].dtype for name in path.moments if state[name].dtype != torch.float32]
     if narrow:
         raise OptimizerError(
             f"the moments of a {tuple(parameter.shape)} parameter are {narrow[0]}.\n"
-            "  Over bf16 masters they stay fp32; load_state_dict turns state into the parameter's dtype.\n"
+            "  Over masters, moments must stay fp32; load_state_dict converts state to the parameter's dtype.\n"
             "  Put the fp32 tensors into optimizer.state after loading."
         )
 
@@ -221,8 +221,9 @@ def _check_state(optimizer: Optimizer, parameter: torch.Tensor) -> None:
         if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
             raise OptimizerError(
                 f"the state `{name}` of a {tuple(parameter.shape)} parameter is {value.dtype}, its master is fp32.\n"
-                "  Over bf16 parameters with masters an optimizer keeps what it would keep over fp32 parameters.\n"
-                '  Make the optimizer before compile(precision="bf16"). If load_state_dict turned the state into the '
+                "  Over bf16 parameters with masters, an optimizer's state has the same dtypes as over fp32 "
+                "parameters.\n"
+                '  Make the optimizer before compile(precision="bf16"). If load_state_dict converted the state to the '
                 "parameter's\n  dtype, put the fp32 tensors into optimizer.state after loading."
             )
 

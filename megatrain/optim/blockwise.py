@@ -90,7 +90,7 @@ class BlockOptimizer:
         """
         if self._step is not None:
             raise OptimizerError(
-                "a step is under way.\n  One step ends before the next begins.\n  Call finish() first."
+                "a step is under way.\n  A step must end before the next begins.\n  Call finish() first."
             )
         _check_not_replaced(self._optimizer)
         for hook in _pre_hooks(self._optimizer):
@@ -98,7 +98,7 @@ class BlockOptimizer:
             if result is not None and (len(result[0]) > 1 or result[1]):
                 raise OptimizerError(
                     "a hook of register_step_pre_hook gives `step` arguments.\n"
-                    "  Block by block it takes none, and no closure.\n"
+                    "  For updates block by block, `step` takes no arguments and no closure.\n"
                     "  Remove the hook, or call optimizer.step() yourself."
                 )
         # A step that is due when a hook is registered was over by then in a plain loop.
@@ -175,6 +175,6 @@ def _check_not_replaced(optimizer: Optimizer) -> None:
     if not is_scheduler or getattr(replaced, "__wrapped__", None) is not type(optimizer).step:
         raise OptimizerError(
             "`optimizer.step` was replaced by another function.\n"
-            "  Blocks are updated by the class's own code, which would pass it by.\n"
+            "  Blocks are updated by the `step` of the optimizer's class, not by the other function.\n"
             "  Use register_step_pre_hook and register_step_post_hook, or override `step` in a subclass."
         )

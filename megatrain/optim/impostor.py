@@ -135,7 +135,7 @@ def _note(before: Mapping[str, Any], after: Mapping[str, Any], noted: dict[str, 
         if key in noted and not is_same(noted[key], value):
             raise OptimizerError(
                 f"the optimizer's step left two values of `{key}`: {noted[key]!r} and {value!r}.\n"
-                "  What a step keeps beside the state of parameters must not hang on the parameters it is given.\n"
+                "  Values outside the state of parameters must not depend on which parameters a step gets.\n"
                 "  Update all parameters at once with optimizer.step()."
             )
         noted[key] = value

@@ -41,8 +41,8 @@ def made_over(
         except Exception as error:  # whatever the constructor of a user's class raises
             raise OptionError(
                 f"optimizer={name} can't be made over all trained parameters of the model: {error}\n"
-                "  A class gets all of them, in one group with its default options.\n"
-                "  Give an optimizer over those that it shall have; on meta neither takes memory."
+                "  plan calls the class with all trained parameters, in one group with default options.\n"
+                "  Give an optimizer over the parameters that you want to train; on meta it takes no memory."
             ) from error
 
 

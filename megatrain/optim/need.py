@@ -227,9 +227,9 @@ def _bytes_by_corner(optimizer: Optimizer, member: Updated) -> dict[str, int]:
 
 def _unknown(optimizer: Optimizer, cause: Exception) -> OptimizerError:
     return OptimizerError(
-        f"what {type(optimizer).__name__} will keep can't be found out: {cause}\n"
-        "  Its step runs on stand-ins of the parameters, on the host, first without memory and then on small ones.\n"
-        "  Mend what it says, or take a step first: state that exists is counted as it is."
+        f"the state of {type(optimizer).__name__} can't be found out: {cause}\n"
+        "  Its step runs on stand-ins for the parameters, on the host: first without memory, then on small ones.\n"
+        "  Fix this error, or take a step first: existing state is counted as it is."
     )
 
 

@@ -38,17 +38,17 @@ def check_per_parameter(optimizer: Optimizer, *, probe: bool = True) -> None:
     code = inspect.signature(inspect.unwrap(type(optimizer).step))
     wanted = [p.name for p in list(code.parameters.values())[1:] if p.default is p.empty and p.kind not in _VARIADIC]
     if wanted:
-        raise _refusal(optimizer, f"its step needs `{wanted[0]}`, which evaluates the model again and again")
+        raise _refusal(optimizer, f"its step needs `{wanted[0]}`, which evaluates the model several times")
     parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for name, value in attributes(optimizer).items():
         held = next((item for item in _inside(value) if _is_held(item, parameters)), None)
         if held is not None:
-            raise _refusal(optimizer, f"its attribute `{name}` holds a {type(held).__name__} beside its groups")
+            raise _refusal(optimizer, f"its attribute `{name}` holds a {type(held).__name__} outside its groups")
     if probe:
         with unnoticed():
             difference = _try(optimizer)
         if difference is not None:
-            raise _refusal(optimizer, f"steps over some parameters at a time leave another {difference}")
+            raise _refusal(optimizer, f"steps over single parameters give another {difference}")
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -57,7 +57,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def _refusal(optimizer: Optimizer, reason: str) -> OptimizerError:
     return OptimizerError(
         f"{type(optimizer).__name__} can't update one block at a time: {reason}.\n"
-        "  A block is updated while others still compute, so each parameter's update may only hang on itself,\n"
+        "  A block is updated while others still compute, so a parameter's update may only depend on the parameter,\n"
         "  its gradient and its state.\n"
         "  Call optimizer.step() yourself after backward(), or choose an optimizer such as AdamW, SGD or Muon."
     )

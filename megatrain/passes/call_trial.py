@@ -24,8 +24,8 @@ from megatrain.tracer.spec import TensorSpec
 Target = str | Callable[..., Any]
 """A function of tensors, or the name of a tensor's method."""
 
-_RULE = "A call that a pass adds is tried on tensors without values, to learn its result's shape, dtype and strides."
-_WAY_OUT = "Give it operands that fit, and let no shape hang on values."
+_RULE = "A call that a pass adds runs on tensors without values, to find the shape, dtype and strides of its result."
+_WAY_OUT = "Give the call operands that fit. No shape may depend on values."
 _NAME_IT = 'Give the function itself, such as F.linear, or the name of a method, such as "view".'
 
 
@@ -111,7 +111,11 @@ def tried(
         except Exception as error:  # whatever the call raises, it can't be part of a graph so
             first_line = str(error).partition("\n")[0].rstrip(".")
             refuse_call(
-                target, f"can't be called so: {type(error).__name__}: {first_line}", _RULE, _WAY_OUT, cause=error
+                target,
+                f"can't be called with these arguments: {type(error).__name__}: {first_line}",
+                _RULE,
+                _WAY_OUT,
+                cause=error,
             )
     operands = {storage_key(fake): node for node, fake in stand_ins.items()}
     _check_writes(target, watch.written, operands)
@@ -135,8 +139,8 @@ def _check_writes(target: Target, written: Sequence[torch.Tensor], operands: Map
         refuse_call(
             target,
             f"writes into `{changed[0]}`",
-            "What a pass adds makes new tensors; a write would reach whatever shares that memory.",
-            "Call the form of it that returns a new tensor.",
+            "A call that a pass adds must make new tensors; a write would change every tensor that shares the memory.",
+            "Call the variant that returns a new tensor.",
         )
 
 
@@ -203,14 +207,14 @@ def operands_of(
             refuse_call(
                 target,
                 f"is given `{node.name}`, which isn't one tensor",
-                "A call with several results is read by `getitem` calls.",
-                "Give one of these.",
+                "The results of a call with several results are read by `getitem` calls.",
+                "Give one of these `getitem` calls.",
             )
         if node > end:
             refuse_call(
                 target,
-                f"is given `{node.name}`, which is made behind `{site.after.name}`",
-                "A call stands behind the one that it is like, and reads what is made before.",
+                f"is given `{node.name}`, which is made after `{site.after.name}`",
+                "A new call comes right after `like`, so its operands must exist by then.",
                 "Give a later call as `like`.",
             )
     return found
@@ -226,13 +230,18 @@ def check_target(target: Any) -> None:
         refuse_call(
             target,
             "is a module",
-            "A call in a graph holds no tensors: its state is read by the graph, and passed.",
-            "Call the function behind it, such as F.linear, with its parameters as operands.",
+            "A call in a graph holds no tensors: the graph reads state and passes it as operands.",
+            "Call the underlying function, such as F.linear, with the parameters as operands.",
         )
     if not isinstance(target, str) and not callable(target):
-        refuse_call(target, "can't be called", "A call is of a function, or of a tensor's method.", _NAME_IT)
+        refuse_call(target, "can't be called", "A call calls a function or a method of a tensor.", _NAME_IT)
     if isinstance(target, str) and not hasattr(torch.Tensor, target):
-        refuse_call(target, "is no method of torch.Tensor", "A text names a method of the first operand.", _NAME_IT)
+        refuse_call(
+            target,
+            "is no method of torch.Tensor",
+            "A target given as text names a method of the first operand.",
+            _NAME_IT,
+        )
 
 
 def refuse_call(target: Any, what: str, rule: str, way_out: str, *, cause: BaseException | None = None) -> NoReturn:

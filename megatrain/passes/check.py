@@ -40,7 +40,7 @@ def _check_template(template: Template, is_lifted: bool) -> None:
     template.graph.lint()
     nodes = list(template.graph.nodes)
     if is_lifted and template.reads_by_name:
-        _fail(where, "still reads state by name", "All templates take their state as inputs, or none does.")
+        _fail(where, "still reads state by name", "Either all templates take their state as inputs, or none does.")
     if any(n.op in ("call_module",) for n in nodes):
         _fail(where, "calls a module", "A template consists of torch calls only.")
     outputs: Any = template.graph.output_node().args[0]
@@ -116,5 +116,5 @@ def _check_parts(program: Program) -> None:
         if entry.base in program.state:
             _fail(f"state {key}", f"is part of {entry.base}, which is read whole", "A tensor is whole or in parts.")
         if entry.spec.shape[0] != end - start or start < ends.get(entry.base, 0):
-            _fail(f"state {key}", "has rows of another part, or too few", "Parts are disjoint stretches of rows.")
+            _fail(f"state {key}", "has rows of another part, or too few", "Parts are disjoint ranges of rows.")
         ends[entry.base] = end

@@ -114,9 +114,9 @@ def _check_history(node: fx.Node, result: Any) -> None:
     """
     if isinstance(result, torch.Tensor) and node.meta.get("has_history") and not result.requires_grad:
         raise LowerError(
-            f"`{node.name} = {call_text(node)}` has no gradient in the program, and has one in the model.\n"
+            f"`{node.name} = {call_text(node)}` has no gradient in the program, but has one in the model.\n"
             f"  It was captured at {node.meta['source']}; every weight before it would train wrongly.\n"
-            "  Put what is called there into a module that runs its own code: trace(opaque=...)."
+            "  Put this call into a module that runs its own code: trace(opaque=...)."
         )
 
 

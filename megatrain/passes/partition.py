@@ -97,8 +97,9 @@ class _Cut:
             if key in read and any(source.meta["requires_grad"] for source in sources):
                 raise LowerError(
                     f"the forward leaves a tensor with gradient history in the buffer `{key}`, and reads it again.\n"
-                    "  In eager the next backward would continue into the call before; a schedule ends with its call.\n"
-                    "  Detach what goes into the buffer."
+                    "  In eager, the next backward would continue into the previous call; a schedule ends with its "
+                    "call.\n"
+                    "  Detach the tensor before it goes into the buffer."
                 )
 
     def _define(self, node: fx.Node, name: str, producer: int | None, storage: Any) -> None:

@@ -65,20 +65,20 @@ def lower(
     elif rewrites or limit is not None:
         raise OptionError(
             f"passes= and {'rewrites' if rewrites else 'block_bytes'}= were given together.\n"
-            "  `passes` is the whole order of passes; the other option is for the default order.\n"
+            "  `passes` is the whole sequence of passes; the other option is for the default sequence.\n"
             "  Put your rewrites, and partial(partition, block_bytes=...), among the passes."
         )
     value = _run(traced, passes, rewrites, after_pass)
     if not isinstance(value, Program):
         raise LowerError(
-            f"the passes end in {named(value)}.\n  They end in a program.\n"
-            "  Have partition and the passes after it among them, or leave `passes` out."
+            f"the passes end in {named(value)}.\n  The last pass must return a program.\n"
+            "  Add partition and the passes after it, or leave out `passes`."
         )
     if not value.is_lifted:
         raise LowerError(
             f"the passes end in a program of {value.name} whose templates read state by name.\n"
-            "  What runs is templates without state, bound to the state of each block.\n"
-            "  Have lift_state among the passes behind partition, or leave `passes` out."
+            "  A program must have templates without state, which are bound to the state of each block.\n"
+            "  Add lift_state after partition, or leave out `passes`."
         )
     return value
 
@@ -118,8 +118,8 @@ def _check_kind(name: str, made: object, given: TracedModule | Program, *, is_re
     if is_rewrite:
         rule = "A rewrite takes a TracedModule and returns a TracedModule."
     elif isinstance(given, Program):
-        rule = "A pass behind partition takes a Program and returns a Program."
-        way_out = "what dataclasses.replace(program, ...) gives"
+        rule = "A pass after partition takes a Program and returns a Program."
+        way_out = "the result of dataclasses.replace(program, ...)"
     raise LowerError(f"the pass `{name}` returned {named(made)}.\n  {rule}\n  Return {way_out}.")
 
 
@@ -151,8 +151,8 @@ def _check_ends(name: str, made: TracedModule, given: TracedModule) -> None:
         if old != new:
             raise LowerError(
                 f"the pass `{name}` gave {given.name} other {what}: {_listed(new)} instead of {_listed(old)}.\n"
-                "  A pass changes how results are computed; callers give and get the same.\n"
-                "  Put a tensor of the same shape, dtype and strides in the place of each."
+                "  A pass may change how results are computed, but not the inputs and outputs.\n"
+                "  Replace each by a tensor of the same shape, dtype and strides."
             )
 
 

@@ -26,15 +26,15 @@ def check_alike(old: fx.Node, new: fx.Node) -> None:
         if node.op not in CALLS or "spec" not in node.meta:
             refuse_rewrite(
                 f"`{node.name}` is no call that makes one tensor",
-                "A call takes the place of a call; inputs and state stay as they are.",
-                "Replace the calls that read it, or the `getitem` calls that take it apart.",
+                "Only a call can be replaced, and only by a call; inputs and state stay as they are.",
+                "Replace the calls that read it, or the `getitem` calls that read its parts.",
             )
     for key, what in (("spec", "is"), ("requires_grad", "requires a gradient:")):
         if old.meta[key] != new.meta[key]:
             refuse_rewrite(
                 f"`{new.name}` {what} {new.meta[key]}, and `{old.name}`, which it is to replace, {old.meta[key]}",
-                "What reads the old tensor was recorded for its shape, dtype, strides and history.",
-                "Add a call that makes the same of it, such as `to`, `reshape` or `contiguous`.",
+                "Readers of the old tensor were recorded for its shape, dtype, strides and history.",
+                "Add a call that converts the new tensor, such as `to`, `reshape` or `contiguous`.",
             )
 
 
@@ -56,8 +56,8 @@ def take_over_memory(
     if any(writers.get(view) for view in views) and not (_owns_memory(old) and _owns_memory(new)):
         refuse_rewrite(
             f"`{old.name}` is written in place, and `{(old if _owns_memory(new) else new).name}` is a view",
-            "A write reaches all that shares the memory: with another tensor there it would reach something else.",
-            "Replace what makes the memory, or clone the new tensor.",
+            "A write changes every tensor that shares the memory: after a replacement it would change other tensors.",
+            "Replace the call that makes the memory, or clone the new tensor.",
         )
     for node in writers.pop(old, ()):
         node.meta["writes"] = tuple(new if w is old else w for w in node.meta["writes"])

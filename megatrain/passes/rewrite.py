@@ -109,9 +109,9 @@ class Rewriter:
         like = self._own(like)
         if like.op not in CALLS:
             refuse_rewrite(
-                f"`{like.name}` is no call, so nothing can be like it",
-                "A call takes modes and module over from another call, and follows it.",
-                "Give as `like` the call that you replace, or one that reads what you need.",
+                f"`{like.name}` isn't a call, so it can't be `like`",
+                "A new call takes modes and module from `like`, and comes after it.",
+                "Give as `like` the call that you replace, or a call that reads the operands that you need.",
             )
         check_target(target)
         return self.add(Site.of(like), target, args, kwargs)
@@ -178,7 +178,7 @@ class Rewriter:
         if early or new < old:
             refuse_rewrite(
                 f"`{early[0].name if early else old.name}` comes before `{new.name}`, which is to replace `{old.name}`",
-                "What reads the old result comes behind the new one.",
+                "Readers of the old result must come after the new call.",
                 "Give the replaced call as `like` when you make the new one.",
             )
         take_over_memory(old, new, self._writers, self._added)
@@ -231,9 +231,9 @@ class Rewriter:
         found = self._copies.get(node) if isinstance(node, fx.Node) and node.graph is not self.graph else node
         if not isinstance(found, fx.Node) or is_erased(found):
             refuse_rewrite(
-                f"{f'`{node.name}`' if isinstance(node, fx.Node) else shown(node)} is no node of this graph",
-                "A pass works with the nodes of one capture; those that were replaced are gone.",
-                "Take nodes from `rewriter.graph`, or from what `call` returned.",
+                f"{f'`{node.name}`' if isinstance(node, fx.Node) else shown(node)} isn't a node of this graph",
+                "A pass works with the nodes of one capture; replaced nodes are gone.",
+                "Take nodes from `rewriter.graph`, or from results of `call`.",
             )
         return found
 

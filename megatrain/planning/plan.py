@@ -163,8 +163,9 @@ def plan(
         )
     if args and example_args:
         raise OptionError(
-            "plan has positional arguments of an example twice.\n  `example_args` is another way to give them.\n"
-            "  Leave `example_args` out, or the arguments behind the model."
+            "plan got the positional arguments of an example twice.\n  `example_args` means the same as the "
+            "arguments after the model.\n"
+            "  Leave out `example_args`, or the arguments after the model."
         )
     arguments = Arguments.of(model, args or example_args, dict(example_kwargs or {}))
     program = _captured(model, arguments, precision, target, passes)
@@ -212,9 +213,9 @@ def _step_kind(
     """The kind of a whole training step; see `megatrain.TrainStep` for when updates run."""
     if not any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs):
         raise OptionError(
-            "nothing that the model returns needs a gradient, so there is no training to plan.\n"
-            "  A step differentiates what the forward returns, by its trainable parameters.\n"
-            "  Call requires_grad_() on those that shall be trained."
+            "no result of the model needs a gradient, so there is no training to plan.\n"
+            "  A step differentiates the results of the forward with respect to the trainable parameters.\n"
+            "  Call requires_grad_() on the parameters to train."
         )
     clip = max_grad_norm is not None
     updates = "serial" if not overlap else "deferred" if clip else "overlap"

@@ -81,6 +81,7 @@ def _handed_through(
 
 _CREATE_GRAPH = (
     "backward ran with create_graph=True.\n"
-    "  A compiled model has first derivatives only: its backward is a schedule, which autograd can't differentiate.\n"
-    "  Leave create_graph out, or compute what needs second derivatives with the model itself, uncompiled."
+    "  A compiled model has first derivatives only: its backward is a schedule, and autograd can't differentiate a "
+    "schedule.\n"
+    "  Leave out create_graph, or compute second derivatives with the model itself, uncompiled."
 )

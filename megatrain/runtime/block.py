@@ -214,7 +214,7 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.r
 _OVERWRITTEN = (
     "a tensor that the backward needs was modified in place by the model's own forward.\n"
     "  Eager autograd refuses the same model.\n"
-    "  Use the call that returns a new tensor where the forward writes into one that an earlier call saved."
+    "  Where the forward writes into a tensor that an earlier call saved, use the call that returns a new tensor."
 )
 
 

@@ -182,7 +182,7 @@ class Call:
             if version(tensor) != before:
                 raise ExecuteError(
                     f"value `{name}` was modified in place between forward and backward.\n"
-                    "  The backward needs it as the forward left it.\n"
+                    "  The backward needs the value that the forward left.\n"
                     "  Clone inputs and outputs before writing into them."
                 )
         self._versions = []
@@ -210,7 +210,7 @@ class Call:
 
 _SPENT = (
     "backward ran a second time on the same output of a call.\n"
-    "  As in eager, what it needs is gone after the first, unless that had retain_graph=True.\n"
-    "  Pass retain_graph=True to the first, add the losses and call backward once, or call the model again."
+    "  As in eager, the graph is gone after the first backward, unless it had retain_graph=True.\n"
+    "  Pass retain_graph=True to the first backward, add the losses and call backward once, or call the model again."
 )
-_FAILED = "backward ran on a call that failed.\n  What it needs is gone.\n  Call the model again."
+_FAILED = "backward ran on a call that failed.\n  The values that the backward needs are gone.\n  Call the model again."

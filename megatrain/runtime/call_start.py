@@ -95,7 +95,7 @@ class Start:
                 kind = "parameter" if isinstance(self.state[key].tensor, nn.Parameter) else "buffer"
                 raise ExecuteError(
                     f"{kind} `{key}` was modified between forward and backward.\n"
-                    "  The backward computes with the parameters and buffers that the forward read.\n"
+                    "  The backward needs the parameters and buffers that the forward read.\n"
                     "  Call backward first: before optimizer.step(), load_state_dict() or a call that updates buffers."
                 )
 
@@ -109,7 +109,7 @@ class Start:
             if version(tensor) != self.versions[name]:
                 raise ExecuteError(
                     f"value `{name}` was modified in place between forward and backward.\n"
-                    "  A second backward of a call repeats its forward, from the same inputs.\n"
+                    "  A second backward of a call repeats the forward, from the same inputs.\n"
                     "  Clone inputs before writing into them."
                 )
 

@@ -175,7 +175,7 @@ class Engine:
             if key not in self.tensors:
                 raise ExecuteError(
                     f"the model has no {entry.kind} `{key}`.\n"
-                    "  A program reads the state of the model that it was made of.\n  Give the engine that model."
+                    "  A program reads the state of the model that it was made from.\n  Give the engine that model."
                 )
             tensor = self.tensors[key]
             if tensor.is_meta and self._weights is not None and key in self._weights:
@@ -183,13 +183,13 @@ class Engine:
             if tensor.is_meta:
                 raise ExecuteError(
                     f"{entry.kind} `{key}` is on the meta device and has no values.\n"
-                    "  A plan needs no weights, a step does.\n"
+                    "  A plan needs no weights, but a step does.\n"
                     "  Give compile(weights=...) their files, or load them (model.to_empty and load_state_dict) first."
                 )
             if not is_on_host(tensor):
                 raise ExecuteError(
                     f"{entry.kind} `{key}` is on {tensor.device}.\n"
-                    "  Parameters live in host memory; the device only borrows them.\n"
+                    "  Parameters stay in host memory; the device only borrows them.\n"
                     '  Move the model back with model.to("cpu").'
                 )
 

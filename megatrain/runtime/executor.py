@@ -223,7 +223,7 @@ class Executor:
         """
         if key not in self.engine.tensors:
             raise ExecuteError(
-                f"the model has no parameter or buffer {shown(key)}.\n  They have the names of its state_dict.\n"
+                f"the model has no parameter or buffer {shown(key)}.\n  Names are those of the model's state_dict.\n"
                 f"  It has {shown(list(self.engine.tensors))}."
             )
         state, device = self.engine.tensors[key], self.engine.device.torch_device
@@ -253,7 +253,7 @@ def _check_fits(programs: Sequence[Program], schedule: Schedule) -> None:
     if len(programs) != schedule.kind.micro_batches:
         raise ExecuteError(
             f"there are {len(programs)} programs for {schedule.kind.micro_batches} micro-batches.\n"
-            "  Each micro-batch runs a program; several may run the same.\n  Give one program per micro-batch."
+            "  Each micro-batch runs a program; several may run the same program.\n  Give one program per micro-batch."
         )
     for program in programs:
         if schedule.num_blocks != len(program.blocks):
@@ -265,17 +265,18 @@ def _check_fits(programs: Sequence[Program], schedule: Schedule) -> None:
 
 _FURTHER_OPS = (
     "another call used the slots between this call's forward and its backward.\n"
-    "  The backward then has a table of its own. megatrain makes it, and doesn't know where your own kinds of ops go.\n"
-    "  Run each call's backward ahead of the next call."
+    "  The backward then needs another table. megatrain makes this table, but can't place your own kinds of ops in "
+    "it.\n"
+    "  Run each call's backward before the next call."
 )
 _TRAINING_STEP = (
-    "the schedule is of a whole training step, which has no forward of its own.\n"
-    "  A training step is begun with the inputs of its micro-batches, and then goes with a trainer.\n"
-    "  Run it by a TrainStep, or call begin(inputs).go(trainer).\n"
+    "the schedule is a whole training step, which has no separate forward.\n"
+    "  A training step begins with the inputs of its micro-batches, and then runs with a trainer.\n"
+    "  Run it with a TrainStep, or call begin(inputs).go(trainer).\n"
     "  For a call, build the schedule without micro_batches, updates, clip and outputs."
 )
 _CALL = (
-    "the schedule is of a call, which isn't a training step.\n"
-    "  A call runs by forward(inputs) and backward(call, gradients); what it gives is the caller's.\n"
+    "the schedule is a call, not a training step.\n"
+    "  A call runs with forward(inputs) and backward(call, gradients); its results belong to the caller.\n"
     "  Call these, or build the schedule with updates."
 )

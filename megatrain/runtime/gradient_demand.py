@@ -63,7 +63,7 @@ class Demand:
             if self._returned[key] is None:
                 raise ExecuteError(
                     f"parameter `{key}` has a hook, but this backward has no gradient for it.\n"
-                    "  In eager its hooks would not run; here they would, without a gradient.\n"
+                    "  In eager its hooks would not run; in a compiled model they would run, without a gradient.\n"
                     "  Remove the hook, or differentiate the outputs that depend on the parameter as well."
                 )
         return [self._returned.get(key) for key in self._keys]

@@ -237,7 +237,7 @@ def check_kind(gradient: Any, kind: str) -> None:
         raise ExecuteError(
             f"a hook on a gradient made {found} of {kind}.\n"
             "  As in autograd, a gradient keeps its shape and dtype.\n"
-            "  Return a tensor like the one that the hook is given, or None to leave it."
+            "  Return a tensor like the hook's argument, or None to keep the gradient."
         )
 
 

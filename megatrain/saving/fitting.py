@@ -47,7 +47,7 @@ def misfits(own: Any, saved: Any, place: str, *, is_whole: bool = False) -> Iter
     if there != here and there not in _ALSO.get(here, ()):
         yield f"`{place}` is a {here} here, but {shown(saved)} in the checkpoint"
     elif there == "number" and isinstance(saved, int) and abs(saved) > MAX_INT:
-        yield f"`{place}` is {shown(saved)} in the checkpoint, which nothing can compute with"
+        yield f"`{place}` is {shown(saved)} in the checkpoint, which isn't a valid value"
     elif "tensor" in (here, there) and {here, there} != {"tensor"} and isinstance(saved, torch.Tensor):
         if saved.numel() != 1 and here != "None":
             yield f"`{place}` is a number here, but a tensor of {saved.numel()} in the checkpoint"

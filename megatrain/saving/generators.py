@@ -55,9 +55,9 @@ def check_generators(state: dict[str, Any]) -> None:
         raise CheckpointError(
             "\n  ".join(
                 [
-                    f"the checkpoint's random states are none, in {len(wrong)} places.",
+                    f"the checkpoint's random states are invalid, in {len(wrong)} places.",
                     *wrong,
-                    "They are what generators_now() returned.",
+                    "Random states must be a result of generators_now().",
                     "Load an older checkpoint, or seed anew with torch.manual_seed.",
                 ]
             )
@@ -69,8 +69,8 @@ def check_generators(state: dict[str, Any]) -> None:
         found = f"{count} {kind.upper()} devices" if count else "none of that kind"
         raise CheckpointError(
             f"the checkpoint has random states of {len(states)} {kind.upper()} devices, this machine has {found}.\n"
-            "  Each device draws from a generator of its own, so the numbers would be others.\n"
-            "  Resume with as many devices, or seed anew with torch.manual_seed."
+            "  Each device draws from its own generator, so the numbers would differ.\n"
+            "  Resume with the same number of devices, or seed anew with torch.manual_seed."
         )
 
 
@@ -99,8 +99,8 @@ def _states(accelerator: Device) -> list[torch.Tensor]:
     if states is not None:
         return states
     raise CheckpointError(
-        f"torch.{accelerator.kind} doesn't say what state its random generators have.\n"
-        "  A run that is resumed would draw other numbers, and nothing would tell.\n"
+        f"torch.{accelerator.kind} doesn't give the state of its random generators.\n"
+        "  A resumed run would draw other numbers, without an error.\n"
         "  Leave generators_now() out of the checkpoint and seed anew after loading, or train on another device."
     )
 

@@ -90,8 +90,9 @@ class Checkpoint:
                 f"the checkpoint doesn't fit these weights: {len(problems)} differences.",
                 f"checkpoint: `{self.folder}`",
                 *problems,
-                "Names, shapes and dtypes are those that were saved.",
-                "Build the model as it was, or read single tensors with load(...).weights[name].read(tensor).",
+                "Names, shapes and dtypes must equal the saved ones.",
+                "Build the model as it was when saved, or read single tensors with "
+                "load(...).weights[name].read(tensor).",
             ]
             raise CheckpointError("\n  ".join(lines))
 
@@ -138,8 +139,8 @@ class Checkpoint:
                 f"the checkpoint doesn't fit this optimizer: {len(problems)} differences.",
                 f"checkpoint: `{self.folder}`",
                 *problems,
-                "State continues only where it belongs to the same parameter under the same rule.",
-                "Build the optimizer as it was, or go on with a fresh one.",
+                "State fits only the same parameter in the same class of optimizer.",
+                "Build the optimizer as it was when saved, or continue with a new optimizer.",
             ]
             raise CheckpointError("\n  ".join(lines))
 
@@ -181,7 +182,8 @@ class Checkpoint:
     def _saved_optimizer(self) -> Mapping[str, Any]:
         if self.manifest.optimizer is None:
             raise CheckpointError(
-                f"`{self.folder}` has no state of an optimizer.\n  Nothing can continue from it as if never stopped.\n"
+                f"`{self.folder}` has no state of an optimizer.\n  Training can't continue exactly without this "
+                "state.\n"
                 "  Read its weights only, or load a checkpoint that was saved with optimizer=."
             )
         return self.manifest.optimizer
@@ -200,7 +202,7 @@ class Checkpoint:
         first = {**{name: name for name in self.weights}, **self.manifest.ties}
         wanted = {first[name] for name in tensors if name in first}
         for name in (name for name in self.weights if first[name] not in wanted and name == first[name]):
-            yield f"unexpected: `{name}` {self.weights[name]} is not among these"
+            yield f"unexpected: `{name}` {self.weights[name]} is not among the tensors given"
         memory: dict[object, str] = {}
         for name, tensor in tensors.items():
             spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
@@ -258,9 +260,9 @@ def _problems_of_file(path: Path, record: FileRecord) -> Iterable[str]:
         yield f"`{path}` can't be read: {error.strerror}"
         return
     if digest != record.digest:
-        yield f"`{path}` has another {'header' if record.tensors else 'content'} than the one saved"
+        yield f"`{path}` has {'a header' if record.tensors else 'content'} that differs from the saved one"
     elif record.tensors and not record.fits(header):
-        yield f"`{path}` has a header that says otherwise than {FILE}"
+        yield f"`{path}` has a header that contradicts {FILE}"
 
 
 def _header(file: FileIO, record: FileRecord) -> tuple[str, bytes]:

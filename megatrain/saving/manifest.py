@@ -133,7 +133,7 @@ class Manifest:
             document = read_json(path)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(
-                f"`{folder}` is no checkpoint: it has no {FILE}.\n"
+                f"`{folder}` isn't a checkpoint: it has no {FILE}.\n"
                 "  A checkpoint is a folder that megatrain.saving.save wrote.\n"
                 "  Give that folder; weights alone are read with megatrain.compile(weights=...)."
             ) from error
@@ -144,11 +144,12 @@ class Manifest:
         if schema not in READABLE:
             raise CheckpointError(
                 f"`{path}` has schema {schema}; this version of megatrain reads {' and '.join(map(str, READABLE))}.\n"
-                "  A schema says how the rest is to be understood.\n"
-                "  Load it with the version that wrote it. The weights are in safetensors files that any version reads."
+                "  The schema says how to read the rest of the file.\n"
+                "  Load it with the version that wrote it. Every version can read the weights, which are "
+                "safetensors files."
             )
         if _digest(schema, content) != document["sha256"]:
-            raise _damaged(path, "its checksum is another one")
+            raise _damaged(path, "its checksum differs")
         _check(path, faults(content, schema))
         return Manifest(
             {name: FileRecord.of_json(entry) for name, entry in content["files"].items()},
@@ -173,9 +174,9 @@ def _dump(value: Any) -> bytes:
 def _check(path: Path, found: list[str]) -> None:
     if found:
         lines = [
-            f"`{path}` is damaged: it isn't what a save writes, in {len(found)} places.",
+            f"`{path}` is damaged: {len(found)} places differ from anything that a save writes.",
             *found,
-            "Its checksum is right, or there is none; its fields are checked one by one all the same.",
+            "Every field is checked, even if the checksum is right.",
             "Copy the checkpoint again, or load an older one.",
         ]
         raise CheckpointError("\n  ".join(lines))
@@ -183,6 +184,6 @@ def _check(path: Path, found: list[str]) -> None:
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"`{path}` is damaged: {reason}.\n  Nothing else says what the checkpoint holds.\n"
+        f"`{path}` is damaged: {reason}.\n  Without this file the contents of the checkpoint are unknown.\n"
         "  Copy it again, or load an older checkpoint."
     )

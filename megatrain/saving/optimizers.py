@@ -60,7 +60,7 @@ class OptimizerState:
         if loose:
             raise CheckpointError(
                 f"the state of {_kind(optimizer)} has entries that belong to no parameter: {loose}.\n"
-                "  State is stored by the parameter that it belongs to.\n"
+                "  State is stored by parameter.\n"
                 "  Keep such values in the optimizer's param_groups."
             )
         return OptimizerState(
@@ -78,7 +78,7 @@ class OptimizerState:
             for name, values in self.state.items()
         }
         odd = [(name, key) for name, values in state.items() for key in values if type(key) is not str]
-        encoder.problems += [f"`{name}` has state under {key!r}, which is no text" for name, key in odd]
+        encoder.problems += [f"`{name}` has state under {key!r}, which isn't text" for name, key in odd]
         return {
             "class": self.kind,
             "parameters": dict(self.parameters),
@@ -220,8 +220,8 @@ def _named(optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> list[dict
                 [
                     f"{len(nameless)} parameters of {_kind(optimizer)} have no name.",
                     *_shortened(nameless),
-                    "State is stored by the names of parameters, which outlive the process.",
-                    "Give names= the dict of all that the optimizer holds, such as dict(model.named_parameters()).",
+                    "State is stored by the names of parameters.",
+                    "Give names= a dict of all parameters of the optimizer, such as dict(model.named_parameters()).",
                 ]
             )
         )

@@ -66,13 +66,13 @@ def save(
     draft = _Draft.of(weights, optimizer, names, extra, tensors or {}, parse_bytes(shard_bytes, "shard_bytes"))
     if place.exists() and not (place.is_dir() and (Path(place, FILE).exists() or not any(place.iterdir()))):
         raise CheckpointError(
-            f"`{place}` exists and is no checkpoint.\n  Saving replaces the folder as a whole.\n"
+            f"`{place}` exists and isn't a checkpoint.\n  Saving replaces the folder as a whole.\n"
             "  Give a folder that doesn't exist, or remove this one."
         )
     lowest = next(parent for parent in place.parents if parent.exists())
     if not lowest.is_dir():
         raise CheckpointError(
-            f"`{lowest}` is a file, so `{place}` can't lie in it.\n  A checkpoint is a folder in a folder.\n"
+            f"`{lowest}` is a file, so `{place}` can't be inside it.\n  A checkpoint is a folder inside a folder.\n"
             "  Give another one."
         )
     try:
@@ -83,8 +83,8 @@ def save(
     except OSError as error:
         raise CheckpointError(
             f"saving to `{place}` failed: {error}.\n"
-            f"  It needs {format_bytes(draft.nbytes)} ({draft.nbytes} B) beside what is there.\n"
-            "  A checkpoint that was there is whole. Make room, or save to another disk."
+            f"  It needs {format_bytes(draft.nbytes)} ({draft.nbytes} B) in addition to existing files.\n"
+            "  A previous checkpoint is still complete. Free some space, or save to another disk."
         ) from error
 
 
@@ -116,18 +116,21 @@ class _Draft:
         moments, values = Encoder(), Encoder()
         state = None if optimizer is None else optimizer.encode(moments)
         encoded = {key: values.encode(value, str(key)) for key, value in (extra or {}).items()}
-        problems += [f"{key!r} is the name of an extra value, but no text" for key in encoded if type(key) is not str]
+        problems += [
+            f"{key!r} is the name of an extra value, but isn't text" for key in encoded if type(key) is not str
+        ]
         problems += [*others, *moments.problems, *values.problems]
         for named in (stored, moments.tensors, values.tensors, apart):
             problems += [
-                f"`{ascii(str(name))[1:-1]}` is no name that files can hold" for name in named if not _is_name(name)
+                f"`{ascii(str(name))[1:-1]}` isn't a name that files can hold" for name in named if not _is_name(name)
             ]
         if problems:
             lines = [
                 f"{len(problems)} values can't be stored in a checkpoint.",
                 *problems,
-                "It holds None, numbers, texts, strided tensors, arrays, and dicts, lists, tuples, Counters of these.",
-                "Store what the object is made from instead, such as its state_dict() or float(value).",
+                "A checkpoint can hold None, numbers, texts, strided tensors, arrays, and dicts, lists, tuples, "
+                "Counters of these.",
+                "Store the values of such an object instead, for example its state_dict() or float(value).",
             ]
             raise CheckpointError("\n  ".join(lines))
         training = [
@@ -184,10 +187,10 @@ def _check(manifest: Manifest) -> None:
     found = faults(manifest.content(), NEWEST)
     if found:
         lines = [
-            f"this can't be stored in a checkpoint, in {len(found)} places.",
+            f"{len(found)} places of the manifest can't be stored in a checkpoint.",
             *found,
-            "What is written is what a checkpoint may hold, so that it can be read.",
-            "Give other names, or fewer tensors.",
+            "Only a manifest that can be read again is written.",
+            "Use other names, or fewer tensors.",
         ]
         raise CheckpointError("\n  ".join(lines))
 
@@ -199,8 +202,8 @@ def _write(draft: _Draft, partial: Path, place: Path) -> None:
         raise CheckpointError(
             f"saving to `{place}` needs {format_bytes(draft.nbytes)} ({draft.nbytes} B), "
             f"the disk has {format_bytes(free)} ({free} B).\n"
-            "  The new checkpoint is complete before the previous one goes.\n"
-            "  The previous one is whole. Make room, or save to another disk."
+            "  The new checkpoint must be complete before the previous one is removed.\n"
+            "  The previous checkpoint is still complete. Free some space, or save to another disk."
         )
     if draft.training:
         disk.make(partial / TRAINING)
@@ -238,6 +241,6 @@ def _added(draft: _Draft, partial: Path) -> list[str]:
     if taken:
         raise CheckpointError(
             f"more= wrote {', '.join(f'`{path}`' for path in taken)}, which belongs to the checkpoint itself.\n"
-            "  Readers would take it for part of the weights.\n  Write such files to another folder."
+            "  Readers would take these files for weights.\n  Write such files to another folder."
         )
     return found

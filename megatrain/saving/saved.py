@@ -143,7 +143,7 @@ class _Reader:
     def finish(self) -> None:
         """Compares the checksum."""
         if self._digest.finish() != self._saved.digest:
-            raise self._failed("its bytes are not those that were saved")
+            raise self._failed("its bytes differ from the saved ones")
 
     def close(self) -> None:
         self._digest.close()
@@ -152,6 +152,7 @@ class _Reader:
     def _failed(self, reason: str) -> CheckpointError:
         return CheckpointError(
             f"`{self._saved.name}` in `{self._saved.file}` is damaged: {reason}.\n"
-            "  Each tensor is compared with the checksum that was made when it was saved.\n"
-            "  Copy the file again, or load an older checkpoint. Tensors that were read into have other values now."
+            "  Each tensor is compared with its checksum from the save.\n"
+            "  Copy the file again, or load an older checkpoint. Tensors that were read before this one have new "
+            "values already."
         )

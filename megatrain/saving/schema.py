@@ -110,9 +110,9 @@ def _layout(file: str, entry: Mapping[str, Any]) -> Iterator[str]:
     place = f"content.files.{shown(file)}"
     if _NUMBERED.fullmatch(file) is None:
         if file == FILE or file.endswith(".safetensors") or file.split("/")[0] == TRAINING:
-            yield f"{place} is no name of a file beside the weights"
+            yield f"{place} isn't a name for a file next to the weights"
         if entry["tensors"] or entry["header_bytes"] != entry["bytes"]:
-            yield f"{place} has tensors, or bytes behind its header"
+            yield f"{place} has tensors, or bytes after its header"
         return
     end: int = entry["header_bytes"]
     if not 8 <= end <= _MAX_HEADER:
@@ -120,7 +120,7 @@ def _layout(file: str, entry: Mapping[str, Any]) -> Iterator[str]:
     for each, (kind, shape, start, _) in _in_order(entry["tensors"]):
         yield from _sizes(f"{place}.{shown(each)}", shape, DTYPES[kind])
         if start != end:
-            yield f"{place}.{shown(each)} begins at {start}, not at {end}, where what is in front of it ends"
+            yield f"{place}.{shown(each)} begins at {start}, not at {end}, where the tensor before it ends"
         end = start + math.prod(shape) * DTYPES[kind].itemsize
     if end != entry["bytes"] or not entry["tensors"]:
         yield f"{place}.bytes is {entry['bytes']}, but its tensors end at {shown(end)}"
@@ -133,7 +133,7 @@ def _in_order(tensors: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def _sizes(place: str, shape: list[int], dtype: torch.dtype) -> Iterator[str]:
     if len(shape) > 64 or math.prod(max(size, 1) for size in shape) * dtype.itemsize > MAX_INT:
-        yield f"{place} has a shape that no tensor has"
+        yield f"{place} has a shape that no tensor can have"
 
 
 def _numbering(stem: str, numbered: Mapping[int, str]) -> Iterator[str]:
@@ -150,11 +150,13 @@ def _optimizer(optimizer: Mapping[str, Any] | None, tensors: Mapping[str, Any]) 
         return
     members = [member for group in optimizer["param_groups"] for member in group["params"]]
     if sorted(members) != sorted(optimizer["parameters"]):
-        yield f"{place}: the parameters of its groups are not its parameters"
-    yield from (f"{place}.state.{shown(each)} is of no parameter" for each in optimizer["state"] if each not in members)
+        yield f"{place}: the parameters of its groups differ from its parameters"
+    yield from (
+        f"{place}.state.{shown(each)} belongs to no parameter" for each in optimizer["state"] if each not in members
+    )
     rest = optimizer["rest"]
     if not isinstance(rest, dict) or (next(iter(rest), "!dict").startswith("!") and rest.keys() - {"!dict"}):
-        yield f"{place}.rest is {shown(rest)}, not what a state dict has besides"
+        yield f"{place}.rest is {shown(rest)}, not the further entries of a state dict"
     values = [("param_groups", optimizer["param_groups"]), ("rest", rest)]
     state = [(f"{each}.{key}", item) for each, held in optimizer["state"].items() for key, item in held.items()]
     yield from _refer([*state, *values], tensors)
@@ -167,8 +169,8 @@ def _refer(values: Iterable[tuple[str, Any]], tensors: Mapping[str, Any]) -> Ite
         for place, is_known, each, is_array in tensors_in(item, key):
             behind = each[len(place) :] if is_known else "'"
             if not each.startswith(place) or behind.strip("'") or each in found or each not in tensors:
-                yield f"`{place[:200]}` is the tensor {shown(each)}, which isn't the one stored for it"
+                yield f"`{place[:200]}` is the tensor {shown(each)}, but another tensor is stored for it"
             elif is_array and tensors[each][0] in _NO_ARRAYS:
                 yield f"`{place[:200]}` is an array of {tensors[each][0]}"
             found.add(each)
-    yield from (f"the tensor {shown(each)} stands nowhere" for each in tensors if each not in found)
+    yield from (f"the tensor {shown(each)} is used nowhere" for each in tensors if each not in found)

@@ -76,9 +76,9 @@ def _write(file: RawIOBase, name: str, source: Source) -> str:
         digest.close()
     if left:
         raise CheckpointError(
-            f"the source of `{name}` gives other values than the {source.spec} that it says: {-left:+} B.\n"
+            f"the source of `{name}` gives other values than its spec {source.spec}: {-left:+} B.\n"
             "  A file's layout is fixed before the first value is written.\n"
-            "  Give a source whose pieces are exactly the tensor of its spec."
+            "  Give a source whose pieces together have exactly the size of its spec."
         )
     return digest.finish()
 

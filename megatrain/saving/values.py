@@ -52,7 +52,7 @@ class Encoder:
 
     def _container(self, value: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            self.problems.append(f"`{path[:200]}...` is deeper than {MAX_DEPTH} values in one another")
+            self.problems.append(f"`{path[:200]}...` is nested deeper than {MAX_DEPTH} values")
             return None
         if isinstance(value, dict):
             return self._dict(cast(dict[Any, Any], value), path, depth)
@@ -100,7 +100,7 @@ def encoded(value: Any, place: str) -> Iterator[str]:
             for key, item in held.items():
                 yield from encoded(item, f"{place}.{key}")
         elif tag not in _TAGGED or len(held) != 1:
-            yield f"{place} is {shown(value)} with {shown(tag)}, which says nothing"
+            yield f"{place} is {shown(value)} with {shown(tag)}, an unknown tag"
         else:
             yield from _TAGGED[tag](held[tag], place)
 

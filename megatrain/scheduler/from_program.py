@@ -148,7 +148,7 @@ def check_buffers(program: Program) -> None:
         raise ScheduleError(
             f"buffer {key} can't go from one micro-batch to the next: {reader} the old value, "
             f"but block {producer} ({program.blocks[producer].name}) computes the new one.\n"
-            "  All micro-batches of a block run before the next block does, so it would be read too early.\n"
+            "  All micro-batches of a block run before the next block, so the old value would be read too early.\n"
             "  Use one micro-batch a step, a larger block_bytes that puts both in one block, or don't update the "
             "buffer (`.eval()` of its module)."
         )

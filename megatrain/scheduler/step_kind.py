@@ -60,8 +60,8 @@ class StepKind:
     def __post_init__(self) -> None:
         if self.mode != "train" and self.is_training_step:
             raise OptionError(
-                f'mode="{self.mode}" with micro-batches, updates, a norm or released outputs makes no sense.\n'
-                '  They belong to a training step.\n  Use mode="train".'
+                f'mode="{self.mode}" with micro-batches, updates, a norm or released outputs is impossible.\n'
+                '  These belong to a training step.\n  Use mode="train".'
             )
 
     @property

@@ -76,7 +76,7 @@ class Tick(Mapping[Stream, Op]):
         found: dict[Stream, Op] = {}
         for op in ops:
             if op is not None and op.stream in found:
-                raise ScheduleError(f"`{op}` and `{found[op.stream]}` stand in one tick of the {op.stream} stream.")
+                raise ScheduleError(f"`{op}` and `{found[op.stream]}` are in one tick of the {op.stream} stream.")
             if op is not None:
                 found[op.stream] = op
         self._ops = {stream: found[stream] for stream in streams() if stream in found} if len(found) > 1 else found
@@ -224,6 +224,6 @@ class Table:
         if self.workload is None:
             raise ScheduleError(
                 "this schedule doesn't know its workload.\n"
-                "  The text of a schedule has no sizes: use Schedule.parse(text, workload) or from_json."
+                "  The text of a schedule contains no sizes: use Schedule.parse(text, workload) or from_json."
             )
         return self.workload

@@ -177,7 +177,8 @@ class Workload:
             if value.is_parkable and (value.producer is None or value.is_output or sharers[value.storage] > 1):
                 raise ScheduleError(
                     f"value {value.name} can't be parked.\n"
-                    "  A parkable value is computed by a block, isn't returned, and its storage is its own."
+                    "  A parkable value is computed by a block, isn't returned, and shares its storage with no "
+                    "other value."
                 )
 
     def _check_update(self, index: int, block: BlockWork) -> None:
@@ -185,7 +186,7 @@ class Workload:
         if index in block.shares or any(a >= b for a, b in pairwise(path)):
             raise ScheduleError(
                 f"block {index} ({block.name}) can't share parameters with blocks {list(block.shares)}.\n"
-                "  These are other blocks of the model, ascending, each once."
+                "  `shares` lists other blocks of the model, ascending, each once."
             )
         if block.update_bytes > 0 and not (block.has_backward and block.gradient_bytes > 0 and block.state_bytes > 0):
             raise ScheduleError(
@@ -196,7 +197,7 @@ class Workload:
     def _check_value(self, value: ValueWork) -> None:
         _check_counts(f"value {value.name}", {"nbytes": value.nbytes})
         if not 0 <= value.storage < len(self.storages):
-            raise ScheduleError(f"value {value.name} lies in storage {value.storage}, which doesn't exist.")
+            raise ScheduleError(f"value {value.name} has storage {value.storage}, which doesn't exist.")
         first = 0 if value.producer is None else value.producer + 1
         path = (first - 1, *value.readers, len(self.blocks))
         if (value.producer or 0) < 0 or first > len(self.blocks) or any(a >= b for a, b in pairwise(path)):
@@ -225,8 +226,8 @@ class Workload:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ScheduleError(
-                f"these are no data of a workload: {type(error).__name__}: {error}\n"
-                "  They have the keys that Workload.to_dict writes.\n  Read what it wrote, unchanged."
+                f"these data aren't a workload: {type(error).__name__}: {error}\n"
+                "  The data must come from Workload.to_dict.\n  Give the result of to_dict, unchanged."
             ) from error
 
 
@@ -248,14 +249,14 @@ def merged(workloads: Sequence[Workload]) -> Workload:
     8
     """
     if not workloads:
-        raise ScheduleError("no workloads can't be merged.\n  A step has at least one micro-batch.")
+        raise ScheduleError("an empty list of workloads can't be merged.\n  A step has at least one micro-batch.")
     first = workloads[0]
     for number, other in enumerate(workloads):
         for difference in _differences(first, other):
             raise ScheduleError(
                 f"micro-batch {number} differs from micro-batch 0: {difference}.\n"
-                "  The micro-batches of one step share each block's stay on the device, so only sizes may differ.\n"
-                "  Use micro-batches of one structure (pad them, say), or separate steps."
+                "  All micro-batches of a step use a block while it is on the device, so only sizes may differ.\n"
+                "  Use micro-batches of one structure (for example, pad them), or separate steps."
             )
     return Workload(
         blocks=tuple(_largest(same, _BLOCK_SIZES) for same in zip(*(w.blocks for w in workloads), strict=True)),

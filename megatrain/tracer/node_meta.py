@@ -70,7 +70,7 @@ def check_meta(node: fx.Node) -> None:
     if node.op not in ("placeholder", "get_attr", *CALLS):
         raise TraceError(
             f"node `{node.name}` is a `{node.op}`.\n"
-            "  A captured graph has inputs, state, calls of functions and methods, and one output.\n"
+            "  A captured graph consists of inputs, state, calls of functions and methods, and one output.\n"
             "  Call the function itself, with the parameters that it needs as operands."
         )
     if node.op == "placeholder":
@@ -111,15 +111,16 @@ def _check_writes(node: fx.Node) -> None:
         refuse_meta(node, f"has {named(writes)} as `writes` in its meta, not a tuple of nodes")
     for written in writes:
         if not isinstance(written, fx.Node) or written.graph is not node.graph:
-            refuse_meta(node, "writes, by its meta, what is no node of this graph")
+            refuse_meta(node, "has something other than nodes of this graph in `writes` of its meta")
 
 
 def refuse_meta(node: fx.Node, what: str) -> NoReturn:
     """Raises the error for a node that isn't described as it must be."""
     raise TraceError(
         f"node `{node.name}` {what}.\n"
-        "  Passes and checks read there what a node is; megatrain/tracer/node_meta.py says what each key means.\n"
-        "  Add nodes with `Rewriter.call`, which fills in all of it."
+        "  Passes and checks read the properties of a node from its meta; see megatrain/tracer/node_meta.py for "
+        "the keys.\n"
+        "  Add nodes with `Rewriter.call`, which fills in the whole meta."
     )
 
 

@@ -27,27 +27,28 @@ def check_plain(what: str, tensor: torch.Tensor) -> None:
     if is_lazy(tensor):
         raise TraceError(
             f"{what} is not initialized yet.\n"
-            "  A lazy module takes its shapes from the first batch, and a capture needs them before.\n"
+            "  A lazy module takes its shapes from the first batch, but a capture needs them earlier.\n"
             "  Call the model itself once, uncompiled, then compile it."
         )
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"{tensor.layout}"
         raise TraceError(
             f"{what} is a {kind.removeprefix('torch.')} tensor.\n"
-            "  Inputs, parameters and buffers are dense tensors: shape, dtype and strides say all about them.\n"
+            "  Inputs, parameters and buffers must be dense tensors, described fully by shape, dtype and strides.\n"
             "  Pass its dense parts, and build the tensor inside the forward."
         )
     if _changes_calls(type(tensor)) and _holds_more(tensor):
         raise TraceError(
-            f"{what} is a {type(tensor).__qualname__}, a tensor class that keeps its values in parts of its own.\n"
-            "  Only its own code can read them, as with quantized, packed or distributed weights; what is streamed are "
-            "plain tensors.\n"
-            "  Load the weights in bf16 or fp32 instead (frozen ones too), or replace them by what they dequantize to."
+            f"{what} is a {type(tensor).__qualname__}, a tensor class that keeps its values in inner tensors.\n"
+            "  Only its own code can read them, as with quantized, packed or distributed weights; megatrain streams "
+            "plain tensors only.\n"
+            "  Load the weights in bf16 or fp32 instead (frozen weights too), or replace them by their dequantized "
+            "values."
         )
     if _changes_calls(type(tensor)):
         raise TraceError(
-            f"{what} is a {type(tensor).__qualname__}, a tensor class of its own.\n"
-            "  Its class may change what each call on it does, which a capture of plain tensors can't show.\n"
+            f"{what} is a {type(tensor).__qualname__}, a special tensor class.\n"
+            "  This class may change the meaning of every call, and a capture of plain tensors can't show the change.\n"
             "  Use a plain tensor: `.as_subclass(torch.Tensor)`, if its values are ordinary."
         )
 

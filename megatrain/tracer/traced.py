@@ -92,7 +92,7 @@ class TracedModule:
             raise TraceError(
                 f"the graph of `{self.name}` has {len(self.inputs)} inputs and returns {len(nodes)} tensors; "
                 f"given are {len(inputs)} and {len(tensors)}.\n"
-                "  The result is made of all that the graph returns.\n  Give them all, in order."
+                "  The result needs all tensors that the graph returns.\n  Give them all, in order."
             )
         return self.outputs.fill([own.get(n, t) for n, t in zip(nodes[:count], tensors[:count], strict=True)])
 
@@ -154,20 +154,20 @@ class TracedModule:
         for key, node in self.writes_back:
             if key not in self.state:
                 raise TraceError(
-                    f"the value of `{node.name}` is written back to `{key}`, which the inventory of state lacks.\n"
+                    f"the value of `{node.name}` is written back to `{key}`, which isn't in the inventory of state.\n"
                     "  `state` lists everything that the graph reads or writes.\n  Keep its entry in `state`."
                 )
             if not self.state[key].is_writable:
                 raise TraceError(
                     f"the model writes into its {self.state[key].kind} `{key}` during forward.\n"
-                    "  What is written in a forward is written back after it: buffers and untrained parameters.\n"
+                    "  Only writes to buffers and untrained parameters can be written back after a forward.\n"
                     "  Update trained parameters outside the forward."
                 )
             if node.graph is not self.graph:
                 raise TraceError(
                     f"the value written back to `{key}` belongs to another graph.\n"
-                    "  A pass that copies the graph has to name the copy's nodes.\n"
-                    "  Change graphs with `Rewriter`, which does that."
+                    "  A pass that copies the graph must use the copy's nodes.\n"
+                    "  Change graphs with `Rewriter`, which uses the right nodes."
                 )
 
     def _check_form(self) -> None:
@@ -179,13 +179,13 @@ class TracedModule:
             first_line = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise TraceError(
                 f"the graph of `{self.name}` is not well-formed: {first_line}.\n"
-                "  It runs from its inputs to one output, and reads nothing before it is made.\n"
-                "  Change graphs with `Rewriter`, which keeps them so."
+                "  A graph has one output, and every node comes before its readers.\n"
+                "  Change graphs with `Rewriter`, which keeps this order."
             ) from error
         if not isinstance(returned, tuple | list) or not all(isinstance(n, fx.Node) for n in returned):
             raise TraceError(
                 f"the graph of `{self.name}` doesn't return a tuple of its nodes.\n"
-                "  Its results stand in the order of `outputs`, `side_outputs` and `written_inputs`.\n"
+                "  Results must be in the order of `outputs`, `side_outputs` and `written_inputs`.\n"
                 "  Replace them one by one: `Rewriter.replace` keeps the order."
             )
 
@@ -193,8 +193,9 @@ class TracedModule:
         entry = self.state.get(str(node.target))
         if entry is None:
             raise TraceError(
-                f"the graph reads state `{node.target}`, which the inventory lacks.\n"
-                "  `state` lists everything that the graph reads.\n  Add an entry for it, or read what is listed."
+                f"the graph reads state `{node.target}`, which isn't in the inventory.\n"
+                "  `state` lists everything that the graph reads.\n  Add an entry for this state, or read only "
+                "listed state."
             )
         if node.meta["key"] != node.target or node.meta["spec"] != entry.spec:
             refuse_meta(

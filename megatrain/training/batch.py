@@ -70,8 +70,8 @@ def untrained(model: nn.Module, batch: MicroBatch) -> Arguments:
         if tensor.requires_grad:
             raise ExecuteError(
                 f"input `{name}` requires grad.\n"
-                "  A step trains the parameters of the model; nothing of the gradient of an input would be left.\n"
-                "  Detach it; make it a parameter of the model if it is to be trained."
+                "  A step trains the parameters of the model; the gradient of an input would be lost.\n"
+                "  Detach the input, or make it a parameter of the model to train it."
             )
     return arguments
 
@@ -88,8 +88,8 @@ def shares(batches: Sequence[MicroBatch], weight: Weight | None) -> list[float]:
     total = sum(counts)
     if min(counts) < 0 or not 0 < total < float("inf"):
         raise OptionError(
-            f"weight= counts the micro-batches as {counts}.\n  Losses are averaged by these numbers.\n"
-            "  Count what each loss is a mean of, such as the targets that aren't ignored."
+            f"weight= counts the micro-batches as {counts}.\n  The loss is an average weighted by these numbers.\n"
+            "  Count the items that each loss averages over, such as the targets that aren't ignored."
         )
     return [count / total for count in counts]
 
@@ -119,8 +119,8 @@ def loss_of(result: Any, batch: MicroBatch, loss: Loss | None) -> torch.Tensor:
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         shape = f" of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else ""
         raise ExecuteError(
-            f"{origin} a {type(found).__name__}{shape}, which is no loss.\n"
-            "  A step differentiates one number: the result itself, its `loss`, or what `loss=` makes of it.\n"
+            f"{origin} a {type(found).__name__}{shape}, which isn't a loss.\n"
+            "  A step differentiates one number: the result itself, its `loss`, or the result of `loss=`.\n"
             "  Give TrainStep(loss=lambda result, batch: ...), or pass the model its labels."
         )
     return found

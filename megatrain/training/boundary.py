@@ -140,7 +140,7 @@ class Boundary:
     def _give_up(self, run: Run, updates: Updates, error: BaseException) -> None:
         self.broken = (
             f"the model is in the middle of a step: blocks {updates.due} are not updated, all others are.\n"
-            f"  The gradients of the rest can't be had: {type(error).__name__}: {error}\n"
+            f"  The gradients of these blocks can't be computed: {type(error).__name__}: {error}\n"
             "  Load a checkpoint. With max_grad_norm, on_nonfinite or overlap=False no update comes before the last\n"
             "  gradient, and a step that fails leaves no trace."
         )
@@ -152,5 +152,5 @@ class Boundary:
 def _still_due(updates: Updates, error: BaseException) -> str:
     return (
         f"  The updates of blocks {updates.due} are still due, because they failed again: {type(error).__name__}: "
-        f"{error}\n  They are tried again by flush(), and before the next step."
+        f"{error}\n  flush() and the next step try them again."
     )

@@ -54,8 +54,8 @@ def _write(path: Path, config: Any, model: nn.Module) -> None:
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"the model's {path.stem} can't be written to `{path.name}`: {error}.\n"
-            "  Without that file from_pretrained would build another model than the one saved.\n"
-            "  Mend the configuration, or write that file yourself: more=lambda folder: ..."
+            "  Without this file from_pretrained would build another model.\n"
+            "  Correct the configuration, or write the file yourself: more=lambda folder: ..."
         ) from error
 
 

@@ -109,7 +109,7 @@ def _refuse(checkpoint: Checkpoint, what: str, problems: list[str]) -> None:
             f"the checkpoint doesn't fit the {what} of this model: {len(problems)} differences.",
             f"checkpoint: `{checkpoint.folder}`",
             *problems,
-            "The next step depends on all that was saved.",
+            "The next step depends on all saved values.",
             "Build the model as it was.",
         ]
         raise CheckpointError("\n  ".join(lines))

@@ -150,11 +150,11 @@ def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
     if missing:
         raise CheckpointError(
             f"`{checkpoint.folder}` was not written by TrainStep.save: it lacks {', '.join(sorted(missing))}.\n"
-            "  A step goes on from all that the next one depends on.\n"
+            "  A step can continue only with everything that the next step depends on.\n"
             "  Read it with megatrain.saving.load, or its weights with megatrain.compile(weights=...)."
         )
     wrong = problems(record(fields, others=anything), checkpoint.extra, "extra")
-    _refuse(f"`{checkpoint.folder}` holds what no step has saved: {len(wrong)} values.", wrong)
+    _refuse(f"`{checkpoint.folder}` has {len(wrong)} values that no step can have saved.", wrong)
     return checkpoint.extra
 
 
@@ -163,12 +163,12 @@ def _check_scheduler(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], sc
         name = f"the checkpoint `{checkpoint.folder}`"
         has, lacks = (name, "load()") if scheduler is None else ("load()", name)
         raise CheckpointError(
-            f"{has} has a scheduler, {lacks} has none.\n  Learning rates would go on as if another had set them.\n"
-            "  Give save and load the same."
+            f"{has} has a scheduler, {lacks} has none.\n  Learning rates would continue wrongly.\n"
+            "  Give the same scheduler to save and load, or none to both."
         )
     if scheduler is not None:
         wrong = list(_differences(checkpoint, extra, scheduler))
-        _refuse(f"the scheduler of `{checkpoint.folder}` is another one: {len(wrong)} differences.", wrong)
+        _refuse(f"the scheduler of `{checkpoint.folder}` doesn't fit this scheduler: {len(wrong)} differences.", wrong)
 
 
 def _differences(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], scheduler: Scheduler) -> Iterator[str]:
@@ -185,7 +185,7 @@ def _differences(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], schedu
     yield from misfits(own, saved, "scheduler", is_whole=checkpoint.is_of_this_torch)
     for key in saved.keys() - own.keys():
         if not isinstance(key, str) or hasattr(scheduler, key):
-            yield f"`scheduler.{key}` is state in the checkpoint, but something else here"
+            yield f"`scheduler.{key}` is state in the checkpoint, but not here"
 
 
 def _state_of(scheduler: Scheduler) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def _state_of(scheduler: Scheduler) -> dict[str, Any]:
     if not isinstance(state, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CheckpointError(
             f"the state of {_class_of(scheduler)} is {shown(state)}, not a dict.\n"
-            "  Its values are stored by their names.\n  Have its state_dict() return a dict."
+            "  Its values are stored by their names.\n  Let its state_dict() return a dict."
         )
     return state
 
@@ -204,7 +204,7 @@ def _restore_scheduler(checkpoint: saving.Checkpoint, scheduler: Scheduler, stat
     except Exception as error:  # the scheduler's own code, which may raise anything
         raise CheckpointError(
             f"{_class_of(scheduler)} refuses its state in `{checkpoint.folder}`: {error!r}.\n"
-            "  The model and its optimizer have the values of the checkpoint by now.\n"
+            "  The model and its optimizer already have the values of the checkpoint.\n"
             "  Load an older checkpoint, or build the scheduler as it was."
         ) from error
 
@@ -215,8 +215,8 @@ def _class_of(scheduler: Scheduler) -> str:
 
 def _refuse(first: str, problems: list[str]) -> None:
     if problems:
-        rule = "State continues only in what it was saved of."
-        way = "Build the scheduler as it was; or load an older checkpoint, or with megatrain.saving.load what is right."
+        rule = "State can only continue in an object like the one that was saved."
+        way = "Build the scheduler as it was; or load an older checkpoint, or single values with megatrain.saving.load."
         raise CheckpointError("\n  ".join([first, *problems, rule, way]))
 
 
@@ -227,8 +227,8 @@ def _parameters(compiled: Compiled, optimizer: Optimizer) -> dict[str, torch.Ten
     others = sum(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"])
     if others:
         raise CheckpointError(
-            f"{others} parameters of the optimizer are none of the model's.\n"
+            f"{others} parameters of the optimizer don't belong to the model.\n"
             "  A checkpoint holds the model's state, by its names.\n"
-            "  Register them in a module of the model, or give them an optimizer of their own."
+            "  Register them in a module of the model, or use another optimizer for them."
         )
     return named

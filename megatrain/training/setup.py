@@ -212,7 +212,7 @@ class Setup:
             if before != shape:
                 raise OptimizerError(
                     f"parameter `{key}` has the shape {list(shape)} now; it had {list(before)} when the steps began.\n"
-                    "  The optimizer holds the parameter as it was, or moments of its old shape.\n"
+                    "  The optimizer holds the old parameter, or moments of its old shape.\n"
                     "  Make a new optimizer of compiled.parameters(), and a new TrainStep with it."
                 )
 
@@ -221,7 +221,7 @@ class Setup:
         if not any(id(p) in held for block in blocks for p in block):
             raise OptimizerError(
                 "the optimizer holds none of the parameters that the model trains.\n"
-                "  A step updates what the optimizer holds.\n  Make it from compiled.parameters()."
+                "  A step updates only parameters of the optimizer.\n  Make the optimizer from compiled.parameters()."
             )
 
 
@@ -230,8 +230,8 @@ def _check_no_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
         if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
             raise ExecuteError(
                 f"parameter `{key}` has a `.grad` already.\n"
-                "  A step takes the gradients of its own batch, all micro-batches included, and leaves none.\n"
-                "  Call optimizer.zero_grad(), or give the step what the other backward was of."
+                "  A step uses the gradients of its own batch only, with all micro-batches, and leaves none.\n"
+                "  Call optimizer.zero_grad(), or pass the data of the other backward to the step, as a micro-batch."
             )
 
 

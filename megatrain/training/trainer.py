@@ -102,9 +102,9 @@ class Running:
             shared = loss if share == 1.0 else loss * share
             if not shared.requires_grad:
                 raise ExecuteError(
-                    "the loss doesn't depend on what the model computes.\n"
-                    "  A step differentiates it; detached, integer or constant losses have no gradient.\n"
-                    "  Make it of the model's result, without detach() and no_grad."
+                    "the loss doesn't depend on the model's result.\n"
+                    "  A step differentiates the loss; detached, integer or constant losses have no gradient.\n"
+                    "  Compute the loss from the model's result, without detach() and no_grad."
                 )
             shared.backward()
         pairs = zip(program.outputs, given, strict=True)
@@ -122,7 +122,7 @@ class Running:
         for key in (*filled, *returned):
             raise ExecuteError(
                 f"the loss reads the parameter `{key}` itself.\n"
-                "  Gradients come from the results of the model; what a loss reads beside them has another path.\n"
+                "  A step takes only gradients that come through the model's results.\n"
                 "  Compute that term in the model's forward, and return it."
             )
 
@@ -171,8 +171,8 @@ class Running:
         if self._hooking == threading.get_ident():
             raise ExecuteError(
                 "a hook on a gradient looks at the state of the model or the optimizer.\n"
-                "  In mid-step some parameters are updated and others are not.\n"
-                "  Look when the call of the step has returned."
+                "  In the middle of a step some parameters are updated and others are not.\n"
+                "  Look after the call of the step has returned."
             )
 
     def norm(self) -> None:

@@ -99,11 +99,12 @@ class FirstDifference:
 _CULPRITS = {
     "model": "the model is at fault: eager PyTorch itself gives other numbers when the step is repeated from the same "
     "weights and seed (state outside of parameters and buffers, or a kernel that isn't deterministic)",
-    "capture": "the capture is at fault: the traced graph, run as a whole, isn't what the model computes",
-    "passes": "the passes are at fault: the traced graph is right, the blocks made of it aren't",
+    "capture": "the capture is at fault: the traced graph, run as a whole, gives other numbers than the model",
+    "passes": "the passes are at fault: the traced graph is right, the blocks made from it aren't",
     "runtime": "the runtime or the schedule is at fault: the blocks, run one after the other, are right",
-    "unrepeatable": "nothing differed when the step was repeated: an order of operations held by luck, or a kernel "
-    "isn't deterministic",
+    "unrepeatable": "nothing differed when the step was repeated: two operations have no fixed order, or a kernel "
+    "isn't "
+    "deterministic",
 }
 
 
@@ -154,7 +155,7 @@ class Report:
             lines.append(f"  {'kind':14s} {'step':>4s}  {'absolute':>9s}  {'relative':>9s}  name")
             lines += [f"  {d}" for d in differing[:_SHOWN]]
         hidden = len(differing) - _SHOWN
-        return "\n".join(lines + ([f"  ... and {hidden} more, no worse"] if hidden > 0 else []))
+        return "\n".join(lines + ([f"  ... and {hidden} more, not larger"] if hidden > 0 else []))
 
     def _compared(self) -> str:
         """What was compared, over how many steps: `20 gradient, 2 output in 2 steps`."""

@@ -234,7 +234,7 @@ def _refuse_ambiguous(model: nn.Module, args: tuple[Any, ...], given: list[str])
     for name in given:
         if name in signature.parameters and name not in filled:
             raise OptionError(
-                f"{name}=... is an option of verify, and an argument of the model's forward.\n"
-                "  It can't be both.\n"
-                "  Give the forward's by position, and options of compile in `compile_options`."
+                f"{name}=... is both an option of verify and an argument of the model's forward.\n"
+                "  verify can't tell which one is meant.\n"
+                "  Give the forward's argument by position, and options of compile in `compile_options`."
             )

@@ -44,7 +44,7 @@ def left_alone(model: nn.Module) -> Generator[None]:
             if parameter.grad is not None:
                 raise ExecuteError(
                     f"a step of a copy of the model left a gradient in the model's own `{name}`.\n"
-                    "  verify trains copies; a function that holds on to the model itself, such as a replaced "
+                    "  verify trains copies; a function that refers to the model itself, such as a replaced "
                     "`forward`, isn't copied with it.\n"
                     "  Bind such functions to modules, or build a model without them."
                 )
@@ -67,7 +67,8 @@ def copied_model(model: nn.Module) -> nn.Module:
         raise ExecuteError(
             f"the model can't be copied ({type(error).__name__}: {error}).\n"
             "  verify trains copies, so that the model itself stays as it is.\n"
-            "  Keep out of its attributes what copy.deepcopy refuses: tensors with a history, locks, open files."
+            "  Its attributes must not hold objects that copy.deepcopy refuses: tensors with a history, locks, "
+            "open files."
         ) from error
     copied.zero_grad(set_to_none=True)
     return copied

@@ -112,7 +112,7 @@ def _read(target: str, made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str,
         kinds = ", ".join(type(x).__qualname__ for x in (made if isinstance(made, tuple) else (made,)))
         what = f"({kinds})" if isinstance(made, tuple) else f"a {kinds}"
         raise OptionError(
-            f"`{target}` returned {what}.\n  It returns (model, inputs), the model being an nn.Module.\n"
+            f"`{target}` returned {what}.\n  The function must return (model, inputs), where model is an nn.Module.\n"
             "  Write `return model, (x,)`."
         )
     model, inputs = made
@@ -144,7 +144,8 @@ def _module(name: str) -> ModuleType:
         raise _failure(f"importing `{name}`", error) from error
     if missing:
         raise OptionError(
-            f"there is no module `{name}`.\n  It is looked for in the current folder and among what is installed.\n"
+            f"there is no module `{name}`.\n  Modules are looked for in the current folder and among installed "
+            "packages.\n"
             "  Check the name, or give a path that ends in .py."
         )
     with _users_failures(f"importing `{name}`"):
@@ -199,7 +200,7 @@ def _failure(doing: str, error: BaseException) -> OptionError:
     is_told = isinstance(error, SyntaxError)  # which names its place itself
     told.stack = traceback.StackSummary.from_list(theirs if theirs or is_told else list(told.stack))
     failure = OptionError(
-        f"{doing} failed: {type(error).__name__}: {error}.\n  The code to be verified has to run by itself.\n"
+        f"{doing} failed: {type(error).__name__}: {error}.\n  The code must run on its own before it can be verified.\n"
         "  The traceback below shows where it failed."
     )
     failure.add_note("".join(told.format()).rstrip())

@@ -233,14 +233,20 @@ def _value(rewriter: Rewriter):
 
 REFUSED: dict[str, tuple[Callable[[Rewriter], object], str]] = {
     "an input to be like": (lambda r: r.call(_input(r), "abs", _input(r)), r"`\w+` is no call"),
-    "nothing to be like": (lambda r: r.call(None, "abs", _value(r)), "None is no node of this graph"),
-    "another graph's": (lambda r: r.call(_value(r), "abs", _value(Rewriter(_traced()))), "is no node of this graph"),
+    "nothing to be like": (lambda r: r.call(None, "abs", _value(r)), "None isn't a node of this graph"),
+    "another graph's": (lambda r: r.call(_value(r), "abs", _value(Rewriter(_traced()))), "isn't a node of this graph"),
     "a module": (lambda r: r.call(_value(r), nn.Linear(6, 6), _value(r)), "`Linear` is a module"),
     "no function": (lambda r: r.call(_value(r), 3, _value(r)), "`3` can't be called"),
     "no method": (lambda r: r.call(_value(r), "frobnicate", _value(r)), "`frobnicate` is no method of torch.Tensor"),
     "a tensor": (lambda r: r.call(_value(r), "add", _value(r), torch.ones(6)), "`add` is given a tensor"),
-    "a shape": (lambda r: r.call(_value(r), "view", _value(r), 7), "`view` can't be called so: RuntimeError"),
-    "a keyword": (lambda r: r.call(_value(r), F.relu, _value(r), hot=1), "`relu` can't be called so: TypeError"),
+    "a shape": (
+        lambda r: r.call(_value(r), "view", _value(r), 7),
+        "`view` can't be called with these arguments: RuntimeError",
+    ),
+    "a keyword": (
+        lambda r: r.call(_value(r), F.relu, _value(r), hot=1),
+        "`relu` can't be called with these arguments: TypeError",
+    ),
     "values": (lambda r: r.call(_value(r), "nonzero", _value(r)), "`nonzero` can't be called so"),
     "in place": (lambda r: r.call(_value(r), "mul_", _input(r), 2), r"`mul_` writes into `\w+`"),
     "no tensor": (lambda r: r.call(_value(r), "size", _value(r)), "`size` makes no tensor"),
@@ -283,7 +289,7 @@ def test_a_node_that_was_replaced_is_gone():
     rewriter = Rewriter(_traced())
     (linear,) = rewriter.calls(F.linear)
     rewriter.replace(linear, rewriter.call(linear, F.linear, *linear.args))
-    with pytest.raises(LowerError, match="is no node of this graph"):
+    with pytest.raises(LowerError, match="isn't a node of this graph"):
         rewriter.call(linear, "abs", linear)
 
 

@@ -294,7 +294,7 @@ def test_a_tensor_that_is_kept_out_of_sight_is_refused() -> None:
     HIDDEN.set([])
     with pytest.raises(TraceError, match=r"leaves a tensor, made in `the model` at test_hooks.py:\d+") as caught:
         megatrain.compile(model, device="cpu")(torch.ones(2, 8))
-    assert "Keep the tensor in one of these, or return it from the model." in str(caught.value)
+    assert "Keep the tensor in one of these places, or return it from the model." in str(caught.value)
 
 
 def test_a_global_counter_of_the_forward_counts_calls() -> None:

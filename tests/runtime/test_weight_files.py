@@ -100,10 +100,10 @@ the weights don't fit the model: 1 missing, 1 unexpected, 1 of another shape, 1 
   shape: `second.bias` f32[5] in model.safetensors, but f32[4] in the model
   dtype: `norm.num_batches_tracked` f32[] in model.safetensors, but i64[] in the model; only floats convert
   without values: `scale` is on meta and no file is expected to hold it
-  As with load_state_dict(strict=True), the files hold each parameter and each persistent buffer, and nothing else.
-  Give the files of this model, or save those names: safetensors.torch.save_file.
-  A non-persistent buffer gets its values when its module is made, and on meta it gets none.
-  Outside torch.device("meta"), make anew and assign to the model: `scale`.
+  As with load_state_dict(strict=True), the files must hold every parameter and persistent buffer, and nothing else.
+  Give the files of this model, or save these names with safetensors.torch.save_file.
+  A non-persistent buffer gets its values when its module is made; on meta it gets none.
+  Outside torch.device("meta"), make these again and assign them to the model: `scale`.
   Or build the model with only its parameters on meta.""",
     )
 
@@ -117,8 +117,8 @@ def test_tied_names_are_listed(tmp_path: Path):
 the weights don't fit the model: 1 missing.
   files: `FOLDER/model.safetensors`
   missing: `embed.weight` (or `head.weight`) f32[32, 16]
-  As with load_state_dict(strict=True), the files hold each parameter and each persistent buffer, and nothing else.
-  Give the files of this model, or save those names: safetensors.torch.save_file.""",
+  As with load_state_dict(strict=True), the files must hold every parameter and persistent buffer, and nothing else.
+  Give the files of this model, or save these names with safetensors.torch.save_file.""",
     )
 
 
@@ -148,7 +148,7 @@ def test_names_that_no_prefix_explains(tmp_path: Path):
     state = {f"base.{name}": t for name, t in state_of(Partial()).items() if name != "unused"}
     assert_expected_inline(
         refusal_of(partial_on_meta(), state, tmp_path).split("\n")[-1],
-        """  Give the files of this model, or save those names: safetensors.torch.save_file.""",
+        """  Give the files of this model, or save these names with safetensors.torch.save_file.""",
     )
 
 

@@ -48,7 +48,7 @@ def with_index(whole: Path, folder: Path, content: bytes) -> Path:
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_bytes_are_no_index(whole: Path, tmp_path: Path, odd: str):
     folder = with_index(whole, tmp_path / "w", ODD[odd])
-    assert refusal(folder).startswith(f"`{index_of(folder)}` is no index of safetensors files: ")
+    assert refusal(folder).startswith(f"`{index_of(folder)}` isn't an index of safetensors files: ")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -79,7 +79,7 @@ def test_an_index_leads_nowhere_out_of_its_folder(whole: Path, tmp_path: Path, w
     (folder / "sub").mkdir()
     text = refusal(folder)
     assert "not the name of a file in this folder" in text
-    assert '\n  An index is JSON with the file of each name, in its own folder, under "weight_map".' in text
+    assert '\n  An index is JSON that maps each name to a file in its own folder, under "weight_map".' in text
 
 
 def test_linked_files_and_folders_within_are_taken(whole: Path, tmp_path: Path):

@@ -86,7 +86,7 @@ def test_hugging_face_model_with_its_rotary_module_made_anew(tmp_path: Path):
     loaded, model = hugging_face(tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     with pytest.raises(
-        WeightsError, match=r"2 without values(.|\n)*make anew and assign to the model: `model.rotary_emb`"
+        WeightsError, match=r"2 without values(.|\n)*make these again and assign them to the model: `model.rotary_emb`"
     ):
         megatrain.compile(model, device="cpu", weights=tmp_path)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)

@@ -98,7 +98,7 @@ def test_names_of_extra_values_that_are_no_texts_would_come_back_as_others(tmp_p
         text = refusal(CheckpointError, lambda: save(tmp_path / "run", state_of(model), optimizer=optimizer))
     finally:
         del state[7]
-    assert "\n  `body.weight` has state under 7, which is no text" in text
+    assert "\n  `body.weight` has state under 7, which isn't text" in text
     assert list(tmp_path.iterdir()) == []
 
 

@@ -167,7 +167,7 @@ def test_all_weights_that_do_not_fit_are_in_one_error_and_none_is_read(tmp_path:
     assert text.split("\n")[0] == "the checkpoint doesn't fit these weights: 5 differences."
     file = "model-00001-of-00001.safetensors"
     for line in (
-        "unexpected: `d` f32[2] in model-00001-of-00001.safetensors is not among these",
+        "unexpected: `d` f32[2] in model-00001-of-00001.safetensors is not among the tensors given",
         f"shape: `b` f32[2] in {file}, but f32[3] here",
         f"dtype: `c` f32[2] in {file}, but f64[2] here",
         "missing: `e` f32[1] is not in the checkpoint",
@@ -311,7 +311,7 @@ def test_a_damaged_tensor_is_named_when_it_is_read(tmp_path: Path):
         checkpoint.manifest.files["training/optimizer-00001-of-00001.safetensors"].tensors.items(),
         key=lambda item: item[1].start,
     )[0]
-    assert text.startswith(f"`{last}` in `{file}` is damaged: its bytes are not those that were saved.")
+    assert text.startswith(f"`{last}` in `{file}` is damaged: its bytes differ from the saved ones.")
     assert f"`{last}` in `{file}` is damaged" in refusal(checkpoint.check)
 
 

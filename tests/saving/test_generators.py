@@ -154,7 +154,7 @@ def test_a_state_that_is_none_is_refused_before_anything_is_set(monkeypatch: pyt
     state = copy.deepcopy(before)
     WRONG[change](state)
     text = refusal(lambda: restore_generators(state))
-    assert text.startswith("the checkpoint's random states are none, in ")
+    assert text.startswith("the checkpoint's random states are invalid, in ")
     assert f"generators.{change.split()[0]}" in text or change == "more"
     assert len(text.splitlines()) > 3
     assert same(generators_now(), before)

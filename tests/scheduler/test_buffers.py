@@ -114,7 +114,7 @@ def test_a_norm_that_blocks_share_does_not_unless_one_block_has_all_its_uses():
     assert str(caught.value) == (
         "buffer norms.0.mean can't go from one micro-batch to the next: block 1 (norms.0) reads the old "
         "value, but block 5 (norms.0) computes the new one.\n"
-        "  All micro-batches of a block run before the next block does, so it would be read too early.\n"
+        "  All micro-batches of a block run before the next block, so the old value would be read too early.\n"
         "  Use one micro-batch a step, a larger block_bytes that puts both in one block, or don't update the buffer "
         "(`.eval()` of its module)."
     )

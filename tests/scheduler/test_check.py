@@ -150,7 +150,7 @@ def test_a_weight_overwritten_while_in_use_is_shown_with_its_row():
         ({Position(9, Stream.H2D): Op(Stream.H2D, "A", 1)}, "h2d:A1 occurs 2 times."),
         ({Position(4, Stream.H2D): Op(Stream.H2D, "W", 2, slot=1)}, "compute:F3 at tick 4, which may"),
         ({Position(8, Stream.H2D): Op(Stream.H2D, "W", 0, slot=1)}, "h2d:W0@1 at tick 8 is read by nothing."),
-        ({Position(0, Stream.H2D): None}, "compute:F0 at tick 1 needs W0, which comes at no earlier tick."),
+        ({Position(0, Stream.H2D): None}, "compute:F0 at tick 1 needs W0, which isn't at an earlier tick."),
         ({Position(9, Stream.COMPUTE): Op(Stream.COMPUTE, "F", 9)}, "compute:F9 at tick 9 has no block."),
         ({Position(8, Stream.H2D): Op(Stream.H2D, "W", 0, slot=7)}, "h2d:W0@7 at tick 8 has no slot."),
         ({Position(4, Stream.D2H): Op(Stream.D2H, "A", 2)}, "d2h:A2 at tick 4 has nothing to move."),

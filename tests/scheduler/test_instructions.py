@@ -121,7 +121,7 @@ def test_many_mutations_are_tried():
         ({"waits": (Position(9, Stream.H2D),)}, "compute:F2 at tick 3 waits for h2d 9"),
         ({"state": Bytes(64, 132864)}, "compute:F2 at tick 3 has state 64+132864, not 0+132864"),
         ({"retains": True}, "compute:F2 at tick 3 has a retained graph True, not False"),
-        ({"frees_before": ()}, "compute:F2 at tick 3 has frees ahead of it nothing, not original 1.0"),
+        ({"frees_before": ()}, "compute:F2 at tick 3 has frees before it nothing, not original 1.0"),
     ],
 )
 def test_each_fault_is_named(change: dict[str, Any], message: str):

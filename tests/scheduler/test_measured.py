@@ -107,7 +107,7 @@ def test_a_retained_graph_is_another_op_than_a_recomputed_one():
         kept.simulate(measured(recomputed))
     assert str(caught.value) == (
         "compute:F0* at tick 1 was never measured.\n"
-        "  A schedule can be timed if all of its ops have run; a star marks those of a retained graph.\n"
+        "  A schedule can be timed if all of its ops were measured; a star marks ops of a retained graph.\n"
         "  Measure a run of this schedule, or of one with the same `saves` and `keep`."
     )
     both = Measured.mean([measured(recomputed), measured(kept)])

@@ -125,8 +125,8 @@ def test_a_difference_is_named_with_the_rule_and_the_way_out():
         merged([trained(4), trained(4), replace(other, blocks=blocks)])
     assert str(caught.value) == (
         "micro-batch 2 differs from micro-batch 0: of block 2 (layers.2), gradient_bytes is 0, not 132864.\n"
-        "  The micro-batches of one step share each block's stay on the device, so only sizes may differ.\n"
-        "  Use micro-batches of one structure (pad them, say), or separate steps."
+        "  All micro-batches of a step use a block while it is on the device, so only sizes may differ.\n"
+        "  Use micro-batches of one structure (for example, pad them), or separate steps."
     )
 
 

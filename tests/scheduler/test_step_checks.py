@@ -89,7 +89,7 @@ def test_every_op_of_the_host_is_needed_where_it_is(updates: str, clip: bool):
     [
         ({"micro_batches": 10_000}, "10000 micro-batches can't run in "),
         ({"micro_batches": 2}, ".2 at tick 4 has no micro-batch."),
-        ({"micro_batches": 1}, "F0.0 at tick 2 can't tell its micro-batch."),
+        ({"micro_batches": 1}, "F0.0 at tick 2 doesn't name its micro-batch."),
         ({"micro_batches": 4}, "compute:F0.3 is missing."),
         ({"updates": "serial"}, "host:U0 at tick 0 reads what leaves with d2h:G0"),
         ({"updates": "none"}, "host:U0 at tick 0 has nothing to update."),
@@ -107,7 +107,7 @@ def test_each_fault_of_a_step_is_named(changes: dict[str, object], message: str)
     ("updates", "op", "tick", "message"),
     [
         ("deferred", "U1", 5, "h2d:W1@1 at tick 2 reads what is written by host:U1 at tick 5"),
-        ("deferred", "N", 3, "host:N at tick 3 takes the norm of what leaves with d2h:G0"),
+        ("deferred", "N", 3, "host:N at tick 3 takes the norm of gradients that leave with d2h:G0"),
         ("overlap", "U2", 5, "host:U2 at tick 5 reads what leaves with d2h:G2"),
         ("serial", "N", 31, "host:U0 at tick 30 is scaled by host:N at tick 31"),
     ],

@@ -39,7 +39,7 @@ def test_a_text_and_a_json_with_a_contradictory_kind_are_refused():
     text = str(plan).replace("updates: overlap", "mode: forward\nupdates: overlap")
     with pytest.raises(ScheduleError, match="the header of the schedule contradicts itself: mode="):
         megatrain.Schedule.parse(text)
-    with pytest.raises(ScheduleError, match="this JSON is no schedule: OptionError: mode="):
+    with pytest.raises(ScheduleError, match="this JSON isn't a schedule: OptionError: mode="):
         megatrain.Schedule.from_json(plan.to_json().replace('"mode": "train"', '"mode": "forward"'))
 
 

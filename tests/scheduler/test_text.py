@@ -166,7 +166,7 @@ def test_ops_of_the_host_and_micro_batches_read_back():
         ("F3*", "F3", "line 10 of the schedule can't be read: `F3` must have a star"),
         ("F2 ", "F2*", "line 9 of the schedule can't be read: `F2*` must not have a star"),
         ("   4 ", "   5 ", "line 10 of the schedule can't be read: expected tick 4, found `5`."),
-        ("265984", "-1", "line 6 of the schedule can't be read: `-1` is no number of live bytes."),
+        ("265984", "-1", "line 6 of the schedule can't be read: `-1` isn't a number of live bytes."),
         ("saves: 3", "saves: 3-", "line 4 of the schedule can't be read: `3-` isn't a range of blocks"),
         ("saves: 3", "saves: 9", "line 4 of the schedule can't be read: `9` isn't a range of blocks"),
         ("saves: 3", "mode: fast", "line 4 of the schedule can't be read: `fast` is none of train,"),

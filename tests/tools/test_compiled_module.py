@@ -104,7 +104,7 @@ def test_its_text_says_what_it_is():
         str(compiled).partition("\n  (")[0],
         """\
 compiled by megatrain for cpu, memory 1.00 MiB, fp32, activations auto
-  nothing is captured yet: the first call is, or the one of compile(example_args=..., example_kwargs=...)
+  nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)
 Plain(""",
     )
     assert str(compiled).endswith(f"\n{model!r}")

@@ -125,4 +125,4 @@ def test_a_load_that_finds_no_memory_is_refused_and_can_be_repeated(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     count, text = done.stdout.split(" ", 1)
     assert int(count) > 2
-    assert text.startswith("the memory doesn't suffice to read the checkpoint: ")
+    assert text.startswith("the memory is too small to read the checkpoint: ")

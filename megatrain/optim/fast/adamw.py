@@ -50,7 +50,7 @@ class AdamWOptions:
         for option in ("amsgrad", "differentiable"):
             if group.get(option):
                 raise OptimizerError(
-                    f"{option}=True has no fused update over bf16 masters.\n"
+                    f"{option}=True has no fused update over bf16 parameters with masters.\n"
                     "  The masters are updated in pieces, with two moments and outside of autograd.\n"
                     f"  Set {option}=False, or train with precision='fp32'."
                 )
@@ -122,7 +122,7 @@ def adamw_(
             scalars = _scalars(step, options, scale)
             _in_c(part, stretch, moments.part(0, done), scalars, threads or torch.get_num_threads())
         elif kernel == "native":
-            raise OptimizerError(f"kernel='native' can't be had: {reason}.\n  Use kernel='auto'.")
+            raise OptimizerError(f"kernel='native' isn't available: {reason}.\n  Use kernel='auto'.")
     update = _plain if kernel == "plain" else _fused
     for values, wide, both in in_pieces(master, gradient, moments.both, scale=scale, start=done):
         update(values, wide, Moments(*both), step, options)

@@ -153,8 +153,8 @@ def unregister(path: FastPath) -> None:
     if not any(known is path for known in _PATHS):
         raise OptimizerError(
             f"{type(path).__name__} is not registered.\n"
-            "  A fast path is known by the object that was registered, not by its class.\n"
-            "  Keep the object that you give to register()."
+            "  A fast path is identified by the registered object, not by its class.\n"
+            "  Keep the object that you pass to register(), and pass it to unregister()."
         )
     _PATHS[:] = [known for known in _PATHS if known is not path]
 

@@ -57,8 +57,8 @@ class Held:
         if self.parameter.is_meta:
             raise ExecuteError(
                 f"parameter `{self.key}` {TensorSpec.of(self.parameter)} is on the meta device and has no values.\n"
-                "  A master is what a parameter holds.\n"
-                "  Call load_weights() first, or the model."
+                "  A master is made from the values of its parameter.\n"
+                "  Call load_weights() or the model first."
             )
 
     def _mark(self) -> tuple[int, int]:

@@ -41,8 +41,8 @@ def masters_of(model: nn.Module, kind: Kind) -> Masters:
         more = f", nor are {len(others) - 1} others" if len(others) > 1 else ""
         raise OptionError(
             f"precision='bf16': parameter `{others[0]}` {entries[others[0]].spec} is neither fp32 nor bf16{more}.\n"
-            "  fp32 parameters become bf16 with exact fp32 masters; a model that has bf16 ones stays as it is.\n"
-            "  Convert it, register what is no floating-point number as a buffer, or use precision='fp32'."
+            "  fp32 parameters become bf16 with exact fp32 masters; a model with bf16 parameters stays as it is.\n"
+            "  Convert the parameter, register values that aren't floating-point as a buffer, or use precision='fp32'."
         )
     is_wide = _is_wide(model)
     if is_wide:
@@ -51,7 +51,7 @@ def masters_of(model: nn.Module, kind: Kind) -> Masters:
             if not parameter.is_meta and not is_on_host(parameter):
                 raise ExecuteError(
                     f"parameter `{key}` is on {parameter.device}.\n"
-                    "  Parameters live in host memory; the device only borrows them.\n"
+                    "  Parameters stay in host memory; the device only borrows them.\n"
                     '  Move the model back with model.to("cpu").'
                 )
     casts_inputs = is_wide or (known is not None and known.casts_inputs)
@@ -93,8 +93,9 @@ def explained(masters: Masters) -> Generator[None]:
         if masters.casts_inputs and "type" in str(error):
             error.add_note(
                 'precision="bf16" made the parameters and inputs of this model bf16; its buffers keep their dtype.\n'
-                "  If a module needs fp32 parameters beside its buffers, as BatchNorm does, make the model bf16\n"
-                "  yourself, but for that module: docs/precision.md."
+                "  If a module needs fp32 parameters with its fp32 buffers, as BatchNorm does, make the rest of "
+                "the model\n"
+                "  bf16 yourself: docs/precision.md."
             )
         raise
 

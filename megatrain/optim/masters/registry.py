@@ -62,7 +62,7 @@ class Masters(Mapping[torch.Tensor, Master]):
             self.find()  # it may have been put in another's place
         held = self._held.get(id(parameter))
         if held is None or not self._has_master(held):
-            raise KeyError("no trainable parameter of this model")
+            raise KeyError("isn't a trainable parameter of this model")
         return self._master(held)
 
     def __iter__(self) -> Iterator[torch.Tensor]:

@@ -71,6 +71,6 @@ def check_saved(expected: Mapping[str, Source], saved: Mapping[str, Saved]) -> N
             f"the checkpoint doesn't fit these masters: {len(problems)} differences.",
             *sorted(problems),
             "Each trainable bf16 parameter has a low half, or with masters='rounded' a generator.",
-            "Compile the model with the precision and masters that were saved, with the same parameters frozen.",
+            "Compile the model with the saved precision and masters, and with the same parameters frozen.",
         ]
         raise CheckpointError("\n  ".join(lines))

@@ -244,7 +244,7 @@ def _take_in(home: _Home) -> None:
             f"`{home.key}` became {now}; the compiled model holds {home.spec} on {view.device}.\n"
             "  Shape, dtype and device of the state are fixed when the model is compiled.\n"
             "  Module.to, .cuda() and .half() change them; a trainer that moves its model calls these.\n"
-            "  Change them first, then compile; or hand such a tool the compiled model, which stays where it is."
+            "  Change them first, then compile; or give such a trainer the compiled model, which stays in place."
         )
     # Cloned, because the new value may be another view of the very same memory (`p.data = p.data.t()`).
     view.copy_(tensor.detach().clone())
@@ -313,6 +313,6 @@ def _check_memory(moves: Sequence[tuple[torch.Tensor, TensorSpec]]) -> None:
         raise ExecuteError(
             f"moving the model's state into the host store needs {format_bytes(needed)} more host memory, "
             f"{format_bytes(available)} are available.\n"
-            f"  The store takes {format_bytes(total)}; what the state occupies now is freed one by one.\n"
+            f"  The store takes {format_bytes(total)}; the present memory of the state is freed tensor by tensor.\n"
             "  Free host memory, or use a machine with more."
         )

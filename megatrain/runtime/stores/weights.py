@@ -63,8 +63,8 @@ class Weights:
         if changed:
             raise WeightsError(
                 f"{_listed(changed)} changed after compile(weights=...) and before the files were read.\n"
-                "  The files hold the values that count; reading them would undo the change.\n"
-                "  Call load_weights() first, then change what was read."
+                "  The values come from the files, so reading them would undo the change.\n"
+                "  Call load_weights() first, then change the model."
             )
         self._match(model)
 
@@ -84,7 +84,7 @@ class Weights:
         for other in others:
             if not self._is_same(other, key, out):
                 raise WeightsError(
-                    f"`{first.name}` and `{other.name}` differ in the files, but are one tensor in the model.\n"
+                    f"`{first.name}` and `{other.name}` are one tensor in the model, but differ in the files.\n"
                     "  Tied names share their values.\n"
                     "  Untie them in the model, or save the files with one of the two names."
                 )
@@ -162,16 +162,17 @@ class _Problems:
     def _ways_out(self) -> Iterable[str]:
         if self._missing or self._unexpected or self._shapes or self._dtypes:
             yield (
-                "As with load_state_dict(strict=True), the files hold each parameter and each persistent buffer, "
+                "As with load_state_dict(strict=True), the files must hold every parameter and persistent buffer, "
                 "and nothing else."
             )
             yield (
-                self._prefix_hint() or "Give the files of this model, or save those names: safetensors.torch.save_file."
+                self._prefix_hint()
+                or "Give the files of this model, or save these names with safetensors.torch.save_file."
             )
         if self.without_values:
             places = list(dict.fromkeys(key.rpartition(".")[0] or key for key in self.without_values))
-            yield "A non-persistent buffer gets its values when its module is made, and on meta it gets none."
-            yield f'Outside torch.device("meta"), make anew and assign to the model: {_listed(places)}.'
+            yield "A non-persistent buffer gets its values when its module is made; on meta it gets none."
+            yield f'Outside torch.device("meta"), make these again and assign them to the model: {_listed(places)}.'
             yield "Or build the model with only its parameters on meta."
 
     def _prefix_hint(self) -> str | None:
@@ -182,12 +183,14 @@ class _Problems:
         for prefix in sorted({s[: -len(n)] for s in self._stored for n in first if s.endswith(f".{n}")}, key=len):
             if self._is_complete(lambda name, prefix=prefix: prefix + name):
                 path = prefix.removesuffix(".")
-                return f"All are there with `{prefix}` in front: compile a module that holds this one as `{path}`."
+                return f"All names exist with the prefix `{prefix}`: compile a module that holds this one as `{path}`."
         parts = first[0].split(".")
         for prefix in (".".join(parts[:n]) + "." for n in range(1, len(parts))):
             if self._is_complete(lambda name, prefix=prefix: name.removeprefix(prefix)):
                 path = prefix.removesuffix(".")
-                return f"All are there without `{prefix}` in front: compile the module `{path}` of this model itself."
+                return (
+                    f"All names exist without the prefix `{prefix}`: compile the module `{path}` of this model itself."
+                )
         return None
 
     def _is_complete(self, renamed: Callable[[str], str]) -> bool:
@@ -238,8 +241,8 @@ def _version(tensor: torch.Tensor) -> int:
 def _irreplaceable(key: str, reason: str) -> ExecuteError:
     return ExecuteError(
         f"`{key}` is on the meta device and can't be given values: {reason}.\n"
-        "  It has to stay the same object, so that optimizers that hold it train the model.\n"
-        "  Let go of what was computed from it and of weak references to it, or load the weights first."
+        "  It must stay the same object, so that existing optimizers train the model.\n"
+        "  Drop results computed from it and weak references to it, or load the weights first."
     )
 
 

@@ -118,11 +118,11 @@ def _is_autograd() -> bool:
 
 _RUNNING = (
     "{what} was called while {it} runs.\n"
-    "  A run waits for what it calls, a hook on a gradient or the loss, so that can't wait for the end of the run.\n"
-    "  Call it when the run has returned."
+    "  A run waits for hooks on gradients and for the loss, so these can't wait for the end of the run.\n"
+    "  Call it after the run has returned."
 )
 _FORKED = (
     "{what} was called in a forked process.\n"
     "  The threads that run the model stayed in the process that compiled it.\n"
-    "  Read parameters and state here, or call the model itself, uncompiled; or compile it in this process."
+    "  Read parameters and state, or call the model itself, uncompiled; or compile it in this process."
 )

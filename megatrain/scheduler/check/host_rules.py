@@ -11,14 +11,14 @@ from megatrain.scheduler.table import Position
 
 def check_norm(case: Case) -> None:
     """The norm is taken once, over all gradients, when the update of the step before needs its old value no more."""
-    rule = "A clipped step has one N, after all G and after updates of the step before; others have none."
+    rule = "A clipped step has one N, after all G and after updates of the previous step; other steps have none."
     if not case.schedule.kind.clip:
         case.never(Stream.HOST, "N", NO_BLOCK, "is read by nothing", rule)
         return
     norm = case.once(Stream.HOST, "N", NO_BLOCK, rule)
     for block in range(len(case.workload.blocks)):
         for offload in case.at(Stream.D2H, "G", block):
-            case.require_before(offload, norm, "takes the norm of what leaves with", rule)
+            case.require_before(offload, norm, "takes the norm of gradients that leave with", rule)
         if case.schedule.kind.updates == "deferred":
             for update in case.at(Stream.HOST, "U", block):
                 case.require_before(update, norm, "replaces the norm that is read by", rule)
@@ -26,7 +26,10 @@ def check_norm(case: Case) -> None:
 
 def check_places(case: Case) -> None:
     """Gradients that wait on the host have bytes of their own as long as they wait."""
-    rule = "Gradients that wait have one place per block, by block; no G writes there before the last U has read them."
+    rule = (
+        "Waiting gradients have one place per block, in the order of blocks; no G writes there before the last U has "
+        "read them."
+    )
     schedule = case.schedule
     found = {place.block: range(place.offset, place.offset + place.nbytes) for place in schedule.places}
     has_places = schedule.kind.holds_gradients and schedule.kind.transfer == "copy"
@@ -81,7 +84,7 @@ def _check_places_are_free(case: Case, places: Mapping[int, range], rule: str) -
 
 def check_updates(case: Case) -> None:
     """Each block with parameters of its own to update has one U, where `updates` says."""
-    rule = "A step that updates has one U for each block that updates parameters; others have none."
+    rule = "A step with updates has one U for each block that updates parameters; other steps have none."
     for block, work in enumerate(case.workload.blocks):
         if work.update_bytes == 0 or case.schedule.kind.updates == "none":
             case.never(Stream.HOST, "U", block, "has nothing to update", rule)
@@ -96,7 +99,7 @@ def check_updates(case: Case) -> None:
 
 def _check_update_of_before(case: Case, update: Position, members: tuple[int, ...]) -> None:
     """It is over when this step first reads the parameters, and when its gradients replace the ones that it reads."""
-    rule = "A deferred U is done before its parameters are read, and before new gradients come."
+    rule = "A deferred U is done before its parameters are read, and before new gradients arrive."
     for reader in _weight_readers(case, members):
         case.require_before(update, reader, "reads what is written by", rule)
     for member in members:
@@ -106,7 +109,10 @@ def _check_update_of_before(case: Case, update: Position, members: tuple[int, ..
 
 def _check_update_of_this(case: Case, update: Position, members: tuple[int, ...]) -> None:
     """It has whole gradients, from all blocks that share the parameters, and nobody reads what it writes."""
-    rule = "U follows the G of all blocks that share its parameters, N if the step is clipped, and all who read them."
+    rule = (
+        "U follows the G of all blocks that share its parameters, N if the step is clipped, and every op that reads "
+        "them."
+    )
     for member in members:
         for offload in case.at(Stream.D2H, "G", member):
             case.require_before(offload, update, "reads what leaves with", rule)
@@ -117,7 +123,7 @@ def _check_update_of_this(case: Case, update: Position, members: tuple[int, ...]
     if case.schedule.kind.updates == "serial":
         # Streams keep their order, so the last one to leave stands for all.
         last = max(p for p, op in case.ops if op.what == "G")
-        case.require_before(last, update, "comes when all gradients have left, the last with", rule)
+        case.require_before(last, update, "follows all gradients, the last of which leaves with", rule)
 
 
 def _weight_readers(case: Case, members: tuple[int, ...]) -> Iterator[Position]:

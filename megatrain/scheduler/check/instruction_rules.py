@@ -51,7 +51,7 @@ def _fault(instruction: Instruction | str, what: str, rule: str) -> ScheduleErro
     where = instruction
     if isinstance(instruction, Instruction):
         where = f"{instruction.position.stream}:{instruction.op} at tick {instruction.position.tick}"
-    return ScheduleError(f"{where} {what}.\n  {rule}\n  Take what schedule.instructions makes.")
+    return ScheduleError(f"{where} {what}.\n  {rule}\n  Use the result of schedule.instructions.")
 
 
 def _expect(instruction: Instruction | str, name: str, found: Any, expected: Any, rule: str) -> None:
@@ -64,7 +64,7 @@ def _shown(value: Any) -> str:
 
 
 def _check_order(instructions: Instructions, table: Table) -> None:
-    rule = "Instructions are the ops of the table, in its order; of a call, those up to the last F come first."
+    rule = "Instructions are the ops of the table, in its order; in a call, the ops up to the last F come first."
     found = [(i.position, i.op) for i in instructions.all]
     if found != list(table.positions()):
         raise _fault("the instructions", "are not the ops of the table", rule)
@@ -92,13 +92,16 @@ def _check_flags(case: Case, instructions: Instructions) -> None:
         _expect(instruction, "a retained graph", instruction.retains, is_forward and is_saved, rule)
         _expect(instruction, "a recompute", instruction.recomputes, is_forward and has_backward and not is_saved, rule)
         turns = op.what == "B" and number not in turned
-        _expect(instruction, "a turn", instruction.turns, turns, "The caller's gradients come in ahead of the first B.")
+        _expect(instruction, "a turn", instruction.turns, turns, "The caller's gradients arrive before the first B.")
         turned |= {number} if turns else set()
 
 
 def _check_state(case: Case, instructions: Instructions) -> None:
     """Each W fills its slot, each F and B reads what the last W of its block filled, and the last reader leaves it."""
-    rule = "F and B read the bytes that the last W of their block in an earlier tick filled; the last of them leaves."
+    rule = (
+        "F and B read the bytes that the last W of their block in an earlier tick filled; the last reader releases "
+        "them."
+    )
     is_bound = case.schedule.kind.transfer == "bind"
     filled: dict[int, tuple[Position, Bytes]] = {}
     reader: dict[Position, tuple[Position, Bytes]] = {}
@@ -127,7 +130,7 @@ def _check_state(case: Case, instructions: Instructions) -> None:
 
 
 def _check_landings(case: Case, instructions: Instructions) -> None:
-    rule = "G puts gradients in the place that the table states, or in the slab; where nothing moves, nowhere."
+    rule = "G puts gradients in the place that the table states, or in the slab; if nothing moves, nowhere."
     places = {place.block: Bytes(place.offset, place.nbytes) for place in case.schedule.places}
     for instruction in instructions.all:
         expected, block = None, instruction.op.block
@@ -137,7 +140,7 @@ def _check_landings(case: Case, instructions: Instructions) -> None:
 
 
 def _check_parks(case: Case, instructions: Instructions) -> None:
-    rule = "Every parked value has bytes of its own in host memory, and comes back from where it went."
+    rule = "Every parked value has its own bytes in host memory, and returns from these bytes."
     known: dict[int, Bytes] = {}
     for instruction in instructions.all:
         expected = case.parked.get(instruction.op.block, []) if instruction.op.what == "A" else []
@@ -149,7 +152,7 @@ def _check_parks(case: Case, instructions: Instructions) -> None:
     end = 0
     for value, host in sorted(known.items(), key=lambda item: item[1]):
         if host.offset < end:
-            raise _fault("the instructions", f"park value {value} at {host}, which is another's", rule)
+            raise _fault("the instructions", f"park value {value} at {host}, which belongs to another value", rule)
         end = host.offset + host.nbytes
     _expect("the instructions", "parks of bytes", instructions.park_bytes, end, rule)
     stated = case.schedule.park_bytes
@@ -158,7 +161,10 @@ def _check_parks(case: Case, instructions: Instructions) -> None:
 
 def _check_frees(case: Case, instructions: Instructions) -> None:
     """Every item is let go of after its last use, and before anything takes device memory in a later tick."""
-    rule = "What compute used last is freed after it; what a transfer used last, ahead of what next takes memory."
+    rule = (
+        "Memory last used by compute is freed after that op; memory last used by a transfer, before the next op that "
+        "takes memory."
+    )
     before: dict[Position, set[Item]] = {}
     after: dict[Position, set[Item]] = {}
     ends: tuple[set[Item], set[Item]] = (set(), set())
@@ -175,9 +181,9 @@ def _check_frees(case: Case, instructions: Instructions) -> None:
         for taker in _next_takers(takers, last.tick, split if half == 0 else len(case.schedule.ticks)):
             before.setdefault(taker, set()).add(item)
             for use in uses:
-                case.require_before(use, taker, "takes the memory of what is used by", rule)
+                case.require_before(use, taker, "takes memory that is used by", rule)
     for one in instructions.all:
-        _expect_items(one, "frees ahead of it", one.frees_before, before.get(one.position), rule)
+        _expect_items(one, "frees before it", one.frees_before, before.get(one.position), rule)
         _expect_items(one, "frees", one.frees_after, after.get(one.position), rule)
     for half, expected in zip((instructions.forward, instructions.backward), ends, strict=True):
         _check_end(half, expected, rule)

@@ -13,7 +13,7 @@ from megatrain.sizes import aligned
 
 def check_releases_come_first(case: Case) -> None:
     """Whatever allocates is certain to come after what released in earlier ticks."""
-    rule = "Live bytes omit what earlier ticks released, so an op that allocates must wait for that."
+    rule = "Live bytes omit memory that earlier ticks released, so an op that allocates must wait for its release."
     last: dict[Stream, Position] = {}
     consumed = _consumed(case)
     for tick, row in enumerate(case.schedule.ticks):
@@ -35,7 +35,7 @@ def check_releases_come_first(case: Case) -> None:
 
 def check_live_bytes(case: Case) -> None:
     """The live bytes of every tick are those of the weights, values, gradients and graphs alive in it."""
-    rule = "Live bytes of a tick: slots, and all that is made no later and released no earlier."
+    rule = "Live bytes of a tick: slots, and all items made by then and not released before."
     live = _recount(case)
     for tick, (stated, counted) in enumerate(zip(case.schedule.live_bytes, live, strict=True)):
         if stated != counted:

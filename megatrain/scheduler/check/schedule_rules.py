@@ -44,7 +44,7 @@ def check_schedule(schedule: Table, workload: Workload, graph: nx.DiGraph[Positi
     if schedule.num_blocks != len(workload.blocks):
         raise ScheduleError(
             f"the schedule has {schedule.num_blocks} blocks, the workload {len(workload.blocks)}.\n"
-            "  A schedule fits the workload it was built for, and equal ones."
+            "  A schedule fits only the workload it was built for, or an equal one."
         )
     if len(schedule.live_bytes) != len(schedule.ticks):
         raise ScheduleError("every tick has one figure of live bytes.")
@@ -78,16 +78,16 @@ def _check_slots(schedule: Table) -> None:
     if offsets != sorted(set(offsets)):
         raise ScheduleError("slots are numbered by offset, and no two have the same.")
     if schedule.kind.transfer == "bind" and any(slot.nbytes for slot in schedule.slots):
-        raise ScheduleError("slots have no bytes where weights are used in place.")
+        raise ScheduleError("slots have no bytes if weights are used in place.")
 
 
 def _check_ops_are_known(case: Case) -> None:
     """Every op concerns a block of the model and a micro-batch of the step, and a slot that can hold its state."""
     rule = "Every op concerns one block of the model; W fills a slot that is large enough."
-    numbers = "With several micro-batches F, B and A name one of them; nothing else does."
+    numbers = "With several micro-batches F, B and A name one of them; other ops don't."
     for position, op in case.ops:
         if case.has_number(op.what) != (op.micro_batch is not None):
-            raise case.fault(f"{case.name(position)} can't tell its micro-batch.", numbers, position.tick, "Name it.")
+            raise case.fault(f"{case.name(position)} doesn't name its micro-batch.", numbers, position.tick, "Name it.")
         if op.micro_batch is not None and op.micro_batch not in case.micro_batches:
             raise case.fault(f"{case.name(position)} has no micro-batch.", numbers, position.tick, "Leave it out.")
         if op.block >= len(case.workload.blocks):
@@ -114,7 +114,7 @@ def _check_slot_fits(case: Case, position: Position, op: Op, rule: str) -> None:
 
 def check_forward_order(case: Case) -> None:
     """A forward of every block and micro-batch, in the order of the blocks; none in a backward alone."""
-    rule = "F of every block comes exactly once, in the order of the blocks; a backward alone has none."
+    rule = "Every block has exactly one F, in the order of the blocks; a backward alone has none."
     blocks = range(len(case.workload.blocks))
     if case.schedule.kind.mode == "backward":
         for block in blocks:
@@ -128,7 +128,7 @@ def check_forward_order(case: Case) -> None:
 
 def check_backward_order(case: Case) -> None:
     """A backward of every block that has one, after all forwards, and after all that hand it gradients."""
-    rule = "B comes once for each block with a backward: after all F, and after the B of all that read it."
+    rule = "Every block with a backward has one B: after all F, and after the B of all blocks that read its values."
     backwards = set() if case.schedule.kind.mode == "forward" else set(case.workload.backward_blocks())
     for block in range(len(case.workload.blocks)):
         for number in case.micro_batches:
@@ -162,7 +162,7 @@ def check_micro_batches(case: Case) -> None:
 def check_saves(case: Case) -> None:
     """Graphs are retained only of blocks with a backward, and always of the one where a micro-batch turns."""
     saves, backwards = case.schedule.saves, case.workload.backward_blocks()
-    rule = "A retained graph serves a backward; of one micro-batch the last is retained, for it comes at once."
+    rule = "Only graphs of blocks with a backward are retained; with one micro-batch, the last of these always is."
     expected_last = () if case.schedule.kind.mode == "forward" else backwards[-1:]
     is_free = case.schedule.kind.micro_batches > 1
     is_last_right = is_free or saves[-1:] == expected_last
@@ -172,7 +172,7 @@ def check_saves(case: Case) -> None:
 
 def check_parks(case: Case) -> None:
     """Every value that `keep` and `saves` send away leaves once it is made and returns before its use."""
-    rule = "What parks leaves once, after its F, and returns once, before the first B that reads it."
+    rule = "A parked value leaves once, after its F, and returns once, before the first B that reads it."
     for position, op in case.ops:
         if op.what == "A" and op.block not in case.parked:
             raise case.fault(
@@ -193,19 +193,19 @@ def _check_park(case: Case, block: int, number: int, rule: str) -> None:
         case.never(Stream.D2H, "A", block, "has run already", rule)
     else:
         park = case.once(Stream.D2H, "A", block, rule, number)
-        case.require_before(park, restore, "brings back what leaves with", rule)
+        case.require_before(park, restore, "brings back a value that leaves with", rule)
         for index in values:
             producer = case.workload.values[index].producer
             assert producer is not None
             case.require_before(case.forward(producer, number), park, "moves a result of", rule)
     for index in values:
         for reader in case.workload.backward_readers(index):
-            case.require_before(restore, case.backward(reader, number), "reads what returns with", rule)
+            case.require_before(restore, case.backward(reader, number), "reads a value that returns with", rule)
 
 
 def check_inputs(case: Case) -> None:
     """What an F or B reads was computed before."""
-    rule = "An op uses only what is done for certain when it starts."
+    rule = "An op uses only results that are certainly done when it starts."
     if case.schedule.kind.mode == "backward":
         return
     for number in case.micro_batches:
@@ -230,13 +230,13 @@ def check_weights(case: Case) -> None:
             position = Position(tick, Stream.COMPUTE)
             if row.compute.block not in latest:
                 raise case.fault(
-                    f"{case.name(position)} needs W{row.compute.block}, which comes at no earlier tick.",
+                    f"{case.name(position)} needs W{row.compute.block}, which isn't at an earlier tick.",
                     rule,
                     tick,
                     f"Prefetch W{row.compute.block} at tick {tick - 1} or earlier.",
                 )
             load = latest[row.compute.block]
-            case.require_before(load, position, "reads what is copied by", rule)
+            case.require_before(load, position, "reads weights that are copied by", rule)
             readers.setdefault(load, []).append(position)
         if row.h2d is not None and row.h2d.what == "W":
             latest[row.h2d.block] = Position(tick, Stream.H2D)
@@ -263,7 +263,7 @@ def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule:
 
 def check_gradients(case: Case) -> None:
     """The parameter gradients of every block leave exactly once, summed over the micro-batches."""
-    rule = "Parameter gradients leave the device once, after the B of every micro-batch, which add to them."
+    rule = "Parameter gradients leave the device once, after the B of every micro-batch, because each adds to them."
     for block, work in enumerate(case.workload.blocks):
         if work.gradient_bytes > 0 and work.has_backward and case.schedule.kind.mode != "forward":
             offload = case.once(Stream.D2H, "G", block, rule)

@@ -48,8 +48,8 @@ def table_from_json(text: str) -> Table:
         data = json.loads(text)
         if data["format"] != FORMAT:
             raise ScheduleError(
-                f"format {shown(data['format'])} of a schedule is unknown.\n  This reads format {FORMAT}.\n"
-                "  Write it anew with this version's Schedule.to_json."
+                f"format {shown(data['format'])} of a schedule is unknown.\n  This version reads format {FORMAT}.\n"
+                "  Write the schedule again with this version's Schedule.to_json."
             )
         return Table(
             # Schedules written by an earlier version have the first four streams, as all had.
@@ -66,8 +66,8 @@ def table_from_json(text: str) -> Table:
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ScheduleError(
-            f"this JSON is no schedule: {type(error).__name__}: {error}\n"
-            "  It has what Schedule.to_json writes.\n  Read what that wrote, unchanged."
+            f"this JSON isn't a schedule: {type(error).__name__}: {error}\n"
+            "  The JSON must come from Schedule.to_json.\n  Give the result of to_json, unchanged."
         ) from error
 
 

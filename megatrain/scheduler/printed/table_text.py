@@ -139,7 +139,7 @@ def parse_table(text: str, workload: Workload | None = None) -> Table:
     if tuple(read.frozen) != schedule.frozen:
         raise ScheduleError(
             f"the line `frozen:` must name {', '.join(ranges(schedule.frozen)) or 'no block'}.\n"
-            "  It names the blocks whose gradients no G offloads."
+            "  This line names the blocks whose gradients no G offloads."
         )
     return schedule
 
@@ -170,7 +170,7 @@ def _reader_of(line: str, read: _Read) -> Callable[[str, _Read], None]:
 
 
 def _read_unknown(line: str, read: _Read) -> None:
-    raise ScheduleError(f"`{line.split()[0]}` is no key of the header, nor the heading of the table.")
+    raise ScheduleError(f"`{line.split()[0]}` is neither a key of the header nor the heading of the table.")
 
 
 def _read_header(line: str, read: _Read) -> None:
@@ -289,7 +289,7 @@ def _read_row(line: str, read: _Read) -> None:
     if cells[0] != str(len(read.ticks)):
         raise ScheduleError(f"expected tick {len(read.ticks)}, found `{cells[0]}`.")
     if not re.fullmatch(r"\d{1,18}", cells[-1]):
-        raise ScheduleError(f"`{cells[-1]}` is no number of live bytes.")
+        raise ScheduleError(f"`{cells[-1]}` isn't a number of live bytes.")
     read.ticks.append(Tick(*(_read_cell(c, s, read) for s, c in zip(read.streams, cells[1:-1], strict=True))))
     read.live_bytes.append(int(cells[-1]))
 

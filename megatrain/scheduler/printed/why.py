@@ -14,7 +14,7 @@ _REASONS = {
     "data": "needs what {} makes",
     "weight": "needs the weights that {} brings",
     "resource": "writes where {} still reads",
-    "memory": "takes memory that {} gives back",
+    "memory": "takes memory that {} releases",
     "stream": "comes after {} in its stream",
 }
 
@@ -46,7 +46,7 @@ def _found(ops: dict[Position, Op], name: str, tick: int | None) -> Position:
     at = [position for position in found if tick in (None, position.tick)]
     if not at:
         where = f" at tick {tick}" if found else ""
-        others = f"It stands at ticks {', '.join(str(p.tick) for p in found)}." if found else "Look at print(schedule)."
+        others = f"It is at ticks {', '.join(str(p.tick) for p in found)}." if found else "Look at print(schedule)."
         raise ScheduleError(
             f"the schedule has no op `{name}`{where}.\n  An op is named as the table prints it, without a star.\n"
             f"  {others}"

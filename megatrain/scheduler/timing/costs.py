@@ -110,7 +110,7 @@ class Measured:
                 raise ScheduleError(
                     f"{position.stream}:{op} at tick {position.tick} has no time.\n"
                     "  A measured run has a time for each op of its table.\n"
-                    "  Time them all, also those that move nothing."
+                    "  Give a time for each op, also for ops that move nothing."
                 )
             found.setdefault(kind, []).append(seconds[position])
         if len(seconds) != len(schedule.ops):
@@ -146,10 +146,10 @@ class Measured:
         """
         if (schedule.num_blocks, schedule.kind.transfer) != (self.num_blocks, self.transfer):
             raise ScheduleError(
-                f"measured were {self.num_blocks} blocks with `{self.transfer}`, this schedule has "
+                f"the measurement has {self.num_blocks} blocks with `{self.transfer}`, this schedule has "
                 f"{schedule.num_blocks} with `{schedule.kind.transfer}`.\n"
-                "  A measurement serves schedules of the same program.\n"
-                "  Measure a run of this one."
+                "  A measurement fits only schedules of the same program.\n"
+                "  Measure a run of this schedule."
             )
         others: dict[OpKind, list[float]] = {}
         for kind, seconds in self.seconds.items():
@@ -163,7 +163,7 @@ class Measured:
                 raise ScheduleError(
                     f"{position.stream}:{op}{'*' if kind.is_saved else ''} at tick {position.tick} was never "
                     "measured.\n"
-                    "  A schedule can be timed if all of its ops have run; a star marks those of a retained graph.\n"
+                    "  A schedule can be timed if all of its ops were measured; a star marks ops of a retained graph.\n"
                     "  Measure a run of this schedule, or of one with the same `saves` and `keep`."
                 )
             found[position] = seconds
@@ -192,7 +192,9 @@ def _medians(seconds: Mapping[OpKind, Sequence[float]]) -> dict[OpKind, float]:
     for kind, times in seconds.items():
         for time in times:
             if not isfinite(time) or time < 0:
-                raise OptionError(f"{kind.stream}:{kind} can't take {time} s.\n  A time is a number, not negative.")
+                raise OptionError(
+                    f"{kind.stream}:{kind} can't take {time} s.\n  A time is a number that isn't negative."
+                )
     return {kind: median(times) for kind, times in seconds.items()}
 
 

@@ -110,7 +110,7 @@ class Capture:
         if moved:
             raise Obstacle(
                 f"draws from or seeds `{moved[0]}` in its forward",
-                "A capture would freeze the number drawn.",
+                "A capture would repeat the same number in every call.",
                 "Draw with torch instead, unseeded.",
                 remedy=RUN_AGAIN if self._attempt.follows_host else FOLLOW_HOST,
                 calls=drawer(),
@@ -128,8 +128,8 @@ class Capture:
             if tensor.requires_grad:
                 raise TraceError(
                     f"the model writes a value that requires a gradient into its input `{name}`.\n"
-                    "  In eager the caller's tensor would get a history; a schedule ends with its call.\n"
-                    "  Clone the input first, or return what was made of it."
+                    "  In eager, the caller's tensor would get a history; a schedule ends with its call.\n"
+                    "  Clone the input first, or return the result instead."
                 )
 
     def _left(self, start: Attributes) -> SideOutputs:
@@ -176,7 +176,7 @@ class Capture:
             return  # a tensor is made of a NumPy array or a list: a constant, as its values are
         self._stray = Obstacle(
             f"runs the operation `{func}` outside any torch function",
-            "A capture records torch functions; what TorchScript or C++ extensions compute would become a constant.",
+            "A capture records torch functions; results of TorchScript or C++ extensions would become constants.",
             "Call the operation through torch.ops or a torch.library.custom_op.",
             remedy=RUN_AGAIN,
             place=user_line(),
@@ -225,7 +225,7 @@ class Capture:
             if tensor is None or any(other is not tensor for other in others):
                 raise TraceError(
                     f"the forward unties or removes the buffer `{key}`.\n"
-                    "  A capture keeps the model's buffers as they are registered.\n"
+                    "  A capture can't change which buffers are registered.\n"
                     "  Write into the buffer in place."
                 )
             if tensor is not self._fakes[key]:

@@ -96,8 +96,8 @@ class Hooks:
             sites = self._alike(busy) - self._attempt.kept - self._returning
             raise Obstacle(
                 f"has forward hooks that change Python state, first on `{min(busy)[0] or 'the model'}`,",
-                "A capture would freeze what they leave.",
-                "Return what they collect from the model.",
+                "A capture would repeat the values that they leave.",
+                "Return the collected values from the model.",
                 remedy=OBSERVE,
                 hooks=sites,
             )
@@ -128,8 +128,8 @@ class Hooks:
         if shared or any(_has_history(c.now) for c in changes):
             raise Obstacle(
                 f"has a forward hook on `{site[0] or 'the model'}` whose Python state matters to the graph",
-                "What the hook leaves is read elsewhere in the model, or has a history.",
-                "Return it from the model.",
+                "The values that the hook leaves are read elsewhere in the model, or have a history.",
+                "Return these values from the model.",
                 remedy=RUN_AGAIN,
                 hooks=self._alike({site}),
             )

@@ -37,8 +37,9 @@ class Made:
         place = next(place for ref, place in self._made if id(ref()) in held)
         raise TraceError(
             f"the forward leaves a tensor, made {place}, where a capture can't follow it.\n"
-            "  Followed are attributes of modules, and variables and objects that the model's code or its hooks name.\n"
-            "  Keep the tensor in one of these, or return it from the model."
+            "  A capture follows attributes of modules, and variables and objects that the model's code or its "
+            "hooks name.\n"
+            "  Keep the tensor in one of these places, or return it from the model."
         )
 
     def _held(self) -> set[int]:

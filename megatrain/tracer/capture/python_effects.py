@@ -53,9 +53,9 @@ class Effects:
         for change in own:
             if change.where[0] in holders and not isinstance(change.holder, dict | Slots):
                 raise TraceError(
-                    f"`{change.name}` is changed by code that is captured and by code that runs again at each step.\n"
-                    "  In a list or set the turns of the two would be lost.\n"
-                    "  Let each have a list of its own."
+                    f"`{change.name}` is changed both by captured code and by code that runs again at each step.\n"
+                    "  The order of the two kinds of changes to one list or set would be lost.\n"
+                    "  Use a separate list for each."
                 )
         return own
 
@@ -69,7 +69,7 @@ class Effects:
         kind = "global variable" if isinstance(root, Named) else "Python attribute"
         raise Obstacle(
             f"changes the {kind} `{change.name}` (now {change.now!r}) in its forward",
-            "A capture would freeze it at its first value.",
+            "A capture would keep its first value in every call.",
             "Keep counters in a buffer.",
             remedy=RUN_AGAIN,
             place=root.source if isinstance(root, Named) else None,

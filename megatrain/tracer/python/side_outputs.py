@@ -130,8 +130,9 @@ class _Collected:
         if computed and any(isinstance(x, nn.Module | MethodType) for x in leaves):
             raise TraceError(
                 f"the forward leaves tensors in `{change.name}`, a {type(change.now).__qualname__} that also holds "
-                "modules.\n  Each call must leave fresh tensors; objects with modules in them can't be made anew.\n"
-                "  Keep the tensors in an attribute, a list or a dict of their own."
+                "modules.\n  Each call must leave new tensors, but objects that hold modules can't be copied for "
+                "each call.\n"
+                "  Keep the tensors in a separate attribute, list or dict."
             )
         return True
 

@@ -77,8 +77,8 @@ class _Calls:
         context, inputs = (args[0], args[1:]) if takes_context else (None, args)
         if function is CheckpointFunction:
             self._recorder.refuse(
-                "calls a reentrant checkpoint by an `apply` that it looked up before",
-                "A checkpoint hides the parameters of what it runs.",
+                "calls a reentrant checkpoint through an `apply` that it looked up earlier",
+                "Such a checkpoint hides the parameters of its function.",
                 "Call torch.utils.checkpoint.checkpoint.",
             )
 

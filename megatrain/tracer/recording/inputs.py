@@ -41,7 +41,7 @@ def check_arguments(arguments: Arguments) -> None:
         raise TraceError(
             f"the argument `{name}` is a {type(leaf).__qualname__}, which may change between calls.\n"
             "  A capture stands for calls with equal arguments: plain values, dtypes, devices and enums compare.\n"
-            "  Pass what the forward needs of it as plain values or tensors, or call the plain model "
+            "  Pass plain values or tensors instead of this object, or call the plain model "
             "(it runs eagerly, on the host): compiled.megatrain.model, to generate with a cache, say."
         )
 
@@ -56,7 +56,7 @@ def check_device(arguments: Arguments, device: Device) -> None:
         if tensor.device != device.torch_device:
             raise ExecuteError(
                 f"input `{name}` is on {tensor.device}, the compute device is {device}.\n"
-                "  Inputs lie on the compute device, as for any module there.\n"
+                "  Inputs must be on the compute device, as for any module on that device.\n"
                 f'  Move it with .to("{device.torch_device}").'
             )
 
@@ -90,7 +90,7 @@ class WrittenInputs:
             if storages.count(storages[index]) > 1:
                 raise TraceError(
                     f"the model writes into its input `{name}` in place, which shares memory with another input.\n"
-                    "  The other one would change with it, at a moment that a schedule doesn't know.\n"
+                    "  The other input would change with it, at a moment that a schedule doesn't know.\n"
                     "  Clone one of them."
                 )
         return [t.clone() if i in self.indices else t for i, t in enumerate(tensors)]

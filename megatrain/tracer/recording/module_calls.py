@@ -85,7 +85,7 @@ def kept_dtypes(recorder: Recorder) -> Generator[None]:
         if changes:
             recorder.refuse(
                 f"converts the weights of a {type(module).__qualname__}",
-                "Weights keep their dtype and their place: they live in host memory, and the device borrows them.",
+                "Weights keep their dtype and their place in host memory; the device only borrows them.",
                 "Convert the module before training, or its input in the forward.",
             )
         return module

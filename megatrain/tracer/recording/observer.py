@@ -115,8 +115,8 @@ class _Observed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         raise ExecuteError(
             "a backward reached a tensor that a forward hook has kept.\n"
-            "  The hook kept none that require a gradient when the model was captured, so it runs beside the graph.\n"
-            "  Detach what the hook keeps, or let it keep such tensors at every call."
+            "  In the capture, the hook kept no tensor that requires a gradient, so the hook runs outside the graph.\n"
+            "  Detach the tensors that the hook keeps, or let it keep tensors with a gradient at every call."
         )
 
 
@@ -145,7 +145,8 @@ def _refuse(what: str) -> NoReturn:
 
 def _changes(name: str, what: str) -> str:
     return (
-        f"a forward hook of `{name or 'the model'}` {what}, which it didn't when the model was captured.\n"
-        "  A hook that changes only Python state of its own runs beside the graph, which can't take up a change.\n"
+        f"a forward hook of `{name or 'the model'}` {what}, but didn't when the model was captured.\n"
+        "  A hook that changes only its own Python state runs outside the graph, and can't change the graph's "
+        "tensors.\n"
         "  Let the hook do the same at every call, or do it in the module's forward."
     )

@@ -89,8 +89,8 @@ def refuse_read(source: SourceLine | None, name: str) -> NoReturn:
 def refuse_unknown(tensor: torch.Tensor) -> NoReturn:
     """Raises the obstacle for a tensor that no recorded call made."""
     refuse(
-        f"uses a tensor {TensorSpec.of(tensor)} that appears from nowhere",
-        "A capture knows the inputs, the registered parameters and buffers, and what is computed from them.",
+        f"uses a tensor {TensorSpec.of(tensor)} of unknown origin",
+        "A capture knows only the inputs, the registered parameters and buffers, and tensors computed from these.",
         "Register it as a parameter or buffer, or detach it.",
     )
 
@@ -99,7 +99,7 @@ def refuse_kept() -> NoReturn:
     """Raises the obstacle for a tensor that an earlier call of the model left behind."""
     refuse(
         "uses a tensor of an earlier call, kept in an attribute,",
-        "A capture would use the first one for ever.",
+        "A capture would use the tensor of the first call for ever.",
         "Keep it in a registered buffer, or pass it as an input.",
         remedy=RUN_AGAIN,
     )
@@ -110,7 +110,7 @@ def refuse_other_history(tensor: torch.Tensor, calls: tuple[str, ...]) -> NoRetu
     has_one = "has a history" if tensor.requires_grad else "has no history"
     raise Obstacle(
         f"uses a tensor {TensorSpec.of(tensor)} that {has_one} which no recorded call explains",
-        "Gradients flow through the graph as through the model's own run, or not at all.",
+        "A graph must have the same gradients as the model's own run.",
         "Call custom Functions by their `apply`, inside a module of their own.",
         remedy=RUN_AGAIN,
         place=user_line(),
@@ -130,22 +130,22 @@ def check_call(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if is_property_get(func) and name == "grad_fn" and not is_leaf and not _asks_checkpoint():
         refuse(
             "reads `.grad_fn` of a tensor",
-            "A hook on a node of autograd's graph is no call on a tensor.",
+            "A hook on a node of autograd's graph isn't a call on a tensor, so a capture doesn't see it.",
             "Hook the tensor, or the module.",
             remedy=RUN_AGAIN,
         )
     if is_property_set(func) and not _changes_nothing(name, *args):
         refuse(
             f"assigns to `.{name}` of a tensor",
-            "A capture sees calls, not assignments behind autograd's back.",
+            "A capture sees calls, but not assignments that bypass autograd.",
             "Use an in-place operation under torch.no_grad().",
             remedy=RUN_AGAIN,
         )
     if has_users_hooks():
         refuse(
             "runs under saved_tensors_hooks",
-            "What a backward computes with then hangs on Python code that no graph can repeat.",
-            "Change what is saved in a torch.autograd.Function.",
+            "The tensors of the backward then depend on Python code that no graph can repeat.",
+            "Change saved tensors in a torch.autograd.Function instead.",
             remedy=RUN_AGAIN,
         )
     check_transforms()
@@ -190,13 +190,13 @@ def check_everywhere(func: Any, kwargs: dict[str, Any]) -> None:
     if is_property_get(func) and call_name(func) == "grad" and not _is_applied():
         refuse(
             "reads `.grad` of a tensor",
-            "Gradients live outside the forward that is captured.",
+            "Gradients are not part of the captured forward.",
             "Read gradients after the backward, outside the model.",
         )
     if kwargs.get("generator") is not None:
         refuse(
             "draws from a generator of its own",
-            "A recompute restores the default generators only.",
+            "A recompute restores only the default generators.",
             "Draw from the default generator.",
         )
 

@@ -41,7 +41,7 @@ class OpaqueCall:
         leaves = pytree.tree_leaves((args, kwargs))
         strange = [x for x in leaves if not isinstance(x, (torch.Tensor, *_LASTING))]
         if strange:
-            self._refuse(f"is given a {type(strange[0]).__qualname__}, which may hold tensors or change")
+            self._refuse(f"is given a {type(strange[0]).__qualname__}, which may contain tensors or change")
         state = _state_of(module)
         self.operands = [*(x for x in leaves if isinstance(x, torch.Tensor)), *(tensor for tensor, _ in state)]
         self.opaque = Opaque(name, reason, module, (args, kwargs), [places for _, places in state], calls)
@@ -80,13 +80,13 @@ class OpaqueCall:
         if any(now != then for now, then in zip(map(_memory, tensors), memory, strict=True)):
             raise Obstacle(
                 f"gives a parameter other memory in the forward of `{self.opaque.name}`",
-                "The parameter lives in host memory; the module sees a stand-in.",
+                "The parameter stays in host memory; the module gets a stand-in.",
                 "Change parameters outside the forward.",
             )
         if any(t.is_leaf and t.grad is not None for t in tensors):
             raise Obstacle(
-                f"runs a backward of its own in the forward of `{self.opaque.name}`",
-                "The gradients it leaves in `.grad` would be lost.",
+                f"runs a backward in the forward of `{self.opaque.name}`",
+                "The gradients that this backward leaves in `.grad` would be lost.",
                 "Use torch.autograd.grad, or run the backward outside the model.",
             )
         return result, results, rebound
@@ -94,7 +94,7 @@ class OpaqueCall:
     def _refuse(self, what: str) -> None:
         raise Obstacle(
             f"runs the module `{self._name}` again at each step, which {what},",
-            "What enters and leaves such a module must be visible in its arguments and its result.",
+            "All tensors that enter or leave such a module must be in its arguments or its result.",
             "Pass and return tensors.",
             remedy=RUN_AGAIN,
             place=user_line(),

@@ -208,8 +208,8 @@ class Recorder(CallRunner):
         if operands and not all(isinstance(x, PLAIN) for x in pytree.tree_leaves(result)):
             refuse(
                 f"calls `{self.tape.site[1]}`, which returns neither tensors nor plain values",
-                "Its effect is invisible, so no graph can repeat it.",
-                "Do it outside the forward.",
+                "The effect of this call is invisible, so no graph can repeat it.",
+                "Make this call outside the forward.",
                 remedy=RUN_AGAIN,
             )
         node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self.tape.node_of, (args, kwargs))

@@ -120,7 +120,7 @@ class CallRunner(TorchFunctionMode):
         if self.tape.table.knows_storage(storage) and storage not in self._operands and not self._reads_graph:
             refuse(
                 f"reads a tensor inside `{self.tape.site[1]}` that isn't among its arguments",
-                "What a call reads must be visible in the graph; this would become a constant.",
+                "All tensors that a call reads must be in the graph; this tensor would become a constant.",
                 "Pass the tensor as an argument.",
                 remedy=RUN_AGAIN,
             )
@@ -130,7 +130,7 @@ class CallRunner(TorchFunctionMode):
             if node.op == "placeholder" and known.requires_grad:
                 refuse(
                     f"writes into its input `{node.name}` in place, which requires a gradient",
-                    "The gradient of what was there before would be another tensor's.",
+                    "The gradient of the old content would go to another tensor.",
                     "Clone the input first.",
                 )
             if node.op == "placeholder":

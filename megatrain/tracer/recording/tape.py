@@ -81,8 +81,8 @@ class Tape:
         if origin is not None:
             obstacle = Obstacle(
                 "uses a tensor made inside a module that runs its own code",
-                "It left the module by another road than its result.",
-                "Return it from the module.",
+                "The tensor left the module by another way than the module's result.",
+                "Return the tensor from the module.",
                 remedy=RUN_AGAIN,
                 place=user_line(),
                 calls=origin[0],

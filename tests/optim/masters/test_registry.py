@@ -377,7 +377,7 @@ def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path):
         "unexpected: `2.bias.low` i16[8] in tensors-00001-of-00001.safetensors belongs to no master",
         "unexpected: `2.weight.low` i16[8, 8] in tensors-00001-of-00001.safetensors belongs to no master",
         "Each trainable bf16 parameter has a low half, or with masters='rounded' a generator.",
-        "Compile the model with the precision and masters that were saved, with the same parameters frozen.",
+        "Compile the model with the saved precision and masters, and with the same parameters frozen.",
     ]
     for name, values in values_of(compiled).items():
         assert_same_bits(before[name], values, name)
