@@ -1,4 +1,4 @@
-"""What selects a capture besides its guards: arguments, modes, and which parameters are trained and tied."""
+"""The signature that selects a capture: arguments, modes, and which parameters are trained and tied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _facts = attrgetter("requires_grad", "shape", "dtype")
 
 
 def call_signature(arguments: Arguments, device: Device) -> Hashable:
-    """What a capture assumes of a call: structure, specs, literals, modes, and torch's defaults."""
+    """Returns the properties of a call that a capture assumes: structure, specs, literals, modes, torch's defaults."""
     has_grad = torch.is_grad_enabled()
     specs = tuple((TensorSpec.of(t), t.requires_grad and has_grad) for t in arguments.tensors)
     literals = tuple(_literal_key(x) for x in arguments.literals)
@@ -60,8 +60,8 @@ class ModelWatch:
     def signature(self) -> Hashable:
         """Returns the modes of the modules, the state's shapes, which parameters are trained, and which are tied.
 
-        Afterwards `version` is another one if anything in the modules' registries, hooks or names changed, and
-        `shapes_version` if the state has other shapes or dtypes.
+        Afterwards `version` has changed if anything in the modules' registries, hooks or names changed, and
+        `shapes_version` has changed if the state has other shapes or dtypes.
         """
         if not self._has_same_modules():
             self._renew()

@@ -100,7 +100,7 @@ def test_a_pass_behind_partition_returns_a_program():
 def test_passes_that_leave_state_in_the_templates_are_refused():
     with pytest.raises(LowerError, match="templates read state by name") as caught:
         lower(_traced(), passes=(canonicalize, partition))
-    assert "Have lift_state among the passes" in str(caught.value)
+    assert "Add lift_state after partition" in str(caught.value)
     assert not partition(_traced()).is_lifted
 
 

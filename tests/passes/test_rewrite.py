@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[Callable[[Rewriter], object], str]] = {
         lambda r: r.call(_value(r), F.relu, _value(r), hot=1),
         "`relu` can't be called with these arguments: TypeError",
     ),
-    "values": (lambda r: r.call(_value(r), "nonzero", _value(r)), "`nonzero` can't be called so"),
+    "values": (lambda r: r.call(_value(r), "nonzero", _value(r)), "`nonzero` can't be called with these arguments"),
     "in place": (lambda r: r.call(_value(r), "mul_", _input(r), 2), r"`mul_` writes into `\w+`"),
     "no tensor": (lambda r: r.call(_value(r), "size", _value(r)), "`size` makes no tensor"),
     "too late": (lambda r: r.call(r.calls(F.linear)[0], "abs", r.calls(torch.add)[0]), "made behind `linear`"),

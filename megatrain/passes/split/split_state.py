@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 """Parts start at multiples of this many bytes where rows allow, as kernels see of whole tensors."""
 
 _MOST_PARTS = 512
-"""Each part costs calls in every step; of a table with more rows than that, a part has several whatever the target."""
+"""Each part costs calls in every step, so a table has at most so many parts, whatever the target."""
 
 
 def split_state(traced: TracedModule, *, limit: int) -> TracedModule:
