@@ -110,7 +110,7 @@ def _returns_no_tuple(traced: TracedModule) -> None:
         (_state_of_another_key, "but its meta says nobody: "),
         (_odd_modules, r"something other than `\(name, number\)`"),
         (_writes_no_tuple, "has a list as `writes`"),
-        (_writes_elsewhere, "what isn't a node of this graph"),
+        (_writes_elsewhere, "something other than nodes of this graph in"),
         (_reads_the_future, "is not well-formed"),
         (_returns_no_tuple, "doesn't return a tuple of its nodes"),
     ],

@@ -91,7 +91,7 @@ def test_a_pass_behind_partition_returns_a_program():
         return traced
 
     traced = _traced()
-    with pytest.raises(LowerError, match=r"the pass `back` returned a TracedModule\.\n  A pass behind partition"):
+    with pytest.raises(LowerError, match=r"the pass `back` returned a TracedModule\.\n  A pass after partition"):
         lower(traced, passes=(partition, back))
     with pytest.raises(LowerError, match=r"the pass `<lambda>` returned an int\.\n  A pass takes a TracedModule"):
         lower(traced, passes=(lambda _: 3,))

@@ -216,7 +216,7 @@ CASES: list[tuple[Callable[..., Any], str]] = [
 WITHOUT_LINE: list[tuple[Callable[..., Any], str]] = [
     (writes_a_parameter, r"parameter `fc\.weight`"),
     (returns_a_lock, "can't be copied"),
-    (runs_backward, "backward of its own"),
+    (runs_backward, "runs a backward in the forward"),
 ]
 
 
