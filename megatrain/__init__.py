@@ -1,7 +1,7 @@
 """megatrain: a compiler that trains models larger than the device's memory on one GPU.
 
     compiled = megatrain.compile(model)        # any nn.Module
-    print(compiled.schedule)                   # what will run, tick by tick
+    print(compiled.schedule)                   # the operations of a step, tick by tick
     compiled(**batch).loss.backward()          # same numbers as eager PyTorch
 
 For compiler people the steps are public too: `trace`, `lower`, `workload`, `schedule`, `Executor`.

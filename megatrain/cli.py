@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join([f"megatrain: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
-        # A command that has saved something says so in the interrupt.
+        # If a command has saved something, the interrupt's text says so.
         outcome = str(interrupt) or "nothing was saved, and nothing is still running."
         print(f"\nmegatrain: interrupted; {outcome}", file=sys.stderr)
         return 130

@@ -12,7 +12,7 @@ class MegatrainError(Exception):
 
 
 class TorchError(MegatrainError):
-    """This version of torch lacks something on which numbers depend, or does it in another way."""
+    """This version of torch lacks a private part on which numbers depend, or the part behaves differently."""
 
 
 class OptionError(MegatrainError, ValueError):
@@ -32,15 +32,15 @@ class LowerError(MegatrainError):
 
 
 class WeightsError(MegatrainError):
-    """Files of weights can't be read, or don't hold what the model needs."""
+    """Files of weights can't be read, or don't fit the model."""
 
 
 class CheckpointError(MegatrainError):
-    """A checkpoint of training can't be written, is damaged, or doesn't hold what it is read into."""
+    """A checkpoint of training can't be written, is damaged, or doesn't fit the objects that it is read into."""
 
 
 class ScheduleError(MegatrainError):
-    """A schedule can't be built in the memory given, can't be read, or isn't safe."""
+    """A schedule doesn't fit into the given memory, can't be read, or isn't safe."""
 
 
 class ExecuteError(MegatrainError):

@@ -1,7 +1,7 @@
-"""Kinds of ops of your own: a row of the table of effects, a handler of the runtime, a rule of the checker.
+"""Your own kinds of ops: a row of the table of effects, a handler of the runtime, a rule of the checker.
 
-A schedule that holds such ops prints, parses, is checked, simulated and run as any other. megatrain's builder doesn't
-place them: a function of yours puts them into a table. docs/extending.md adds one.
+A schedule with such ops is printed, parsed, checked, simulated and run like any other. megatrain's builder doesn't
+place these ops: your own function puts them into a table. docs/extending.md adds one.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def register_op(kind: OpKind, *, handler: Handler, rule: Callable[[Case], None])
     """Adds a kind of op, for all schedules made, read or run from now on.
 
     Args:
-        kind: Its row: stream, letter, and what an op does. A new stream works on the host, on a thread of its own, and
-            has a column behind the others.
-        handler: Runs an op: of the operations, the calls that they run on, and the instruction. It runs on the
-            stream's thread, when all that the op waits for is done; what it raises stops the run.
-        rule: Raises a `ScheduleError` (make it with `case.fault`) unless a table's ops of this kind are where they
-            must be. The checker shares nothing with the row, so the rule says it once more.
+        kind: Its row: stream, letter, and the effect of an op. A new stream works on the host, on its own thread, and
+            has a column after the others.
+        handler: Runs an op; gets the operations, the calls that they run on, and the instruction. It runs on the
+            stream's thread, after everything that the op waits for. An error in it stops the run.
+        rule: Raises a `ScheduleError` (make it with `case.fault`) unless all ops of this kind are at right places of a
+            table. The checker doesn't use the row, so the rule must state everything again.
 
     Raises:
-        OptionError: If the stream has that letter already, or one of them has no valid name.
+        OptionError: If the stream already has this letter, or the stream or the letter is invalid.
     """
     key = (kind.stream, kind.what)
     if not re.fullmatch(r"[a-z]\w{0,15}", kind.stream) or not re.fullmatch(r"[A-Z]", kind.what):
@@ -70,10 +70,10 @@ def register_op(kind: OpKind, *, handler: Handler, rule: Callable[[Case], None])
 
 @checked()
 def unregister_op(kind: OpKind) -> None:
-    """Takes a kind of op out again; schedules that hold such ops can't be used any more.
+    """Removes a kind of op; schedules with such ops can't be used any more.
 
     Raises:
-        OptionError: If it isn't one that `register_op` added.
+        OptionError: If `register_op` didn't add it.
     """
     key = (kind.stream, kind.what)
     if key in BUILT_IN or KINDS.get(key) is not kind:

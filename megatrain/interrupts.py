@@ -14,10 +14,10 @@ class Interrupts:
     """Holds SIGINT back while the body runs, until `check` or the end.
 
     Python raises `KeyboardInterrupt` between any two bytecodes of the main thread: half an operation would be done, and
-    nobody could tell which half. On other threads nothing is held back, because signals never arrive there.
+    nobody could tell which half. Nothing is held back on other threads, because signals never arrive there.
 
     Attributes:
-        note: Says in a note of what is raised at the end how far the body came.
+        note: A note for the exception at the end; it says how far the body came.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class Interrupts:
         self._arrived = number, frame
 
     def check(self) -> None:
-        """Lets through what arrived since.
+        """Lets through an interrupt that arrived in the meantime.
 
         Raises:
-            KeyboardInterrupt: If it did, and the handler that was there before raises it.
+            KeyboardInterrupt: If one arrived, and the previous handler raises it.
         """
         if self._arrived is not None:
             (number, frame), self._arrived = self._arrived, None
@@ -47,7 +47,7 @@ class Interrupts:
 
     @contextmanager
     def released(self) -> Generator[None]:
-        """In its body, code of the user's, Ctrl-C comes at once; what arrived before comes first.
+        """Lets Ctrl-C through at once within the body, which is the user's code; an earlier one comes first.
 
         Raises:
             KeyboardInterrupt: See `check`.

@@ -1,4 +1,4 @@
-"""Says so when a whole model runs its own code as one block: then all of its weights lie on the device."""
+"""Warns when a whole model runs its own code as one block, so that all of its weights must fit on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_opaque(traced: TracedModule, opaque: str, heard: set[str]) -> None:
     Args:
         traced: The capture.
         opaque: One of `OPAQUE`.
-        heard: Reasons that the user has heard already; gets this one.
+        heard: Reasons of earlier warnings; this reason is added.
 
     Raises:
         TraceError: If `opaque` says so.

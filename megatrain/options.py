@@ -43,18 +43,18 @@ _MARGIN = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for, resolved: nothing is "auto" but `activations`.
+    """The user's options, resolved: only `activations` can still be "auto".
 
     Args:
         device: Compute device.
-        memory: Device-memory budget in bytes; None until the first call, when it becomes what is free then.
+        memory: Device-memory budget in bytes; None until the first call, which sets it to the free memory.
         precision: `"fp32"` or `"bf16"`.
         activations: What happens to saved values.
         transfer: `"copy"` or `"bind"`.
         block_bytes: Target bytes of a block's state, or None.
         weights: Files and folders with the model's state, or None.
-        masters: What bf16 parameters have: `"whole"` (nothing, as precision is fp32), `"exact"` or `"rounded"`.
-        opaque: Whether a model that is one opaque block is told of: `"warn"`, `"refuse"` or `"allow"`.
+        masters: Kind of masters of bf16 parameters: `"whole"` (none, as precision is fp32), `"exact"` or `"rounded"`.
+        opaque: What happens if the model is one opaque block: `"warn"`, `"refuse"` or `"allow"`.
         passes: The user's own rewrites of captured graphs.
     """
 
@@ -82,7 +82,7 @@ class Options:
         opaque: str = "warn",
         passes: Sequence[Rewrite] = (),
     ) -> Options:
-        """Resolves the options of `compile`, each of which is right by itself.
+        """Resolves the options of `compile`; each option has been checked alone.
 
         Raises:
             OptionError: If two of them exclude each other, or the device isn't there.
@@ -104,13 +104,13 @@ class Options:
             # A budget on the host is a rehearsal of a device: only copies into slots can respect it.
             transfer = "bind" if target.can_bind and budget is None else "copy"
         size = None if block_bytes is None else parse_bytes(block_bytes, "block_bytes")
-        # A checkpoint whose save was ended between its two renames lies beside its place.
+        # If a save was ended between its two renames, the checkpoint is next to its final place.
         paths = None if weights is None else tuple(present(path) for path in read_paths(weights))
         kind: Kind = "whole" if precision == "fp32" else "rounded" if masters == "rounded" else "exact"
         return Options(target, budget, precision, activations, transfer, size, paths, kind, opaque, tuple(passes))
 
     def budget(self) -> int:
-        """The device-memory budget in bytes: as given, or what is free now less a tenth."""
+        """The device-memory budget in bytes: as given, or nine tenths of the free memory."""
         if self.memory is not None:
             return self.memory
         return int(self.device.memory().free * _MARGIN)

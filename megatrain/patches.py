@@ -1,4 +1,4 @@
-"""Replaces a method or function of torch for one thread; every other thread goes on with the original."""
+"""Replaces a method or function of torch for one thread; every other thread keeps using the original."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class _Patch:
     """A function that stands in `owner` while any thread has a replacement for it.
 
     Args:
-        original: What a lookup of the name gives without the patch.
-        own: What `owner` itself holds under the name, or nothing if it inherits the name.
+        original: The result of a lookup of the name without the patch.
+        own: The object that `owner` itself holds under the name, or nothing if it inherits the name.
         by_thread: The replacements.
-        elsewhere: What all other threads find; the original unless one thread hides something from them.
+        elsewhere: The object for all other threads: the original, unless one thread hides something from them.
     """
 
     original: Callable[..., Any]
@@ -36,9 +36,9 @@ _patches: dict[tuple[int, str], _Patch] = {}
 
 @contextmanager
 def replaced_here(owner: Any, name: str, replacement: Callable[..., Any]) -> Generator[None]:
-    """Has this thread find `replacement` instead of `owner.name` for the body.
+    """Makes this thread find `replacement` instead of `owner.name` during the body.
 
-    The owner is changed once, for all threads: what stands there asks which thread is calling.
+    The owner is changed once, for all threads: the new attribute asks which thread is calling.
 
     Args:
         owner: A class or a module.
@@ -65,12 +65,12 @@ def replaced_here(owner: Any, name: str, replacement: Callable[..., Any]) -> Gen
 def replaced_elsewhere(
     owner: Any, name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Generator[None]:
-    """Has all other threads find something else than `owner.name` for the body; one thread at a time may do so.
+    """Makes all other threads find another object as `owner.name` during the body; one thread at a time may do so.
 
     Args:
         owner: A class or a module.
         name: Of a function or method in it.
-        replacement: Makes what they find, from what they found before.
+        replacement: Makes the new object from the former one.
     """
     with replaced_here(owner, name, original_of(owner, name)):
         with _lock:
@@ -85,7 +85,7 @@ def replaced_elsewhere(
 
 
 def original_of(owner: Any, name: str) -> Any:
-    """Returns what this thread finds as `owner.name`, to go on to it from a replacement."""
+    """Returns the original of `owner.name` for this thread, for a call from a replacement."""
     with _lock:
         patch = _patches.get((id(owner), name))
         return getattr(owner, name) if patch is None else patch.by_thread.get(get_ident(), patch.original)

@@ -1,4 +1,4 @@
-"""Tries the private parts of torch by what they do, once a process, before anything is captured."""
+"""Tries the behaviour of torch's private parts, once a process, before anything is captured."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatrain.errors import TorchError
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Something that torch must do.
+    """A behaviour that torch must have.
 
     Args:
         name: The private name, for the error.
-        does: What it must do, for the error.
+        does: The behaviour, for the error.
         works: Tries it.
     """
 
@@ -45,7 +45,7 @@ def check_torch() -> None:
 
 
 def check_features() -> None:
-    """Tries all features now, on a thread of its own: there no mode of the caller is active.
+    """Tries all features now, on a new thread, where no mode of the caller is active.
 
     Raises:
         TorchError: If one fails.
@@ -72,7 +72,7 @@ def check_features() -> None:
 def _problem(feature: Feature) -> str | None:
     try:
         return None if feature.works() else f"which must {feature.does}, doesn't"
-    except Exception as error:  # whatever an unknown torch raises is the reason to refuse it
+    except Exception as error:  # any error of an unknown torch is a reason to refuse this torch
         return f"which must {feature.does}, fails ({type(error).__name__}: {error})"
 
 

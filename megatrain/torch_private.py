@@ -1,11 +1,9 @@
 """The private names of torch: each is imported here and nowhere else (`tests/test_places.py`).
 
-Those that are imported outright, at the top, are types and tables that no torch so far lacks or means otherwise. The
-others decide about numbers. That this torch doesn't have one is no error at import: `torch_features.check_torch` tries
-each by what it does before the first capture, and refuses a torch on which one is missing or does something else.
-
-What has a private name and is an attribute of a tensor, a module or an optimizer is read where it is needed;
-`tests/test_places.py` lists those with their reasons.
+The names imported at the top are types and tables that every torch so far has with the same meaning. Numbers depend on
+the other names. If this torch lacks one of them, the import succeeds: `torch_features.check_torch` tries each before
+the first capture, and refuses a torch in which one is missing or behaves differently. Private attributes of a tensor, a
+module or an optimizer are read where they are needed; `tests/test_places.py` lists them with reasons.
 """
 
 from __future__ import annotations
@@ -120,7 +118,7 @@ will_execute_node = _found("torch", "_C._will_engine_execute_node")
 current_graph_task = _found("torch", "_C._current_graph_task_id")
 # With `swap_tensors`: a parameter on meta gets memory and stays the same object.
 make_subclass = _found("torch", "Tensor._make_subclass")
-# Updates run outside of whatever dispatch modes the caller is in.
+# Updates run outside of the caller's dispatch modes.
 disable_current_modes = _found("torch.utils._python_dispatch", "_disable_current_modes")
 # A fake tensor says by these that only values can answer.
 DataDependentOutputException = _found("torch._subclasses.fake_tensor", "DataDependentOutputException")

@@ -1,4 +1,4 @@
-"""Small trials of torch's private parts: each tells whether one of them does what megatrain takes it to do."""
+"""Small trials of torch's private parts: each tells whether one of them behaves as megatrain assumes."""
 
 from __future__ import annotations
 

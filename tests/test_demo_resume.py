@@ -130,7 +130,7 @@ def test_the_command_is_interrupted_and_resumed_in_another_process(tmp_path: Pat
     folder = tmp_path / "run"
     assert cli.main(["demo", "--folder", str(folder), *options, "--seconds=1e6", "--interrupt-at=0.5"]) == 130
     shown = capsys.readouterr().err
-    assert f"interrupted; step 3 of 6 is saved in `{folder}`, and nothing is left running" in shown
+    assert f"interrupted; step 3 of 6 is saved in `{folder}`, and nothing is still running" in shown
     assert f"Continue with: megatrain demo --resume --folder {folder}\n" in shown
     command = [sys.executable, "-m", "megatrain.cli", "demo", "--resume", "--folder", str(folder)]
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -207,11 +207,11 @@ def test_what_the_demo_did_not_write_is_neither_resumed_nor_replaced(tmp_path: P
             with pytest.raises(CheckpointError):
                 action()
         assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
-    with pytest.raises(CheckpointError, match="a checkpoint of something else"):
+    with pytest.raises(CheckpointError, match="a checkpoint, but not of this version"):
         Course.begin(TINY, foreign)
 
 
 def test_another_text_is_refused(undisturbed: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(course_module, "read_corpus", lambda: (b"help pages of another Python", b""))
-    with pytest.raises(CheckpointError, match="began with another text"):
+    with pytest.raises(CheckpointError, match="used another text"):
         Course.resume(undisturbed, {})

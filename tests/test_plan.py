@@ -169,7 +169,7 @@ def test_what_can_not_be_planned_is_refused():
         megatrain.plan(model, IDS, optimizer="Adamw")
     with pytest.raises(OptionError, match="activations='some' is not known"):
         megatrain.plan(model, IDS, activations="some")
-    with pytest.raises(OptionError, match="nothing that the model returns needs a gradient"):
+    with pytest.raises(OptionError, match="no result of the model needs a gradient"):
         megatrain.plan(on_meta().requires_grad_(False), IDS)
     with pytest.raises(OptionError, match=r"model=3 is an int\.\n  model is an nn\.Module\."):
         megatrain.plan(3, IDS)  # type: ignore[arg-type]

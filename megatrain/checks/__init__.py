@@ -1,4 +1,4 @@
-"""Checks: what each option of a public function may be, declared beside the function and refused where it enters."""
+"""Checks: the allowed values of each option, declared at its public function and checked before any work."""
 
 from megatrain.checks.checked import checked
 from megatrain.checks.paths import PATH, PATHS

@@ -1,4 +1,4 @@
-"""checked(): a decorator that refuses what a function's options can't be, before the function does anything."""
+"""checked(): a decorator that refuses wrong options before a function does anything."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def checked(**rules: Rule) -> Callable[[_Checked], _Checked]:
-    """Checks what a function is called with: by its rules, and where an option has none, by its type.
+    """Checks the arguments of a function by its rules; an option without a rule is checked by its type.
 
-    Only what the caller gives is checked; defaults are right. What doesn't fit the signature at all, Python refuses
-    itself. A class is checked where an object of it is made.
+    Only given arguments are checked, because defaults are right. Python itself refuses arguments that don't fit the
+    signature. A class is checked when an object of it is made.
 
     Args:
-        rules: By the names of parameters, for what their types don't say.
+        rules: By the names of parameters, for limits that their types don't express.
 
     Raises:
         OptionError: From the decorated function; see `Rule.check`.

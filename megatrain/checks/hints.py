@@ -1,4 +1,4 @@
-"""Rules that types say themselves: `int | None`, `tuple[str, ...]`, `Callable[[Any], Tensor]`, or a class."""
+"""Rules that follow from types: `int | None`, `tuple[str, ...]`, `Callable[[Any], Tensor]`, or a class."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _UNIONS = (typing.Union, types.UnionType)
 
 
 def rule_of(hint: Any) -> Rule | None:
-    """Returns the rule that a type says; None if it says nothing."""
+    """Returns the rule that follows from a type; None if there is none."""
     if hint in (Any, object) or isinstance(hint, typing.TypeVar):
         return None
     if hint in _PLAIN:

@@ -1,4 +1,4 @@
-"""Paths: what may name a file or a folder."""
+"""Paths: values that can name a file or a folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_BYTES = 4095
 
 
 def path_fault(value: Any) -> str | None:
-    """Completes "folder=... " for what names no file; None for what may be one, there or not."""
+    """Completes "folder=... " for a value that can't be a path; None for a path, whether or not it exists."""
     if not isinstance(value, str | os.PathLike):
         return f"is not a path but {named(value)}"
     text: Any = os.fspath(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]

@@ -1,4 +1,4 @@
-"""Rule: what a value must be, as a test and as words for those who gave another one."""
+"""Rule: the allowed values of an option, as a test and in words for the error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Fault = Callable[[Any], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a value must be.
+    """The allowed values of an option.
 
     Args:
         text: Completes "precision is ...".
@@ -34,7 +34,7 @@ class Rule:
 
         Args:
             name: Of the option.
-            value: What was given for it.
+            value: The given value.
             has_default: The option may be left out.
 
         Raises:
@@ -66,7 +66,7 @@ def one_of(*choices: str) -> Rule:
 
 
 def count(least: int = 0, most: int | None = None) -> Rule:
-    """A whole number from `least` to `most`; a bool is none."""
+    """A whole number from `least` to `most`; a bool isn't one."""
 
     def fault(value: Any) -> str | None:
         if not isinstance(value, int) or isinstance(value, bool):
@@ -80,7 +80,7 @@ def count(least: int = 0, most: int | None = None) -> Rule:
 
 
 def number(*, least: float = -inf, above: float = -inf, below: float | None = None, example: float = 1.0) -> Rule:
-    """A number within bounds; NaN and bools are none.
+    """A number within bounds; NaN and bools aren't allowed.
 
     Args:
         least: The smallest that is allowed.
@@ -151,12 +151,12 @@ def instance_of(kind: type, what: str | None = None, way: str | None = None) -> 
 
 
 def optional(rule: Rule) -> Rule:
-    """What a rule says, or None."""
+    """A value that obeys a rule, or None."""
     return Rule(f"{rule.text}, or None", rule.way, lambda value: None if value is None else rule.fault(value))
 
 
 def either(*rules: Rule) -> Rule:
-    """What one of several rules says."""
+    """A value that obeys one of several rules."""
 
     def fault(value: Any) -> str | None:
         faults = [rule.fault(value) for rule in rules]
@@ -166,11 +166,11 @@ def either(*rules: Rule) -> Rule:
 
 
 def sequence_of(rule: Rule | None = None, kinds: tuple[type, ...] = (Sequence,), what: str = "a list") -> Rule:
-    """A list or tuple of what a rule says; a text is none.
+    """A list or tuple of values that obey a rule; a text isn't allowed.
 
     Args:
         rule: For each item; None for anything.
-        kinds: Classes that will do.
+        kinds: Allowed classes.
         what: These classes in words.
     """
 
@@ -192,7 +192,7 @@ def _first(faults: Iterable[tuple[str, object, str | None]]) -> str | None:
 
 
 def mapping_of(value_rule: Rule | None = None, key_rule: Rule | None = None) -> Rule:
-    """A dict of what a rule says by names.
+    """A dict of values that obey a rule, by names.
 
     Args:
         value_rule: For each value; None for anything.
@@ -226,10 +226,10 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 4
 
 
 def shown(value: object) -> str:
-    """A value in one short line, whatever it is."""
+    """Any value in one short line."""
     try:
         text = _SHORT.repr(value)
-    except Exception:  # whoever wrote its class; a message about something else must not fail by it
+    except Exception:  # its class may raise anything, and a message about another fault must not fail by it
         text = "\n"
     return text if "\n" not in text else f"<{type(value).__qualname__}>"
 

@@ -47,11 +47,11 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             there is one, else the CPU.
         memory: Device-memory budget: bytes, or text like `"10GiB"`; None takes what is free, less a margin.
         precision: `"fp32"`: compute in the parameters' own dtype. `"bf16"`: fp32 parameters become bf16 now, staying
-            the same objects, and fp32 inputs are cast at each call; what trained ones lose is kept in
-            `compiled.masters`. A model that has bf16 parameters stays as it is, and its inputs too.
-        activations: What happens to a block's saved values: `"keep"` holds them on the device, `"recompute"`
-            holds the block's inputs and recomputes, `"offload"` parks those inputs on the host, `"auto"` keeps
-            as much as the budget allows.
+            the same objects, and fp32 inputs are cast at each call; the bits that trained parameters lose are kept in
+            `compiled.masters`. A model with bf16 parameters stays as it is, and so do its inputs.
+        activations: What happens to a block's saved values: `"keep"` holds them on the device, `"recompute"` holds the
+            block's inputs and recomputes (activation checkpointing), `"offload"` parks the inputs on the host
+            (activation offloading), `"auto"` keeps as much as the budget allows.
         transfer: `"copy"` weights into slots, or `"bind"` them in place where the compute device is the host;
             `"auto"` binds on the CPU unless a `memory` budget is given.
         block_bytes: Target size of a block's state; None takes the model's own repeated modules.
@@ -59,24 +59,24 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         example_kwargs: See `example_args`.
         weights: Safetensors files with the values of all parameters and persistent buffers: a file, a folder, an
             index, or a list of them. Checked now from their headers; read at the first call, or by
-            `load_weights`, straight into host memory. What the model holds already is replaced.
-        masters: With `precision="bf16"`: `"exact"` fp32 masters, or `"rounded"` for none beside the bf16 parameters:
-            updates round by chance.
+            `load_weights`, straight into host memory. Existing values of the model are replaced.
+        masters: With `precision="bf16"`: `"exact"` fp32 masters, or `"rounded"` for none: updates of the bf16
+            parameters are rounded up or down at random (stochastic rounding).
         opaque: What happens if code in the outermost module can't be captured, so that the whole model is one block:
             `"warn"` with an `OpaqueModelWarning`, `"refuse"` with a TraceError, or `"allow"`.
-        passes: Rewrites of your own, each a function `TracedModule -> TracedModule`: a capture goes through them in
-            order, is checked after each, and is then cut into blocks. `print(compiled.program)` names them. See
+        passes: Your own rewrites, each a function `TracedModule -> TracedModule`: a capture goes through them in order,
+            is checked after each, and is then cut into blocks. `print(compiled.program)` names them. See
             docs/extending.md.
         chaos: Random delays, poisoned slots and injected faults; for tests.
-        recording: Collects what the executor issued; for tests.
+        recording: Collects the operations that the executor issued; for tests.
 
     Returns:
         A module to call like the model. Its parameters are the model's own.
 
     Raises:
-        OptionError: If an option isn't what it may be, or a parameter has no place in that precision.
+        OptionError: If an option has a wrong value, or a parameter's dtype doesn't fit the precision.
         TraceError: If the model can't be captured faithfully (now, or at the first call).
-        LowerError: If one of `passes` returns something else than such a graph, or one that breaks a rule (likewise).
+        LowerError: If one of `passes` doesn't return such a graph, or breaks a rule (now, or at the first call).
         ScheduleError: If `memory` is too small for the largest block.
         WeightsError: If `weights` can't be read, or don't fit the model.
     """
@@ -95,4 +95,4 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             compiled._weights.remember(model)
         if example_args or example_kwargs:
             compiled.prepare(*example_args, **dict(example_kwargs or {}))
-        return module  # in here: Ctrl-C behind the body would leave a bf16 model and no compiled one
+        return module  # inside the body: Ctrl-C after it would leave a bf16 model and no compiled model

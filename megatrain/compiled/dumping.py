@@ -26,14 +26,14 @@ _OURS = re.compile(r"capture-\d+-\d\d-[\w.-]+\.txt")
 def dump(
     folder: str | os.PathLike[str], variants: Sequence[Variant], model: nn.Module, options: Options, masters: Masters
 ) -> list[Path]:
-    """Writes the stages of each variant, numbered; what an earlier dump left in the folder goes.
+    """Writes the stages of each variant, numbered; files of an earlier dump in the folder are removed.
 
     Args:
-        folder: Where to; made if it isn't there.
+        folder: The folder to write; made if it doesn't exist.
         variants: The captures.
-        model: What was captured.
-        options: How it is compiled.
-        masters: What its bf16 parameters have.
+        model: The captured model.
+        options: The options of `compile`.
+        masters: The masters of its bf16 parameters.
 
     Returns:
         The files, in order.
@@ -75,7 +75,7 @@ def _written(place: Path, texts: dict[str, str]) -> list[Path]:
 
 
 def _stages(variant: Variant, model: nn.Module, options: Options, masters: Masters) -> Iterator[tuple[str, str]]:
-    """Yields name and text of each stage, from the capture to what it takes of memory."""
+    """Yields name and text of each stage, from the capture to the plan of memory."""
     yield "traced", str(variant.traced)
     passes: list[tuple[str, str]] = []
 
@@ -95,7 +95,7 @@ def _stages(variant: Variant, model: nn.Module, options: Options, masters: Maste
     try:
         schedule = variant.schedule
     except ScheduleError as error:
-        # A training step may fit all the same, and has a schedule of its own: step.schedule.
+        # A training step may fit all the same; its schedule is step.schedule.
         yield "schedule", f"no schedule of a call: {error}"
         return
     yield "workload", workload_text(schedule.known_workload())

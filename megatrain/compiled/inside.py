@@ -1,4 +1,4 @@
-"""Compiled: a model with its captures, schedules and engine; what stands behind a `CompiledModule`."""
+"""Compiled: a model with its captures, schedules and engine; the object behind a `CompiledModule`."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from megatrain.tracer.traced import TracedModule
 
 
 class Compiled:
-    """A model bound to its schedules; `compiled.megatrain` of what `compile` returns.
+    """A model bound to its schedules: the attribute `megatrain` of the result of `compile`.
 
     Args:
         model: The user's model; its own call stays eager, on the host.
-        options: How it is compiled.
+        options: The options of `compile`.
         chaos: Random delays, poisoned slots and injected faults, for tests.
-        recording: Log of what was issued and what it waited for, for tests.
+        recording: Log of the issued operations and their waits, for tests.
 
     Attributes:
         model: The user's model.
-        options: How it is compiled.
+        options: The options of `compile`.
     """
 
     def __init__(self, model: nn.Module, options: Options, chaos: Chaos | None, recording: Recording | None):
@@ -66,7 +66,7 @@ class Compiled:
         self._before_reads: WeakSet[Callable[[], object]] = WeakSet()
 
     def __str__(self) -> str:
-        """What the model is compiled for, and what was captured of it; see `megatrain.compiled.printed`."""
+        """Lists the options of the model and its captures; see `megatrain.compiled.printed`."""
         return compiled_text(self.options, list(self._variants), self._latest)
 
     # -- what was compiled --------------------------------------------------------------------------------
@@ -97,23 +97,23 @@ class Compiled:
 
     @property
     def schedule(self) -> Schedule:
-        """What runs, tick by tick."""
+        """The operations of a call, tick by tick."""
         return self.variant.schedule
 
     @property
     def guards(self) -> str:
-        """What the latest call relied on besides its signature: values of inputs, attributes, globals; a line each."""
+        """Values that the latest call relied on besides its signature: of inputs, attributes, globals; a line each."""
         guards = [f"guard {guard}" for guard in self.traced.guards]
         return "\n".join([*guards, str(self.traced.assumptions)])
 
     @property
     def recompiled_because(self) -> tuple[str, ...]:
-        """What kept earlier captures of the same signature from serving the latest call, when its own was made."""
+        """Why earlier captures of the same signature didn't fit the latest call, when its capture was made."""
         return self.variant.reasons
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes of device memory that calls held so far, as measured: slots, values between blocks, gradients."""
+        """The measured peak of device memory over all calls, in bytes: slots, values between blocks, gradients."""
         return 0 if self._engine is None else self._engine.meter.peak
 
     @checked(folder=PATH)
@@ -121,11 +121,11 @@ class Compiled:
         """Writes every stage of each capture as text: traced, after each pass, program and on; returns the files.
 
         Args:
-            folder: Where to; it doesn't exist, is empty, or holds an earlier dump, which is replaced.
+            folder: The folder to write. It doesn't exist, is empty, or holds an earlier dump, which is replaced.
 
         Raises:
             ExecuteError: Before the first call, unless example arguments were given.
-            OptionError: If `folder` is no path, can't be written, or holds other files.
+            OptionError: If `folder` isn't a path, can't be written, or holds other files.
             LowerError: If a pass doesn't give the same program each time.
         """
         with self.exclusively("dump()"):
@@ -134,24 +134,24 @@ class Compiled:
 
     @property
     def masters(self) -> Masters:
-        """The exact value of each trainable parameter: itself if it is fp32, with a low half beside it if bf16."""
+        """The master weights: each trainable parameter itself if it is fp32; with a low half added if it is bf16."""
         return self._masters
 
     # -- whole training steps -------------------------------------------------------------------------------
 
     def before_reads(self, complete: Callable[[], object]) -> None:
-        """Has a function called before a call of this object, or whatever else reads or writes all of its state.
+        """Registers a function to be called before calls, and before the whole state is read or written.
 
         Args:
-            complete: Takes updates that are still due; returns at once if there are none. Not kept alive.
+            complete: Runs updates that are still due; returns at once if there are none. Not kept alive.
         """
         self._before_reads.add(complete)
 
     def complete_updates(self, besides: Callable[[], object] | None = None) -> None:
-        """Takes the updates that are due.
+        """Runs the updates that are due.
 
         Args:
-            besides: The function given to `before_reads` by whoever sees to its own.
+            besides: A function given to `before_reads` that isn't called, because its owner completes its own updates.
         """
         for complete in list(self._before_reads):
             if complete is not besides:
@@ -159,7 +159,7 @@ class Compiled:
 
     @contextmanager
     def exclusively(self, what: str = "the model", *, in_child: bool = False) -> Generator[None]:
-        """Keeps other threads from calling the model meanwhile; see `Turn.hold`."""
+        """Keeps other threads from calling the model during the body; see `Turn.hold`."""
         with self._turn.hold(what, in_child=in_child), ordinary_tensors(), explained(self._masters):
             yield
 
@@ -172,7 +172,7 @@ class Compiled:
 
         Args:
             arguments: Of the call, checked here.
-            failed: Variants that failed in mid-step for this very call, with what they met.
+            failed: Variants that failed in the middle of a step for this call, with the failures.
 
         Raises:
             ExecuteError: If an input is on another device.
@@ -187,7 +187,7 @@ class Compiled:
 
     @property
     def written_buffers(self) -> set[str]:
-        """Keys of the buffers that forwards write, as far as is known; a checkpoint adds those that it holds."""
+        """Known keys of buffers that forwards write; a checkpoint adds the buffers that it holds."""
         return self._variants.written
 
     def bind(self) -> None:
@@ -214,7 +214,7 @@ class Compiled:
 
         Raises:
             ExecuteError: If an input is on another device, or a parameter has no values or isn't on the host.
-            WeightsError: If this call is to read the weights and can't.
+            WeightsError: If this call has to read the weights and can't.
             TraceError: If this signature of inputs can't be captured.
         """
         own = Arguments.of(self.model, args, kwargs)
@@ -227,7 +227,7 @@ class Compiled:
         return variant.traced.result(tensors, own.tensors)
 
     def _run(self, arguments: Arguments) -> tuple[Variant, list[torch.Tensor]]:
-        """Runs the variant whose assumptions hold; some show in mid-step, before anything is committed."""
+        """Runs the variant whose assumptions hold; some are checked in the middle of the step, before any commit."""
         variant = self._variant_for(arguments)
         failed: dict[Variant, str] = {}
         while True:
@@ -247,9 +247,9 @@ class Compiled:
         return self._weights is not None or (self._engine is not None and self._engine.has_unread_weights)
 
     def load_weights(self) -> None:
-        """Reads the files of `compile(weights=...)` now rather than at the first call.
+        """Reads the files of `compile(weights=...)` now instead of at the first call.
 
-        The model's parameters stay the same objects. Without `weights` it only moves them into the host store.
+        The model's parameters stay the same objects. Without `weights` they are only moved into the host store.
 
         Raises:
             ExecuteError: If nothing is compiled yet: the plan says where each tensor goes.
@@ -288,16 +288,16 @@ class Compiled:
 
     @contextmanager
     def loading(self) -> Generator[None]:
-        """In its body, `load_state_dict` of the model sets masters exactly; the next call streams the new values."""
+        """Within the body, the model's `load_state_dict` sets masters exactly; the next call streams the new values."""
         self.complete_updates()
         with self._masters.loading():
             yield
 
     def master_state_dict(self) -> dict[str, Source]:
-        """The model's `state_dict` in fp32: exact masters, and all else that is bf16 converted.
+        """The model's `state_dict` in fp32: exact masters; all other bf16 tensors are converted.
 
         Each value is a `megatrain.saving.Source`, made piece by piece when it is read: `megatrain.saving.save` takes
-        them as weights. Extra states of modules that are no tensors are left out.
+        them as weights. Extra states of modules that aren't tensors are left out.
 
         Raises:
             ExecuteError: If parameters have no values yet.

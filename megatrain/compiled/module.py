@@ -1,4 +1,4 @@
-"""CompiledModule: what `compile` returns; it passes for the model, and its calls stream."""
+"""CompiledModule: the result of `compile`; it can stand in for the model, and its calls stream."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class CompiledModule(StandIn):
     """A model whose calls run on a static schedule, with its state in host memory; made by `compile`.
 
     It is an instance of the model's class, and has the model's own `__dict__`: attributes, parameters, modules, hooks
-    and modes are the model's, whichever of the two is used to read or change them. Only its call differs: it streams,
-    where the model's own call stays eager, on the host. Copies and pickles are those of the plain model.
+    and modes are the model's, and a change through either object is seen by both. Only the call differs: a call of the
+    compiled model streams, while a call of the model itself stays eager, on the host. Copies and pickles are those of
+    the plain model.
 
-    `megatrain` is the `Compiled` object behind it. What is in `NAMES` can be read directly, unless the model has an
+    `megatrain` is the `Compiled` object behind it. The names in `NAMES` can be read directly, unless the model has an
     attribute of the same name.
     """
 
@@ -87,7 +88,7 @@ class CompiledModule(StandIn):
         return _run(self._megatrain, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `state_dict`; updates that are due are taken first."""
+        """The model's own `state_dict`, after all due updates."""
         self._megatrain.complete_updates()
         return super().state_dict(*args, **kwargs)
 
@@ -108,22 +109,22 @@ class CompiledModule(StandIn):
         return sorted({*super().__dir__(), *NAMES, "megatrain"})
 
     def __repr__(self) -> str:
-        """The model's own: what holds a compiled model, or logs it, shows the tree of the model's modules."""
+        """The model's own text: a module or a log that contains a compiled model shows the tree of its modules."""
         return repr(self.__original__)
 
     def __str__(self) -> str:
-        """What `print` shows: what was compiled, then the model's own text."""
+        """The text for `print`: options and captures, then the model's own text."""
         return f"{self._megatrain}\n{self.__original__}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(self.__original__, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickled as the plain model; what is read back needs no megatrain.
+        # Pickled as the plain model, so that reading it back needs no megatrain.
         return operator.getitem, ((self.__original__,), 0)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> CompiledModule:
-        """What `.to()`, `.cuda()`, `.half()` and the like call: nothing moves, as the parameters live on the host.
+        """The method behind `.to()`, `.cuda()`, `.half()`: nothing moves, as the parameters stay on the host.
 
         Raises:
             ExecuteError: If it would change a dtype, move the model to a device that it doesn't compute on, or put it
@@ -165,9 +166,9 @@ COMPILED = instance_of(CompiledModule, "a model that megatrain.compile made", "m
 
 
 class _Forward:
-    """The attribute `forward` of a compiled model: it streams, whoever calls it, and however it is replaced.
+    """The attribute `forward` of a compiled model: every call of it streams, even after it is replaced.
 
-    A tool that puts a function of its own in place of `forward` gets that function streamed: a capture runs it.
+    If a tool replaces `forward` by its own function, a capture runs this function, and it is streamed.
     """
 
     def __init__(self, forward: Callable[..., Any]):
@@ -235,7 +236,7 @@ def _run_compiled(compiled: Compiled, args: tuple[Any, ...], kwargs: dict[str, A
     return compiled(*args, **kwargs)
 
 
-# Torch's compiler leaves the call alone: what it would make of the inside are other graphs than the schedule's.
+# Torch's compiler leaves the call alone: from the inside it would make other graphs than the schedule's.
 _run: Callable[[Compiled, tuple[Any, ...], dict[str, Any]], Any] = cast(Any, torch.compiler.disable)(_run_compiled)
 
 
@@ -244,10 +245,10 @@ _CLASSES: weakref.WeakValueDictionary[int, type[CompiledModule]] = weakref.WeakV
 
 
 def compiled_module(compiled: Compiled) -> CompiledModule:
-    """Makes the object that passes for the model.
+    """Makes the object that stands in for the model.
 
     Raises:
-        OptionError: If the model's class can't have subclasses that are like it.
+        OptionError: If no subclass of the model's class can be made.
     """
     module = object.__new__(_class_of(type(compiled.model)))
     object.__setattr__(module, "__dict__", vars(compiled.model))

@@ -1,4 +1,4 @@
-"""What a compiled model prints of itself: what it is compiled for, and each of its captures."""
+"""The text of a compiled model: its options, and each of its captures."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def compiled_text(options: Options, variants: Sequence[Variant], latest: Variant
 
     Args:
         options: Of `compile`.
-        variants: The captures that are kept, in the order in which they were made.
-        latest: That of the latest call.
+        variants: The captures that are kept, in the order of their making.
+        latest: The capture of the latest call.
     """
     memory = "what is free" if options.memory is None else format_bytes(options.memory)
     precision = f"{options.precision}, masters rounded" if options.masters == "rounded" else options.precision
@@ -34,7 +34,7 @@ def _variant_lines(variant: Variant, is_latest: bool) -> list[str]:
     given = ", ".join(f"{node.name}: {node.meta['spec']}" for node in traced.inputs)
     parameters = sum(e.spec.nbytes for e in traced.state.values() if e.kind == "parameter")
     others = sum(e.spec.nbytes for e in traced.state.values() if e.kind != "parameter")
-    # A training step has a schedule of its own, and may fit where a call doesn't: none is made for this text.
+    # A training step has another schedule, and may fit where a call doesn't, so this text makes no schedule.
     scheduled = "no call is scheduled yet"
     if planned is not None:
         scheduled = f"{planned.num_slots} slots, device {planned.device_bytes} B, peak {planned.peak_bytes} B"

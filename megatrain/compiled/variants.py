@@ -36,7 +36,8 @@ from megatrain.tracer.traced import TracedModule
 
 # Paths through one signature's checks in mid-step that are kept as graphs of their own.
 MOST_PATHS = 8
-# Captures kept per signature for different states of attributes: a value that changes at every call fills no memory.
+# Captures kept per signature for different states of attributes, so that a value that changes at every call doesn't
+# fill the memory.
 MOST_STATES = 8
 
 
@@ -51,10 +52,10 @@ class Variant:
         guards: Compares what was read from inputs.
         assumptions: Compares what was read from Python state.
         executor: Runs the schedule; made at the first call.
-        reasons: Why earlier captures of the same signature didn't fit when this one was made.
+        reasons: Why earlier captures of the same signature didn't fit when this capture was made.
         planned: The schedule of a call, if one was asked for.
-        own_code: What `opaque` found.
-        number: Which capture of the model it is, from 1, those counted that are kept no longer.
+        own_code: The result of `opaque`.
+        number: The number of this capture of the model, from 1; dropped captures count too.
     """
 
     traced: TracedModule
@@ -70,7 +71,7 @@ class Variant:
 
     @property
     def schedule(self) -> Schedule:
-        """What a call runs, planned when the first asks for it: a training step may fit where a call doesn't.
+        """The schedule of a call, planned on first use: a training step may fit where a call doesn't.
 
         Raises:
             ScheduleError: If the memory budget is too small for it.
@@ -96,10 +97,10 @@ def first_fitting(
         variants: Of the call's signature, latest used first.
         inputs: The call's tensors.
         tree_version: See `AssumptionCheck.first_failure`.
-        failed: Variants that failed in mid-step for this very call, with what they met.
+        failed: Variants that failed in the middle of a step for this call, with the failures.
 
     Returns:
-        The variant or None, and what failed in those before it, as texts.
+        The variant or None, and the failures of the variants before it, as texts.
     """
     failures: list[str] = []
     for index, variant in enumerate(variants):
@@ -114,7 +115,7 @@ def first_fitting(
 
 @contextmanager
 def _undisturbed() -> Generator[None]:
-    """Its body differentiates fake tensors, which neither the caller's hooks nor anomaly mode can bear."""
+    """Lets the body differentiate fake tensors: the caller's hooks and anomaly mode would fail on these."""
     with paused_collection(), outer_hooks_off(), torch.autograd.set_detect_anomaly(False):
         yield
 
@@ -126,7 +127,7 @@ def lowered(traced: TracedModule, options: Options, after_pass: AfterPass | None
 
 
 def add_variant(variants: list[Variant], variant: Variant) -> None:
-    """Puts a new variant in front; of those for another state of attributes, only the latest used stay."""
+    """Puts a new variant in front; of the variants for other states of attributes, only the latest used stay."""
     others = 1
     for other in list(variants):
         others += not other.assumptions.held
@@ -140,10 +141,10 @@ class Variants:
 
     Args:
         model: The model.
-        options: How it is compiled.
+        options: The options of `compile`.
 
     Attributes:
-        written: State that forwards write, by key: in any capture so far, also those that are kept no longer.
+        written: State that forwards write, by key: in any capture so far, including dropped ones.
     """
 
     def __init__(self, model: nn.Module, options: Options):
@@ -159,7 +160,7 @@ class Variants:
 
     @property
     def tree_version(self) -> int:
-        """A number that is another one whenever the modules, their registries or hooks changed."""
+        """A number that changes whenever the modules, their registries or hooks change."""
         return self._watch.version
 
     def __iter__(self) -> Iterator[Variant]:
@@ -171,7 +172,7 @@ class Variants:
 
         Args:
             arguments: Of the call.
-            failed: Variants that failed in mid-step for this very call, with what they met.
+            failed: Variants that failed in the middle of a step for this call, with the failures.
 
         Raises:
             TraceError: If the call can't be captured.
@@ -193,14 +194,14 @@ class Variants:
         return first_fitting(known, arguments.tensors, self.tree_version, failed)[0]
 
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
-        """Makes the code around a check opaque once it has selected too many variants.
+        """Makes the code around a check opaque after the check has selected too many variants.
 
         Raises:
-            TraceError: If no wider code is left, and a capture doesn't hold even for the call it was made for.
+            TraceError: If no wider code is left, and a capture doesn't hold even for its own call.
         """
         attempt = Attempt(opaque=self._opaque).with_opaque(failure.calls, failure.text, self._model)
         if attempt is None:
-            # The model returns what it counts or draws in Python: an old value won't come back.
+            # The model returns a count or a random number of Python: an old value won't come back.
             known = self._of_signature(arguments)
             known[:] = [variant for variant in known if variant not in failed]
         if len(failed) < MOST_PATHS:
@@ -218,7 +219,7 @@ class Variants:
         """The variants for the signature of a call, latest used first."""
         key = call_signature(arguments, self._options.device), self._watch.signature()
         if self._shapes_version != self._watch.shapes_version:
-            # The host store holds the state as it is now: what was captured for other shapes has nothing to run on.
+            # The host store holds the present state: a capture for other shapes can't run on it.
             self._known.clear()
             self._shapes_version = self._watch.shapes_version
         return self._known.setdefault(key, [])

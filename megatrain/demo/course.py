@@ -1,4 +1,4 @@
-"""Course: how far a demo's training has come, and what its checkpoints keep of that."""
+"""Course: the progress of a demo's training, and its record in the checkpoints."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Course:
     """A training of the demo, from its first step to its last, in as many processes as it takes.
 
     Args:
-        recipe: What is trained.
-        folder: Where its checkpoint lies.
+        recipe: The recipe of the training.
+        folder: The folder of its checkpoint.
         text: Digest of the text it is trained on.
         num_steps: How many steps it will have; None until the speed is known.
         seconds: How long it has trained.
@@ -50,7 +50,7 @@ class Course:
         """Begins a training; its first checkpoint will replace that of an earlier demo.
 
         Raises:
-            CheckpointError: If something else lies in the folder.
+            CheckpointError: If the folder holds anything else.
         """
         if _exists(folder):
             _recorded(folder)
@@ -59,10 +59,10 @@ class Course:
     @staticmethod
     @checked(folder=PATH)
     def resume(folder: Path, given: Mapping[str, Any]) -> Course:
-        """Goes on with the training of a checkpoint.
+        """Continues the training of a checkpoint.
 
         Args:
-            folder: Where it lies.
+            folder: Its folder.
             given: Fields of the recipe that the caller insists on.
 
         Raises:
@@ -89,7 +89,7 @@ class Course:
 
     @property
     def total(self) -> int:
-        """How many steps it will have, as far as is known."""
+        """How many steps it will have, by the present knowledge."""
         return self.recipe.steps if self.num_steps is None else self.num_steps
 
     def goes_on(self, count: int) -> bool:
@@ -99,8 +99,8 @@ class Course:
     def spend(self, count: int, seconds: float) -> None:
         """Notes that `count` steps took these seconds.
 
-        The number of steps is fixed when the warm-up has shown the speed, so that no learning rate hangs on a clock
-        afterwards, and the same steps have the same bits on any day.
+        The number of steps is fixed when the warm-up has shown the speed. Later learning rates don't depend on a clock,
+        so the same steps have the same bits on any day.
         """
         self.seconds = seconds
         recipe = self.recipe
@@ -119,7 +119,7 @@ class Course:
             self.saved = count
 
     def describe_saved(self) -> str:
-        """Says what is saved, and how to go on."""
+        """Says what is saved, and how to continue."""
         folder = "" if self.folder == FOLDER else f" --folder {shlex.quote(str(self.folder))}"
         return (
             f"step {self.saved} of {self.total} is saved in `{self.folder}`, and nothing is still running.\n"
@@ -128,12 +128,12 @@ class Course:
 
 
 def _exists(folder: Path) -> bool:
-    # A save that was ended between its two renames left the checkpoint beside its place.
+    # A save that was ended between its two renames left the checkpoint next to its place.
     return present(folder.resolve()).exists()
 
 
 def _recorded(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Returns how many steps a checkpoint has, and what `Course.save` wrote beside them."""
+    """Returns how many steps a checkpoint has, and the other values that `Course.save` wrote."""
     extra = saving.load(folder).extra
     found: Any = extra.get("user")
     user: dict[str, Any] = found if isinstance(found, dict) else {}

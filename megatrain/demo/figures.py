@@ -1,4 +1,4 @@
-"""What the demo prints of what it measured."""
+"""The demo's printed measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def format_table(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def format_losses(loss: float, baseline: float) -> str:
-    """Returns the held-out loss beside what it is worth."""
+    """Returns the held-out loss next to its baseline."""
     return format_table(
         [
             ("this model", f"{loss:.3f}"),
@@ -28,9 +28,9 @@ def format_losses(loss: float, baseline: float) -> str:
 
 
 def format_memory(weights: int, budget: int, schedule: megatrain.Schedule, measured: int) -> str:
-    """Returns the device's peak beside the budget and the model's own size.
+    """Returns the device's peak next to the budget and the model's own size.
 
-    What is measured is what the schedule places: slots, values between blocks, gradients. The budget has to
+    The measured peak covers memory that the schedule places: slots, values between blocks, gradients. The budget must
     hold the workspace inside the largest block as well.
 
     Args:

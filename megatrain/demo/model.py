@@ -1,4 +1,4 @@
-"""The demo's model, what it makes of text that it was not trained on, and what it writes."""
+"""The demo's model, its loss on held-out text, and a sample of its writing."""
 
 from __future__ import annotations
 

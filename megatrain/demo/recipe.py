@@ -1,4 +1,4 @@
-"""Recipe: what the demo trains, and with how much; the learning rate of each step."""
+"""Recipe: the model, data and options of the demo's training; the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _width_fault(value: Any) -> str | None:
 )
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the demo trains, and with how much.
+    """The model, data and options of the demo's training.
 
     Args:
         device: Compute device; None takes the accelerator if there is one, else the CPU.

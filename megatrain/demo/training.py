@@ -99,7 +99,7 @@ class Training:
         return self.step.progress.count - first
 
     def _save(self) -> None:
-        # Beside the configuration of a Hugging Face model its weights are what `from_pretrained` reads.
+        # `from_pretrained` reads the weights together with the model's configuration.
         self._course.save(self.step, self._compiled.config.save_pretrained)
 
     def _run_steps(self) -> None:

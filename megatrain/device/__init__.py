@@ -1,8 +1,8 @@
-"""Devices: all that differs between the host, CUDA and other accelerators, in one place.
+"""Devices: everything that differs between the host, CUDA and other accelerators, in one place.
 
-`Device` says what the library asks of a device. `Cpu` is the plain case. `Accelerator` speaks torch's generic
-interface, so it serves CUDA, XPU and backends of other makers; `Cuda` adds what only CUDA has. A kind of one's own is a
-subclass: give an object of it to `megatrain.compile(device=...)`, or `register` it to be known by name.
+`Device` has all questions of the library to a device. `Cpu` is the plain case. `Accelerator` speaks torch's generic
+interface, so it serves CUDA, XPU and backends of other makers; `Cuda` adds what only CUDA has. Your own kind of device
+is a subclass: give an object of it to `megatrain.compile(device=...)`, or `register` it to be known by name.
 docs/extending.md writes one.
 """
 

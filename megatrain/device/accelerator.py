@@ -12,7 +12,7 @@ from megatrain.device.interface import Device, DeviceStream, Memory
 
 
 class Accelerator(Device):
-    """What `torch.accelerator` is on this machine.
+    """The `torch.accelerator` of this machine.
 
     Args:
         kind: Type of the torch device, such as `"xpu"`.
@@ -45,7 +45,7 @@ class Accelerator(Device):
         torch.accelerator.set_stream(cast("torch.Stream", stream))
 
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Issues a copy; it runs beside the host if the host's side is page-locked."""
+        """Issues a copy; it runs at the same time as the host if the host's memory is page-locked."""
         return out.copy_(source, non_blocking=True)
 
     def record_use(self, tensor: torch.Tensor, stream: DeviceStream | None) -> None:
@@ -59,7 +59,7 @@ class Accelerator(Device):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def memory(self) -> Memory:
-        """What the driver says."""
+        """The figures of the driver."""
         free, total = self._module.mem_get_info(self.torch_device)
         return Memory(free, total)
 

@@ -8,7 +8,7 @@ from megatrain.device.interface import Device
 
 
 class Cpu(Device):
-    """The host. There is one, whatever number it is given.
+    """The host. There is only one, so every number means the same device.
 
     Args:
         index: Number behind the colon, as in `"cpu:0"`.

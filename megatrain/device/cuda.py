@@ -1,4 +1,4 @@
-"""Cuda: what CUDA has beyond torch's generic interface."""
+"""Cuda: the features of CUDA beyond torch's generic interface."""
 
 from __future__ import annotations
 

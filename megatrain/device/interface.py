@@ -1,4 +1,4 @@
-"""Device: what the library asks of a device, answered for the plainest of them."""
+"""Device: the questions of the library to a device, answered for the plainest device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DeviceEvent(Protocol):
 
 
 class DeviceStream(Protocol):
-    """A queue of work that runs beside the host, in order; `torch.Stream` is one."""
+    """A queue of work that runs in order, at the same time as the host; `torch.Stream` is one."""
 
     def record_event(self) -> Any:
         """Returns the `DeviceEvent` behind all work that the stream has now."""
@@ -36,8 +36,8 @@ class Memory(NamedTuple):
     """Memory of a device, in bytes.
 
     Args:
-        free: What can be allocated now.
-        total: What there is.
+        free: Bytes that can be allocated now.
+        total: All bytes.
     """
 
     free: int
@@ -48,7 +48,7 @@ class Device:
     """A place where blocks compute. The library asks this object, and never compares names of devices.
 
     The answers here are those of the plainest device: its tensors are the CPU's, and a copy is done when its call
-    returns. A subclass gives its own where it differs. Methods are called from several threads.
+    returns. A subclass overrides the methods that differ. Methods are called from several threads.
 
     Args:
         torch_device: Where torch makes its tensors.
@@ -57,8 +57,8 @@ class Device:
     Attributes:
         torch_device: See above.
         kind: See above.
-        can_bind: The host's memory is the device's own: weights can be used where they lie in the host store, and
-            gradients may stay where they are made. False where every block's weights must be copied into a slot.
+        can_bind: The host's memory is the device's own: weights can be used in place in the host store, and gradients
+            may stay where they are made. False where every block's weights must be copied into a slot.
         alignment: The first byte that `allocate` gives lies at a multiple of so many bytes.
         repeats_itself: Two eager runs of the same step, with the same random numbers, have the same bits.
     """
@@ -98,7 +98,7 @@ class Device:
         raise AssertionError(f"{self} has no streams")
 
     def synchronize(self) -> None:
-        """Blocks the host until the calling thread's current stream has done all it was given."""
+        """Blocks the host until the calling thread's current stream has done all its work."""
         stream = self.current_stream()
         if stream is not None:
             stream.synchronize()
@@ -107,12 +107,12 @@ class Device:
         """Copies `source` into `out`, one of which is the host's, as work of the calling thread's current stream.
 
         Returns:
-            `out`, which may be read behind that work only.
+            `out`, which may only be read after this work.
         """
         return out.copy_(source)
 
     def record_use(self, tensor: torch.Tensor, stream: DeviceStream | None) -> None:
-        """Keeps a tensor's memory from being given to others before `stream` has done what it has now."""
+        """Keeps a tensor's memory from being reused before `stream` has done its present work."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a tensor of the device, of any layout, in new host memory, when it is there."""
@@ -124,7 +124,7 @@ class Device:
         """Returns `nbytes` of the device's memory as `uint8`, at a multiple of `alignment`.
 
         Raises:
-            RuntimeError: If it has no more, or an ExecuteError.
+            RuntimeError: If the device has too little memory; or an ExecuteError.
         """
         # Mapped pages: aligned and exact, where torch's CPU allocator aligns to 64 bytes only.
         return HostPages.of(nbytes).tensor() if nbytes else torch.empty(0, dtype=torch.uint8)
@@ -139,13 +139,14 @@ class Device:
         return None
 
     def reset_peak(self) -> None:
-        """Starts counting anew, from what is given out now."""
+        """Starts counting anew, from the bytes in use now."""
 
     def lock(self, address: int, nbytes: int) -> Callable[[], None] | None:
         """Page-locks host memory for transfers with the device; makes all pages resident.
 
         Returns:
-            What unlocks it, called once, while it is still mapped; None if transfers don't gain from locking.
+            A function that unlocks it, to be called once, while it is still mapped; None if transfers don't gain from
+            locking.
 
         Raises:
             ExecuteError: If the system refuses.
@@ -167,11 +168,11 @@ class Device:
         return []
 
     def set_generator_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Sets the generators of all devices of its kind to what `generator_states` returned."""
+        """Sets the generators of all devices of its kind to states from `generator_states`."""
 
     @contextmanager
     def kept_generators(self) -> Generator[None]:
-        """Puts the generators of all devices of its kind back, behind the body."""
+        """Puts the generators of all devices of its kind back after the body."""
         yield
 
     # -- modes -----------------------------------------------------------------------------------------------
@@ -182,16 +183,16 @@ class Device:
         return (self.torch_device.type,)
 
     def without_autocast(self) -> AbstractContextManager[object]:
-        """Switches autocast off in its body, under each of `autocast_kinds`."""
+        """Switches autocast off during the body, under each of `autocast_kinds`."""
         return torch.autocast(self.torch_device.type, enabled=False)
 
 
 def is_on_host(place: torch.Tensor | torch.device) -> bool:
-    """Tells whether a tensor lies in host memory, as a tensor of the CPU."""
+    """Tells whether a tensor is in host memory, as a tensor of the CPU."""
     device = place.device if isinstance(place, torch.Tensor) else place
     return device.type == "cpu"
 
 
 def is_same_kind(one: torch.device, other: torch.device) -> bool:
-    """Tells whether two devices are of one kind, whatever their numbers."""
+    """Tells whether two devices are of one kind; their numbers may differ."""
     return one.type == other.type

@@ -1,4 +1,4 @@
-"""Kinds of devices: which class each has, and which device is meant by a name, or is on this machine."""
+"""Kinds of devices: the class of each kind, the device of a name, and the accelerator of this machine."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def unregister(kind: str) -> None:
 
 
 def find(given: Device | torch.device | str | int | None) -> Device:
-    """Returns the device that is meant; None means the accelerator if there is one, else the CPU.
+    """Returns the device of a name; None means the accelerator if there is one, else the CPU.
 
-    An accelerator without a number is the current one of its kind. That the device is there is not looked at.
+    An accelerator without a number is the current one of its kind. `find` doesn't check that the device exists.
 
     Raises:
         RuntimeError: If torch has no device of that name.
@@ -105,7 +105,7 @@ def fault_of_name(given: object) -> str | None:
 
 
 def fault(given: object) -> str | None:
-    """Says why a value is no device of this machine, or None if it is one.
+    """Says why a value isn't a device of this machine, or None if it is one.
 
     A capture for a device that isn't there would end the process: torch's own kernels abort.
     """
@@ -134,7 +134,7 @@ def _is_torchs(kind: str) -> bool:
 
 
 def _named(given: torch.device | str | int) -> tuple[str, int | None]:
-    """The kind and the number of a device; a kind of one's own has no torch device of its name."""
+    """The kind and the number of a device; a user's own kind has no torch device of its name."""
     if isinstance(given, str):
         kind, _, number = given.partition(":")
         if kind in _makers.keys() - _OWN.keys():

@@ -21,10 +21,10 @@ Place = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor that is written, or what makes its values when they are written.
+    """A tensor to write, or a function that makes its values while they are written.
 
     Args:
-        spec: Shape and dtype of what is stored, contiguous.
+        spec: Shape and dtype of the stored tensor, contiguous.
         pieces: Gives the values in the order of the elements, as contiguous tensors on the CPU of `spec.dtype`. Each
             is read before the next is asked for, so one buffer may serve for all. Called once for each save.
         place: Where in memory the values lie; two sources with the same place are stored once. None: nowhere.
@@ -36,7 +36,7 @@ class Source:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Source:
-        """Describes a tensor that `obstacle` has nothing against; it takes no memory beyond a piece.
+        """Describes a tensor that can be stored (see `obstacle`); takes no memory beyond a piece.
 
         Args:
             tensor: On any device but meta, with any strides.
@@ -71,7 +71,7 @@ def without_ties(sources: Mapping[str, Source]) -> tuple[dict[str, Source], dict
     """Separates names for the same memory.
 
     Returns:
-        The sources, each memory under the first of its names; and for every other name the one that is stored.
+        The sources, each memory under its first name; and for every other name the name that is stored.
     """
     first: dict[Place, str] = {}
     ties: dict[str, str] = {}

@@ -30,7 +30,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class Digest:
-    """The SHA-256 of what it was given so far."""
+    """The SHA-256 of all pieces so far."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()

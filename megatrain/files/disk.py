@@ -1,4 +1,4 @@
-"""Disk: every call by which saving changes what lies on it; nothing else in this folder does."""
+"""Disk: every call by which saving changes the disk; no other file of this folder has one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write(file: RawIOBase, piece: memoryview) -> None:
 
 
 def sync(file: RawIOBase) -> None:
-    """Returns when what was written to `file` would survive a loss of power."""
+    """Returns when the contents of `file` would survive a loss of power."""
     os.fsync(file.fileno())
 
 
@@ -52,7 +52,7 @@ def rmdir(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder with all that is in it."""
+    """Removes a folder with all its contents."""
     if not folder.is_dir():
         return
     for path in list(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""Rules: what JSON from a file may hold, declared field by field, and compared before anything of it is used."""
+"""Rules: the allowed contents of JSON from a file, declared field by field, and checked before any use."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def regular(path: Path) -> bool:
 
 
 def problems(rule: Rule, value: Any, place: str, limit: int = 8) -> list[str]:
-    """Returns the first of what is wrong with a value; nothing if it is as the rule says."""
+    """Returns the first fault of a value; nothing if it obeys the rule."""
     return list(islice(rule(value, place), limit))
 
 
@@ -68,12 +68,12 @@ def problems(rule: Rule, value: Any, place: str, limit: int = 8) -> list[str]:
 
 
 def anything(value: Any, place: str) -> Iterator[str]:
-    """Whatever JSON can hold."""
+    """Any JSON value."""
     yield from ()
 
 
 def single(rule: checks.Rule) -> Rule:
-    """What a rule for options says of one value."""
+    """Applies a rule for options to one value."""
 
     def check(value: Any, place: str) -> Iterator[str]:
         if rule.fault(value) is not None:
@@ -105,12 +105,12 @@ def _is_among(value: Any, known: Collection[tuple[type, object]]) -> bool:
 
 
 def optional(inner: Rule) -> Rule:
-    """None, or what `inner` says."""
+    """None, or a value that obeys `inner`."""
     return lambda value, place: inner(value, place) if value is not None else iter(())
 
 
 def both(first: Rule, second: Rule) -> Rule:
-    """What `first` says; and if it has nothing against the value, what `second` says."""
+    """A value that obeys `first` and `second`, checked in this order."""
 
     def rule(value: Any, place: str) -> Iterator[str]:
         wrong = list(first(value, place))
@@ -182,7 +182,7 @@ def record(fields: Mapping[str, Rule], others: Rule | None = None) -> Rule:
 
 
 def inside(value: Any, place: str) -> Iterator[str]:
-    """The path of a file in the folder that the JSON lies in: relative, and never up."""
+    """The path of a file in the folder of the JSON: relative, and never up."""
     try:
         parts = os.fsencode(value).split(b"/") if isinstance(value, str) else []
     except ValueError:

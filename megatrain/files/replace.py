@@ -1,12 +1,12 @@
-"""Replace: a folder that is written beside its place and takes it by renaming, so that a whole one is always there.
+"""Replace: a folder is written next to its final place and renamed, so that a complete one always exists.
 
 For a folder `run` there may be, next to it:
 
     run.partial-<id>    being written, or left over
     run.old-<id>        the previous `run`, while `run.partial-<id>` takes its place
 
-`run.old-<id>` exists only once `run.partial-<id>` is whole. So where `run` is missing and both of these are there,
-a save ended between its two renames, and `run.partial-<id>` is what `run` was about to become.
+`run.old-<id>` exists only after `run.partial-<id>` is complete. So if `run` is missing and both of these exist, a save
+ended between its two renames, and `run.partial-<id>` is the new content of `run`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def resolved(folder: str | os.PathLike[str]) -> Path:
 
 
 def present(folder: Path) -> Path:
-    """Returns where the newest whole content of `folder` lies: there, or where a save that was ended left it."""
+    """Returns the place of the newest complete content of `folder`: there, or where an ended save left it."""
     if not exists(folder):
         for old in _beside(folder, _OLD):
             partial = _twin(folder, old)
@@ -58,11 +58,11 @@ def present(folder: Path) -> Path:
 def replaced(folder: Path) -> Generator[Path]:
     """Gives a new folder to write to; when the body ends, it takes the place of `folder`.
 
-    The body syncs its files. If it raises, `folder` stays as it was and what was written is removed.
+    The body syncs its files. If it raises, `folder` stays as it was and the new files are removed.
 
     Raises:
         CheckpointError: If another process is saving there.
-        OSError: If the disk refuses; `folder` is the previous one then, or the new one.
+        OSError: If the disk refuses; `folder` is then the previous one or the new one.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     _tidy(folder)
@@ -86,7 +86,7 @@ def _exchange(folder: Path, partial: Path) -> None:
     old = _twin(folder, partial)
     if folder.exists():
         disk.rename(folder, old)
-        # Both renames lie in one folder, but nothing says that they reach the disk in this order.
+        # Both renames are in one folder, but they may reach the disk in any order.
         disk.sync_folder(folder.parent)
     disk.rename(partial, folder)
     disk.sync_folder(folder.parent)
@@ -107,7 +107,7 @@ def _undo(folder: Path, partial: Path) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    """Finishes what a save that was ended had begun, and removes what is left over."""
+    """Finishes a save that was ended between its renames, and removes leftovers."""
     leftovers = [*_beside(folder, _PARTIAL), *_beside(folder, _OLD)]
     for leftover in leftovers:
         if _is_locked(leftover):
@@ -126,7 +126,7 @@ def _tidy(folder: Path) -> None:
 
 
 def _is_locked(leftover: Path) -> bool:
-    """Tells whether a process that lives writes there: the lock goes with the process, however it ends."""
+    """Tells whether a living process writes there: the lock ends with the process in any case."""
     try:
         descriptor = os.open(leftover, os.O_RDONLY)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Room: where memory runs out while a checkpoint is read, it is said so in our words."""
+"""Room: if memory runs out while a checkpoint is read, the error is a `CheckpointError`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SAID = ("can't allocate memory", "not enough memory", "out of memory", "can't s
 
 @contextmanager
 def room_to_read() -> Generator[None]:
-    """In its body, memory that can't be had is a `CheckpointError`."""
+    """Turns a failed allocation in the body into a `CheckpointError`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

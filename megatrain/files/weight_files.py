@@ -1,4 +1,4 @@
-"""Checkpoint: the tensors in safetensors files: what they are from the headers, their values piece by piece."""
+"""Checkpoint: the tensors in safetensors files: their specs from the headers, their values piece by piece."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WeightFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A file, a folder, or several of them."""
 
 PIECE_BYTES = 4 * 2**20
-"""What is converted at a time; values that need no conversion go straight to where they shall lie."""
+"""Bytes that are converted at a time; values that need no conversion are read straight into place."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -157,7 +157,7 @@ class Stored:
 
 
 def read_paths(weights: WeightFiles) -> tuple[Path, ...]:
-    """Reads what `compile(weights=...)` takes."""
+    """Reads the option `weights` of `compile`."""
     paths = [weights] if isinstance(weights, str | os.PathLike) else weights
     return tuple(Path(path) for path in paths)
 

@@ -1,4 +1,4 @@
-"""Index: the JSON beside sharded weights that says which name lies in which file."""
+"""Index: the JSON next to sharded weights that says which name is in which file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_index(index: Path) -> dict[str, Path]:
 
 
 def exists(file: Path) -> bool:
-    """Tells whether there is something at a path; there is nothing at one that the system can't take."""
+    """Tells whether a path exists; a path that the system can't take doesn't exist."""
     try:
         return file.exists()
     except (OSError, ValueError):  # too long, say, or with a NUL in it

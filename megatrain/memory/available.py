@@ -1,4 +1,4 @@
-"""How much host memory there is to take: the machine's, or what a control group leaves of it."""
+"""The available host memory: the machine's, or the part that a control group leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 def available_bytes(root: Path = Path("/")) -> int:
     """Returns the bytes of host memory that this process can still take without swapping.
 
-    Inside a container that is what its control group leaves, or one above it; the machine may have far more.
+    Inside a container this is the memory left by its control group, or by one above it; the machine may have far more.
 
     Args:
         root: Where `proc` and `sys` are mounted; for tests.
@@ -34,7 +34,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
             continue
         mount, names = (root / "sys/fs/cgroup", _VERSION_2) if not controllers else (_mount_1(root), _VERSION_1)
         group = Path(path.lstrip("/"))
-        # Every group above limits it too. A container may not see its own path, but then it sees itself at the top.
+        # Every group above is a limit too. A container that doesn't see its own path finds its own group at the top.
         for inner in dict.fromkeys([group, *group.parents]):
             left = _left(mount / inner, *names)
             if left is not None:

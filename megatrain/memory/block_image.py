@@ -1,4 +1,4 @@
-"""BlockImage: how a block's state lies in a range of bytes, in a slot as on the host."""
+"""BlockImage: the layout of a block's state in a range of bytes, in a slot and on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Entry:
 
     Args:
         key: The state it holds; tied state has one key.
-        spec: What it is.
+        spec: Its shape, dtype and strides.
         offset: First byte, from the start of the image.
         base: For a part of a tensor: the key of the whole.
         first_row: For a part: its first row in the whole.
@@ -33,7 +33,7 @@ class Entry:
 
     @property
     def owner(self) -> str:
-        """The key of the tensor on the host that it lies in."""
+        """The key of the tensor on the host that contains it."""
         return self.base or self.key
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ def image(specs: Sequence[tuple[str, TensorSpec]]) -> BlockImage:
 
 
 def state_image(state: Sequence[StateEntry]) -> BlockImage:
-    """Lays a block's state out; parts of tensors stand by themselves, and know the whole they lie in on the host."""
+    """Lays a block's state out; parts of tensors are separate entries that name their whole on the host."""
     layout = image([(entry.key, entry.spec) for entry in state])
     entries = (replace(e, base=s.base, first_row=s.rows[0]) for e, s in zip(layout.entries, state, strict=True))
     return BlockImage(tuple(entries), layout.nbytes)
@@ -103,9 +103,8 @@ def views(layout: BlockImage, buffer: torch.Tensor) -> list[torch.Tensor]:
 def stored_stride(spec: TensorSpec) -> tuple[int, ...]:
     """Returns the strides with which a tensor is stored: its own if dense, else those of a contiguous one.
 
-    Dense means that its elements fill its memory without gaps or overlaps, in whatever order (channels last,
-    a transposed weight). Others, such as an expanded tensor, keep their values and shape but become
-    contiguous.
+    Dense means that its elements fill its memory without gaps or overlaps, in any order (channels last, a transposed
+    weight). Others, such as an expanded tensor, keep their values and shape but become contiguous.
     """
     if spec.stride is not None and _is_dense(spec.shape, spec.stride):
         return spec.stride

@@ -9,8 +9,8 @@ from typing import Any
 def return_free_memory() -> None:
     """Gives memory that was freed, but that the C library keeps for later, back to the system.
 
-    glibc keeps freed tensors below 32 MiB in its heap. Where what is long-lived was made between them, these holes
-    stay: after a first step of AdamW the process held a quarter more than its tensors.
+    glibc keeps freed tensors below 32 MiB in its heap. If long-lived tensors were made between them, these holes stay:
+    after a first step of AdamW the process held a quarter more than its tensors.
     """
     trim = getattr(_C_LIBRARY, "malloc_trim", None)
     if trim is not None:

@@ -1,4 +1,4 @@
-"""HostArena: host memory of an exact size, page-locked where an accelerator can use that."""
+"""HostArena: host memory of an exact size, page-locked if an accelerator gains from locking."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HostArena:
         pin: Device whose transfers may gain from page-locked memory; None leaves it pageable.
 
     Raises:
-        ExecuteError: If the memory can't be had or not be locked.
+        ExecuteError: If the memory can't be allocated or locked.
     """
 
     def __init__(self, nbytes: int, *, pin: Device | None = None) -> None:

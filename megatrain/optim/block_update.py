@@ -25,9 +25,9 @@ class MasterStep:
     Where a `FastPath` matches (AdamW has one), it updates one master after the other. For any other
     optimizer the halves of one call are joined to fp32, its own code updates them, and they are split again: that
     takes eight bytes per element of a block, and has the bits of that code over fp32 parameters. State is fp32 either
-    way, and lies in `optimizer.state`.
+    way, and is in `optimizer.state`.
 
-    Note that torch's `load_state_dict` turns state into the dtype of its parameter: load fp32 moments otherwise.
+    Note that torch's `load_state_dict` converts state to the dtype of its parameter: load fp32 moments in another way.
 
     Attributes:
         scale: Factor of every gradient, such as the coefficient of clipping; set it before the updates of a step.
@@ -55,7 +55,7 @@ class MasterStep:
     def __call__(self, optimizer: Optimizer) -> None:
         """Updates all parameters in the optimizer's groups that have a gradient."""
         fast = list(self._fast(optimizer))
-        # Whatever can fail comes before the first write.
+        # All work that can fail comes before the first write.
         with torch.no_grad():
             for item in _prepared(optimizer, fast):
                 self._in_one_pass(item, optimizer.state[item.parameter])
@@ -133,7 +133,7 @@ class MasterStep:
             item.parameter.grad = gradient.to(torch.float32, copy=True).mul_(self.scale)
 
     def _wrote(self, parameter: torch.Tensor) -> None:
-        """Lets everyone see that a parameter has changed; its masters know that it was us."""
+        """Counts up the parameter's version; its masters know that this write was an update."""
         if not parameter.is_inference():
             increment_version(parameter)
         if isinstance(self._masters, Masters):
@@ -142,7 +142,7 @@ class MasterStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Taken:
-    """A parameter in the hands of an optimizer's own code, and what it gets back: its memory and its gradient."""
+    """A parameter during an optimizer's own code, with the memory and the gradient to restore afterwards."""
 
     parameter: torch.Tensor
     home: torch.Tensor
@@ -187,7 +187,7 @@ def _prepare(item: _Fast, state: dict[str, Any]) -> _Fast:
                 "  An update takes dense tensors of the parameter's shape.\n"
                 "  Check hooks on gradients, and values that were put into optimizer.state."
             )
-    for name in path.moments:  # what was loaded may be laid out otherwise
+    for name in path.moments:  # loaded state may have another layout
         state[name] = laid_out_like(state[name], parameter)
     flat = in_memory(item.gradient, memory_order(parameter)).contiguous()
     return item._replace(gradient=flat)
@@ -212,7 +212,7 @@ def _check_names(parameter: torch.Tensor, path: FastPath, state: Mapping[str, An
 
 
 def _check_state(optimizer: Optimizer, parameter: torch.Tensor) -> None:
-    """Refuses state that was made in the parameter's dtype and not in that of its master: sums would lose their ends.
+    """Refuses state in the parameter's dtype instead of its master's: sums would lose their last bits.
 
     Raises:
         OptimizerError: Naming the state.
@@ -233,7 +233,7 @@ def _grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _without(optimizer: Optimizer, done: list[torch.Tensor], code: StepCode) -> None:
-    """Runs code on the optimizer without the parameters that are done; all else in the groups stays theirs."""
+    """Runs code on the optimizer without the finished parameters; everything else in the groups stays."""
     left = set(done)
     groups = optimizer.param_groups
     kept = [group["params"] for group in groups]

@@ -25,9 +25,9 @@ class BlockOptimizer:
         blocks.finish()
 
     The optimizer stays the user's own: its state is in `optimizer.state`, its options are read from `param_groups` when
-    a step begins. What a scheduler or the user sets while a step is under way takes effect with the next. Hooks on the
-    step run once, those before it in `begin` and those after it in `finish`. `update` may run on another thread than
-    the rest; two updates at once may not.
+    a step begins. Changes by a scheduler or the user during a step take effect with the next step. Hooks on the step
+    run once, those before it in `begin` and those after it in `finish`. `update` may run on another thread than the
+    rest; two updates at once may not.
 
     A parameter of several blocks is updated with the first of them, where its gradient is complete last.
     Parameters of the optimizer that are in no block are updated by `finish`.
@@ -35,7 +35,7 @@ class BlockOptimizer:
     Args:
         optimizer: Its class computes each parameter's update from that parameter, its gradient and its state alone.
         blocks: The parameters of each block. Those that the optimizer doesn't have stay as they are.
-        code: What updates the parameters in an optimizer's groups; None is the optimizer's own `step`.
+        code: Updates the parameters in an optimizer's groups; None is the optimizer's own `step`.
         probe: Try it first on small copies of a few parameters, whole and by blocks.
 
     Raises:
@@ -101,12 +101,13 @@ class BlockOptimizer:
                     "  For updates block by block, `step` takes no arguments and no closure.\n"
                     "  Remove the hook, or call optimizer.step() yourself."
                 )
-        # A step that is due when a hook is registered was over by then in a plain loop.
+        # In a plain loop, a due step would have been over before this hook was registered.
         self._after = _post_hooks(self._optimizer)
         self._step = OptimizerStep(self._optimizer, self._code)
         self._left = set(range(len(self._owned)))
         if "step" in vars(self._optimizer):
-            # As the patch of a scheduler does, which would warn if it went on before a step.
+            # A scheduler's patch of `step` sets this mark. Without the mark the scheduler warns that it steps before
+            # the optimizer.
             self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
     def update(self, block: int) -> None:
@@ -122,7 +123,7 @@ class BlockOptimizer:
             num_states = len(self._optimizer.state)
             self._step.update(self._owned[block])
             if len(self._optimizer.state) > num_states:
-                return_free_memory()  # or what the step used and dropped between new states is never free again
+                return_free_memory()  # otherwise temporary memory between new states would never be free again
         self._left.remove(block)
 
     def finish(self) -> None:
@@ -144,7 +145,7 @@ class BlockOptimizer:
             hook(optimizer, (optimizer,), {})
 
     def abandon(self) -> None:
-        """Ends a step without what is left of it: no further update, and no hook.
+        """Ends a step early: no further update runs, and no hook.
 
         Blocks already updated stay so; options and attributes are as they were when the step began.
         """
@@ -166,7 +167,7 @@ def _post_hooks(optimizer: Optimizer) -> list[Any]:
 
 
 def _check_not_replaced(optimizer: Optimizer) -> None:
-    """Refuses a `step` that was put in place of the class's, unless all it does is known."""
+    """Refuses a `step` that replaces the class's, unless its whole effect is known."""
     replaced = vars(optimizer).get("step")
     if replaced is None:
         return

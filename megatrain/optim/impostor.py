@@ -31,7 +31,7 @@ def step_code(optimizer: Optimizer) -> StepCode:
 
 
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns what an optimizer holds beside its groups, its state and its hooks: a step may read and change it."""
+    """Returns an optimizer's attributes other than groups, state and hooks: a step may read and change them."""
     return {name: value for name, value in vars(optimizer).items() if name not in _OWN}
 
 
@@ -44,7 +44,7 @@ def impostor(optimizer: Optimizer, held: Mapping[str, Any], groups: list[dict[st
 
 
 def own_copy(value: Any) -> Any:
-    """Copies an option that a step could write into, and returns all else as it is."""
+    """Copies an option that a step could write into; returns any other option as it is."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
@@ -75,11 +75,11 @@ def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class OptimizerStep:
-    """A step that has begun: options are those of its beginning, whatever the user sets meanwhile.
+    """A step that has begun: its options stay the same, even if the user changes options in the meantime.
 
     Each call of `update` runs the optimizer's own code on an impostor that shares the state, but has only some
-    parameters in its groups. What the code writes into options or attributes (a count of steps) each call computes
-    from the same beginning; `commit` writes it to the optimizer, once.
+    parameters in its groups. Each call computes new options and attributes (a count of steps) from the same initial
+    values; `commit` writes them to the optimizer, once.
     """
 
     def __init__(self, optimizer: Optimizer, code: StepCode):
@@ -112,7 +112,7 @@ class OptimizerStep:
         _note(self._held, attributes(runner), self._of_attributes)
 
     def commit(self) -> None:
-        """Writes what the step left in options and attributes."""
+        """Writes the step's new options and attributes to the optimizer."""
         for group, noted in zip(self._optimizer.param_groups, self._of_groups, strict=False):
             for key, value in noted.items():
                 if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):

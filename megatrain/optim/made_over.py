@@ -38,7 +38,7 @@ def made_over(
         parameters = {key: torch.nn.Parameter(empty(spec)) for key, spec in specs.items()}
         try:
             return make(list(parameters.values())), parameters
-        except Exception as error:  # whatever the constructor of a user's class raises
+        except Exception as error:  # the constructor of a user's class may raise anything
             raise OptionError(
                 f"optimizer={name} can't be made over all trained parameters of the model: {error}\n"
                 "  plan calls the class with all trained parameters, in one group with default options.\n"

@@ -1,4 +1,4 @@
-"""What an optimizer will keep and use, found out before it has anything."""
+"""The state and temporary memory of an optimizer, found out before it has any."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Updated:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerNeed:
-    """What the host holds for an optimizer, or for the update of some parameters, beside parameters and gradients.
+    """The host memory of an optimizer, or of the update of some parameters, besides parameters and gradients.
 
     Args:
         state: Bytes by their name in a parameter's state (`exp_avg`), in order of first appearance.
-        scratch_bytes: Most bytes that the update of one block makes and drops, and what it copies before.
+        scratch_bytes: The largest temporary memory of one block's update, with the copies made before it.
         is_estimate: The optimizer's code ran on corners of parameters only, for it needs memory behind its tensors.
     """
 
@@ -74,7 +74,7 @@ class OptimizerNeed:
 def optimizer_need(
     optimizer: Optimizer, blocks: Sequence[Sequence[Updated]], *, undoes: bool = False, scales: bool = False
 ) -> OptimizerNeed:
-    """Finds out what the steps of an optimizer take, without allocating it.
+    """Finds out the memory that the steps of an optimizer take, without allocating it.
 
     A fast path makes its state on fake tensors of the real shapes. Else the class's own code takes two steps on them,
     once for each kind of block. A number that it reads is one half where no fake tensor can know it. State that exists
@@ -134,7 +134,7 @@ def _is_sure(member: Updated, path: FastPath | None) -> bool:
 
 
 def _state_made(optimizer: Optimizer, members: Sequence[Updated], path: FastPath) -> OptimizerNeed:
-    """What a fast path keeps: the state that exists, or what it makes of a parameter without memory."""
+    """The state of a fast path: existing state, or new state of a parameter without memory."""
     total: dict[str, int] = {}
     with FakeTensorMode():
         for member in members:
@@ -156,18 +156,18 @@ def _add(total: dict[str, int], more: Mapping[str, int]) -> None:
 
 
 def _kind_of(optimizer: Optimizer, member: Updated, group: int) -> Hashable:
-    """Returns what parameters have in common whose updates keep and drop the same."""
+    """Returns a key that is equal for parameters whose updates take the same memory."""
     held = pytree.tree_map_only(torch.Tensor, TensorSpec.of, optimizer.state.get(member.parameter, {}))
     return group, member.spec, member.master, str(held)
 
 
 def _step_on_stand_ins(optimizer: Optimizer, members: Sequence[Updated]) -> OptimizerNeed:
-    """Takes two steps on tensors without memory; or, where the code needs some, on corners of the parameters."""
+    """Takes two steps on tensors without memory; or on corners of the parameters, if the code needs memory."""
     check_torch()
     with unnoticed():
         try:
             return _on_fakes(optimizer, members)
-        except Exception as error:  # whatever the optimizer's code raises on tensors without memory
+        except Exception as error:  # the optimizer's code may raise anything on tensors without memory
             return _on_corners(optimizer, members, error)
 
 
@@ -198,7 +198,7 @@ def _on_fakes(optimizer: Optimizer, members: Sequence[Updated]) -> OptimizerNeed
 
 
 def _on_corners(optimizer: Optimizer, members: Sequence[Updated], cause: Exception) -> OptimizerNeed:
-    """Steps on corners of the parameters, one by one, for code that fake tensors can't bear."""
+    """Steps on corners of the parameters, one by one, for code that fails on fake tensors."""
     total: dict[str, int] = {}
     for member in members:
         if held := optimizer.state.get(member.parameter):

@@ -28,7 +28,7 @@ class NonFinite:
 
 
 class GradientNorm:
-    """The L2 norm of the gradients of one step, read once, in whatever order blocks arrive.
+    """The L2 norm of the gradients of one step, read once, in any order of blocks.
 
     Each gradient's own norm is kept, and they are combined in the order of the parameters: so the total has the bits
     that `clip_grad_norm_` computes from all gradients at once. A gradient is searched for elements that are not finite
@@ -36,7 +36,7 @@ class GradientNorm:
 
     Args:
         parameters: In the order in which `clip_grad_norm_` would get them.
-        masters: Of parameters whose masters are fp32: the norm is that of fp32 gradients then, whatever their dtype.
+        masters: Of parameters with fp32 masters: the norm is then taken of fp32 gradients, for any dtype of theirs.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], masters: Container[torch.Tensor] = ()):
@@ -54,7 +54,7 @@ class GradientNorm:
     def first_nonfinite(self) -> NonFinite | None:
         """The first gradient, in order of arrival, with an element that is not finite; None if there is none.
 
-        A backward visits the last block first: what arrives first is where the trouble began.
+        A backward visits the last block first, so the first such gradient to arrive is where the trouble began.
         """
         return self._first
 
@@ -67,7 +67,7 @@ class GradientNorm:
             gradients: By parameter; None where there is none. They may be overwritten after the call.
 
         Raises:
-            OptimizerError: For a sparse gradient, which `clip_grad_norm_` has no norm for either.
+            OptimizerError: For a sparse gradient, which `clip_grad_norm_` refuses too.
         """
         for parameter, gradient in gradients.items():
             place = self._place.get(parameter)
@@ -97,7 +97,7 @@ class GradientNorm:
 
     @torch.no_grad()
     def coefficient(self, max_norm: float) -> torch.Tensor:
-        """Returns what `clip_grad_norm_` multiplies every gradient by: at most 1, a tensor without dimensions."""
+        """Returns the factor of `clip_grad_norm_` for every gradient: at most 1, a tensor without dimensions."""
         return torch.clamp(float(max_norm) / (self.total() + 1e-6), max=1.0)
 
 

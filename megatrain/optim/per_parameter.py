@@ -24,11 +24,11 @@ _DEPTH = 3
 
 
 def check_per_parameter(optimizer: Optimizer, *, probe: bool = True) -> None:
-    """Refuses what needs all parameters at once.
+    """Refuses an optimizer that needs all parameters at once.
 
     1. A `step` that can't be called without arguments: it wants a closure, to evaluate the model.
-    2. Parameters, modules or other optimizers in attributes: the code may use them and pass the groups by.
-    3. With `probe`, what a trial shows: the class takes three steps over small corners of up to two parameters
+    2. Parameters, modules or other optimizers in attributes: the code may use them instead of the groups. 3. With
+    `probe`, what a trial shows: the class takes three steps over small corners of up to two parameters
        of each kind in each group, once whole and once one by one in reverse order. Parameters, state, options
        and attributes must agree bit for bit. The trial touches neither the optimizer nor any generator.
 
@@ -79,7 +79,7 @@ def _inside(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
 
 
 def _try(optimizer: Optimizer) -> str | None:
-    """Returns what differs after a few steps, or None."""
+    """Returns a difference after a few steps, or None."""
     try:
         return with_gradients_it_takes(optimizer, lambda sparse: _difference(optimizer, sparse=sparse))
     except OptimizerError:
@@ -129,7 +129,7 @@ def _compare(whole: Optimizer, parts: Optimizer, pairs: list[tuple[torch.Tensor,
 
 
 def _beside(optimizer: Optimizer) -> list[dict[Any, Any]]:
-    """Returns what an optimizer holds that belongs to no single parameter."""
+    """Returns the values of an optimizer that belong to no single parameter."""
     groups = [{k: v for k, v in group.items() if k not in ALIGNED} for group in optimizer.param_groups]
     return [*groups, shared_state(optimizer), attributes(optimizer)]
 

@@ -35,7 +35,7 @@ _EDGE = 4
 
 @contextmanager
 def unnoticed() -> Generator[None]:
-    """In its body no warning is shown, generators are left as they were, and new tensors are on the CPU."""
+    """Hides the body: no warning is shown, generators stay as they were, and new tensors are on the CPU."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         warnings.simplefilter("ignore")
         yield
@@ -53,8 +53,8 @@ def over_stand_ins(
     Args:
         optimizer: The user's.
         stand_ins: By parameter. Parameters without one are left out.
-        of_state: Makes what stands for a tensor in a parameter's state.
-        of_option: Makes what stands for an option of a group.
+        of_state: Makes the stand-in for a tensor in a parameter's state.
+        of_option: Makes the stand-in for an option of a group.
     """
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -105,7 +105,7 @@ def with_gradients_it_takes(optimizer: Optimizer, attempt: Callable[[bool], Resu
 
     Raises:
         OptimizerError: If an attempt does.
-        Exception: What the first attempt raises, if both fail: whatever the optimizer's code raises on its stand-ins.
+        Exception: The error of the first attempt, if both fail: any error of the optimizer's code on its stand-ins.
     """
     is_sparse = any(p.grad is not None and p.grad.is_sparse for g in optimizer.param_groups for p in g["params"])
     causes: list[Exception] = []

@@ -1,4 +1,4 @@
-"""Undo: what an update is about to write, kept so that a failure in its middle leaves no trace."""
+"""Undo: copies of the tensors that an update will write, so that a failure in the middle leaves no trace."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Undo:
         self._state: dict[torch.Tensor, Any] = {}
 
     def note(self, parameters: Collection[torch.Tensor]) -> None:
-        """Copies what an update of these parameters may write, over what was noted before."""
+        """Copies the tensors that an update of these parameters may write; replaces earlier copies."""
         masters = (self._masters.get(parameter) for parameter in parameters)
         lows = [master.low for master in masters if isinstance(master, SplitMaster)]
         written = [*(parameter.detach() for parameter in parameters), *lows]

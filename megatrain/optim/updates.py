@@ -29,10 +29,10 @@ class Gradients:
     """The whole gradients of one step, on the host.
 
     Args:
-        by_parameter: Those that no update has used yet.
+        by_parameter: Gradients that no update has used yet.
         arrivals: Each parameter and its block, in the order in which they came.
         norm: Of all gradients; None until it is known, or if nobody asks.
-        scale: What clipping multiplies them by.
+        scale: The factor of clipping.
         nonfinite: The first that isn't finite, if somebody looked.
     """
 
@@ -59,7 +59,7 @@ class _Source:
         """Returns the whole gradient of a parameter."""
         found = self.using.by_parameter.get(parameter)
         if found is None and parameter not in self._known:
-            return parameter.grad  # of a parameter beside the model
+            return parameter.grad  # of a parameter outside the model
         return found
 
 
@@ -116,14 +116,14 @@ class Updates:
         self.arriving.arrivals.append((self._block_of[parameter], parameter))
 
     def drop_arriving(self) -> None:
-        """Forgets what has arrived, and the gradients of parameters beside the model."""
+        """Forgets all gradients that have arrived, and those of parameters outside the model."""
         self.arriving = Gradients.none()
         for parameter in self._parameters():
             if parameter not in self._block_of:
                 parameter.grad = None
 
     def take_norm(self) -> None:
-        """Takes the norm of what has arrived, and what clipping makes of it.
+        """Takes the norm of the gradients that have arrived, and computes the factor of clipping.
 
         Raises:
             OptimizerError: If a gradient is sparse.
@@ -166,7 +166,7 @@ class Updates:
         found.scale = 1.0
 
     def _take_shown_gradients(self) -> None:
-        """Reads what hooks made of the gradients."""
+        """Reads the gradients back after the hooks."""
         shown: list[tuple[torch.Tensor, torch.Tensor | None]] = [(p, p.grad) for p in self.arriving.by_parameter]
         self.arriving.by_parameter = {parameter: gradient for parameter, gradient in shown if gradient is not None}
 
@@ -188,10 +188,10 @@ class Updates:
         self._left.remove(block)
 
     def finish(self) -> None:
-        """Takes what is left of the optimizer's step, and ends it."""
+        """Runs the rest of the optimizer's step, and ends it."""
         for block in sorted(self._left):
             self.update(block)
-        self._code.scale = 1.0  # what is left lies beside the model, and wasn't clipped with it
+        self._code.scale = 1.0  # the remaining parameters are outside the model, and weren't clipped with it
         self.blocks.finish()
         self._source.using = Gradients.none()
         for parameter in self._parameters():
@@ -213,7 +213,7 @@ class Updates:
         return sorted(self._left)
 
     def changing(self) -> Iterable[torch.Tensor]:
-        """The parameters, and what the optimizer keeps of them, that the updates not taken yet will change."""
+        """The parameters and optimizer state that the remaining updates will change."""
         for block in self.due:
             for parameter in self.blocks.owned(block) & self._source.using.by_parameter.keys():
                 yield parameter

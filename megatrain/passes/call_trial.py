@@ -1,4 +1,4 @@
-"""A trial run of a call that a pass adds: on tensors without values, to learn what its meta is to say."""
+"""A trial run of a call that a pass adds: on tensors without values, to find the node's meta."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _NAME_IT = 'Give the function itself, such as F.linear, or the name of a method,
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where in a graph a call is added, and what it takes over from the node that it resembles.
+    """The place of an added call in a graph, and the properties that it takes over from the node that it resembles.
 
     Args:
-        after: The node behind which it stands, and behind all that was added there before.
+        after: The node that it follows; it also follows all earlier additions there.
         modules: See `megatrain/tracer/node_meta.py`, as for the others.
         source: The user's line.
         grad: Whether gradients are enabled.
@@ -56,7 +56,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call gave in its trial.
+    """The result of a call's trial.
 
     Args:
         result: What it returned, around tensors without values.
@@ -82,7 +82,7 @@ def tried(
     """Runs a call on tensors without values, in the modes of its site.
 
     Args:
-        target: What is called.
+        target: The function, or the name of the method.
         args: Its arguments, with nodes for tensors.
         kwargs: Its keyword arguments, likewise.
         site: Where it will stand.
@@ -94,7 +94,7 @@ def tried(
     """
     stand_ins: dict[fx.Node, torch.Tensor] = {}
     watch = EffectWatch(lambda _: None, lambda _: None, _draw)
-    # Ctrl-C waits for the end of the call: an error in a dispatch mode that C++ can't bear ends the process.
+    # Ctrl-C waits for the end of the call: an error in a dispatch mode that C++ doesn't expect ends the process.
     with Interrupts(), ExitStack() as stack:
         stack.enter_context(mode)
         _enter_modes(stack, site)
@@ -108,7 +108,7 @@ def tried(
         try:
             with watch:
                 result = _called(target, *given)
-        except Exception as error:  # whatever the call raises, it can't be part of a graph so
+        except Exception as error:  # a call that raises any error with these arguments can't be part of a graph
             first_line = str(error).partition("\n")[0].rstrip(".")
             refuse_call(
                 target,
@@ -125,7 +125,7 @@ def tried(
 
 
 def _enter_modes(stack: ExitStack, site: Site) -> None:
-    """Enters the modes that a step enters around the call; what the caller has on now doesn't count there either."""
+    """Enters the modes that a step enters around the call; the caller's present modes don't count in either."""
     stack.enter_context(torch.set_grad_enabled(site.grad))
     for kind, _ in autocast_state():
         stack.enter_context(torch.autocast(kind, enabled=False))
@@ -145,7 +145,7 @@ def _check_writes(target: Target, written: Sequence[torch.Tensor], operands: Map
 
 
 def _draw(call: Callable[[], Any]) -> tuple[Any, bool]:
-    """Makes a call that may draw, in a stream of its own: the user's generators stay as they are."""
+    """Makes a call that may draw random numbers, from a separate stream: the user's generators stay as they are."""
     with disable_current_modes():
         watch = GeneratorWatch()
     return watch.draw(call)
@@ -183,7 +183,7 @@ def operands_of(
     """Returns the nodes that a call is given.
 
     Args:
-        target: What is called.
+        target: The function, or the name of the method.
         args: Its arguments.
         kwargs: Its keyword arguments.
         site: Where it is to stand.
@@ -221,7 +221,7 @@ def operands_of(
 
 
 def check_target(target: Any) -> None:
-    """Refuses what no node calls.
+    """Refuses a target that no node can call.
 
     Raises:
         LowerError: Naming it, and what to call instead.

@@ -1,4 +1,4 @@
-"""canonicalize: removes what the forward computed and nobody read."""
+"""canonicalize: removes results that the forward computed and nothing read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def canonicalize(traced: TracedModule) -> TracedModule:
     """Returns `traced` without dead calls and unread state.
 
     Calls that write memory or draw random numbers stay, because leaving them out changes later results; so do checks of
-    what the capture assumed.
+    the capture's assumptions.
 
         arange = torch.arange(16)        ->   (gone: only a guard reads it)
         linear = F.linear(x, weight)     ->   linear = F.linear(x, weight)

@@ -1,4 +1,4 @@
-"""verify_program(): the rules that every program obeys, whatever pass made it."""
+"""verify_program(): the rules that every program obeys, after any pass."""
 
 from __future__ import annotations
 

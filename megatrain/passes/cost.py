@@ -1,4 +1,4 @@
-"""TemplateCost: what one execution of a template takes; the figures that schedules are made of."""
+"""TemplateCost: the bytes and work of one execution of a template; schedules are made from these figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class TemplateCost:
     """Bytes and work of one execution of a template, measured on fake tensors.
 
     Args:
-        saved_bytes: What the forward holds for its backward, beyond inputs, outputs and state.
+        saved_bytes: Bytes that the forward holds for its backward, beyond inputs, outputs and state.
         forward_workspace_bytes: Most bytes alive inside the forward beyond inputs, outputs and state.
         backward_workspace_bytes: The same for recompute and backward, beyond the gradients produced.
         forward_flops: Floating-point operations of the forward's matrix products, convolutions and attention.

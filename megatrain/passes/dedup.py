@@ -32,7 +32,7 @@ def dedup(program: Program) -> Program:
 
 
 def template_key(template: Template) -> Any:
-    """Returns a hashable description of all that decides what a template computes; names don't count."""
+    """Returns a hashable description of everything that a template's results depend on; names don't count."""
     number = {node: i for i, node in enumerate(template.graph.nodes)}
     rows: list[Any] = []
     for node in template.graph.nodes:

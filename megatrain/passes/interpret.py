@@ -69,7 +69,7 @@ class Code:
         del arguments
         outer = torch.is_grad_enabled()
         with ExitStack() as stack:
-            # What a call saw at capture counts, not what the caller has on now.
+            # The modes of the capture count, not the caller's present modes.
             for device, _ in autocast_state():
                 stack.enter_context(torch.autocast(device, enabled=False))
             for step in self._steps:
@@ -105,7 +105,7 @@ def opaque_calls(graph: fx.Graph) -> tuple[Opaque, ...]:
 
 
 def has_inner_grad(graph: fx.Graph) -> bool:
-    """Tells whether the code differentiates inside its own forward, and needs history whatever the caller does."""
+    """Tells whether the code differentiates inside its own forward, and so needs history in any case."""
     differentiates = any(n.target in (torch.autograd.grad, torch.autograd.backward) for n in graph.nodes)
     return differentiates or bool(opaque_calls(graph))
 

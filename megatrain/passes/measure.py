@@ -1,4 +1,4 @@
-"""measure: runs each template once on fake tensors and notes what it needs."""
+"""measure: runs each template once on fake tensors and notes its memory and work."""
 
 from __future__ import annotations
 
@@ -78,20 +78,21 @@ def _cost(template: Template, differentiable: list[bool], program: Program) -> T
     if opaque_calls(template.graph) or _has_unknown_shapes(template.graph):
         return _upper_bound(template)
     try:
-        with Interrupts():  # what comes out of a dispatch mode while C++ asks for it ends the process
+        with Interrupts():  # an error that leaves a dispatch mode called from C++ ends the process
             return _measured(template, differentiable, program)
     except LowerError:
         raise
     except Exception:
         # Some kernels refuse fake tensors that they accept with values, with errors of any type; the capture ran on
-        # values, then. The bound is right whatever failed.
+        # values, then. The bound is right for any failure.
         return _upper_bound(template)
 
 
 def _measured(template: Template, differentiable: list[bool], program: Program) -> TemplateCost:
     code = Code(_with_known_shapes(template.graph, program.device))
     ports = (*template.inputs, *template.state)
-    # The cache gives two tensors where a kernel gives one twice: figures would hang on what ran before in the process.
+    # With torch's cache, a kernel that returns one tensor twice gives two: figures would depend on earlier runs in the
+    # process.
     with FakeTensorMode() as mode, disable_fake_tensor_cache(mode):
         arguments = [_empty(program.device, port.spec) for port in ports]
         leaves = [
@@ -121,7 +122,7 @@ def _check_history(node: fx.Node, result: Any) -> None:
 
 
 def _upper_bound(template: Template) -> TemplateCost:
-    """What no execution exceeds: every result of every call at once, in the backward with its gradient."""
+    """A bound of every execution: all results of all calls at once, in the backward with their gradients."""
     calls = opaque_calls(template.graph)
     total = _result_bytes(template) + sum(call.inner_bytes for call in calls)
     owned = sum(p.spec.nbytes for p in template.state) if any(c.needs_own_state for c in calls) else 0
@@ -133,7 +134,7 @@ def _result_bytes(template: Template) -> int:
 
 
 def _has_unknown_shapes(graph: fx.Graph) -> bool:
-    """Tells whether a shape hangs on values that carry a gradient, so that no empty tensor stands for the call."""
+    """Tells whether a shape depends on values with a gradient, so that no empty tensor can stand for the call."""
     return any("results" in n.meta and any(a.meta.get("requires_grad") for a in n.all_input_nodes) for n in graph.nodes)
 
 
@@ -183,7 +184,7 @@ def _measure_backward(code: Code, arguments: list[torch.Tensor], *, runs_backwar
     with LiveBytes(arguments) as live:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             outputs = code(arguments)
-        # What only a dead branch had saved is gone by now.
+        # Tensors that only a dead branch had saved are gone by now.
         alive = [t for t in (ref() for ref in saved) if t is not None]
         saved_bytes = _storage_bytes(alive, beyond=[*arguments, *outputs])
         del alive

@@ -16,10 +16,10 @@ from megatrain.tracer.traced import TracedModule
 def partition(traced: TracedModule, *, block_bytes: int | None = None) -> Program:
     """Cuts a straight-line graph into contiguous intervals, one block each.
 
-    Each repeated module (two or more of a class in one ModuleList or Sequential) is a block; what lies
-    between is a block of its own if it reads state, else it joins its neighbour. What one interval computes
-    and another, or the caller, reads becomes a value. A straight-line graph cut into intervals has no cycle,
-    so every model has one.
+    Each repeated module (two or more of a class in one ModuleList or Sequential) is a block; a run of calls between
+    them is a separate block if it reads state, otherwise it joins its neighbour. A tensor that one interval computes
+    and another, or the caller, reads becomes a value. A straight-line graph cut into intervals has no cycle, so every
+    model has one.
 
     Args:
         traced: The capture.

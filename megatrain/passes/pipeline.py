@@ -1,4 +1,4 @@
-"""lower(): runs the passes in order, the checker after each, and writes down which ran."""
+"""lower(): runs the passes in order, with the checker after each, and records their names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def lower(
         traced: The capture.
         block_bytes: Target size of a block's state, in bytes or as `"64MiB"`; None keeps the model's own
             repeated modules.
-        rewrites: Passes of your own on the graph, run after canonicalize; what `compile` takes as `passes`.
+        rewrites: Your own passes on the graph, run after canonicalize; the option `passes` of `compile`.
         passes: Replaces the default order canonicalize, your rewrites, split_state (with `block_bytes` only),
             partition, lift_state, dedup, measure.
         after_pass: Called with the pass's name and its result, after the checker; for dumps and timing.
@@ -55,7 +55,7 @@ def lower(
         A program that passes `verify_program`, and whose `provenance` names the passes that ran.
 
     Raises:
-        OptionError: If an option isn't what it may be.
+        OptionError: If an option has a wrong value.
         LowerError: If a pass breaks a rule, or the passes don't end in a program whose state is lifted.
     """
     limit = None if block_bytes is None else parse_bytes(block_bytes)
@@ -124,7 +124,7 @@ def _check_kind(name: str, made: object, given: TracedModule | Program, *, is_re
 
 
 def _check(name: str, made: TracedModule | Program, given: TracedModule | Program) -> None:
-    """Runs the checker on what a pass made.
+    """Runs the checker on the result of a pass.
 
     Raises:
         LowerError: Naming the pass and the rule that it broke.

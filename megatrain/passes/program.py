@@ -38,7 +38,7 @@ class Template:
             `get_attr` nodes instead.
         inputs: Values from other blocks or from the model's inputs.
         state: Parameters and buffers, as inputs.
-        outputs: What other blocks or the caller read.
+        outputs: Tensors that other blocks or the caller read.
         is_random: Draws from the random generator.
         cost: Filled in by `measure`.
     """
@@ -129,7 +129,7 @@ class Program:
         buffers: `(value, state key)`: buffers that the forward writes enter as values, with their content
             before the step, so that a recompute sees what the forward saw.
         constants: Tensors that the forward reads and no module registers, by the value they enter as.
-        commits: `(state key, value)`: what those buffers hold after the forward, written back once per step.
+        commits: `(state key, value)`: the contents of these buffers after the forward, written back once per step.
         outputs: Sources of the tensors that the model returns.
         state: All state the program reads, by key.
         device: The compute device that the capture assumed.
@@ -166,7 +166,7 @@ class Program:
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        """All hooks that run their own code beside the graph."""
+        """All hooks that run their own code next to the graph."""
         graphs = [self.templates[block.template].graph for block in self.blocks]
         return tuple(node.target for graph in graphs for node in graph.nodes if isinstance(node.target, Observer))
 
@@ -248,7 +248,7 @@ def _program_text(program: Program) -> str:
 
 
 def _heading(template: Template, blocks: Sequence[int]) -> str:
-    """Says in one line which blocks run a template, and what one of them takes of the device."""
+    """Says in one line which blocks run a template, and how much of the device one of them takes."""
     heading = f"# template {template.name}: block{'s' * (len(blocks) > 1)} {_ranges(blocks)}"
     if template.cost is None:
         return heading

@@ -1,4 +1,4 @@
-"""What must hold for one node of a graph to take the place of another, and what becomes of the memory behind them."""
+"""The conditions for replacing one node of a graph by another, and the fate of their memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def refuse_rewrite(what: str, rule: str, way_out: str) -> NoReturn:
 
 
 def check_alike(old: fx.Node, new: fx.Node) -> None:
-    """Checks that what reads `old` may read `new`.
+    """Checks that all readers of `old` may read `new`.
 
     Raises:
         LowerError: If one is no call of one tensor, or the tensors differ in spec or in whether they need a gradient.
@@ -68,7 +68,7 @@ def take_over_memory(
 
 
 def _views(node: fx.Node, added: Collection[fx.Node]) -> dict[fx.Node, None]:
-    """Lists a node and what is made of it in its memory, in order; also through calls with several results."""
+    """Lists a node and its views, in order, also through calls with several results."""
     number = node.meta["storage"]
     views = {node: None}
     ends = [node]

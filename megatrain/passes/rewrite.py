@@ -86,16 +86,16 @@ class Rewriter:
         return [n for n in self.graph.nodes if n.op in CALLS and n.target == target]
 
     def call(self, like: fx.Node, target: Target, /, *args: Any, **kwargs: Any) -> Any:
-        """Adds a call behind `like` and behind what was added there before, and describes it.
+        """Adds a call after `like` and after earlier additions there, and fills in its meta.
 
-        Its spec is what the call gives on tensors without values; grad mode, autocast, the module and the user's line
-        are those of `like`. Its operands may be any nodes up to there.
+        Its spec comes from a run on tensors without values; grad mode, autocast, the module and the user's line come
+        from `like`. Its operands may be any nodes up to there.
 
         Args:
             like: The call that it resembles, usually the one that it will replace.
             target: A function of tensors, or the name of a tensor's method. The function may make several torch calls.
-                It is run at each step and again at each recomputation, so it must compute the same from the same
-                operands, and hold no tensors of its own; autograd goes through it as through any code.
+                It runs at each step and again at each recompute, so it must compute the same from the same operands,
+                and must hold no tensors; autograd differentiates it like any code.
             args: Its arguments, with nodes for tensors.
             kwargs: Its keyword arguments, likewise.
 
@@ -104,7 +104,7 @@ class Rewriter:
             operand (`x.contiguous()`), that operand.
 
         Raises:
-            LowerError: If it can't be called so, writes in place, makes no tensor, or an operand comes too late.
+            LowerError: If the call fails, writes in place, makes no tensor, or an operand comes too late.
         """
         like = self._own(like)
         if like.op not in CALLS:
@@ -128,7 +128,7 @@ class Rewriter:
         storage: int | None = None,
         name: str | None = None,
     ) -> Any:
-        """Does what `call` does, for a pass that knows more.
+        """Like `call`, for a pass that knows more.
 
         Args:
             site: Where, and under which modes.
@@ -140,7 +140,7 @@ class Rewriter:
             name: Of the node; another one if it is taken.
 
         Raises:
-            OptionError: If an argument isn't what it may be.
+            OptionError: If an argument has a wrong value.
             LowerError: As `call`.
         """
         check_target(target)
@@ -170,7 +170,7 @@ class Rewriter:
         """Lets all that reads `old` from `new` on read `new`, which takes its name; `old` goes if nothing reads it.
 
         Raises:
-            LowerError: If the two aren't alike, or are no calls.
+            LowerError: If the two aren't alike, or aren't calls.
         """
         old, new = self._own(old), self._own(new)
         check_alike(old, new)
@@ -187,13 +187,13 @@ class Rewriter:
             self._writes_back[key] = new if node is old else node
         self.erase(old)
         if is_erased(old) and new in self._added:
-            new.name = old.name  # the same tensor as ever, for whoever looks for it
+            new.name = old.name  # the name stays, for all code that looks the tensor up
 
     def erase(self, node: fx.Node) -> None:
         """Removes a node, unless something reads it.
 
         Raises:
-            LowerError: If it is no node of this graph.
+            LowerError: If it isn't a node of this graph.
         """
         node = self._own(node)
         if node.users:
@@ -207,13 +207,13 @@ class Rewriter:
 
     @checked()
     def done(self, *, state: Mapping[str, StateEntry] | None = None) -> TracedModule:
-        """Returns the capture with the changed graph, without what is dead; the last thing to call.
+        """Returns the capture with the changed graph, without dead nodes; call it last.
 
         Args:
-            state: What the graph reads now, if that is other state; what it doesn't read is left out.
+            state: The state that the graph reads now, if it has changed; entries that it doesn't read are left out.
 
         Raises:
-            OptionError: If `state` isn't what it may be.
+            OptionError: If `state` has a wrong value.
         """
         return without_dead(
             dataclasses.replace(

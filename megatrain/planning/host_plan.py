@@ -1,4 +1,4 @@
-"""HostPlan: what a training step takes of host memory, row by row, before anything is allocated."""
+"""HostPlan: the host memory that a training step takes, row by row, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class HostRow:
 @checked(num_parameters=count(), held_bytes=count())
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """What a step takes of host memory; prints as a table.
+    """The host memory that a step takes; prints as a table.
 
     Args:
-        rows: What for, and how many bytes; none of them zero.
+        rows: The uses of memory and their bytes, none of them zero.
         num_parameters: Elements of all parameters, tied ones once.
-        held_bytes: What the process held of this when the plan was made: weights, existing state, gradients.
-        helps: What would take less, in words.
-        is_estimate: The optimizer's step couldn't say exactly what it will keep.
+        held_bytes: Bytes of these that the process held when the plan was made: weights, existing state, gradients.
+        helps: Ways to take less memory, in words.
+        is_estimate: The size of the optimizer's state couldn't be found out exactly.
     """
 
     rows: tuple[HostRow, ...]
@@ -57,7 +57,7 @@ class HostPlan:
 
     @property
     def total_bytes(self) -> int:
-        """The sum of all rows; a step holds no more at any moment."""
+        """The sum of all rows; a step never holds more."""
         return sum(row.nbytes for row in self.rows)
 
     @checked()
@@ -67,14 +67,14 @@ class HostPlan:
 
     @checked(available_bytes=optional(count()))
     def check(self, available_bytes: int | None = None) -> None:
-        """Refuses a step that takes more than there is; to be called before anything is allocated.
+        """Refuses a step that takes more memory than there is; call it before anything is allocated.
 
         Args:
-            available_bytes: What all of the plan may take. None: what this machine, or the control group of this
-                process, has left now, and what of the plan is there already.
+            available_bytes: Memory for the whole plan. None: the free memory of this machine, or of this process's
+                control group, plus the part of the plan that is allocated already.
 
         Raises:
-            ExecuteError: With what is needed, what there is, the table, and what would take less.
+            ExecuteError: With the bytes needed, the bytes available, the table, and ways to take less.
         """
         held = min(self.held_bytes, self.total_bytes)
         limit = available_now() + held if available_bytes is None else available_bytes
@@ -128,21 +128,21 @@ def host_plan(
     masters: Masters | str = "exact",
     on_host: bool = False,
 ) -> HostPlan:
-    """Adds up what the steps of a model take of host memory; allocates nothing.
+    """Adds up the host memory that the steps of a model take; allocates nothing.
 
     Args:
         programs: All captures of the model that share the store.
-        schedule: Of the step. Without updates or a norm in it, gradients are those that `.grad` holds.
+        schedule: Of the step. Without updates or a norm in it, gradients are the tensors in `.grad`.
         model: The model; its parameters may be on meta.
         optimizer: Over the model's parameters; None for none.
         precision: `"fp32"`, or `"bf16"` for bf16 parameters over fp32 masters, whether or not they are bf16 yet.
-        masters: What bf16 parameters have: `"exact"` low halves, or `"rounded"` values and nothing beside them. Or
-            the masters themselves, `compiled.masters`.
-        on_host: The compute device is the host, so what the schedule takes of the device lies there too.
+        masters: Masters of bf16 parameters: `"exact"` (with low halves) or `"rounded"` (without). Or the masters
+            themselves, `compiled.masters`.
+        on_host: The compute device is the host, so the schedule's device memory is host memory too.
 
     Raises:
-        OptionError: If an option isn't what it may be, or the class of an optimizer can't be made over all parameters.
-        OptimizerError: If the optimizer needs all parameters at once, or what it keeps can't be found out.
+        OptionError: If an option has a wrong value, or the class of an optimizer can't be made over all parameters.
+        OptimizerError: If the optimizer needs all parameters at once, or the size of its state can't be found out.
     """
     kind = masters.kind if isinstance(masters, Masters) else masters
     programs = (programs,) if isinstance(programs, Program) else tuple(programs)
@@ -170,7 +170,7 @@ def host_plan(
 
 
 def narrow_entries(entries: Mapping[str, StateEntry]) -> dict[str, StateEntry]:
-    """Describes the state with its parameters in bf16, if all of them are fp32; else as it is."""
+    """Describes the state with its parameters in bf16, if all of them are fp32; otherwise unchanged."""
     parameters = [entry for entry in entries.values() if entry.kind == "parameter"]
     if any(entry.spec.dtype != torch.float32 for entry in parameters):
         return dict(entries)
@@ -183,7 +183,7 @@ def _is_trained_bf16(entry: StateEntry) -> bool:
 
 
 def _state_rows(programs: Sequence[Program], entries: Mapping[str, StateEntry]) -> Iterator[tuple[str, int]]:
-    """The arenas of the store, where each tensor begins at a multiple of 64 bytes, and what stays outside of them."""
+    """The arenas of the store, where each tensor begins at a multiple of 64 bytes, and the state outside of them."""
     bound = {p.state[key].owner for p in programs for block in p.blocks for key in block.binding}
     stored = [entry for key, entry in entries.items() if key in bound]
     for kind in ("parameter", "buffer"):
@@ -194,7 +194,7 @@ def _state_rows(programs: Sequence[Program], entries: Mapping[str, StateEntry]) 
 
 
 def _trained(program: Program) -> list[list[str]]:
-    """Keys of the parameters that each block updates: there, their gradients are complete."""
+    """Keys of the parameters that each block updates: their gradients are complete with this block."""
     facts = Facts.of(program, is_training=True)
     parts = {part.key for part in facts.parts}
     return [[key for key in keys if key not in parts] for keys in facts.completes]
@@ -206,7 +206,7 @@ def _updates(
     parameters: Mapping[str, torch.Tensor],
     master: type[Master],
 ) -> list[list[Updated]]:
-    """The parameters of each update; those that only later captures train join with theirs."""
+    """The parameters of each update; parameters that only later captures train join with their blocks."""
     seen: set[str] = set()
     found: list[list[Updated]] = []
     for keys in (keys for program in programs for keys in _trained(program)):
@@ -233,7 +233,7 @@ def _over(
 def _step_rows(
     programs: Sequence[Program], entries: Mapping[str, StateEntry], schedule: Schedule, *, on_host: bool
 ) -> Iterator[tuple[str, int]]:
-    """What the schedule says, in rows: gradients and where they land, what is parked, what the device holds."""
+    """The schedule's rows: gradients and the places where they land, parked values, memory of the device."""
     is_train, gradients, slab = schedule.kind.mode == "train", 0, 0
     if is_train and schedule.kind.holds_gradients:
         gradients = schedule.landing_bytes + _wholes_bytes(programs[0], entries)
@@ -249,7 +249,7 @@ def _step_rows(
 
 
 def _wholes_bytes(program: Program, entries: Mapping[str, StateEntry]) -> int:
-    """Bytes of the gradients of parameters that are cut into parts, whose own gradients land elsewhere."""
+    """Bytes of the whole gradients of parameters in parts; the gradients of the parts land elsewhere."""
     state = [program.state[key] for block in program.blocks for key in block.binding]
     wholes = {entry.owner for entry in state if entry.requires_grad and entry.base is not None}
     return sum(entries[key].spec.nbytes for key in wholes)
@@ -263,7 +263,7 @@ def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _helps(plan: HostPlan, schedule: Schedule, state_bytes: int, *, can_narrow: bool) -> tuple[str, ...]:
-    """What would take less, and what it is about."""
+    """Yields ways to take less memory, with the bytes that each could save."""
     gradients, parks = plan.bytes_of("gradients"), plan.bytes_of("parks")
     found: list[str] = []
     if gradients and schedule.kind.updates in ("serial", "deferred"):

@@ -1,4 +1,4 @@
-"""plan(): what training a model takes of the device and of the host, before anything is allocated."""
+"""plan(): the device memory and host memory that training a model takes, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Plan:
 
     Args:
         program: The model's blocks.
-        schedule: Of the whole step. If `device_memory` is too small, the one that takes least.
-        host: What the step takes of host memory.
-        device_memory: Bytes that the device has for it, or None.
-        host_memory: Bytes that the host has for it, or None.
+        schedule: Of the whole step. If `device_memory` is too small, the schedule that takes the least memory.
+        host: The host memory that the step takes.
+        device_memory: Bytes of the device for the step, or None.
+        host_memory: Bytes of the host for the step, or None.
         precision: `"fp32"` or `"bf16"`.
         too_small: Why the device's memory isn't enough, or None.
     """
@@ -68,10 +68,10 @@ class Plan:
         return True
 
     def check(self) -> None:
-        """Refuses a step that doesn't fit. Without `host_memory` it must fit what this machine has now.
+        """Refuses a step that doesn't fit. Without `host_memory` it must fit into this machine's free memory.
 
         Raises:
-            ScheduleError: If `device_memory` is too small: what is needed at least, where, and what helps.
+            ScheduleError: If `device_memory` is too small: the bytes needed, where they are needed, and what helps.
             ExecuteError: If the host's memory is too small, likewise.
         """
         if self.too_small is not None:
@@ -124,21 +124,22 @@ def plan(
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Captures a model and schedules a whole training step of it, to say what that takes.
+    """Captures a model and schedules a whole training step, to say how much memory the step takes.
 
-    Allocates nothing: parameters and inputs may be on meta. (A forward that reads values of weights needs them, and
-    has none if `precision="bf16"` is to convert them.) The model and all generators are left as they were.
+    Allocates nothing: parameters and inputs may be on meta. (A forward that reads values of weights needs them. With
+    `precision="bf16"`, fp32 weights are replaced by stand-ins without values.) The model and all generators stay as
+    they were.
 
     Args:
         model: Any nn.Module.
         args: Example arguments of a call of one micro-batch.
-        device_memory: What the device has: bytes, or text like `"10GiB"`. None doesn't bound the step.
-        host_memory: What the host has, likewise. None leaves it to `Plan.check` to ask this machine.
+        device_memory: Memory of the device: bytes, or text like `"10GiB"`. None doesn't bound the step.
+        host_memory: Memory of the host, likewise. With None `Plan.check` asks this machine.
         optimizer: Over the model's parameters, or a class, or the name of one in `torch.optim`; None for none.
         precision: `"fp32"`, or `"bf16"` for bf16 compute over fp32 masters.
-        micro_batches: How many of them a step takes.
+        micro_batches: Number of micro-batches in a step (gradient accumulation).
         max_grad_norm: Any number means that gradients are clipped, so that updates wait for their norm.
-        overlap: Updates run beside the backward; those that wait for a norm, beside the next step.
+        overlap: Updates run during the backward; if they wait for a norm, during the next step.
         activations: As for `compile`.
         block_bytes: As for `compile`.
         passes: As for `compile`.
@@ -146,10 +147,10 @@ def plan(
         example_kwargs: Example keyword arguments.
 
     Raises:
-        OptionError: If an option isn't what it may be, or no example was given.
+        OptionError: If an option has a wrong value, or no example was given.
         TraceError: If the model can't be captured faithfully.
         LowerError: If one of `passes` breaks a rule.
-        ScheduleError: If the model can't be scheduled so in any memory.
+        ScheduleError: If no amount of memory allows this schedule.
         OptimizerError: If the optimizer can't update block by block.
     """
     model = original(model)
@@ -197,7 +198,7 @@ def _captured(
 
 @contextmanager
 def _in_bf16(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Generator[None]:
-    """Puts bf16 parameters without memory in the places of these."""
+    """Replaces these parameters by bf16 parameters without memory."""
     stand_ins: dict[int, torch.Tensor] = {}
     for parameter in parameters.values():
         values = torch.empty_like(parameter, dtype=torch.bfloat16, device="meta", requires_grad=False)
@@ -225,9 +226,9 @@ def _step_kind(
 
 
 def _scheduled(program: Program, kind: StepKind, memory: int | None, activations: str) -> tuple[Schedule, str | None]:
-    """Returns the schedule; if no schedule fits, the one that takes least, and why it isn't enough."""
+    """Returns the schedule; if none fits, the schedule that takes the least memory, and the reason."""
     programs = [program] * kind.micro_batches
-    free = step_schedule(programs, kind, activations=activations)  # raises what has nothing to do with memory
+    free = step_schedule(programs, kind, activations=activations)  # raises errors that have nothing to do with memory
     if memory is None:
         return free, None
     try:
@@ -237,7 +238,7 @@ def _scheduled(program: Program, kind: StepKind, memory: int | None, activations
         return step_schedule(programs, kind, num_slots=1, activations=least), str(error)
 
 
-# "auto" and "recompute" end with what "offload" does, before they give up.
+# The last resort of "auto" and "recompute" is to do the same as "offload".
 _LEAST = {"auto": "offload", "recompute": "offload"}
 
 

@@ -44,7 +44,7 @@ class _Step(torch.autograd.Function):
 
 
 def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Runs one call; what it returns is differentiable where the model's own outputs would be.
+    """Runs one call; its results are differentiable where the model's own outputs would be.
 
     Args:
         executor: For this signature of inputs.

@@ -34,7 +34,7 @@ class LocalGraph:
         carries: Aliases of the inputs, made last. The gradient that later blocks left for an input enters here:
             the engine runs nodes in reverse order of creation, so it is the first term of the sum, as in eager.
         outputs: Results with their history.
-        saved: What autograd was given to keep for the backward, besides state.
+        saved: The tensors that autograd keeps for the backward, besides state.
     """
 
     inputs: list[torch.Tensor]
@@ -81,7 +81,7 @@ class BlockRunner:
     """Executes a template for any block that uses it.
 
     Args:
-        template: What to run.
+        template: The template to run.
         device: Compute device.
     """
 
@@ -103,7 +103,7 @@ class BlockRunner:
         """Runs the code without keeping anything for a backward.
 
         Tensors require grad just as in eager, because kernels look at that (matmul folds its batch dimensions or
-        not, and rounds differently); what autograd would save is thrown away at once.
+        not, and rounds differently); the tensors that autograd would save are dropped at once.
         """
         if not any(needs_grad) and not self._code.has_inner_grad:
             with self._device.without_autocast():
@@ -114,10 +114,10 @@ class BlockRunner:
         return tuple(t.detach() for t in outputs)
 
     def _run(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Runs the code; outputs of other shapes say that it computes them from values, as no rule could tell.
+        """Runs the code and compares the shapes of its outputs, because a shape may depend on values.
 
         Raises:
-            GuardFailedError: If they have: another capture stands for such a call.
+            GuardFailedError: If a shape differs: this call needs another capture.
         """
         outputs = self._code(arguments)
         for tensor, (name, shape) in zip(outputs, self._ends, strict=True):
@@ -166,7 +166,7 @@ class BlockRunner:
 def outer_hooks_off() -> AbstractContextManager[Any]:
     """Hides tensors saved by the body from the caller's hooks (checkpointing counts them, others move them)."""
     if not has_hooks():
-        return nullcontext()  # not to be in the way of transforms, which can't bear hooks
+        return nullcontext()  # transforms of torch.func don't work under these hooks
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 

@@ -33,7 +33,7 @@ class Call:
     Args:
         meter: Counts the bytes held.
         parks: Host memory for this call's parked activations.
-        start: What it begins with.
+        start: Its starting state.
         loaded: The program that it runs.
         generators: Random generators of its own; None if it draws from the global ones.
         can_repeat: A backward may be attempted again, so that each block notes the generators' state.
@@ -60,7 +60,7 @@ class Call:
         self._spent: set[int] = set()
         self.parks = parks
         self.values: dict[str, torch.Tensor] = {}
-        # Parked values whose first life on the device isn't over although their second has begun.
+        # Parked values that are back on the device before their original is freed.
         self._leaving: dict[str, torch.Tensor] = {}
         self._has_left: set[str] = set()
         self._lock = threading.RLock()
@@ -120,7 +120,7 @@ class Call:
         self.set_gradient(name, gradient if known is None else known + gradient)
 
     def drop(self, kind: str, name: str | int) -> None:
-        """Lets go of what `hold` counted."""
+        """Drops the tensors of a `hold`."""
         with self._lock:
             if kind == "original":
                 if name in self._has_left:
@@ -155,7 +155,7 @@ class Call:
         self._versions = [(name, tensor, version(tensor)) for name, tensor in kept]
 
     def check_open(self, outputs: Collection[int]) -> Start:
-        """Returns what the call began with, if these outputs may be differentiated (again).
+        """Returns the call's starting state, if these outputs may be differentiated (again).
 
         Raises:
             ExecuteError: If one was already, without `retain_graph`, or the call failed.
@@ -196,7 +196,7 @@ class Call:
         self.forget()  # the caller dropped the outputs without a backward
 
     def close(self, status: str) -> None:
-        """Ends the call and gives all it held back."""
+        """Ends the call and releases everything that it held."""
         self.status = status
         if status == FAILED:
             self.start = None

@@ -1,4 +1,4 @@
-"""Start: what a call began with, which is enough to run its forward once more."""
+"""Start: the starting state of a call, enough to run its forward again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Stamp(NamedTuple):
 
     Args:
         tensor: The user's tensor.
-        place: Its place in the host store, written when the user put other memory or another tensor in its stead.
+        place: Its place in the host store, written when the user replaced the memory or the tensor.
         versions: Version counters of both.
     """
 
@@ -41,7 +41,7 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Start:
-    """The inputs of a call, and what its forward read or changed besides them.
+    """The inputs of a call, and the other state that its forward read or changed.
 
     Args:
         inputs: The caller's tensors on the compute device, by the value they enter as.
@@ -65,10 +65,10 @@ class Start:
         places: Mapping[str, torch.Tensor],
         device: Device,
     ) -> Start:
-        """Notes what a call begins with.
+        """Notes the starting state of a call.
 
         Args:
-            program: What it will run.
+            program: The program that it will run.
             inputs: The model's tensor inputs, in order.
             tensors: The model's state by key.
             places: The place of each tensor of the blocks' state in the host store.
@@ -100,7 +100,7 @@ class Start:
                 )
 
     def check_inputs(self) -> None:
-        """Checks that the inputs are what they were.
+        """Checks that the inputs haven't changed.
 
         Raises:
             ExecuteError: Naming the input that was modified.

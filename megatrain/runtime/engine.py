@@ -1,4 +1,4 @@
-"""Engine: what all compiled variants of one model share: streams, host store, device arena, templates."""
+"""Engine: the parts that all compiled variants of one model share: streams, host store, device arena, templates."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Engine:
         model: The model; its parameters become views of the host store.
         device: Compute device.
         chaos: Random delays, poisoned slots and injected faults, for tests.
-        recording: Log of what was issued and what it waited for, for tests.
+        recording: Log of the issued operations and their waits, for tests.
         weights: Files that hold the model's state; read once, when the first program is adopted.
-        moving: Entered while parameters get other memory, and what the user put into them is taken in.
+        moving: Entered while parameters get other memory, and while the user's changes are taken over.
         turn: Of the model.
     """
 
@@ -80,7 +80,7 @@ class Engine:
         # The call whose forward last used the slots; only its backward may find weights in them.
         self._slot_owner: weakref.ref[Any] | None = None
         self.turn = turn or Turn()
-        # Both only grow with what is new: a capture that goes takes its runners along.
+        # Both grow only with new captures: a dropped capture drops its runners.
         self._runners: weakref.WeakValueDictionary[Any, BlockRunner] = weakref.WeakValueDictionary()
         self._images: dict[BlockImage, BlockImage] = {}
 
@@ -99,7 +99,7 @@ class Engine:
         return self._slot_owner is not None and self._slot_owner() is owner
 
     def refresh(self) -> None:
-        """Takes in what the user did to the model's state since the last call.
+        """Takes over the user's changes to the model's state since the last call.
 
         Values changed in place need nothing: the parameters *are* the store. New memory (`p.data = x`) and new
         objects (`load_state_dict(assign=True)`) are copied in.
@@ -138,7 +138,7 @@ class Engine:
 
         Raises:
             ExecuteError: If a tensor of state is on the wrong device or has no storage (meta).
-            WeightsError: If the files can't be read any more, or what they shall fill was changed.
+            WeightsError: If the files can't be read any more, or the tensors that they would fill were changed.
         """
         self.tensors = inventory(self._model)[1]
         self._holders = _holders(self._model, self.tensors)
@@ -153,11 +153,12 @@ class Engine:
             else:
                 self.store.forget_resized(self.tensors)
                 self.store.extend(images, self.tensors)
-                self._has_replaced = True  # what was replaced before this inventory, no comparison with it can find
+                # A comparison with this inventory can't find tensors that were replaced before it.
+                self._has_replaced = True
         return images
 
     def _load(self, images: list[BlockImage], weights: Weights) -> None:
-        """Reads the files into the store, also what no block uses: the model shall hold all of its state."""
+        """Reads the files into the store, including state that no block uses: the model needs all of its state."""
         weights.check_unchanged(self._model)
         used = {entry.owner for layout in images for entry in layout.entries}
         unused = image([(key, TensorSpec.of(self.tensors[key])) for key in weights.keys if key not in used])

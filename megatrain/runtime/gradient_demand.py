@@ -1,4 +1,4 @@
-"""Demand: what the caller's backward wants of each parameter; the only place that asks autograd's engine."""
+"""Demand: where the caller's backward wants each parameter's gradient; the only file that asks autograd's engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Demand:
             self._returned[key] = gradient
 
     def returned(self) -> list[torch.Tensor | None]:
-        """Returns what the engine gets, one per parameter.
+        """Returns the gradients for the engine, one per parameter.
 
         Raises:
             ExecuteError: If a parameter with hooks got no gradient: the engine would run its hooks all the same.

@@ -1,4 +1,4 @@
-"""Facts: what a program tells the executor about gradients before any step."""
+"""Facts: where gradients flow in a program, found before any step."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class GradientSink:
             return _copied(self._device, self._landing.places(block, where), [gradient for gradient, _ in gradients])
         if self._slab is not None:
             return self._land_through_slab([gradient for gradient, _ in gradients])
-        if not self._device.can_bind:  # there is no slab beside places
+        if not self._device.can_bind:  # gradients with places don't use a slab
             return [gradient if gradient is None else self._device.to_host(gradient) for gradient, _ in gradients]
         seen: set[int] = set()
         landed: list[torch.Tensor | None] = []
@@ -213,7 +213,7 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Returns what the parameter's `register_hook` hooks make of its whole gradient.
+    """Returns the parameter's whole gradient after its `register_hook` hooks.
 
     Raises:
         ExecuteError: If one returns a gradient of another kind, as autograd would.
@@ -227,7 +227,7 @@ def hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def check_kind(gradient: Any, kind: str) -> None:
-    """Refuses what a hook made of a gradient if an update couldn't take it in its stead.
+    """Refuses a hook's result if an update couldn't use it instead of the gradient.
 
     Raises:
         ExecuteError: If shape, dtype, layout or device are others.
@@ -242,7 +242,7 @@ def check_kind(gradient: Any, kind: str) -> None:
 
 
 def kind_of(gradient: torch.Tensor) -> str:
-    """Says what a hook must leave as it is."""
+    """Describes the properties that a hook must not change."""
     layout = "" if gradient.layout == torch.strided else f" {str(gradient.layout).removeprefix('torch.')}"
     return f"{TensorSpec(tuple(gradient.shape), gradient.dtype)}{layout} on {gradient.device}"
 

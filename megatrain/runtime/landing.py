@@ -30,7 +30,7 @@ class LandingArena:
         return self._arena.nbytes
 
     def ensure(self, nbytes: int) -> torch.Tensor:
-        """Returns the memory, at least so large. What lies in a smaller one stays there as long as somebody views it.
+        """Returns the memory, at least so large. Views of an earlier, smaller memory keep that memory alive.
 
         Raises:
             ExecuteError: If the host can't give it.
@@ -44,7 +44,7 @@ class Landing:
     """Each block's gradients as tensors where they land on the host.
 
     Args:
-        nbytes: Bytes of all of them; some may lie in the same bytes one after another.
+        nbytes: Bytes of all of them; some may use the same bytes one after another.
         loaded: What runs.
         arena: Where they are.
     """

@@ -15,13 +15,13 @@ from megatrain.tracer.spec import TensorSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """A program whose state lies in the host store of an engine.
+    """A program whose state is in the host store of an engine.
 
     Args:
         program: The blocks.
         images: Layout of each block's state.
-        runners: What executes each block.
-        facts: What is known about gradients.
+        runners: The runner of each block.
+        facts: Where gradients flow.
         names: The values' names, by index.
         specs: The values' shapes and dtypes, by index.
         written_buffers: The value with which a buffer enters, by the value that it is given.

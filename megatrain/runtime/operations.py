@@ -1,4 +1,4 @@
-"""Operations: what each instruction does, and how instructions run."""
+"""Operations: the handler of each kind of instruction, and the loop that runs instructions."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from megatrain.scheduler.table import Position
 
 
 class Trainer(Protocol):
-    """Whoever takes a training step: makes losses of outputs, takes gradients, and updates."""
+    """The trainer of a step: computes losses from outputs, takes gradients, and updates."""
 
     def before_compute(self, micro_batch: int) -> None:
-        """Comes before each F and B, on the caller's thread; what it raises stops the step."""
+        """Called before each F and B, on the caller's thread; an error in it stops the step."""
 
     def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Returns the gradients of a micro-batch's outputs, in their order; on the caller's thread."""
@@ -46,7 +46,7 @@ class Trainer(Protocol):
 
 
 class Taken(NamedTuple):
-    """The calls that instructions run on: one per micro-batch, and who takes the training step, if it is one."""
+    """The calls that instructions run on, one per micro-batch, and the trainer of a training step."""
 
     calls: Sequence[Call]
     trainer: Trainer | None = None
@@ -55,10 +55,10 @@ class Taken(NamedTuple):
 class Operations:
     """Runs operations of one schedule on the calls of its micro-batches, one handler per kind.
 
-    It decides nothing: what to prefetch, park, recompute and drop, when and where, is in the instructions.
+    The instructions decide everything: what to prefetch, park, recompute and drop, when and where.
 
     Args:
-        loaded: What runs, one per micro-batch.
+        loaded: The programs, one per micro-batch.
         instructions: Those of the schedule.
         engine: Streams, host store and arena.
         arena: Host memory where gradients wait for their updates; None if none wait.
@@ -81,7 +81,7 @@ class Operations:
         self._without_offload = blocks["B"] - blocks["G"]
 
     def start(self, inputs: Sequence[torch.Tensor], number: int = 0) -> Start:
-        """What a micro-batch begins with: its inputs on the compute device, and the model as it is."""
+        """Returns a micro-batch's starting state: its inputs on the compute device, and the present model."""
         return Start.of(
             self.loaded[number].program, inputs, self.engine.tensors, self._slots.places, self.engine.device
         )
@@ -100,17 +100,17 @@ class Operations:
 
         Args:
             calls: One per micro-batch.
-            half: What runs; ops that it waits for and that aren't part of it are over.
+            half: The instructions to run. If they wait for an op outside of this half, this op is already done.
             trainer: Of a training step; None for a call.
             done: Operations that are over, and are left out; the others are added as they succeed.
-            is_recovery: What an earlier run left is made up for; tests inject no failures.
+            is_recovery: This run completes an earlier one that failed; tests inject no failures.
             watch: Takes the time of each operation.
         """
         done = set() if done is None else done
         left = [instruction for instruction in half.instructions if instruction.position not in done]
         events = {instruction.position: Event(str(instruction.op)) for instruction in left}
         streams, taken = self.engine.streams, Taken(calls, trainer)
-        # Transfers first: they start as soon as what they wait for is done, while compute runs on this thread.
+        # Transfers first: each starts as soon as its waits are over, while compute runs on this thread.
         in_order = sorted(left, key=lambda instruction: instruction.op.stream == "compute")
         try:
             with streams.step(synchronize=False, is_recovery=is_recovery):
@@ -145,7 +145,7 @@ class Operations:
 
     def _turn(self, call: Call, micro_batch: int, trainer: Trainer) -> None:
         """Hands the trainer a micro-batch's outputs, and takes their gradients, ahead of its first B."""
-        # The trainer may do with outputs what it likes, but not write into them.
+        # The trainer may use outputs freely, but not write into them.
         call.remember_versions(call.loaded.facts.watched)
         outputs = call.loaded.program.outputs
         gradients = trainer.differentiate(micro_batch, [self._output(call, ref.kind, ref.name) for ref in outputs])
@@ -253,7 +253,8 @@ class Operations:
     def _add_gradients(self, taken: Taken, instruction: Instruction, gradients: Sequence[torch.Tensor | None]) -> None:
         """Adds one micro-batch's gradients of a block's parameters to those before, in their order."""
         first, block = taken.calls[0], instruction.op.block
-        # What others hold too may not become somebody's `.grad`; looked up before it counts as held here.
+        # Memory that others hold too must not become a `.grad`. Looked up now, before this call holds the gradient as
+        # well.
         landings = [(g, is_shared) for g, is_shared in zip(gradients, self._are_shared(gradients), strict=True)]
         known = first.parameter_gradients.get(block)
         if known is not None:
@@ -292,7 +293,7 @@ class Operations:
 
 
 def _added(before: ParameterGradient, now: ParameterGradient) -> ParameterGradient:
-    """Adds a gradient to the sum of those before; in place where the sum is nobody else's."""
+    """Adds a gradient to the sum of earlier ones; in place if nothing else uses the sum's memory."""
     (total, is_shared), (gradient, _) = before, now
     if total is None or gradient is None:
         return now if total is None else before

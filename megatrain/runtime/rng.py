@@ -44,7 +44,7 @@ class RngState:
     Args:
         host: State of the CPU generator.
         device: State of the compute device's generator; None where it draws from that of the CPU.
-        python: What the code of opaque modules sees besides; None where there are none.
+        python: Further state that code of opaque modules reads; None if there are no opaque modules.
     """
 
     host: torch.Tensor
@@ -81,10 +81,11 @@ def repeated_rng(state: RngState | None, device: Device, opaque: Sequence[Opaque
 
 
 class OwnGenerators:
-    """Generators that a micro-batch draws from, beside the global ones.
+    """Generators of one micro-batch, separate from the global ones.
 
     The blocks of all micro-batches run in turns, so they can't draw from one sequence in the order of a loop over
-    micro-batches. The first draws from the global generators, each other one as after `torch.manual_seed(seed)`.
+    micro-batches. The first micro-batch draws from the global generators, each other one as after
+    `torch.manual_seed(seed)`.
 
     Args:
         seed: Seed of torch's generators, host and device, and of Python's and NumPy's.
@@ -101,7 +102,7 @@ class OwnGenerators:
 
     @contextmanager
     def drawing(self) -> Generator[None]:
-        """Runs the body with these generators in the place of the global ones, which don't move meanwhile."""
+        """Runs the body with these generators instead of the global ones, which stay as they are."""
         with _kept(self._device):
             self._state.restore(self._device)
             yield

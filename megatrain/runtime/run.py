@@ -18,13 +18,13 @@ from megatrain.scheduler.table import Position
 
 
 class Run:
-    """One run of a schedule. After a failure a training step can go on, or be dropped.
+    """One run of a schedule. After a failure a training step can continue, or be dropped.
 
-    Nothing outlives it but what the trainer does: buffers are written by `commit`.
+    Only the trainer's work outlives a run; buffers are written by `commit`.
 
     Args:
         operations: Runs the instructions.
-        starts: What each micro-batch begins with; of a call one.
+        starts: The starting state of each micro-batch; a call has one.
         can_repeat: A backward may be attempted again.
         watch: Takes the time of each operation.
 
@@ -58,7 +58,7 @@ class Run:
         return self._operations.engine.device
 
     def begin(self) -> None:
-        """Puts on the device what the forward begins with."""
+        """Puts the inputs of the forward on the device."""
         engine = self._operations.engine
         engine.arena.ensure(self._operations.instructions.slot_bytes)
         engine.meter.set_arena(engine.arena.nbytes)
@@ -88,7 +88,7 @@ class Run:
         self._go(self._operations.instructions.backward, trainer)
 
     def complete(self, trainer: Trainer) -> None:
-        """Runs what a failure left of a training step, but for the work of the host: the trainer does that itself.
+        """Runs the rest of a training step after a failure, except the work of the host, which the trainer does itself.
 
         Raises:
             ExecuteError: See `forward`.
@@ -116,6 +116,6 @@ class Run:
         self.close(DONE)
 
     def close(self, status: str = FAILED) -> None:
-        """Ends it and gives back all that it held."""
+        """Ends the run and releases everything that it held."""
         for call in self.calls:
             call.close(status)

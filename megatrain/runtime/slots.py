@@ -1,4 +1,4 @@
-"""Slots: where a block's state lies while it is on the device."""
+"""Slots: the places of a block's state while it is on the device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatrain.scheduler.instructions import Bytes
 
 
 class Slots:
-    """Fills slots from the host store and shows templates what is in them, without a copy.
+    """Fills slots from the host store and gives templates views of them, without a copy.
 
     Args:
         images: Layout of each block's state.
         engine: Holds the store and the arena that slots are cut from.
 
     Attributes:
-        places: Where each tensor of the blocks' state lies in the store, by key; of one in parts, the place of a part.
+        places: The place of each tensor of the blocks' state in the store, by key; for a tensor in parts, of one part.
     """
 
     def __init__(self, images: Sequence[BlockImage], engine: Engine):
@@ -52,7 +52,7 @@ class Slots:
         return self._views[key]
 
     def poison(self, ranges: Sequence[Bytes]) -> None:
-        """Fills bytes that were left with NaN, if a test asked for it."""
+        """Fills released bytes with NaN, if a test asked for it."""
         chaos = self._engine.chaos
         if chaos is not None and chaos.poison:
             for where in ranges:

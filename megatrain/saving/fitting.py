@@ -1,4 +1,4 @@
-"""Fitting: whether a saved value may take the place of one that is there, by their kinds."""
+"""Fitting: whether a saved value may replace an existing one, by their kinds."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _KINDS: Sequence[tuple[type | tuple[type, ...], str]] = (
     (tuple, "tuple"),
 )
 _ALSO: Mapping[str, Collection[str]] = {
-    # What is None as built may get its value later; a flag that is None lets the optimizer choose.
+    # A new object may have None where a value comes later; a flag that is None lets the optimizer choose.
     "None": ("flag", "number", "tensor"),
     "flag": ("None",),
     "number": ("tensor",),
     "tensor": ("number",),
 }
-"""What else may take the place of a kind, beside the kind itself."""
+"""Kinds that may replace a kind, besides the kind itself."""
 
 
 def misfits(own: Any, saved: Any, place: str, *, is_whole: bool = False) -> Iterator[str]:
-    """Says where a saved value is of another kind than the one that it would replace.
+    """Yields the places where a saved value has another kind than the value that it would replace.
 
     Args:
-        own: What is there.
-        saved: What was saved.
-        place: What this is the value of.
-        is_whole: Whether dicts within the value must have all names that they have here.
+        own: The existing value.
+        saved: The saved value.
+        place: The name of the value.
+        is_whole: Whether dicts within the saved value must have all names of the existing dicts.
     """
     here, there = kind_of(own), kind_of(saved)
     if there != here and there not in _ALSO.get(here, ()):

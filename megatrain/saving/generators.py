@@ -29,7 +29,7 @@ def generators_now() -> dict[str, Any]:
     """Reads torch's generators, of the CPU and of each device of the accelerator, Python's and NumPy's.
 
     Raises:
-        CheckpointError: If the accelerator doesn't say what state its generators have.
+        CheckpointError: If the accelerator doesn't give the state of its generators.
     """
     accelerator = present_accelerator()
     return {
@@ -47,8 +47,7 @@ def check_generators(state: dict[str, Any]) -> None:
         state: From `generators_now`, of this version or an earlier one.
 
     Raises:
-        CheckpointError: If it isn't such a state, or was read with an accelerator and here is another one, or another
-            number of them.
+        CheckpointError: If it isn't such a state, or this machine has another kind or number of accelerators.
     """
     wrong = problems(_OLD_STATE if Cuda.name in state else _STATE, state, "generators") or list(_refused(state))
     if wrong:
@@ -75,7 +74,7 @@ def check_generators(state: dict[str, Any]) -> None:
 
 
 def restore_generators(state: dict[str, Any]) -> None:
-    """Sets all generators to what `generators_now` read.
+    """Sets all generators to states from `generators_now`.
 
     Raises:
         CheckpointError: As `check_generators`, before anything is set.
@@ -94,7 +93,7 @@ def restore_generators(state: dict[str, Any]) -> None:
 
 
 def _states(accelerator: Device) -> list[torch.Tensor]:
-    """Reads the generator of each device of a kind that is here."""
+    """Reads the generator of each device of a kind on this machine."""
     states = accelerator.generator_states()
     if states is not None:
         return states
@@ -106,13 +105,13 @@ def _states(accelerator: Device) -> list[torch.Tensor]:
 
 
 def _of_devices(state: dict[str, Any]) -> tuple[str, list[torch.Tensor]]:
-    """The kind of the devices and their states; there was a time when they had to be CUDA's."""
+    """The kind of the devices and their states; in the first schema they were CUDA's."""
     if Cuda.name in state:
         return Cuda.name, state[Cuda.name]
     return ("cpu", []) if state["devices"] is None else (state["devices"]["type"], state["devices"]["states"])
 
 
-# -- what a state is -----------------------------------------------------------------------------------------------
+# -- the form of a state -----------------------------------------------------------------------------------------------
 
 
 def _bytes(value: Any, place: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Load: a checkpoint is opened by its manifest and headers; values are read to where the caller says."""
+"""Load: a checkpoint is opened by its manifest and headers; values are read into the caller's tensors."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from megatrain.tracer.spec import TensorSpec
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on the disk, of which only manifest and headers are read yet.
+    """A checkpoint on the disk; only manifest and headers have been read.
 
     Args:
-        folder: Where it lies.
-        manifest: What it holds.
+        folder: Its folder.
+        manifest: Its list of contents.
     """
 
     folder: Path
@@ -60,7 +60,7 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, Saved]:
-        """What `save` was given as `tensors`, by name; none is read yet."""
+        """The `tensors` of `save` by name; none has been read."""
         return self._tensors(self._stem("tensors"))
 
     @room_to_read()
@@ -99,14 +99,14 @@ class Checkpoint:
     @checked()
     @room_to_read()
     def read_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Reads the weights to where they shall lie, one by one.
+        """Reads the weights into the given tensors, one by one.
 
         Args:
             tensors: By name, on any device. All names of the checkpoint, and no others; of tied ones, any.
 
         Raises:
-            CheckpointError: As `check_weights`, before anything is read; or if a tensor is damaged: those before it
-                are read then.
+            CheckpointError: As `check_weights`, before anything is read; or if a tensor is damaged; the tensors before
+                it have been read then.
         """
         self.check_weights(tensors)
         done: set[object] = set()
@@ -126,7 +126,7 @@ class Checkpoint:
             names: Its parameters by name.
 
         Raises:
-            CheckpointError: If there is none, or the two are not alike, with all differences.
+            CheckpointError: If there is none, or the two differ, with all differences.
         """
         saved = self._saved_optimizer()
         problems = differences(
@@ -149,7 +149,7 @@ class Checkpoint:
     def read_optimizer(self, optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> None:
         """Continues with the saved state, options of groups included.
 
-        State that the optimizer has already and that has the saved shape and dtype is overwritten where it lies.
+        Existing state with the saved shape and dtype is overwritten in place.
 
         Args:
             optimizer: Of the class that was saved, with the same parameters in the same groups, in any order.
@@ -171,7 +171,7 @@ class Checkpoint:
 
     @property
     def is_of_this_torch(self) -> bool:
-        """Whether the same version of torch wrote it; another one may have fewer options."""
+        """Whether the same version of torch wrote it; another version may have fewer options."""
         return self.manifest.torch_version == str(torch.__version__)
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -225,9 +225,9 @@ class Checkpoint:
 @checked(folder=PATH)
 @room_to_read()
 def load(folder: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a checkpoint: reads what it holds and the headers of its files, and no values.
+    """Opens a checkpoint: reads the manifest and the headers of its files, and no values.
 
-    Where a save was ended between its two renames, the new checkpoint, which is whole, is taken from beside `folder`.
+    If a save was ended between its two renames, the new checkpoint, which is complete, is read from next to `folder`.
 
     Args:
         folder: The folder given to `save`.
@@ -235,7 +235,7 @@ def load(folder: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: If it isn't there or of another schema, or files are missing, cut off, or have other headers:
             all in one error.
-        OptionError: If `folder` is no path.
+        OptionError: If `folder` isn't a path.
     """
     place = present(resolved(folder))
     manifest = Manifest.read(place)
@@ -266,7 +266,7 @@ def _problems_of_file(path: Path, record: FileRecord) -> Iterable[str]:
 
 
 def _header(file: FileIO, record: FileRecord) -> tuple[str, bytes]:
-    """Returns the checksum of what lies in front of the tensors; and that, where there are any."""
+    """Returns the checksum of the bytes before the tensors; and these bytes, if there are tensors."""
     digest, left, kept = Digest(), record.header_bytes, bytearray()
     while left and (piece := file.read(min(left, PIECE_BYTES))):
         digest.begin(memoryview(piece))
@@ -300,7 +300,7 @@ def _refuse(folder: Path, problems: Sequence[str]) -> None:
 
 
 def _fresh(saved: Saved, existing: torch.Tensor | None = None) -> torch.Tensor:
-    """Reads into `existing` if that is alike, else into new memory on the CPU."""
+    """Reads into `existing` if it has the same form, else into new memory on the CPU."""
     fits = existing is not None and (tuple(existing.shape), existing.dtype) == (saved.spec.shape, saved.spec.dtype)
     # The caller may have set another default device.
     spec = saved.spec
@@ -310,6 +310,6 @@ def _fresh(saved: Saved, existing: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _state(encoded: Any, stored: Mapping[str, Saved], existing: torch.Tensor | None) -> Any:
-    """Reads one state of one parameter; only one that is a tensor itself may lie where it lies already."""
+    """Reads one state of one parameter; only a state that is itself a tensor may be read in place."""
     is_tensor = isinstance(encoded, dict) and "!tensor" in encoded
     return decode(encoded, lambda name: _fresh(stored[name], existing if is_tensor else None))

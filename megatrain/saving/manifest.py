@@ -1,4 +1,4 @@
-"""Manifest: the JSON that says what a checkpoint holds, with a checksum for every byte of it and for itself."""
+"""Manifest: the JSON that lists the contents of a checkpoint, with checksums for every byte and for itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatrain.tracer.spec import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One stored tensor: what it is, its first byte from the start of the file, the SHA-256 of its bytes."""
+    """One stored tensor: its shape and dtype, its first byte from the start of the file, the SHA-256 of its bytes."""
 
     spec: TensorSpec
     start: int
@@ -33,7 +33,7 @@ class TensorRecord:
 
     @staticmethod
     def of_json(entry: list[Any]) -> TensorRecord:
-        """Reads what `to_json` returns."""
+        """Reads a result of `to_json`."""
         kind, shape, start, digest = entry
         return TensorRecord(TensorSpec(tuple(shape), DTYPES[kind]), start, digest)
 
@@ -44,9 +44,9 @@ class FileRecord:
 
     Args:
         nbytes: Its size.
-        header_bytes: Size of what lies in front of the first tensor; all of it for a file without tensors.
+        header_bytes: Size of the bytes before the first tensor; the size of a file without tensors.
         digest: The SHA-256 of those bytes.
-        tensors: What follows, by name.
+        tensors: The tensors after the header, by name.
     """
 
     nbytes: int
@@ -79,19 +79,19 @@ class FileRecord:
 
     @staticmethod
     def of_json(entry: Mapping[str, Any]) -> FileRecord:
-        """Reads what `to_json` returns."""
+        """Reads a result of `to_json`."""
         tensors = {name: TensorRecord.of_json(record) for name, record in entry["tensors"].items()}
         return FileRecord(entry["bytes"], entry["header_bytes"], entry["sha256"], tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Args:
         files: By path inside the checkpoint.
         weights: The files with weights.
-        ties: For names that are stored under another one: that one.
+        ties: For each name that is stored under another name: the other name.
         optimizer: The optimizer's state as JSON, or None.
         extra: The caller's values as JSON.
         schema: As which it was written; see `schema.py`.
@@ -126,7 +126,7 @@ class Manifest:
         """Reads the manifest of a checkpoint.
 
         Raises:
-            CheckpointError: If there is none, it is damaged, of another schema, or says what none may say.
+            CheckpointError: If there is none, or it is damaged, of another schema, or invalid.
         """
         path = folder / FILE
         try:

@@ -21,7 +21,7 @@ _ALIGNED = ("params", "param_names")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What `optimizer.state_dict()` holds, with names in the place of positions.
+    """The contents of `optimizer.state_dict()`, with names instead of positions.
 
     Args:
         kind: The optimizer's class.
@@ -29,7 +29,7 @@ class OptimizerState:
         groups: Each group's options; `params` lists names.
         state: Each parameter's state by name. Values are what `Encoder.encode` takes; a `Source` may stand for a
             tensor.
-        rest: What else the state dict holds.
+        rest: All other entries of the state dict.
     """
 
     kind: str
@@ -95,7 +95,7 @@ def differences(
     optimizer: Optimizer,
     names: Mapping[str, torch.Tensor],
 ) -> list[str]:
-    """Says in what a stored optimizer and this one are not alike: class, groups, parameters.
+    """Yields the differences between a stored optimizer and this one: class, groups, parameters.
 
     Args:
         kind: Stored class.
@@ -122,11 +122,11 @@ def differences(
 
 
 def misfitting_options(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, is_whole: bool) -> list[str]:
-    """Says which stored options of groups are of other kinds than this optimizer's, or missing.
+    """Yields the stored options of groups that have another kind than this optimizer's, or are missing.
 
     Args:
         groups: The stored groups, decoded.
-        optimizer: One that `differences` has nothing against.
+        optimizer: An optimizer for which `differences` yields nothing.
         is_whole: Whether the stored groups must have all options that the optimizer is made with.
     """
     found: list[str] = []
@@ -195,7 +195,7 @@ class _Unconverted(TorchFunctionMode):
 
 
 def _keep_dtypes(loaded: dict[Any, Any], state: Mapping[str, Any]) -> None:
-    """Undoes that `load_state_dict` converts state to the dtype of its parameter: moments in fp32 of one in bf16."""
+    """Undoes the conversion of state to the dtype of its parameter by `load_state_dict` (fp32 moments to bf16)."""
     for key, value in state.items():
         now = loaded.get(key)
         if type(value) is torch.Tensor and type(now) is torch.Tensor and now.dtype != value.dtype:

@@ -1,4 +1,4 @@
-"""Save: what training consists of, to a folder that is replaced as a whole or not at all."""
+"""Save: writes a whole training to a folder, which is replaced as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def save(
     shard_bytes: int | str = "5GB",
     more: Callable[[Path], object] | None = None,
 ) -> None:
-    """Writes a checkpoint; at each moment a whole one is at `folder`, or next to it where `load` finds it.
+    """Writes a checkpoint; at each moment a complete one is at `folder`, or next to it where `load` finds it.
 
     Args:
-        folder: Where it shall be. A checkpoint that is there is replaced when the new one is complete.
+        folder: The folder to write. An existing checkpoint is replaced when the new one is complete.
         weights: Tensors by name, on any device. Names for the same memory are stored once, under the first.
         optimizer: Its state is stored by the names of its parameters.
-        names: The optimizer's parameters by name; None takes `weights`, if those are the parameters themselves.
-        extra: Values to come back from `load`: None, numbers, texts, tensors, arrays, and dicts, lists, tuples and
+        names: The optimizer's parameters by name; None takes `weights`, if these are the parameters themselves.
+        extra: Values that `load` gives back: None, numbers, texts, tensors, arrays, and dicts, lists, tuples and
             Counters of these.
-        tensors: More of the training state, too large to come back all at once: `Checkpoint.tensors` gives each on its
-            own. Such as `compiled.masters.sources()`.
-        shard_bytes: Limit of a file, in bytes or as `"5GB"`; a larger tensor gets a file of its own.
+        tensors: Further training state, too large to be read all at once, such as `compiled.masters.sources()`:
+            `Checkpoint.tensors` gives each tensor by itself.
+        shard_bytes: Largest size of a file, in bytes or as `"5GB"`; a larger tensor gets its own file.
         more: Called with the folder being written, to add files of its own, such as
             `model.config.save_pretrained`.
 
     Raises:
         CheckpointError: If something can't be stored (all of it in one error, before anything is written), the
-            disk lacks room or fails, or `folder` is something else. The previous checkpoint is whole then.
-        OptionError: If an argument isn't what it may be.
+            disk is too full or fails, or `folder` isn't a checkpoint. The previous checkpoint is still complete then.
+        OptionError: If an argument has a wrong value.
     """
     place = resolved(folder)
     draft = _Draft.of(weights, optimizer, names, extra, tensors or {}, parse_bytes(shard_bytes, "shard_bytes"))
@@ -90,7 +90,7 @@ def save(
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """All that will be written, with tensors not read yet."""
+    """Everything that will be written; tensors are not read yet."""
 
     weights: Sequence[Shard]
     ties: Mapping[str, str]
@@ -151,7 +151,7 @@ class _Draft:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files, the manifest included; more for what a disk adds."""
+        """Bytes of all files, the manifest included, with an allowance for the file system."""
         shards = [*self.weights, *self.training]
         files = [*(shard.nbytes for shard in shards), len(self.index), len(self.empty_manifest().text())]
         return sum(files) + _FILE_OVERHEAD * len(files)
@@ -183,7 +183,7 @@ def _sources(weights: Mapping[str, torch.Tensor | Source]) -> tuple[dict[str, So
 
 
 def _check(manifest: Manifest) -> None:
-    """Refuses what `load` would: a name that no file can hold, a name twice."""
+    """Refuses everything that `load` would refuse: a name that no file can hold, a name twice."""
     found = faults(manifest.content(), NEWEST)
     if found:
         lines = [
@@ -210,7 +210,7 @@ def _write(draft: _Draft, partial: Path, place: Path) -> None:
     for shard in [*draft.weights, *draft.training]:
         files[shard.file] = shard.write(partial)
     files[INDEX] = _write_text(partial / INDEX, draft.index)
-    # The last file: a folder without it is no checkpoint.
+    # The last file: a folder without it isn't a checkpoint.
     _write_text(partial / FILE, draft.manifest(files).text())
 
 
@@ -222,7 +222,7 @@ def _write_text(path: Path, text: bytes) -> FileRecord:
 
 
 def _text_record(text: bytes) -> FileRecord:
-    """What the manifest says of a file without tensors."""
+    """The manifest's entry for a file without tensors."""
     return FileRecord(len(text), len(text), digest_of(text), {})
 
 

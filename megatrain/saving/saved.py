@@ -69,13 +69,13 @@ class Saved:
 
     @room_to_read()
     def read(self, out: torch.Tensor) -> None:
-        """Reads the values to where they shall lie; takes no memory beyond a piece.
+        """Reads the values into a tensor; takes no memory beyond a piece.
 
         Args:
             out: Of this shape and dtype, on any device, with any strides.
 
         Raises:
-            CheckpointError: As `pieces`; `out` has other values then than before.
+            CheckpointError: As `pieces`; the values of `out` have changed then.
         """
         assert (tuple(out.shape), out.dtype) == (self.spec.shape, self.spec.dtype)
         target = out.detach()
@@ -114,7 +114,7 @@ class Saved:
 
 
 class _Reader:
-    """Reads on from the first byte of a tensor and computes the checksum of what it read."""
+    """Reads a tensor from its first byte, and computes the checksum."""
 
     def __init__(self, saved: Saved) -> None:
         self._saved = saved

@@ -1,6 +1,6 @@
-"""Schema: what a manifest may say; nothing of one is used before it is found to say no more than this.
+"""Schema: the allowed contents of a manifest; a manifest is compared with the schema before any use.
 
-A checksum finds damage. Whoever forges a manifest makes its checksum as well.
+A checksum finds damage. Someone who forges a manifest can forge its checksum as well.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ CONTENT = {1: record(_FIRST), NEWEST: record({**_FIRST, "torch": text()})}
 
 
 def faults(content: Any, schema: int) -> list[str]:
-    """Says what is wrong with the content of a manifest: with a field alone, or else with fields beside one another."""
+    """Yields the faults of a manifest's content: faults of single fields, or else contradictions between fields."""
     return problems(CONTENT[schema], content, "content") or problems(_relations, content, "content")
 
 
-# -- fields beside one another -------------------------------------------------------------------------------------
+# -- rules between fields ------------------------------------------------------------------------------------------
 
 
 def _relations(content: Any, _: str) -> Iterator[str]:
@@ -163,7 +163,7 @@ def _optimizer(optimizer: Mapping[str, Any] | None, tensors: Mapping[str, Any]) 
 
 
 def _refer(values: Iterable[tuple[str, Any]], tensors: Mapping[str, Any]) -> Iterator[str]:
-    """Each tensor stands once, at the path that is its name; the second of a name has a prime."""
+    """Each tensor appears once, at the path that is its name; the second of a name has a prime."""
     found: set[str] = set()
     for key, item in values:
         for place, is_known, each, is_array in tensors_in(item, key):

@@ -24,7 +24,7 @@ class Shard:
     Args:
         file: Its path inside the checkpoint.
         header: All in front of the first tensor.
-        sources: What it holds by name, in the order of the file.
+        sources: Its tensors by name, in the order of the file.
     """
 
     file: str
@@ -37,7 +37,7 @@ class Shard:
         return len(self.header) + sum(source.spec.nbytes for source in self.sources.values())
 
     def record(self, digests: Mapping[str, str]) -> FileRecord:
-        """What the manifest says of it; digests that are not known yet leave room for themselves."""
+        """The manifest's entry for it; unknown digests leave room for themselves."""
         start, tensors = len(self.header), dict[str, TensorRecord]()
         for name, source in self.sources.items():
             tensors[name] = TensorRecord(source.spec, start, digests.get(name, _NO_DIGEST))
@@ -48,7 +48,7 @@ class Shard:
         """Writes and syncs the file.
 
         Raises:
-            CheckpointError: If a source gives other values than it says.
+            CheckpointError: If the values of a source don't fit its spec.
             OSError: If the disk refuses.
         """
         path = folder / self.file

@@ -22,7 +22,7 @@ class Lifetime:
     """One life of an item, between two moments.
 
     Args:
-        item: What lives.
+        item: The item.
         nbytes: Bytes that it takes in its memory.
         start: The op that makes it; None if it exists when the step begins.
         ends: The item is released when all these ops are done; empty if it outlives the step.
@@ -42,7 +42,7 @@ class Lifetime:
 
 
 class Books:
-    """What the ops of a table do, and the lifetimes that follow.
+    """The effects of the ops of a table, and the lifetimes that follow.
 
     Args:
         table: The table.
@@ -104,9 +104,9 @@ def _rank(item: Item) -> tuple[int, int, int]:
 def live_bytes(lives: Iterable[Lifetime], num_ticks: int, base: int = 0) -> tuple[int, ...]:
     """Bytes that exist at any moment of each tick: from the tick of `start` to the last of `ends`, inclusive.
 
-    That bounds what exists at run time, whatever the timing, because an op that takes memory waits for the ops
-    of earlier ticks that release some (the "memory" edges of the dependency graph). So things that exist at the
-    same moment pairwise share a tick, and intervals that pairwise meet have a tick in common.
+    This bounds the memory at run time for any timing, because an op that takes memory waits for the ops of earlier
+    ticks that release some (the "memory" edges of the dependency graph). So things that exist at the same moment
+    pairwise share a tick, and intervals that pairwise meet have a tick in common.
 
     Args:
         lives: Of one memory.
@@ -150,7 +150,7 @@ class Uses:
     """Which ops take bytes of a memory, and which release some.
 
     Of the ops of one stream that end a life only the last counts: the stream's order implies the others. An op with a
-    workspace takes and releases device memory, whatever else it does.
+    workspace always takes and releases device memory.
 
     Args:
         books: Of the table.
@@ -178,7 +178,7 @@ class Uses:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The tick that needs most device memory, and what it is made of.
+    """The tick that needs the most device memory, and the parts of this memory.
 
     Args:
         tick: The first such tick.

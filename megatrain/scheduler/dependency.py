@@ -25,7 +25,7 @@ _Edge = tuple[Position, Position, str]
 
 
 def dependency_graph(schedule: Table, workload: Workload | None = None) -> nx.DiGraph[Position]:
-    """The dependencies of a table, as far as the table respects them.
+    """The dependencies of a table that its order respects.
 
     Nodes are positions with the attribute `op`; edges have the attribute `kind`:
 
@@ -42,7 +42,7 @@ def dependency_graph(schedule: Table, workload: Workload | None = None) -> nx.Di
 
     Args:
         schedule: The table.
-        workload: What it runs; by default the schedule's own.
+        workload: The workload that it runs; by default the schedule's own.
 
     Raises:
         ScheduleError: If no workload is known.
@@ -109,7 +109,7 @@ class _Contents:
     _added: list[tuple[Item, Position]] = field(default_factory=list[tuple[Item, Position]])
 
     def read(self, item: Item, position: Position) -> Iterable[Position]:
-        """Notes a reader; returns who made what it reads."""
+        """Notes a reader; returns the ops that made the item."""
         version = self._versions.get(item)
         if version is None:  # there since the step began
             version = self._versions[item] = _Version()
@@ -168,7 +168,7 @@ def _range(books: Books, op: Op, item: Item) -> _Range:
 
 
 def _memory_edges(books: Books, memory: str) -> Iterator[_Edge]:
-    """Whatever takes memory waits, of each other stream, for the last op of earlier ticks that releases some."""
+    """An op that takes memory waits, in each other stream, for the last op of earlier ticks that releases some."""
     uses = Uses(books, memory)
     taking = {position for positions in uses.takers.values() for position in positions}
     last: dict[Stream, Position] = {}

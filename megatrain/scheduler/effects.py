@@ -1,4 +1,4 @@
-"""Effects: the table of the kinds of ops. It alone says what each reads, makes, moves and computes.
+"""Effects: the table of the kinds of ops. Only this table says what each op reads, makes, moves and computes.
 
 Dependencies, lifetimes, live bytes, traffic and the time of ops are generic over it. A new kind of op is one row here,
 one handler of the runtime, and one rule of the checker, which shares nothing with this file.
@@ -34,11 +34,11 @@ Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST = map(Stream, ("h2d", "compu
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What one op does.
+    """The effect of one op.
 
     Args:
         reads: Items that must be there when it starts, and that nothing may overwrite before it ends.
-        makes: Items that are there when it ends; those of before are overwritten from its start.
+        makes: Items that exist when it ends; their former contents are overwritten from its start.
         adds: Items that are sums: it makes the first summand, or adds another.
         moves: Bytes that it moves or, on the host, reads and writes.
         flops: Floating-point operations.
@@ -58,7 +58,7 @@ class OpKind:
     Args:
         stream: Where it runs.
         what: One letter.
-        effect: What it does: of a step, a block and a micro-batch.
+        effect: Its effect, as a function of step, block and micro-batch.
         workspace: Device bytes that it takes while it runs, beyond the items that it makes; None if it takes none.
         per_micro_batch: Whether it runs once for each micro-batch, or once for all of them.
         has_block: Whether it concerns one block.
@@ -75,11 +75,11 @@ class OpKind:
 
 
 class Effects:
-    """What the ops of one step do.
+    """The effects of the ops of one step.
 
     Args:
-        workload: What runs.
-        kind: What the step does besides.
+        workload: The workload of the step.
+        kind: The kind of the step.
         saves: Blocks whose graph is retained.
         parked: Values that leave the device between forward and backward, by the block of their `A`.
     """
@@ -113,7 +113,7 @@ class Effects:
             self._sharers[value.storage] += 1
 
     def of(self, stream: str, what: str, block: int, micro_batch: int = 0) -> Effect:
-        """What an op does."""
+        """The effect of an op."""
         return KINDS[stream, what].effect(self, block, micro_batch)
 
     def workspace(self, stream: str, what: str, block: int, micro_batch: int = 0) -> int:
@@ -126,7 +126,7 @@ class Effects:
         return Item("original" if is_forward and index in self._parked_values else "value", index, micro_batch)
 
     def standing(self) -> Iterator[Item]:
-        """Items that are there when the step begins, though its ops may never read them."""
+        """Items that exist when the step begins, even if its ops never read them."""
         for number in range(self.kind.micro_batches):
             for index, value in enumerate(self.workload.values):
                 is_backward = self.kind.mode == "backward"
@@ -138,7 +138,7 @@ class Effects:
             yield from (Item("waiting", b) for b in self.gradient_blocks if self.owners[b])
 
     def outlives(self, item: Item) -> bool:
-        """Tells whether an item is still there when the step is over."""
+        """Tells whether an item still exists when the step is over."""
         if item.kind == "value":
             value = self.workload.values[item.number]
             return value.is_output and (self.kind.outputs == "keep" or value.is_committed)
@@ -169,7 +169,7 @@ class Effects:
         return storage if self._sharers[storage] > 1 else None
 
     def loss_reads(self, what: str, block: int, micro_batch: int) -> list[Item]:
-        """Outputs that the caller makes a loss of ahead of an op, and then lets go of."""
+        """Outputs from which the caller computes a loss before an op, and which it then releases."""
         if self.kind.outputs == "keep" or self.turn != (what, block):
             return []
         values = enumerate(self.workload.values)
@@ -228,11 +228,11 @@ def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
 
 
 def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
-    """The measured bytes, and each summand that exists for a moment beside the sum it is added to.
+    """The measured bytes, and each summand that exists for a moment in addition to its sum.
 
     The workspace of a backward was measured with its recompute, whose saved values are part of it. Of a
     retained graph they are live already and not counted twice. The first to hand in a gradient adds nothing. Later
-    micro-batches make gradients of the parameters beside the sum of those before.
+    micro-batches make gradients of the parameters in addition to the sum of the earlier ones.
     """
     work = step.workload.blocks[block]
     saved = work.saved_bytes if block in step.saves else 0

@@ -1,4 +1,4 @@
-"""emit(): the instructions of a table, with what each op waits for, where its bytes are, and what it frees."""
+"""emit(): the instructions of a table: the waits of each op, the places of its bytes, and the memory that it frees."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def emit(table: Table) -> Instructions:
 
 
 class _Maker:
-    """Looks up what instructions need besides frees."""
+    """Finds everything that instructions need, except frees."""
 
     def __init__(self, books: Books) -> None:
         table = self._table = books.table
@@ -115,12 +115,12 @@ def _park_places(table: Table) -> tuple[dict[int, tuple[Parked, ...]], int]:
 
 @dataclass(slots=True)
 class _Frees:
-    """Decides where each item is let go of.
+    """Decides where each item is freed.
 
-    What a compute op uses last goes right after it. What a transfer uses last goes before whatever takes device
-    memory first in a later tick, a compute op or a returning activation: both wait for that transfer, so freed memory
-    is reused in stream order, and is free when the table says so. The two may run side by side, so the item stands
-    before both, and letting go a second time does nothing.
+    An item last used by a compute op is freed right after this op. An item last used by a transfer is freed before the
+    first op of a later tick that takes device memory, a compute op or a returning activation: both wait for the
+    transfer, so freed memory is reused in stream order, and is free when the table says so. The two may run at the same
+    time, so the item is listed before both, and freeing it a second time does nothing.
     """
 
     books: Books

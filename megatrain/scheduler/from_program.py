@@ -1,4 +1,4 @@
-"""schedule() and workload(): programs described by what scheduling needs to know, and scheduled."""
+"""schedule() and workload(): describes programs by the figures that scheduling needs, and schedules them."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def schedule(
     clip: bool = False,
     outputs: str = "keep",
 ) -> Schedule:
-    """Places one step on the streams: what is copied, computed, offloaded and updated, and when.
+    """Places one step on the streams: all copies, computations, offloads and updates, with their order.
 
     Touches no tensor and no device.
 
     Args:
-        program: What to run, or its blocks, values and their sizes alone.
+        program: The program to run, or its blocks, values and their sizes alone.
         num_slots: Blocks whose weights may be on the device at the same time. 1 overlaps nothing. None means
             2, or 1 if only that fits `memory`.
         keep: The inputs of the last `keep` blocks, counted from the last block with a backward, stay on the
@@ -67,12 +67,12 @@ def schedule(
         transfer: `"copy"` the weights into slots, or `"bind"` them in place, where nothing moves.
         mode: `"train"`, `"forward"` for inference, or `"backward"` for the backward of a forward that ran
             earlier; `backward_schedule` makes the last to match a schedule.
-        micro_batches: How many batches of the workload's size one step takes. All of them run through a block
-            before the next one, so weights cross as often as with one; the gradients of a block are summed on
-            the device and leave once.
+        micro_batches: Number of batches of the workload's size in one step (gradient accumulation). All of them run
+            through a block before the next block, so weights cross as often as with one batch; the gradients of a block
+            are summed on the device and leave once.
         updates: When the host updates the parameters of a block. `"none"`: the step doesn't; `"overlap"`: when
             its gradients have left; `"serial"`: when all gradients have left; `"deferred"`: at the head of the
-            next step, so this table begins with the updates of the step before, each ahead of the weights.
+            next step, so this table begins with the updates of the previous step, each before the weights are copied.
         clip: The host takes the norm of all gradients once they have left. Updates of this step wait for it.
         outputs: `"keep"` the model's outputs on the device until the step ends, or `"release"` them once the
             backward of their micro-batch begins, when the caller has made a loss of them.
@@ -108,7 +108,7 @@ def step_schedule(
 
     Args:
         programs: One per micro-batch; those for inputs of other sizes differ in nothing but sizes.
-        kind: What the step does besides running the blocks.
+        kind: The kind of the step.
         num_slots: As in `schedule`, like those below.
         keep: See there.
         memory: Device bytes; see there.
@@ -126,12 +126,12 @@ def step_schedule(
 
 
 def check_buffers(program: Program) -> None:
-    """Refuses what no order of blocks can do: a micro-batch begins with the buffers that the one before leaves.
+    """Refuses buffers that no order of blocks can serve: each micro-batch begins with the previous one's buffers.
 
     All micro-batches of a block run before the next block, so a buffer's new value must come in no later a block than
-    the first that reads the old one. An old value that the model returns is read where no block is, ahead of all.
+    the first that reads the old one. An old value that the model returns is read before any block runs.
 
-    `schedule` calls it; whoever builds a table of several programs' `merged` workload has to do so for each.
+    `schedule` calls this check; code that builds a table of several programs' `merged` workload must call it for each.
 
     Raises:
         ScheduleError: Naming the buffer and the blocks.

@@ -1,4 +1,4 @@
-"""Happens-before: what is done for certain when an op starts, as one number per stream."""
+"""Happens-before: the ops that are certainly done when an op starts, as one number per stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instructions: every op of a schedule with all that it needs to run. The runtime walks them and decides nothing."""
+"""Instructions: every op of a schedule with everything that it needs to run; the runtime walks them."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class Parked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An op with all that it needs to run.
+    """An op with everything that it needs to run.
 
     Args:
         position: Its place in the table.
-        op: What it does.
+        op: The op.
         waits: Ops of other streams that must be over when it starts.
         state: Bytes of the slots that a `W` fills, or that an F or B reads; None for what has no state, and for all
             where weights are used in place.
-        parked: What an `A` moves.
+        parked: The values that an `A` moves.
         landing: Host bytes where a `G` puts gradients; None where they stay where they are made.
         retains: An F that retains its graph.
         recomputes: An F that its B will repeat.
         turns: The first B of its micro-batch: the caller hands in the gradients of the outputs.
-        frees_before: Items to let go of when its waits are over: transfers had the last use of them.
+        frees_before: Items to free when its waits are over: transfers used them last.
         frees_after: Items whose last use it is.
         leaves: Bytes of the slots whose state it is the last to read.
     """
@@ -73,7 +73,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Instructions that run without a break, and what to let go of when they are over."""
+    """Instructions that run without a break, and the items to free when they are over."""
 
     instructions: tuple[Instruction, ...]
     frees: tuple[Item, ...]

@@ -1,4 +1,4 @@
-"""Items: what ops read and make, and in which memory it lies."""
+"""Items: the things that ops read and make, and the memory of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ItemKind:
-    """What is the same of all items of one kind.
+    """The properties of all items of one kind.
 
     Args:
         memory: Where it takes bytes from the op that makes it to the last that reads it: on the `"device"`, or on the

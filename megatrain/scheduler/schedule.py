@@ -1,4 +1,4 @@
-"""Schedule: a table, and all that one can ask of it."""
+"""Schedule: a table, with text, check, simulation and all other questions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatrain.sizes import format_bytes
 class Schedule(Table):
     """Everything one step does, in order, and the bytes it takes; made by `schedule`, printed by `str`.
 
-    `Table` says what it holds.
+    `Table` documents its fields.
     """
 
     __slots__ = ()
@@ -66,7 +66,7 @@ class Schedule(Table):
     @property
     @paused_collection()
     def instructions(self) -> Instructions:
-        """What the runtime walks: every op with its waits, its bytes on either side, and what it frees; checked.
+        """The checked instructions for the runtime: every op with its waits, its bytes and its frees.
 
         Raises:
             ScheduleError: If the schedule doesn't know its workload, or isn't safe for it.
@@ -93,8 +93,8 @@ class Schedule(Table):
         """Proves that the schedule is safe for its workload, or for another one; see `check_schedule`.
 
         Args:
-            workload: What it is to run; None is its own.
-            instructions: Those of it that are to be walked, which are checked as well.
+            workload: The workload that it should run; None is its own.
+            instructions: Instructions to check as well.
 
         Raises:
             ScheduleError: With the rule that is broken, and the rows around the place.
@@ -106,7 +106,7 @@ class Schedule(Table):
 
     @checked(op=instance_of(str), tick=optional(count()))
     def why(self, op: str, tick: int | None = None) -> str:
-        """What an op waits for, back to the start of the step; see `megatrain.scheduler.printed.why.why`.
+        """Lists the ops that an op waits for, back to the start of the step; see `scheduler.printed.why`.
 
         Raises:
             ScheduleError: If there is no such op.
@@ -115,7 +115,7 @@ class Schedule(Table):
 
     @checked()
     def diff(self, other: Table) -> str:
-        """What another schedule does otherwise, in words and then op by op; see `scheduler.printed.diff`.
+        """Says how another schedule differs, in words and then op by op; see `scheduler.printed.diff`.
 
         Returns:
             A line if they are equal.
@@ -136,7 +136,7 @@ class Schedule(Table):
         return critical_path(self, costs)
 
     def lower_bounds(self, costs: Costs) -> dict[str, float]:
-        """Seconds below which no order of the same ops can come, per reason."""
+        """Lower bounds of the seconds that any order of the same ops takes, by reason."""
         return lower_bounds(self, costs)
 
 

@@ -1,4 +1,4 @@
-"""StepKind: what a schedule does besides running the blocks, said once."""
+"""StepKind: the kind of a step: mode, transfer, micro-batches, updates, norm and outputs, stated once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KIND_RULES = {
 @checked(**KIND_RULES)
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """What a schedule does besides running the blocks: a plain call, or a training step with micro-batches and updates.
+    """The kind of a step besides its blocks: a plain call, or a training step with micro-batches and updates.
 
     Args:
         mode: `"train"`, `"forward"` (inference), or `"backward"` (of a forward that ran earlier).
@@ -38,13 +38,13 @@ class StepKind:
         micro_batches: How often each F and B runs (gradient accumulation). With several, these ops and `A` carry the
             micro-batch.
         updates: `"none"`, `"overlap"` (each `U` follows its `G`), `"serial"` (all `U` follow all `G`), or
-            `"deferred"` (each `U` of the step before precedes the first `W` of this one that it concerns).
+            `"deferred"` (each `U` of the previous step precedes the first `W` of this step that reads its parameters).
         clip: `N` takes the norm of all gradients at the end; updates wait for the norm that they use.
         outputs: `"keep"`: outputs of the model stay until the step ends. `"release"`: until the first B of their
-            micro-batch, before which the caller has made a loss of them, or what reads them last.
+            micro-batch, before which the caller has computed a loss from them, or until their last reader.
 
     Raises:
-        OptionError: If a part is none of these, or belongs to a training step and the mode is another.
+        OptionError: If a part has another value, or belongs to a training step but the mode isn't `"train"`.
 
     >>> StepKind(updates="overlap").holds_gradients
     True
@@ -66,10 +66,10 @@ class StepKind:
 
     @property
     def is_training_step(self) -> bool:
-        """Whether there is more to it than one call: micro-batches, updates, a norm or released outputs."""
+        """Whether it is more than one call: it has micro-batches, updates, a norm or released outputs."""
         return self.micro_batches > 1 or self.updates != "none" or self.clip or self.outputs != "keep"
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients of parameters wait on the host for a norm or an update; the caller gets them else."""
+        """Whether gradients of parameters wait on the host for a norm or an update; otherwise the caller gets them."""
         return self.updates != "none" or self.clip

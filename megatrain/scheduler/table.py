@@ -1,4 +1,4 @@
-"""Table: one step as ticks x streams, with what it takes."""
+"""Table: one step as ticks x streams, with its bytes."""
 
 from __future__ import annotations
 
@@ -132,13 +132,13 @@ class Tick(Mapping[Stream, Op]):
 @checked()
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Everything one step does, in order, and the bytes it takes: what a `Schedule` holds, without its verbs.
+    """Everything one step does, in order, and the bytes it takes: the fields of a `Schedule`, without its methods.
 
     Args:
         ticks: The table.
         slots: By offset.
         keep: The inputs of the last `keep` blocks, counted from the last block with a backward, stay on the
-            device; those of older blocks are parked on the host.
+            device; the inputs of earlier blocks are parked on the host.
         saves: Blocks whose forward graph is retained, ascending; every other block recomputes.
         live_bytes: Per tick, the bytes of everything that exists on the device at any moment of it, both ends
             inclusive, workspace not counted.
@@ -151,10 +151,10 @@ class Table:
             or a norm all `places`; where weights are used in place, the most bytes of gradients that wait for their
             updates at any tick. State isn't counted.
         num_blocks: Blocks of the model.
-        kind: What it does besides running the blocks.
+        kind: The kind of the step.
         places: Where gradients land and wait on the host, by block. None where they go to the caller at once, or
             are used where they are made.
-        workload: What it was built for; not part of the text, nor of equality.
+        workload: The workload that it was built for; not part of the text, nor of equality.
     """
 
     ticks: tuple[Tick, ...]

@@ -1,4 +1,4 @@
-"""Workload: all that scheduling needs to know of a program, without tensors, graphs or a device."""
+"""Workload: everything that scheduling needs of a program, without tensors, graphs or a device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class ValueWork:
         has_gradient: A gradient flows back through it.
         is_parkable: It may leave the device between forward and backward (not an input, not an output of the
             model, shares its storage with nothing).
-        is_committed: A buffer takes its content when the step ends; it is an output too, that nothing releases.
+        is_committed: A buffer takes its content when the step ends; such a value is also an output, and nothing
+            releases it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""MicroBatch: what a caller gives a training step, and the loss that it makes of a result."""
+"""MicroBatch: the arguments of a training step, and the loss of a result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MicroBatch:
 
     @staticmethod
     def of(given: Any) -> MicroBatch:
-        """Reads a mapping as keyword arguments, a tuple as positional ones, and all else as the only argument."""
+        """Reads a mapping as keyword arguments, a tuple as positional ones, any other value as the only argument."""
         if isinstance(given, Mapping):
             return MicroBatch(given, (), {str(key): value for key, value in given.items()})  # pyright: ignore
         if isinstance(given, tuple):
@@ -44,7 +44,7 @@ class MicroBatch:
 
 
 def micro_batches(batch: Any) -> list[MicroBatch]:
-    """Reads what a step was called with: a list is one of micro-batches, all else is one.
+    """Reads the argument of a step: a list holds micro-batches, any other value is one micro-batch.
 
     Raises:
         ExecuteError: If there are none.

@@ -1,4 +1,4 @@
-"""Boundary: brings each step to an end where parameters, moments, buffers and generators belong together."""
+"""Boundary: makes each step end in a state where parameters, moments, buffers and generators belong together."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatrain.training.trainer import Running
 
 @dataclass(slots=True)
 class Progress:
-    """What has been trained so far.
+    """The progress of training.
 
     Args:
         count: Steps that were completed, skipped ones included.
         skipped: Steps whose gradients weren't finite.
-        nonfinite: Which gradient it was in the latest of those; None if there was none.
+        nonfinite: The gradient that wasn't finite in the latest of these steps; None if there was none.
         grad_norm: The norm of the latest step's gradients, before clipping; None if nobody asked.
     """
 
@@ -31,13 +31,13 @@ class Progress:
 
 
 class Boundary:
-    """Runs steps so that each ends at its own end, or at that of the step before.
+    """Runs steps so that each ends at its own end, or at the end of the previous step.
 
     Args:
         on_nonfinite: As in `TrainStep`.
 
     Attributes:
-        progress: What has been trained.
+        progress: The progress of training.
         broken: Why no step can follow; None as long as one can.
     """
 
@@ -50,7 +50,7 @@ class Boundary:
         """Tells whether a step can follow.
 
         Raises:
-            ExecuteError: If an earlier one left the model between two steps.
+            ExecuteError: If an earlier step left the model in the middle of a step.
         """
         if self.broken is not None:
             raise ExecuteError(self.broken)
@@ -65,9 +65,10 @@ class Boundary:
             before: The generators when it began.
 
         Raises:
-            ExecuteError: If a gradient isn't finite and that shall raise, or an operation fails on its own thread.
-            BaseException: What the caller's code raises. Notes on the error say where the step ended, if it had begun
-                to update parameters.
+            ExecuteError: If a gradient isn't finite and `on_nonfinite` is `"raise"`, or an operation fails on its own
+                thread.
+            BaseException: An error of the caller's code. If the step had begun to update parameters, notes on the error
+                say where it ended.
         """
         try:
             run.go(running)
@@ -110,7 +111,7 @@ class Boundary:
         running.interrupts.note = "  The step was completed."
 
     def _go_back(self, run: Run, running: Running, updates: Updates, error: BaseException) -> None:
-        """Leaves no trace of a step that has not updated anything; updates of the step before are completed."""
+        """Leaves no trace of a step that has not updated anything; updates of the previous step are completed."""
         run.close()
         updates.drop_arriving()
         if running.kind.updates != "deferred":
@@ -123,7 +124,7 @@ class Boundary:
             error.add_note(_still_due(updates, again))
 
     def _go_on(self, run: Run, running: Running, updates: Updates, error: BaseException) -> None:
-        """Completes a step of which some updates have been taken."""
+        """Completes a step after some of its updates."""
         try:
             run.complete(running)
         except BaseException as again:

@@ -1,4 +1,4 @@
-"""Completion: takes the updates that are due before anybody reads or writes what they change."""
+"""Completion: runs due updates before any read or write of the tensors that they change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from megatrain.torch_private import DisableTorchFunctionSubclass
 
-# What an update doesn't change. All other operations of torch on a tensor whose update is due take the update first.
+# Properties that an update doesn't change. All other torch operations on a tensor with a due update run the update
+# first.
 _UNCHANGED = (
     "shape dtype device layout requires_grad grad grad_fn is_leaf ndim itemsize nbytes is_meta is_cpu is_cuda "
     "is_sparse is_quantized _version"
@@ -28,13 +29,13 @@ _PASSING: set[Callable[..., Any]] = {
 
 
 class Completion:
-    """Completes a step, as long as the step exists, when it is called, or what is marked is used.
+    """Completes a step when it is called, or when a marked object is used, as long as the step exists.
 
     It serves as a hook; copied or pickled it does nothing.
 
     Args:
-        complete: Takes the updates that are due. Like `changing` a method, whose object is not kept alive.
-        changing: Says which tensors the updates that are due will change.
+        complete: Runs the due updates. A method whose object is not kept alive, like `changing`.
+        changing: Returns the tensors that due updates will change.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Completion:
         self._marked: list[object] = []
 
     def __call__(self, *_: object) -> None:
-        """Takes the updates that are due."""
+        """Runs the due updates."""
         complete = None if self._complete is None else self._complete()
         if complete is not None:
             complete()
@@ -76,8 +77,8 @@ class Completion:
 
     @contextmanager
     def suspended(self) -> Generator[None]:
-        """Lets the body use tensors and optimizer as they are, and marks those that are to change after it."""
-        # Twice: Ctrl-C may come at any line, and what is due must not look as if it weren't.
+        """Lets the body use tensors and optimizer unmarked; afterwards marks tensors with due updates."""
+        # Twice: Ctrl-C may come at any line, and due updates must not look done.
         try:
             try:
                 self.unmark()
@@ -113,7 +114,7 @@ class Completion:
         return vars(type(thing)).get("completion") is self
 
     def unmark(self) -> None:
-        """Makes all that is marked ordinary again."""
+        """Makes all marked objects ordinary again."""
         while self._marked:
             _make_ordinary(self._marked[-1], self)
             self._marked.pop()
@@ -126,13 +127,13 @@ def _make_ordinary(thing: object, completion: Completion) -> None:
 
 
 class _Due:
-    """What a class of things that are marked does before its own."""
+    """The first base class of marked objects: it runs the due updates first."""
 
     completion: Completion
     own: type
 
     def _take(self) -> None:
-        """Takes the updates; this is of its own class then."""
+        """Runs the updates; afterwards this object has its own class again."""
         completion = type(self).completion
         completion()
         completion.unmark()  # by now all are, unless the step is gone
@@ -167,7 +168,7 @@ class _DueTensor(_Due):
 
 
 class _DueOptimizer(_Due):
-    """An optimizer whose state an update will change: whoever looks at it wants to read, drop or replace something."""
+    """An optimizer whose state an update will change: any look at the state may read, drop or replace a part of it."""
 
     @property
     def state(self) -> Any:

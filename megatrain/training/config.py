@@ -1,4 +1,4 @@
-"""Config: the files beside the weights without which `from_pretrained` builds another model than the one saved."""
+"""Config: the files next to the weights that `from_pretrained` needs to build the same model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILES = {"config": "config.json", "generation_config": "generation_config.json"
 
 
 def with_config(model: nn.Module, more: Callable[[Path], object] | None) -> Callable[[Path], object] | None:
-    """Returns what writes the files of `more`, and then the configuration of the model where that isn't there yet.
+    """Returns a function that writes the files of `more`, and then the model's configuration if `more` didn't.
 
     Args:
         model: Has a configuration to write if its class has a `config_class`, which is what `from_pretrained` reads one
@@ -60,7 +60,7 @@ def _write(path: Path, config: Any, model: nn.Module) -> None:
 
 
 def _facts(model: nn.Module, config: Any) -> dict[str, Any]:
-    """What the configuration would say if the model's own `save_pretrained` had written it."""
+    """The contents of the configuration as the model's own `save_pretrained` writes it."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
     name = "dtype" if hasattr(config, "dtype") else "torch_dtype"
     return {"architectures": [type(model).__name__], name: str(dtype).removeprefix("torch.")}

@@ -1,4 +1,4 @@
-"""Handing: the model's results as a loss gets them, and the gradients that it gives them."""
+"""Handing: the model's results in the form that a loss gets, and their gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Gradients = list[torch.Tensor | None]
 
 
 class _Handed(torch.autograd.Function):
-    """Makes results of tensors: as in eager they are no leaves, so that a loss may write into them."""
+    """Makes results from tensors: as in eager, results aren't leaves, so a loss may write into them."""
 
     @staticmethod
     def forward(ctx: Any, tensors: Sequence[torch.Tensor], gradients: Gradients, anchor: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""State: what a checkpoint stores of a model, and under which names."""
+"""State: the tensors and values of a model that a checkpoint stores, and their names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class State:
 
     Args:
         weights: Its own tensors under the names of its state dict.
-        hidden: Other tensors that the next step depends on, as `.state/<key>`: buffers that no state dict has although
-            forwards write them, and whatever a hook on the state dict left out.
-        others: What else the state dict holds, by name: extra states of modules, and what hooks put there.
+        hidden: Other tensors that the next step depends on, as `.state/<key>`: buffers that forwards write but no state
+            dict has, and tensors that a hook on the state dict left out.
+        others: All other entries of the state dict, by name: extra states of modules, and values that hooks added.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -32,7 +32,7 @@ class State:
 
     @staticmethod
     def of(compiled: Compiled) -> State:
-        """Reads a model; updates that are due are completed."""
+        """Reads a model, after all due updates."""
         listed: Mapping[str, Any] = compiled.model.state_dict(keep_vars=True)
         entries, tensors = inventory(compiled.model)
         own = {_identity(tensor): tensor for tensor in tensors.values()}
@@ -64,7 +64,7 @@ class State:
         _refuse(checkpoint, "extra states", problems)
 
     def places(self, checkpoint: Checkpoint, saved: Mapping[str, Saved], compiled: Compiled) -> dict[str, torch.Tensor]:
-        """Finds where the hidden tensors of a checkpoint lie in a model.
+        """Finds the places of a checkpoint's hidden tensors in a model.
 
         Args:
             checkpoint: For the error.
@@ -72,7 +72,8 @@ class State:
             compiled: The model.
 
         Raises:
-            CheckpointError: If the model lacks one, it is another one there, or the checkpoint lacks a persistent one.
+            CheckpointError: If the model lacks a tensor, has another one in its place, or the checkpoint lacks a
+                persistent one.
         """
         entries, tensors = inventory(compiled.model)
         persistent = {HIDDEN + key for key, entry in entries.items() if entry.persistent}
@@ -98,7 +99,7 @@ HIDDEN = ".state/"
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    """Equal for a tensor and what shows all of its memory in the same way, such as `tensor.data`."""
+    """Equal for a tensor and any view of all its memory with the same layout, such as `tensor.data`."""
     place = None if tensor.is_meta else Source.of(tensor).place
     return id(tensor) if place is None else place
 

@@ -1,4 +1,4 @@
-"""Updates that are due run as on the thread that usually takes them, whatever mode the caller is in."""
+"""Due updates run as on their usual thread, in any mode of the caller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatrain.torch_private import disable_current_modes
 def without_modes() -> Generator[None]:
     """Runs the body outside of inference mode, fake tensors and another default device.
 
-    A step that is dropped is completed where Python collects it: that may be while another model is made on meta.
+    A dropped step is completed when Python collects it, perhaps while another model is made on meta.
     """
     with ordinary_tensors(), torch.device("cpu"), disable_current_modes():
         yield

@@ -26,14 +26,14 @@ from megatrain.training.model_state import HIDDEN, State
 
 
 class Scheduler(Protocol):
-    """An LR scheduler, or whatever else has a state of this kind."""
+    """An LR scheduler, or another object with a state of this kind."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns its state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Takes a state over."""
+        """Loads a state."""
         ...
 
 
@@ -89,10 +89,10 @@ def restore(
     """Reads a checkpoint into a model, an optimizer, a scheduler and all generators.
 
     Returns:
-        What was trained, and the user's values.
+        The progress of training, and the user's values.
 
     Raises:
-        CheckpointError: If it is damaged, or of something else. Before anything is changed, where headers tell.
+        CheckpointError: If it is damaged or doesn't fit. Before anything is changed, if the headers show the fault.
     """
     checkpoint = saving.load(folder)
     extra = _extra(checkpoint)
@@ -119,7 +119,7 @@ def restore(
     for name, tensor in state.places(checkpoint, hidden, compiled).items():
         hidden[name].read(tensor)
     compiled.written_buffers.update(name.removeprefix(HIDDEN) for name in hidden)
-    compiled.masters.restore(masters)  # after the parameters: who writes these sets the masters
+    compiled.masters.restore(masters)  # after the parameters, because a write into parameters sets the masters
     checkpoint.read_optimizer(optimizer, names)
     if scheduler is not None:
         _restore_scheduler(checkpoint, scheduler, extra["scheduler"])

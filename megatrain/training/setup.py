@@ -1,4 +1,4 @@
-"""Setup: finds out what a step will run: captures, where updates are, the schedule, what takes the gradients."""
+"""Setup: finds everything that a step runs: captures, places of updates, the schedule, the receiver of gradients."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ OPTIMIZER = instance_of(Optimizer, "an optimizer of torch", "torch.optim.AdamW(c
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What one attempt at a step runs.
+    """Everything that one attempt at a step runs.
 
     Args:
         batches: The micro-batches.
         own: Their arguments, flattened.
-        arguments: The same as the model computes with them.
+        arguments: The same after the cast to the compute dtype.
         variants: Their captures.
-        kind: What the step does besides running the blocks.
+        kind: The kind of the step.
         schedule: Of the whole step.
     """
 
@@ -55,12 +55,12 @@ class Setup:
         compiled: The model.
         optimizer: The user's.
         max_norm: Largest norm of all gradients, or None.
-        overlap: Whether updates may run beside the device's work.
+        overlap: Whether updates may run at the same time as the device's work.
         needs_norm: Whether updates wait for a norm.
 
     Attributes:
         updates: Take the gradients of the blocks; None before the first step.
-        is_completing: Whether updates that were due are being taken.
+        is_completing: Whether due updates are running.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Setup:
 
     @property
     def is_due(self) -> bool:
-        """Whether updates of an earlier step are still to be taken."""
+        """Whether updates of an earlier step are still due."""
         return self.updates is not None and self.updates.is_under_way
 
     def complete(self) -> None:
-        """Takes the updates that are due."""
+        """Runs the due updates."""
         if self.updates is not None and self.updates.is_under_way:
             turn = self._compiled.engine.turn.run("an update", in_child=True)
             with Interrupts(), without_modes(), turn:
@@ -107,15 +107,15 @@ class Setup:
                     self.is_completing = False
 
     def changing(self) -> Iterable[torch.Tensor]:
-        """The tensors that updates which are due will change."""
+        """The tensors that due updates will change."""
         return self.updates.changing() if self.updates is not None else ()
 
     def setting(self, batches: Sequence[MicroBatch], failed: Sequence[dict[Variant, str]]) -> Setting:
-        """Finds what a step runs, capturing what is new.
+        """Finds everything that a step runs; captures new calls.
 
         Args:
             batches: The micro-batches.
-            failed: For each, the captures that failed in mid-step for this very call, with what they met.
+            failed: For each micro-batch, the captures that failed in the middle of this step, with the failures.
 
         Raises:
             TraceError: If a call can't be captured.
@@ -132,7 +132,7 @@ class Setup:
         return Setting(batches, own, arguments, variants, kind, self._tables.schedule(programs, kind))
 
     def _kind(self, micro_batches: int) -> StepKind:
-        # What comes between the gradients and the updates, and may fail, must come before the first update.
+        # Work between the gradients and the updates that may fail must come before the first update.
         waits = self._holds_others() if self._needs_norm else self._has_gradient_hooks()
         is_serial = not self._overlap or has_hooks(self._optimizer) or waits
         if self.updates is not None and self.is_due and not self.updates.is_whole:
@@ -145,22 +145,22 @@ class Setup:
         return self._tables.kind(micro_batches, updates, clip=self._needs_norm)
 
     def _has_gradient_hooks(self) -> bool:
-        """Whether code of the user's gets the gradient of a parameter: a backward that it ends must leave no trace."""
+        """Whether the user's code gets the gradient of a parameter: a step that this code ends must leave no trace."""
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._compiled.model.parameters())  # pyright: ignore
 
     def _holds_others(self) -> bool:
-        """Whether the optimizer has parameters beside the model's, such as a loss's own: the next loss reads them."""
+        """Whether the optimizer has parameters outside the model, such as a loss's own: the next loss reads them."""
         own = set(self._compiled.model.parameters())
         return any(p not in own for group in self._optimizer.param_groups for p in group["params"])
 
     def host_plan(self, setting: Setting) -> HostPlan:
-        """Adds up what steps like this one take of host memory, without allocating it.
+        """Adds up the host memory that steps like this one take, without allocating it.
 
         Raises:
-            OptimizerError: If what the optimizer keeps can't be found out.
+            OptimizerError: If the size of the optimizer's state can't be found out.
         """
         programs = list({id(variant.program): variant.program for variant in setting.variants}.values())
-        # What a first step leaves due, the next one takes, in a schedule of its own.
+        # The next step runs the updates that a first step leaves due, by another schedule.
         kind = replace(setting.kind, updates="deferred") if setting.kind.updates == "none" else setting.kind
         options = self._compiled.options
         return host_plan(
@@ -174,7 +174,7 @@ class Setup:
         )
 
     def executor(self, setting: Setting) -> Executor | None:
-        """Returns what runs a setting, with `updates` of its blocks; None if they are of others and still due.
+        """Returns the executor of a setting, with `updates` of its blocks; None if other blocks have due updates.
 
         Raises:
             OptimizerError: If the optimizer holds none of the parameters.

@@ -40,36 +40,36 @@ class TrainStep:
         for batch in batches:
             loss = step(batch)
 
-    A call is what the loop `zero_grad`, forward, `backward`, `clip_grad_norm_`, `optimizer.step` is, with the same
-    numbers, but one schedule: each block's weights cross to the device at most twice however many micro-batches there
-    are, and updates run on the host beside the device's work.
+    A call does the work of the loop `zero_grad`, forward, `backward`, `clip_grad_norm_`, `optimizer.step`, with the
+    same numbers, as one schedule: each block's weights cross to the device at most twice for any number of
+    micro-batches (gradient accumulation), and updates run on the host at the same time as the device's work.
 
-    Without clipping a block is updated as soon as its gradients have left: they never exist all at once. With
-    `max_grad_norm` or `on_nonfinite` the updates need all gradients: they are due when the call returns, and run in the
-    next call, each ahead of its block's weights. `flush` takes them at once, and so does the first operation on a
-    parameter whose update is due, whoever holds it. With `overlap=False`, hooks on the optimizer's step, or a norm and
-    parameters of the optimizer beside the model's, all updates follow all gradients, within the call. All three leave
-    the same bits. Hooks on parameters run once a step, with whole gradients. A call that fails before its first update
-    leaves no trace; one that fails later is completed, and a note of the error says so.
+    Without clipping, a block is updated as soon as its gradients have left the device: the gradients never exist all at
+    once. With `max_grad_norm` or `on_nonfinite` the updates need all gradients: the updates are due when the call
+    returns, and run in the next call, each before its block's weights are copied. `flush` runs due updates at once, and
+    so does the first operation on a parameter whose update is due. With `overlap=False`, hooks on the optimizer's step,
+    or a norm and parameters of the optimizer outside the model, all updates follow all gradients, within the call. All
+    three ways give the same bits. Hooks on parameters run once a step, with whole gradients. A call that fails before
+    its first update leaves no trace; a call that fails later is completed, and a note on the error says so.
 
     Args:
         compiled: From `megatrain.compile`.
-        optimizer: Any optimizer of torch, or a subclass, over the model's parameters, that updates each from its
-            gradient and its state alone. LR schedulers and changes of `param_groups` between calls work as ever.
-        loss: `loss(result, batch)` makes the scalar to differentiate; None takes the result itself, or its `loss`.
-        weight: `weight(batch)` says how much a micro-batch counts, such as its number of targets; None counts all the
-            same. Losses and gradients are those of the weighted mean.
+        optimizer: Any optimizer of torch, or a subclass, over the model's parameters, that updates each parameter from
+            its gradient and its state alone. LR schedulers and changes of `param_groups` between calls work as usual.
+        loss: `loss(result, batch)` computes the scalar to differentiate; None takes the result itself, or its `loss`.
+        weight: `weight(batch)` says how much a micro-batch counts, such as its number of targets; with None all count
+            the same. Loss and gradients are those of the weighted mean.
         max_grad_norm: Largest norm of all gradients, as in `clip_grad_norm_(model.parameters())`; None doesn't clip.
-        overlap: Whether updates may run beside the device's work.
+        overlap: Whether updates may run at the same time as the device's work.
         on_nonfinite: What happens if a gradient has an infinite or undefined element: `"raise"` an error, `"skip"` the
             update; None doesn't look.
 
     Raises:
         OptimizerError: If the optimizer needs all parameters at once, or holds none of the model's.
-        OptionError: If an option isn't what it may be.
+        OptionError: If an option has a wrong value.
 
     Attributes:
-        user: What `save` was given, after `load`.
+        user: After `load`, the values that were given to `save`.
     """
 
     @checked(
@@ -123,12 +123,12 @@ class TrainStep:
 
     @property
     def progress(self) -> Progress:
-        """How many steps were taken and skipped, and the latest norm."""
+        """The numbers of steps taken and skipped, and the latest norm."""
         return self._boundary.progress
 
     @property
     def host_plan(self) -> HostPlan:
-        """What steps like the latest, or the one that was prepared, take of host memory.
+        """The host memory that steps like the latest, or like the prepared one, take.
 
         Raises:
             ExecuteError: Before the first of them.
@@ -146,15 +146,15 @@ class TrainStep:
         """Runs a step.
 
         Args:
-            batch: A mapping of keyword arguments of the model, a tuple of positional ones, or the only one; or a
-                list of such micro-batches, of any sizes.
+            batch: A mapping of keyword arguments of the model, a tuple of positional arguments, or the only argument;
+                or a list of such micro-batches, of any sizes.
 
         Returns:
             The loss, a tensor without dimensions on the compute device: the mean over micro-batches, by `weight`.
 
         Raises:
             ExecuteError: If gradients aren't finite and `on_nonfinite="raise"`, an operation fails, or an earlier
-                failure left the model between two steps.
+                failure left the model in the middle of a step.
             TraceError: If the model can't be captured for this batch.
             ScheduleError: If the memory is too small for it.
         """
@@ -208,7 +208,8 @@ class TrainStep:
         with engine.turn.run(differentiates=True), running.interrupts:
             self._running = running
             try:
-                # No name keeps the run: it ends while Ctrl-C is held back, for Python loses one in a `__del__`.
+                # No name keeps the run alive: it must end while Ctrl-C is held back, because Python loses a Ctrl-C in a
+                # `__del__`.
                 self._boundary.run(executor.begin(running.inputs(), watch=watch), running, updates, before)
                 self._completion.mark()  # here, where Ctrl-C is held back
             finally:
@@ -217,13 +218,13 @@ class TrainStep:
         return running.loss
 
     def flush(self) -> None:
-        """Takes the updates that are due, so that the parameters are those after the latest call."""
+        """Runs the due updates, so that parameters have their values after the latest step."""
         if self._running is not None or self._setup.is_due:
             with self._compiled.exclusively("flush()", in_child=True), self._completion.suspended():
                 self._setup.complete()
 
     def _complete(self) -> None:
-        """As `flush`, for whoever looks at what is due. In mid-step nothing is; a hook on a gradient must not look."""
+        """Like `flush`, for a use of a marked object. Nothing is due within a step; hooks must not look then."""
         running = self._running  # another thread may end it meanwhile
         if running is not None:
             running.check_no_hook()
@@ -240,21 +241,22 @@ class TrainStep:
         shard_bytes: int | str = "5GB",
         more: Callable[[Path], object] | None = None,
     ) -> None:
-        """Writes all that the next step depends on; see docs/checkpoints.md for what lies where.
+        """Writes everything that the next step depends on; see docs/checkpoints.md for the files.
 
         The weights are safetensors files under the model's own names, with the configuration for `from_pretrained`.
-        Nothing is copied in memory, and at each moment a whole checkpoint is at `folder`, the previous one or this.
+        Nothing is copied in memory, and at each moment a complete checkpoint is at `folder`: the previous or the new
+        one.
 
         Args:
-            folder: Where it shall be; one that is there is replaced.
-            scheduler: An LR scheduler, or whatever else has a `state_dict` and `load_state_dict`.
-            user: Values to find again in `user` after `load`: numbers, texts, tensors, and dicts and lists of these.
-            shard_bytes: Limit of a file, in bytes or as `"5GB"`.
+            folder: The folder to write; an existing checkpoint is replaced.
+            scheduler: An LR scheduler, or any object with a `state_dict` and `load_state_dict`.
+            user: Your own values, in `user` after `load`: numbers, texts, tensors, and dicts and lists of these.
+            shard_bytes: Largest size of a file, in bytes or as `"5GB"`.
             more: Adds files of its own to the folder, such as `tokenizer.save_pretrained`.
 
         Raises:
             CheckpointError: If something can't be stored, or the disk lacks room or fails; nothing is lost then.
-            ExecuteError: If a failure left the model between two steps, or a step is running (in a hook, say).
+            ExecuteError: If a failure left the model in the middle of a step, or a step is running (in a hook, say).
         """
         with self._compiled.exclusively("save()", in_child=True), torch.device("cpu"):
             self._boundary.check_whole()
@@ -281,10 +283,10 @@ class TrainStep:
         scheduler: checkpoint.Scheduler | None = None,
         **options: Any,
     ) -> TrainStep:
-        """Reads a checkpoint and returns a step that goes on as if it had never stopped, to the bit.
+        """Reads a checkpoint and returns a step that continues as if it had never stopped, bit for bit.
 
-        Memory, blocks, transfer, activations and `overlap` may be others. What was not saved must be as it was: the
-        model's code, `options`, and the batches to come; see docs/checkpoints.md.
+        Memory, blocks, transfer, activations and `overlap` may change. Things that a checkpoint doesn't store must be
+        as they were: the model's code, `options`, and the batches to come; see docs/checkpoints.md.
 
         Args:
             folder: Written by `save`.
@@ -295,8 +297,8 @@ class TrainStep:
             options: Of `TrainStep`.
 
         Raises:
-            OptionError: If an argument isn't what it may be.
-            CheckpointError: If it is damaged or of something else; a damaged tensor is found when it is read.
+            OptionError: If an argument has a wrong value.
+            CheckpointError: If it is damaged or doesn't fit; a damaged tensor is found when it is read.
         """
         step = cls(compiled, optimizer, **options)
         with compiled.megatrain.exclusively("load()"), torch.device("cpu"):

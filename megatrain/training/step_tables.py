@@ -1,4 +1,4 @@
-"""StepTables: the schedules of whole steps, one per combination of captures, and what runs them."""
+"""StepTables: the schedules of whole steps, one per combination of captures, and their executors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 
-# Steps of other sizes or numbers of micro-batches: those used last are kept.
+# Steps may differ in sizes and numbers of micro-batches: the schedules used last are kept.
 _MOST = 16
 
 
@@ -23,7 +23,7 @@ class StepTables:
     """Makes schedules of whole steps, and keeps them.
 
     Args:
-        options: How the model is compiled.
+        options: The options of `compile`.
     """
 
     def __init__(self, options: Options):
@@ -41,7 +41,7 @@ class StepTables:
 
         Args:
             programs: One per micro-batch.
-            kind: What the step does besides running the blocks.
+            kind: The kind of the step.
 
         Raises:
             ScheduleError: If the memory is too small, or the micro-batches can't share blocks.
@@ -61,7 +61,7 @@ class StepTables:
         return self._key(programs, kind) in self._executors
 
     def executor(self, programs: Sequence[Program], kind: StepKind, engine: Engine) -> Executor:
-        """Returns what runs that schedule; the model moves into the engine's store with the first."""
+        """Returns the executor of this schedule; the first one moves the model into the engine's store."""
         planned, key = self.schedule(programs, kind), self._key(programs, kind)
         if key not in self._executors:
             self._executors[key] = Executor(programs, planned, engine, arena=self._arena)

@@ -18,22 +18,22 @@ from megatrain.training.setup import Setting
 
 
 class Running:
-    """Makes losses of outputs, takes gradients, and updates where the schedule says.
+    """Computes losses from outputs, takes gradients, and updates parameters when the schedule says so.
 
     Args:
-        setting: What runs.
+        setting: Everything that the step runs.
         shares: Factors of the micro-batches' losses.
-        loss: Makes a loss of a result, if that is none itself.
+        loss: Computes a loss from a result; None if the result is the loss.
         updates: Takes the gradients.
         parameters: All of the model's, by key.
         threads: How many threads the work of the host may take.
-        looks_for_nonfinite: Whether a gradient that isn't finite keeps the updates from being taken.
+        looks_for_nonfinite: Whether a gradient that isn't finite prevents the updates.
 
     Attributes:
         has_updated: A parameter was updated from gradients of this step, so it can't be undone.
         is_skipped: Nothing will be updated, because a gradient isn't finite.
-        micro_batch: Whose operation is computed now.
-        kind: What the step does besides running the blocks.
+        micro_batch: The micro-batch of the present operation.
+        kind: The kind of the step.
         interrupts: Lets Ctrl-C through between operations.
     """
 
@@ -86,7 +86,7 @@ class Running:
         variant, own = self._setting.variants[micro_batch], self._setting.own[micro_batch]
         program = variant.program
         is_trained = [ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs]
-        # A loss of a parameter that the model returns shows by the gradient that it gets here.
+        # If the model returns a parameter and the loss reads it, the parameter gets a gradient here.
         returned = [ref.kind == "state" and self._is_trained(ref.name) for ref in program.outputs]
         results, gradients = handed([t for t, trained in zip(outputs, is_trained, strict=True) if trained])
         of_results, of_gradients = iter(results), iter(gradients)
@@ -133,7 +133,7 @@ class Running:
         parameter = self._parameters[key]
         post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
         if parameter._backward_hooks or post:  # pyright: ignore[reportPrivateUsage]
-            gradient = gradient.clone()  # whoever keeps it shall not see the next step's
+            gradient = gradient.clone()  # a hook may keep it, and must not see the next step's gradient in it
             self._hooking = threading.get_ident()
             try:
                 left = self._hooked(parameter, gradient)
@@ -145,7 +145,7 @@ class Running:
             self._updates.receive(parameter, left)
 
     def _hooked(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Returns what hooks leave of a gradient."""
+        """Returns a gradient after its hooks."""
         gradient = laid_out(hooked(parameter, gradient), parameter)
         post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
         if not post:
@@ -163,7 +163,7 @@ class Running:
             parameter.grad = None
 
     def check_no_hook(self) -> None:
-        """Refuses what a hook on a gradient must not do.
+        """Refuses an action that a hook on a gradient must not take.
 
         Raises:
             ExecuteError: If this thread runs one.

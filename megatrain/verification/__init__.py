@@ -1,4 +1,4 @@
-"""verify: a model against itself, compiled and eager, and where the two part ways."""
+"""verify: compares a model with itself, compiled and eager, and finds the first difference."""
 
 from megatrain.verification.report import Difference, FirstDifference, Report
 from megatrain.verification.side_by_side import verify

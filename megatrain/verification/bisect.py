@@ -26,7 +26,7 @@ from megatrain.verification.whole_graph import WholeGraph
 def find_first_difference(trial: Trial, step: int, tolerance: Tolerance) -> FirstDifference:
     """Repeats a step that wasn't equal: eagerly, as one graph, as blocks in order, and as compiled.
 
-    Where the first two of these that disagree meet, the fault is.
+    The fault is between the first two of these that disagree.
     """
     return _Search(trial, step, tolerance).run()
 
@@ -137,7 +137,7 @@ class _Search:
             for name in (n for n in block.inputs if n in truth.totals):
                 found = self._beyond(truth.totals[name], graph.totals(name))
                 if found:
-                    # The sum is over all that read it; the last of them is the first to give its part.
+                    # The sum is over all blocks that read it; the last of them adds its part first.
                     guilty = blocks[readers[name][-1]]
                     return self._in_block("passes", guilty, "backward", f"gradient of input `{name}`", found)
         return None

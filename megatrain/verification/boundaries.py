@@ -19,10 +19,10 @@ from megatrain.verification.trial import generators
 
 
 class Watch:
-    """Compares what passes with the truth, and keeps the first difference.
+    """Compares passing tensors with the truth, and keeps the first difference.
 
     Args:
-        truth: What should pass.
+        truth: The tensors that should pass.
         step: Number of the step.
         tolerance: Relative difference that counts as equal.
     """
@@ -76,7 +76,7 @@ def watch(variant: Variant, engine: Engine, seen: Watch) -> None:
 
 
 class _WatchedRunner:
-    """A block's runner, with all that goes in and comes out compared."""
+    """A block's runner that compares everything that goes in and comes out."""
 
     def __init__(self, runner: Any, block: Block, seen: Watch, device: Device):
         self._runner = runner

@@ -1,4 +1,4 @@
-"""How far tensors are apart, and how far they may be."""
+"""The distance between tensors, and the tolerance."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def compare(
         expected: Of eager PyTorch.
         found: Of the compiled model.
         step: Number of the step.
-        tolerance: What counts as equal.
+        tolerance: Differences that count as equal.
         blocks_of: Names the blocks of a `(kind, name)`.
     """
     sizes = {key: largest(value) for key, value in expected.items() if isinstance(value, torch.Tensor)}
@@ -94,7 +94,7 @@ def _apart(expected: Mapping[Key, Any], found: Mapping[Key, Any], key: Key) -> t
 
 
 def distance(expected: Any, found: Any) -> tuple[float, str]:
-    """Returns the largest absolute difference, and in words what differs if they can't be subtracted.
+    """Returns the largest absolute difference, and the difference in words if they can't be subtracted.
 
     NaN equals NaN. Generator states and flags are equal or infinitely far apart.
     """

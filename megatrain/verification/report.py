@@ -1,4 +1,4 @@
-"""What verify() found: one difference per tensor, the worst first, and where the first one arose."""
+"""The result of verify(): one difference per tensor, the largest first, and the place of the first one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Difference:
         step: The training step, from 0.
         absolute: Largest absolute difference; inf where the two can't be subtracted, and `reason` says why.
         relative: `absolute` over the tensor's own largest absolute value, or over a hundredth of the largest of its
-            kind if that is more: some gradients, that of a key projection's bias for one, are zero but for rounding.
+            kind if that is more: some gradients, such as that of a key projection's bias, are zero except for rounding.
         blocks: The blocks that hold it (state), read it (inputs) or make it (outputs): `"block 3 layers.2"`.
         tolerance: Largest `relative` that counts as equal.
         reason: In words what differs, where it isn't the size of numbers: a shape, a dtype, None.
@@ -61,10 +61,10 @@ class FirstDifference:
     """The first block, in the order in which a step runs, whose numbers are not eager's.
 
     Args:
-        culprit: What is at fault. `"model"`: eager PyTorch gives other numbers when the same step is repeated.
-            `"capture"`: the traced graph, run as a whole, isn't the model. `"passes"`: the graph is right and the
-            blocks made of it aren't. `"runtime"`: the blocks are right and what ran isn't. `"unrepeatable"`: all
-            agree when the step is repeated.
+        culprit: The part at fault. `"model"`: eager PyTorch gives other numbers when the same step is repeated.
+            `"capture"`: the traced graph, run as a whole, gives other numbers than the model. `"passes"`: the graph is
+            right, but the blocks made from it aren't. `"runtime"`: the blocks are right, but the run isn't.
+            `"unrepeatable"`: all agree when the step is repeated.
         step: The training step, from 0.
         block: Index of the block; None where it can't be told.
         name: The block's name; for `"model"` and `"capture"` the module's, if its output differs.
@@ -72,7 +72,7 @@ class FirstDifference:
         what: The tensor: ``output `add_3` ``, ``state `layers.2.weight` ``.
         absolute: Largest absolute difference.
         relative: The same over the tensor's largest absolute value.
-        reason: In words what differs, where it isn't the size of numbers.
+        reason: The difference in words, if it isn't the size of numbers.
     """
 
     culprit: str
@@ -111,7 +111,7 @@ _CULPRITS = {
 @checked(tolerance=number(least=0), num_blocks=count())
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` found; prints a line if all is equal bit for bit, else what differs, the worst first.
+    """The result of `verify`; prints one line if all is equal bit for bit, otherwise the differences.
 
     Args:
         differences: One per tensor compared, worst first. They end with the first step that isn't equal.
@@ -119,7 +119,7 @@ class Report:
         model: Class name of the model.
         num_blocks: Blocks in its schedule.
         first_difference: Where the first difference arose; None if all is equal, or if the search failed.
-        notes: What a reader should know: nothing differentiable, NaN in eager, a search that failed.
+        notes: Notes for the reader: nothing differentiable, NaN in eager, a search that failed.
     """
 
     differences: tuple[Difference, ...]

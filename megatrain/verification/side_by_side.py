@@ -1,4 +1,4 @@
-"""verify(): a model against itself, compiled and eager."""
+"""verify(): compares a model with itself, compiled and eager."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatrain.verification.trial import Observation, Trial, update
 from megatrain.verification.untouched import copied_model, left_alone
 
 
-def verify(  # the options of compile() beside its own
+def verify(  # the options of compile() and its own
     model: nn.Module,
     *args: Any,
     steps: int = 2,
@@ -45,15 +45,16 @@ def verify(  # the options of compile() beside its own
 ) -> Report:
     """Trains a copy of `model` compiled and another eagerly, side by side, and compares everything.
 
-    Both run `steps` steps of forward, backward and update on the same arguments, from the same seed. Compared are
-    the outputs (tensors, and all else in them), every gradient and whether there is one, the gradients of the
-    arguments, every buffer, the state of torch's generators, and the parameters after each update, which moves
-    every parameter by up to `learning_rate` of its largest value. If a step isn't equal, it is repeated to find the
-    first block that went wrong (`report.first_difference`), and the steps after it are left out.
+    Both run `steps` steps of forward, backward and update on the same arguments, from the same seed. `verify` compares
+    the outputs (tensors and all other values), every gradient and whether it exists, the gradients of the arguments,
+    every buffer, the state of torch's generators, and the parameters after each update, which moves every parameter by
+    up to `learning_rate` of its largest value. If a step isn't equal, it is repeated to find the first block that went
+    wrong (`report.first_difference`), and the steps after it are left out.
 
-    `model`, its gradients, the arguments and all random generators are left as they were. It takes one copy of the
-    model on the host and another on the compute device, each with gradients, and the activations of an eager step.
-    Finding the first difference takes as much of the device once more, and on the host all values between blocks.
+    `model`, its gradients, the arguments and all random generators stay as they were. `verify` needs memory for one
+    copy of the model on the host and another on the compute device, each with gradients, and the activations of an
+    eager step. Finding the first difference takes as much of the device once more, and on the host all values between
+    blocks.
 
     Args:
         model: Any module that `compile` takes; its mode, train or eval, is kept.
@@ -63,25 +64,25 @@ def verify(  # the options of compile() beside its own
         learning_rate: Of the update between steps.
         tolerance: Relative difference that still counts as equal; 0 asks for the same bits. None goes by dtype:
             1e-5 for single precision, 1e-13 for double, 4e-3 for half, 3e-2 for bfloat16 (also for regions under
-            autocast). The numbers are the same bits but where a sum associates differently, and then off by a few
-            units in the last place. Whole numbers, flags and texts have to be equal in any case.
-        loss: Makes a scalar of the model's output; default: the sum of all differentiable outputs with fixed random
-            weights, so that every element of every output matters.
+            autocast). The numbers have the same bits, except where a sum associates differently; then they differ by a
+            few units in the last place. Whole numbers, flags and texts must be equal in any case.
+        loss: Computes a scalar from the model's output; default: the sum of all differentiable outputs with fixed
+            random weights, so that every element of every output matters.
         device: See `compile`; None of these five is the default there.
         memory: See `compile`.
         activations: See `compile`.
         transfer: See `compile`.
         block_bytes: See `compile`.
-        compile_options: More options of `compile`; those given on their own win. With `precision="bf16"`, eager is a
-            bf16 copy as well, and gets the inputs in bf16.
+        compile_options: More options of `compile`; options given directly win. With `precision="bf16"`, eager is a bf16
+            copy as well, and gets the inputs in bf16.
         **kwargs: Keyword arguments of its forward.
 
     Returns:
         The report; `report.ok` is the verdict.
 
     Raises:
-        OptionError: If an option isn't what it may be, or could as well be an argument of the forward.
-        TraceError: And whatever else `compile` and a compiled step raise, unchanged.
+        OptionError: If an option has a wrong value, or could also be an argument of the forward.
+        TraceError: And any other error of `compile` or a compiled step, unchanged.
         ExecuteError: If the model can't be copied.
     """
     named = {
@@ -176,7 +177,7 @@ def _report(trial: Trial, steps: int, given: float | None) -> Report:
         try:
             first = find_first_difference(trial, compared.failed, compared.tolerance)
         except Exception as error:
-            # The verdict stands, whatever becomes of the search (it takes more memory than the comparison).
+            # The verdict holds even if the search fails (it takes more memory than the comparison).
             notes.append(f"the search for the first difference failed: {type(error).__name__}: {error}")
     differences = sorted(compared.differences, key=lambda d: (*(-x for x in d.severity), d.step, d.kind, d.name))
     coarsest = max((d.tolerance for d in differences), default=0.0) if given is None else given
@@ -192,7 +193,7 @@ def _compared(trial: Trial, steps: int, given: float | None) -> _Compared:
     tolerance = Tolerance(given)
     for step in range(steps):
         found = trial.observe(compiled, streamed, step)
-        # Only now: what compile refuses is refused before anything moves to the device.
+        # Only now, so that compile's errors come before anything moves to the device.
         eager = trial.eager() if eager is None else eager
         expected = trial.observe(eager, eager, step)
         tolerance = Tolerance.of(given, compiled.megatrain.program)

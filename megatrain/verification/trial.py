@@ -1,4 +1,4 @@
-"""Trial: what is compared and how; it can repeat any step, eagerly or compiled."""
+"""Trial: the steps that are compared; it can repeat any step, eagerly or compiled."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Trial:
 def update(model: nn.Module, learning_rate: float) -> None:
     """Moves each parameter against its gradient, its largest change being a fraction of its largest value.
 
-    So a step changes every parameter visibly, whatever the size of its gradient, and none runs away.
+    So a step changes every parameter visibly, however large its gradient is, and no parameter diverges.
     """
     with torch.no_grad():
         for parameter in model.parameters():
@@ -176,7 +176,7 @@ def weighted_sum(leaves: Mapping[str, Any]) -> torch.Tensor | None:
         generator = torch.Generator(real.device).manual_seed(zlib.crc32(path.encode()))
         weights = torch.rand(real.shape, generator=generator, dtype=real.dtype, device=real.device).add_(0.5)
         weights.mul_(torch.randint(0, 2, real.shape, generator=generator, device=real.device).mul_(2).sub_(1))
-        # The square root keeps gradients of large outputs from vanishing beside those of small ones.
+        # The square root keeps gradients of large outputs from vanishing next to those of small outputs.
         term = (real * weights).sum() / real.numel() ** 0.5
         total = term if total is None else total + term
     return total

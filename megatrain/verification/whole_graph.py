@@ -1,4 +1,4 @@
-"""Runs a capture as one graph, uncut, and notes what passes the places where it will be cut."""
+"""Runs a capture as one graph, uncut, and notes the tensors at the places of the cuts."""
 
 from __future__ import annotations
 

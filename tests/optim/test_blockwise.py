@@ -316,9 +316,9 @@ class Failing(torch.optim.SGD):
     ("make", "reason"),
     [
         (torch.optim.LBFGS, "needs `closure`"),
-        (lambda ps: NormSGD(ps, lr=0.1), "leave another value of a"),
-        (Counting, "leave another `log`"),
-        (lambda ps: Noisy(ps, lr=0.1), "leave another value of a"),
+        (lambda ps: NormSGD(ps, lr=0.1), "give another value of a"),
+        (Counting, "give another `log`"),
+        (lambda ps: Noisy(ps, lr=0.1), "give another value of a"),
         (lambda ps: Distance(ps, lr=0.1), "two values of `distance`"),
         (Lookahead, "`inner` holds a SGD"),
         (lambda ps: Failing(ps, lr=0.1), "no such layer"),

@@ -198,9 +198,9 @@ def test_code_that_runs_on_nothing_is_refused():
             raise KeyError("no such device")
 
     (parameter,) = parameters_of(((3,),))
-    with pytest.raises(OptimizerError, match=r"what Broken will keep can't be found out.*no such device") as caught:
+    with pytest.raises(OptimizerError, match=r"the state of Broken can't be found out.*no such device") as caught:
         optimizer_need(Broken([parameter]), alone([parameter]))
-    assert "state that exists is counted as it is" in str(caught.value)
+    assert "existing state is counted as it is" in str(caught.value)
 
 
 def test_what_needs_all_parameters_at_once_is_refused():

@@ -105,12 +105,12 @@ def _returns_no_tuple(traced: TracedModule) -> None:
     ("spoil", "text"),
     [
         (_calls_a_module, "is a `call_module`"),
-        (_reads_other_state, "reads state `nobody`, which the inventory lacks"),
+        (_reads_other_state, "reads state `nobody`, which isn't in the inventory"),
         (_state_of_another_shape, r"but its meta says \S+: f32\[7\]"),
         (_state_of_another_key, "but its meta says nobody: "),
         (_odd_modules, r"something other than `\(name, number\)`"),
         (_writes_no_tuple, "has a list as `writes`"),
-        (_writes_elsewhere, "what isn't a node of this graph"),
+        (_writes_elsewhere, "something other than nodes of this graph in"),
         (_reads_the_future, "is not well-formed"),
         (_returns_no_tuple, "doesn't return a tuple of its nodes"),
     ],
@@ -128,5 +128,5 @@ def test_what_is_written_back_is_of_this_graph_and_of_known_state():
     (key, node), *rest = traced.writes_back
     with pytest.raises(TraceError, match="belongs to another graph"):
         replace(traced, writes_back=((key, _traced().writes_back[0][1]), *rest)).check()
-    with pytest.raises(TraceError, match="is written back to `nobody`, which the inventory"):
+    with pytest.raises(TraceError, match="is written back to `nobody`, which isn't in the inventory"):
         replace(traced, writes_back=(("nobody", node), *rest)).check()

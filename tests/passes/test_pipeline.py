@@ -91,7 +91,7 @@ def test_a_pass_behind_partition_returns_a_program():
         return traced
 
     traced = _traced()
-    with pytest.raises(LowerError, match=r"the pass `back` returned a TracedModule\.\n  A pass behind partition"):
+    with pytest.raises(LowerError, match=r"the pass `back` returned a TracedModule\.\n  A pass after partition"):
         lower(traced, passes=(partition, back))
     with pytest.raises(LowerError, match=r"the pass `<lambda>` returned an int\.\n  A pass takes a TracedModule"):
         lower(traced, passes=(lambda _: 3,))
@@ -100,7 +100,7 @@ def test_a_pass_behind_partition_returns_a_program():
 def test_passes_that_leave_state_in_the_templates_are_refused():
     with pytest.raises(LowerError, match="templates read state by name") as caught:
         lower(_traced(), passes=(canonicalize, partition))
-    assert "Have lift_state among the passes" in str(caught.value)
+    assert "Add lift_state after partition" in str(caught.value)
     assert not partition(_traced()).is_lifted
 
 

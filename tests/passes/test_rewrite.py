@@ -232,7 +232,7 @@ def _value(rewriter: Rewriter):
 
 
 REFUSED: dict[str, tuple[Callable[[Rewriter], object], str]] = {
-    "an input to be like": (lambda r: r.call(_input(r), "abs", _input(r)), r"`\w+` is no call"),
+    "an input to be like": (lambda r: r.call(_input(r), "abs", _input(r)), r"`\w+` isn't a call"),
     "nothing to be like": (lambda r: r.call(None, "abs", _value(r)), "None isn't a node of this graph"),
     "another graph's": (lambda r: r.call(_value(r), "abs", _value(Rewriter(_traced()))), "isn't a node of this graph"),
     "a module": (lambda r: r.call(_value(r), nn.Linear(6, 6), _value(r)), "`Linear` is a module"),
@@ -247,10 +247,10 @@ REFUSED: dict[str, tuple[Callable[[Rewriter], object], str]] = {
         lambda r: r.call(_value(r), F.relu, _value(r), hot=1),
         "`relu` can't be called with these arguments: TypeError",
     ),
-    "values": (lambda r: r.call(_value(r), "nonzero", _value(r)), "`nonzero` can't be called so"),
+    "values": (lambda r: r.call(_value(r), "nonzero", _value(r)), "`nonzero` can't be called with these arguments"),
     "in place": (lambda r: r.call(_value(r), "mul_", _input(r), 2), r"`mul_` writes into `\w+`"),
     "no tensor": (lambda r: r.call(_value(r), "size", _value(r)), "`size` makes no tensor"),
-    "too late": (lambda r: r.call(r.calls(F.linear)[0], "abs", r.calls(torch.add)[0]), "made behind `linear`"),
+    "too late": (lambda r: r.call(r.calls(F.linear)[0], "abs", r.calls(torch.add)[0]), "made after `linear`"),
     "elsewhere": (lambda r: r.call(_value(r), torch.zeros, 3, device="meta"), "makes a tensor on meta"),
     "replaces an input": (lambda r: r.replace(_input(r), _value(r)), r"`\w+` is no call that makes one tensor"),
     "another shape": (

@@ -200,5 +200,5 @@ def test_a_result_from_a_clock_is_refused() -> None:
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
             return self.fc(x) * random.random(), time.perf_counter_ns()
 
-    with pytest.raises(megatrain.TraceError, match="must return the same when it starts again from the same state"):
+    with pytest.raises(megatrain.TraceError, match="must be the same when a call starts again from the same state"):
         megatrain.compile(Clock())(torch.ones(2, 3))

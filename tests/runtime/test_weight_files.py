@@ -130,7 +130,7 @@ def test_a_prefix_that_the_model_lacks(tmp_path: Path):
         "\n".join([text.split("\n")[0], text.split("\n")[-1]]),
         """\
 the weights don't fit the model: 10 missing, 11 unexpected.
-  All are there with `base.` in front: compile a module that holds this one as `base`.""",
+  All names exist with the prefix `base.`: compile a module that holds this one as `base`.""",
     )
 
 
@@ -139,7 +139,7 @@ def test_a_prefix_that_the_files_lack(tmp_path: Path):
     model = nn.ModuleDict({"base": partial_on_meta()})
     assert_expected_inline(
         refusal_of(model, state_of(Partial()), tmp_path).split("\n")[-1],
-        """  All are there without `base.` in front: compile the module `base` of this model itself.""",
+        """  All names exist without the prefix `base.`: compile the module `base` of this model itself.""",
     )
 
 

@@ -238,10 +238,10 @@ def test_parameters_without_a_name(tmp_path: Path):
 def test_a_folder_with_something_else_is_not_replaced(tmp_path: Path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/thesis.tex").write_text("years of work")
-    assert "exists and is no checkpoint" in refusal(lambda: save_trained(tmp_path / "run"))
+    assert "exists and isn't a checkpoint" in refusal(lambda: save_trained(tmp_path / "run"))
     assert (tmp_path / "run/thesis.tex").read_text() == "years of work"
     (tmp_path / "file").write_text("")
-    assert "exists and is no checkpoint" in refusal(lambda: save_trained(tmp_path / "file"))
+    assert "exists and isn't a checkpoint" in refusal(lambda: save_trained(tmp_path / "file"))
     assert "file` is a file, so" in refusal(lambda: save_trained(tmp_path / "file" / "deeper" / "run"))
 
 

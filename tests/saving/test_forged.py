@@ -158,7 +158,9 @@ def test_a_forged_manifest_is_refused_with_the_fields_and_the_rule(whole: Path):
     next(iter(forged["files"].values()))["header_bytes"] = -1
     forged["optimizer"]["class"] = 7
     text = forge_and_refuse(whole, forged)
-    assert "`checkpoint.json` is damaged: it isn't what a save writes" in text.replace(f"{whole}/", "")
+    assert "`checkpoint.json` is damaged: 3 places differ from anything that a save writes" in text.replace(
+        f"{whole}/", ""
+    )
     assert "\n  a name in content.files is '../notes.txt', not the name of a file in this folder" in text
     assert "\n  content.optimizer.class is 7, not a text" in text
     assert "Copy the checkpoint again" in text
@@ -282,7 +284,7 @@ def test_what_load_would_refuse_is_refused_by_save(tmp_path: Path):
     list_in_itself: list[Any] = []
     list_in_itself.append(list_in_itself)
     for problem, options in {
-        r"`a\ud800` is no name": {"weights": {"a\ud800": torch.ones(1)}},
+        r"`a\ud800` isn't a name": {"weights": {"a\ud800": torch.ones(1)}},
         "`loop": {"weights": {}, "extra": {"loop": list_in_itself}},
     }.items():
         assert problem in refusal(lambda options=options: save(tmp_path / "run", **options))

@@ -156,7 +156,7 @@ def test_a_weight_overwritten_while_in_use_is_shown_with_its_row():
         ({Position(4, Stream.D2H): Op(Stream.D2H, "A", 2)}, "d2h:A2 at tick 4 has nothing to move."),
         ({Position(9, Stream.HOST): Op(Stream.HOST, "U", 2)}, "host:U2 at tick 9 has nothing to update."),
         ({Position(9, Stream.HOST): Op(Stream.HOST, "N", -1)}, "host:N at tick 9 is read by nothing."),
-        ({Position(8, Stream.COMPUTE): Op(Stream.COMPUTE, "B", 0, micro_batch=0)}, "B0.0 at tick 8 can't tell"),
+        ({Position(8, Stream.COMPUTE): Op(Stream.COMPUTE, "B", 0, micro_batch=0)}, "B0.0 at tick 8 doesn't name"),
         ({Position(10, Stream.D2H): None}, "tick 10 states 339456 live bytes, but 273920 are."),
     ],
 )

@@ -166,7 +166,7 @@ def test_another_program_is_refused():
     four, bound = schedule(trained(4)), schedule(trained(3), transfer="bind")
     found = measured(schedule(trained(3)))
     for other in (four, bound):
-        with pytest.raises(ScheduleError, match="measured were 3 blocks with `copy`, this schedule has"):
+        with pytest.raises(ScheduleError, match="the measurement has 3 blocks with `copy`, this schedule has"):
             other.simulate(found)
         with pytest.raises(ScheduleError, match="2 runs of 2 programs"):
             Measured.mean([found, measured(other)])

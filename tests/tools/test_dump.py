@@ -116,7 +116,7 @@ def test_a_pass_that_does_something_else_the_second_time_is_refused(tmp_path: Pa
 
     compiled = compiled_gpt(passes=[renames])
     compiled(IDS)
-    with pytest.raises(LowerError, match="the passes made another program of capture 1 than the one in use"):
+    with pytest.raises(LowerError, match="the passes made a program from capture 1 that differs from the one in use"):
         compiled.dump(tmp_path)
 
 

@@ -208,7 +208,7 @@ def returns_a_lock(model, x):
 # What is refused, and words that the message must have besides the user's line.
 CASES: list[tuple[Callable[..., Any], str]] = [
     (has_its_own_generator, "generator of its own"),
-    (makes_a_parameter, "appears from nowhere"),
+    (makes_a_parameter, "of unknown origin"),
     (writes_a_trained_input, "writes into its input `x`"),
     (writes_a_loose_tensor, "isn't a buffer"),
     (reads_a_gradient, r"reads `\.grad`"),
@@ -216,7 +216,7 @@ CASES: list[tuple[Callable[..., Any], str]] = [
 WITHOUT_LINE: list[tuple[Callable[..., Any], str]] = [
     (writes_a_parameter, r"parameter `fc\.weight`"),
     (returns_a_lock, "can't be copied"),
-    (runs_backward, "backward of its own"),
+    (runs_backward, "runs a backward in the forward"),
 ]
 
 

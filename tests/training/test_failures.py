@@ -69,7 +69,7 @@ class Run:
         drawn = torch.get_rng_state()
         heal()
         notes = "\n".join(getattr(caught.value, "__notes__", ()))
-        assert "can't be had" not in notes, what
+        assert "can't be computed" not in notes, what
         is_completed = "was completed" in notes
         torch.manual_seed(self.number)
         if is_completed:

@@ -202,8 +202,8 @@ GOOD = TASKS["stack"].batch(0, 2)
 LEAKY: list[tuple[str, Any, str]] = [
     ("not_a_scalar", lambda result, batch: result, r"loss= returned a Tensor of shape \[2, 2\], which is no loss"),
     ("not_a_tensor", lambda result, batch: 1.0, "loss= returned a float, which is no loss"),
-    ("detached", lambda result, batch: result.detach().mean(), "the loss doesn't depend on what the model computes"),
-    ("constant", lambda result, batch: torch.ones(()), "the loss doesn't depend on what the model computes"),
+    ("detached", lambda result, batch: result.detach().mean(), "the loss doesn't depend on the model's result"),
+    ("constant", lambda result, batch: torch.ones(()), "the loss doesn't depend on the model's result"),
 ]
 
 

@@ -131,7 +131,7 @@ def test_every_flipped_byte_is_found_and_file_and_tensor_are_named(whole: Path, 
             else:
                 text = refusal(lambda: load(run, folder))
                 assert text.startswith(f"`{tensor}` in `{path}` is damaged: "), text
-                assert "Tensors that were read into have other values now" in text
+                assert "Tensors that were read before this one have new values already" in text
             assert path.name in refusal(lambda: saving.load(folder).check())
         shutil.copy(file, path)
     # What a damaged one left half read, a whole one sets right.

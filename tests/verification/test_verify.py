@@ -473,7 +473,7 @@ def test_a_report_prints_the_worst_first_and_leaves_out_the_rest():
     assert "DIFFERENT from" in lines[0]
     assert "largest relative difference 2.00e-01" in lines[0]
     assert lines[2].split()[:3] == ["output", "0", "2.00e-01"]
-    assert lines[-1] == "  ... and 12 more, no worse"
+    assert lines[-1] == "  ... and 12 more, not larger"
     assert not report.ok
     assert report.max_error == 0.2
     assert Report((), 0.0, "Model", 3).ok

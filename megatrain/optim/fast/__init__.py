@@ -1,7 +1,7 @@
 """Fast paths: updates of some optimizers in one pass over a parameter, fp32 or bf16 with masters.
 
 AdamW has one. For another optimizer, subclass `FastPath`, and `register` an object of that class before the first
-training step; `unregister` takes it out again. `NativeKernel` calls a function of C that the machine's compiler builds.
+training step; `unregister` removes it again. `NativeKernel` calls a C function that the machine's compiler builds.
 docs/fast_paths.md writes one for Lion.
 """
 

@@ -110,7 +110,7 @@ def adamw_(
         threads: How many threads `"native"` uses; None is as many as torch. The others use torch's.
 
     Raises:
-        OptimizerError: If `"native"` was asked for and can't be had.
+        OptimizerError: If `"native"` was asked for and isn't available.
     """
     assert gradient.shape == master.shape
     done = 0
@@ -134,7 +134,7 @@ def _is_native(master: type[Master], gradient: torch.dtype) -> bool:
 
 @functools.cache
 def native_reason() -> str | None:
-    """Returns why `kernel="native"` can't be had here, or None if it can.
+    """Returns why `kernel="native"` isn't available on this machine, or None if it is.
 
     The kernel is built, and its bits compared with torch's: processors differ in what torch fuses.
     """

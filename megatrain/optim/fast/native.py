@@ -1,4 +1,4 @@
-"""NativeKernel: a function of C, built by the machine's own compiler when it is first wanted."""
+"""NativeKernel: a C function, built by the machine's own compiler on first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Argument = Literal["tensor", "floats", "int32", "int64"]
 
 _TYPES = {"tensor": ctypes.c_void_p, "floats": ctypes.c_void_p, "int32": ctypes.c_int32, "int64": ctypes.c_int64}
 _COMPILERS = ("cc", "gcc", "clang")
-# No contraction and no reassociation: the bits are those that the source says.
+# No contraction and no reassociation: the bits follow from the source.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-std=c11", "-shared", "-fPIC")
 
 
@@ -30,7 +30,7 @@ class NativeKernel:
     Args:
         source: The file, C11 with OpenMP; it is compiled once per process.
         function: Its name in the file.
-        signature: What its arguments are.
+        signature: The types of its arguments.
     """
 
     source: Path
@@ -68,7 +68,7 @@ def build(source: Path, compilers: tuple[str, ...] = _COMPILERS) -> ctypes.CDLL 
     """Compiles a file of C once per process.
 
     Returns:
-        What it became, loaded; or why there is nothing.
+        The loaded library, or the reason why there is none.
     """
     compiler = next((path for path in map(shutil.which, compilers) if path), None)
     if compiler is None:

@@ -18,9 +18,9 @@ from megatrain.optim.masters.halves import Master, SplitMaster, WholeMaster
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterUpdate:
-    """What the update of one parameter reads and writes.
+    """The tensors and numbers that the update of one parameter reads and writes.
 
-    All tensors lie in the order of the parameter's memory. Those of the master, `moments` and `numbers` are the
+    All tensors are in the order of the parameter's memory. Those of the master, `moments` and `numbers` are the
     parameter's and the optimizer's own memory: an update writes into them.
 
     Args:
@@ -28,7 +28,7 @@ class ParameterUpdate:
         gradient: Contiguous, of the master's shape, fp32 or bf16; not to be written to.
         moments: fp32, contiguous, of the master's shape; in the order of `FastPath.moments`.
         numbers: fp32 tensors without dimensions, in the order of `FastPath.numbers`.
-        options: What `FastPath.options` returned.
+        options: The result of `FastPath.options`.
         scale: Factor of the gradient, such as the coefficient of clipping.
         threads: How many threads code that isn't torch's may take; None is as many as torch.
     """
@@ -42,7 +42,7 @@ class ParameterUpdate:
     threads: int | None = None
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields values, gradient and moments of one piece after the other, all fp32 and flat, whatever the master is.
+        """Yields values, gradient and moments of one piece after the other, all fp32 and flat, for any kind of master.
 
         Values and gradient are scratch memory. The gradient is scaled, and may be written to. The master takes the
         values over when the next piece is asked for; moments are changed in place. Pieces end where caches do, so an
@@ -52,7 +52,7 @@ class ParameterUpdate:
 
 
 class FastPath(ABC):
-    """An optimizer's update of one parameter, in one object; `register` puts it to use.
+    """An optimizer's fused update of one parameter, in one object; `register` puts it to use.
 
     The update has the bits of the optimizer's own code over an fp32 parameter, or says in its documentation how far it
     is from them. State has the names that the optimizer's own code gives, so that a checkpoint fits both.
@@ -82,7 +82,7 @@ class FastPath(ABC):
     def options(self, group: Mapping[str, Any]) -> Any:
         """Reads the numbers of a step from a group; it returns the group itself, unless it is overridden.
 
-        What is wrong with them is raised here, before anything is written.
+        Errors in the options are raised here, before anything is written.
         """
         return group
 
@@ -102,7 +102,8 @@ class FastPath(ABC):
     def is_sure(self, master: type[Master], gradient: torch.dtype) -> bool:
         """Tells whether an update, once it writes, is sure to reach its end.
 
-        If it isn't (the default), what a block's update writes is copied before, to be put back after a failure.
+        If it isn't (the default), the tensors that a block's update writes are copied first, to be restored after a
+        failure.
 
         Args:
             master: The kind of master.
@@ -129,7 +130,7 @@ _PATHS: list[FastPath] = []
 
 @checked(path=instance_of(FastPath, "an object of a subclass of FastPath", "that object, not its class"))
 def register(path: FastPath) -> None:
-    """Puts a fast path to use, ahead of those that are there; training steps that are under way take it up, too.
+    """Puts a fast path to use, before all registered ones; existing training steps use it, too.
 
     Raises:
         OptimizerError: If it is registered already.
@@ -160,7 +161,7 @@ def unregister(path: FastPath) -> None:
 
 
 def fast_path(optimizer: Optimizer, group: Mapping[str, Any], *, is_whole: bool = False) -> FastPath | None:
-    """Returns what updates parameters of a group in one pass: the latest registered that does; None if none does.
+    """Returns the latest registered fast path that matches a group; None if none does.
 
     Args:
         optimizer: As of `FastPath.matches`.

@@ -17,7 +17,7 @@ from megatrain.runtime.stores.weights import Weights
 class MasterWeights(Weights):
     """Values in files for a model whose bf16 parameters have masters.
 
-    fp32 values give both halves, bf16 values the high one. No tensor is there in fp32 but for a piece.
+    fp32 values give both halves, bf16 values the high half. Only one piece at a time exists in fp32.
 
     Args:
         model: As of `Weights`.

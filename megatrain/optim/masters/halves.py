@@ -1,13 +1,13 @@
-"""Where the fp32 values of a parameter are kept: as they are, in two halves, or rounded to bf16 by chance.
+"""Three ways to keep a parameter's fp32 values: as they are, in two halves, or rounded to bf16 at random.
 
-In halves, the high half is the bf16 value nearest to the master; an exact tie goes away from zero. (With ties to
+In halves, the high half is the bf16 value nearest to the master; an exact tie rounds away from zero. (With ties to
 even, 65537 masters would share some high halves and 65535 others, and 16 bits could not tell them apart.) The low half
-is the signed distance in units of the master's last place. Together they are the master's bits: `(high << 16) + low`.
-A NaN becomes a quiet NaN, so that the high half shows it too.
+is the signed distance in units of the master's last place. Together they are the master's bits: `(high << 16) + low`. A
+NaN becomes a quiet NaN, so that the high half shows it too.
 
-A low half that belongs to another high half (someone wrote the parameter unseen) moves the value by at most half the
-distance to the next bf16 value, so the master still rounds to what was written. Only beside a zero or an infinity can
-the sum be NaN; then the high half counts alone.
+A low half that belongs to another high half (after a write to the parameter that wasn't noticed) moves the value by at
+most half the distance to the next bf16 value, so the master still rounds to the written value. Only with a zero or an
+infinity as high half can the sum be NaN; then the high half counts alone.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class SplitMaster:
     """An fp32 tensor as two contiguous halves of the same shape, on the host.
 
     Attributes:
-        high: bf16; what a block computes with.
-        low: int16; what `high` lacks.
+        high: bf16; the values that a block computes with.
+        low: int16; the bits that `high` lacks.
     """
 
     high: torch.Tensor
@@ -88,12 +88,12 @@ class SplitMaster:
 
     def load(self, values: torch.Tensor, spare: torch.Tensor) -> None:
         """Writes the fp32 values; `values` and `spare` (int32) are as long as this part."""
-        # Each conversion into memory of its own: an addition of int32 and int16 would allocate one.
+        # Each conversion has its own memory: an addition of int32 and int16 would allocate some.
         values.copy_(self.high)
         spare.copy_(self.low)
         values.view(torch.int32).add_(spare)
         if _may_hold_nan(values):
-            # Where something else wrote the high half, the low one may not belong to it: see the module.
+            # If other code wrote the high half, the low half may not belong to it: see the module.
             is_nan = values.isnan()
             values[is_nan] = self.high[is_nan].float()
 
@@ -112,11 +112,11 @@ class SplitMaster:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedMaster:
-    """A bf16 tensor that is its own master: what an update changes is rounded up or down by chance.
+    """A bf16 tensor that is its own master: updates are rounded up or down at random (stochastic rounding).
 
-    The chance is the distance to the other neighbour, so the mean of many roundings is the value itself, and small
-    updates are not lost on average: stochastic rounding. A generator draws for one master alone: the same seed and the
-    same updates of this master give the same bits, whatever the number of threads and the order of other updates.
+    The probability is the distance to the other neighbour, so the mean of many roundings is the value itself, and small
+    updates are not lost on average. A generator draws for one master alone: the same seed and the same updates of this
+    master give the same bits, for any number of threads and any order of other updates.
 
     Attributes:
         high: bf16, contiguous, on the host.

@@ -1,4 +1,4 @@
-"""Held: a parameter of the model, and what `Masters` keeps of it."""
+"""Held: a parameter of the model, and the data that `Masters` keeps for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Held:
     Attributes:
         key: Its name in the model.
         parameter: The object, in fp32 or bf16.
-        low: What it lacks to its master, int16 of its shape; None is zero.
+        low: The bits that it lacks to its master, int16 of its shape; None is zero.
         mark: Its version and address when `low` was last known to belong to it.
         generator: Draws for the stochastic rounding of its updates, once it has been asked for.
     """
@@ -31,11 +31,11 @@ class Held:
     generator: torch.Generator | None = None
 
     def wrote(self) -> None:
-        """Notes that what the parameter holds now belongs to `low`."""
+        """Notes that the parameter's present values belong to `low`."""
         self.mark = self._mark()
 
     def drop_old_low(self) -> None:
-        """Sets `low` to zero if someone else has written the parameter."""
+        """Sets `low` to zero if other code has written the parameter."""
         if self.low is not None and self.mark != self._mark():
             self.low.zero_()
             self.wrote()

@@ -1,4 +1,4 @@
-"""Narrowing: the fp32 parameters of a model become bf16, and what they lose is kept beside them."""
+"""Narrowing: the fp32 parameters of a model become bf16, and the lost bits are kept as low halves."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def narrowed(model: nn.Module, masters: Masters) -> Generator[None]:
     """Makes the parameters of a model bf16, if all are fp32 and the masters say so; nothing else changes.
 
     They stay the same objects. One after the other is converted and frees its old memory; gradients are converted too.
-    If that or the body fails, they are fp32 again, with all their bits.
+    If the conversion or the body fails, all parameters are fp32 again, with all their bits.
     """
     if masters.kind == "whole":
         yield
@@ -86,7 +86,7 @@ def narrowed(model: nn.Module, masters: Masters) -> Generator[None]:
 
 @contextmanager
 def explained(masters: Masters) -> Generator[None]:
-    """Adds to what torch says of mixed dtypes where they come from."""
+    """Adds the origin of mixed dtypes to torch's error."""
     try:
         yield
     except RuntimeError as error:
@@ -105,7 +105,7 @@ def _is_wide(model: nn.Module) -> bool:
 
 
 class _Narrowing:
-    """Parameters on their way to bf16; what they lose is kept for all of them until nothing can fail any more."""
+    """Parameters on their way to bf16; the lost bits of all of them are kept until nothing can fail any more."""
 
     def __init__(self, model: nn.Module, masters: Masters):
         self._model = model
@@ -132,7 +132,7 @@ class _Narrowing:
         _give(parameter, values.high, None if gradient is None else gradient.high)
 
     def undo(self) -> None:
-        """Makes them fp32 again, the latest first. What was undone already stays as it is."""
+        """Makes them fp32 again, the latest first. Parameters that are fp32 again already stay as they are."""
         with Interrupts(), torch.inference_mode(False), torch.no_grad():
             while self._taken:
                 self._widen(*self._taken[-1])

@@ -1,4 +1,4 @@
-"""Narrowed: a tensor in bf16, and what it takes to have the bits of the wider one back."""
+"""Narrowed: a tensor in bf16, with the data that restores the bits of the wider tensor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Narrowed:
 
     Args:
         high: bf16.
-        low: int16, what `high` lacks, laid out like it; None on meta, and where `whole` is kept.
+        low: int16, the bits that `high` lacks, laid out like it; None on meta, and if `whole` is kept.
         ties: Where, in the order of memory, `high` is the lower one of two bf16 values at the same distance: 16 bits
-            can't tell those from their mirror images.
+            can't tell these values from their mirror images.
         whole: The tensor itself, if it isn't a dense one of fp32.
     """
 
@@ -67,7 +67,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _round_ties(high: torch.Tensor, low: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
-    """Rounds as torch does, ties to even, and returns where that makes a difference."""
+    """Rounds as torch does, ties to even, and returns the places where the result differs."""
     found: list[torch.Tensor] = []
     for start, end in pieces(values.numel()):
         rounded = values[start:end].to(torch.bfloat16)

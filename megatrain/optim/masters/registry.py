@@ -22,22 +22,22 @@ from megatrain.saving import Saved, Source
 from megatrain.tracer.inventory import inventory
 
 Kind = Literal["whole", "exact", "rounded"]
-"""What bf16 parameters have: no masters, low halves beside them, or themselves, rounded by chance."""
+"""Kinds of masters of bf16 parameters: none, with low halves, or the parameters themselves, rounded at random."""
 
 
 class Masters(Mapping[torch.Tensor, Master]):
     """The master of each trainable parameter; `compiled.masters`.
 
-    An fp32 parameter is its own master. A bf16 one is the high half of an exact master, whatever memory it uses at
-    present; the low half is kept here. Someone who writes into such a parameter has set its master: the low half is
-    zero from then on. Version counters and addresses tell, so a write through `.data` is only seen if it puts other
-    memory in place; otherwise the master is what was written, to within its rounding.
+    An fp32 parameter is its own master. A bf16 parameter is the high half of an exact master, in any memory; the low
+    half is kept here. A write into such a parameter sets its master: the low half is zero from then on. Version
+    counters and addresses reveal writes, so a write through `.data` is only noticed if it brings other memory;
+    otherwise the master equals the written value to within its rounding.
 
-    Masters lie in the order of memory: `master.shape` is the parameter's, its dimensions sorted by stride.
+    Masters are in the order of memory: `master.shape` is the parameter's, its dimensions sorted by stride.
 
     Args:
         model: Whose parameters these are.
-        kind: What bf16 parameters have.
+        kind: The kind of masters of bf16 parameters.
         casts_inputs: Whether the model was written for fp32 inputs.
     """
 
@@ -88,7 +88,7 @@ class Masters(Mapping[torch.Tensor, Master]):
     # -- keeping both halves together ----------------------------------------------------------------------
 
     def find(self) -> None:
-        """Looks up the model's parameters anew; what was known of those that are still there stays known."""
+        """Looks up the model's parameters anew; masters of parameters that still exist stay as they are."""
         model = self._model()
         if model is None:
             return
@@ -102,7 +102,7 @@ class Masters(Mapping[torch.Tensor, Master]):
         self._by_key = {held.key: held for held in found.values()}
 
     def wrote(self, parameter: torch.Tensor) -> None:
-        """Notes that what the parameter holds now was written together with its low half."""
+        """Notes that the parameter's present values were written together with its low half."""
         held = self._held.get(id(parameter))
         if held is not None:
             held.wrote()
@@ -120,13 +120,13 @@ class Masters(Mapping[torch.Tensor, Master]):
                     held.wrote()
 
     def halves(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter of the model has a low half beside it once it is bf16."""
+        """Whether a parameter of the model has a low half when it is bf16."""
         held = self._held[id(parameter)]
-        # A parameter that was trained before it was frozen keeps what it has learnt.
+        # A parameter that was trained before it was frozen keeps its low half.
         return self.kind == "exact" and (parameter.requires_grad or held.low is not None)
 
     def keep(self, parameter: torch.Tensor, high: torch.Tensor | None, low: torch.Tensor | None) -> None:
-        """Takes over the low half of what a parameter is about to get as its memory; None drops the one it has."""
+        """Sets the low half for the memory that a parameter is about to get; None drops the present low half."""
         held = self._held[id(parameter)]
         held.low = low
         held.mark = (version(parameter), 0 if high is None else high.data_ptr())
@@ -162,7 +162,7 @@ class Masters(Mapping[torch.Tensor, Master]):
     # -- to and from files ---------------------------------------------------------------------------------
 
     def sources(self) -> dict[str, Source]:
-        """Returns what a checkpoint needs beside the parameters, to go on with the same bits.
+        """Returns the sources that a checkpoint needs in addition to the parameters, to continue with the same bits.
 
         `<parameter>.low` is an int16 tensor of its shape; masters that are rounded have `<parameter>.generator`.
         The parameters themselves are the high halves.
@@ -174,7 +174,7 @@ class Masters(Mapping[torch.Tensor, Master]):
         return found
 
     def check(self, saved: Mapping[str, Saved]) -> None:
-        """Compares names, shapes and dtypes with what `sources` gave, and reads nothing.
+        """Compares names, shapes and dtypes with the sources that were saved, and reads nothing.
 
         Raises:
             CheckpointError: Listing all differences.
@@ -182,7 +182,7 @@ class Masters(Mapping[torch.Tensor, Master]):
         check_saved(self.sources(), saved)
 
     def restore(self, saved: Mapping[str, Saved]) -> None:
-        """Reads what `sources` gave, after the parameters have been read.
+        """Reads the saved sources; call it after the parameters have been read.
 
         Args:
             saved: By name, such as `load(folder).tensors`.
@@ -205,7 +205,7 @@ class Masters(Mapping[torch.Tensor, Master]):
     def state_sources(self) -> dict[str, Source]:
         """Returns the model's state dict with all bf16 parameters as fp32, values made as they are read.
 
-        Extra states of modules that are no tensors are left out.
+        Extra states of modules that aren't tensors are left out.
         """
         self.find()
         model = self._model()
@@ -251,7 +251,7 @@ class Masters(Mapping[torch.Tensor, Master]):
                     yield held, self._generator(held)
 
     def _generator(self, held: Held) -> torch.Generator:
-        # One for each parameter: the bits hang on no order of updates.
+        # One for each parameter, so that the bits don't depend on the order of updates.
         if held.generator is None:
             held.generator = torch.Generator().manual_seed((self._seed + zlib.crc32(held.key.encode())) % 2**63)
         return held.generator

@@ -1,4 +1,4 @@
-"""Masters as sources: what a checkpoint stores of them, made piece by piece."""
+"""Masters as sources: the values that a checkpoint stores, made piece by piece."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _joined(high: torch.Tensor, low: torch.Tensor | None) -> Iterator[torch.Tens
 
 
 def check_saved(expected: Mapping[str, Source], saved: Mapping[str, Saved]) -> None:
-    """Compares what a checkpoint has with what masters would store.
+    """Compares the contents of a checkpoint with the sources that the masters would store.
 
     Raises:
         CheckpointError: Listing all differences.

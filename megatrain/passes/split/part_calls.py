@@ -134,12 +134,12 @@ class PartWriter:
             tokens, length = use.tokens, end
             start: fx.Node | None = None
             if first:
-                # The part's run comes first: a rotation keeps shapes, whatever the lengths of the runs.
+                # The part's run comes first: a rotation keeps shapes for any lengths of the runs.
                 start = self._new("select", use.ends, 0, first - 1)
                 ends, length = self._new("sub", ends, start), self._new("sub", end, start)
                 turned = self._new("remainder", self._new("add", places, start), count)
                 tokens = self._new("index_select", tokens, 0, turned)
-            # Behind its last run the kernel leaves results and gradients undefined.
+            # After its last run the kernel leaves results and gradients undefined.
             is_run = self._new("lt", places, length)
             tokens = self._new(torch.where, self._mask(is_run, tokens), tokens, 0)
             replaced = {use.call.operand: self._weights(use, part), use.tokens: tokens, use.ends: ends}

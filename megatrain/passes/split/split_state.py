@@ -18,7 +18,7 @@ from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.traced import TracedModule
 
 _MOST_PARTS = 512
-"""Each part costs calls in every step; of a table with more rows than that, a part has several whatever the target."""
+"""Each part costs calls in every step, so a table has at most so many parts, whatever the target."""
 
 
 def split_state(traced: TracedModule, *, limit: int) -> TracedModule:

@@ -1,4 +1,4 @@
-"""Uses: the roads of a state tensor into the data, as far as its parts can take them one by one."""
+"""Uses: the calls that bring a state tensor into the data, if its parts can make these calls one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device memory: the arena that slots are cut from, and the meter that counts what is really held."""
+"""Device memory: the arena that slots are cut from, and the meter that counts the bytes really held."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DeviceArena:
     while in use; `generation` tells holders of views that they have become stale.
 
     Args:
-        device: Where the memory lies.
+        device: The device of the memory.
 
     Attributes:
         generation: Number of times that memory was allocated.
@@ -37,11 +37,11 @@ class DeviceArena:
         return self._buffer.numel()
 
     def ensure(self, nbytes: int) -> None:
-        """Makes the arena at least `nbytes` large; what it held is lost if it has to grow."""
+        """Makes the arena at least `nbytes` large; its contents are lost if it has to grow."""
         if nbytes <= self.nbytes:
             return
         assert not self._num_users, "the device arena can't grow while it is in use"
-        # The old memory goes first: both at once may not fit. If the new can't be had, the arena is empty.
+        # The old memory is freed first: both at once may not fit. If the new allocation fails, the arena is empty.
         self._buffer = self._none()
         self.generation += 1
         self._buffer = self.device.allocate(nbytes)
@@ -83,9 +83,8 @@ class _Storage:
 class Meter:
     """Counts the bytes held: each distinct storage once, by its real size, however many tensors view it.
 
-    Holds no tensor. Whoever holds a tensor under a key releases the key when letting go of the tensor; a
-    storage is identified by its address, which is unique only as long as that is kept. Thread-safe, also
-    inside finalizers.
+    Holds no tensor. The holder of a tensor under a key must release the key when it drops the tensor: a storage is
+    identified by its address, which is unique only while the tensor exists. Thread-safe, also inside finalizers.
     """
 
     def __init__(self) -> None:
@@ -123,9 +122,9 @@ class Meter:
 
         Args:
             key: For `release`.
-            tensors: What is held.
+            tensors: The tensors that are held.
             is_private: They may be freed before `key` is released (autograd frees what it saved one by one), so
-                their addresses may belong to others by then. What is not known yet is counted for this key alone.
+                other tensors may use their addresses by then. Only storages that aren't counted yet count for this key.
         """
         found = dict(part for tensor in tensors for part in _storages(tensor))
         with self._lock:

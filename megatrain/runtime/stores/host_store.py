@@ -22,7 +22,7 @@ __all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "image", "stored_str
 
 @dataclass(slots=True, eq=False)
 class _Home:
-    """Where a key lives: the user's tensor, and the view of the arena that it is made to use."""
+    """The home of a key: the user's tensor, and the view of the arena that it uses."""
 
     key: str
     spec: TensorSpec
@@ -37,7 +37,7 @@ class _Home:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Bytes that lie in the arena as they lie in a slot: one copy."""
+    """Bytes with the same layout in the arena and in a slot: one copy."""
 
     start: int
     end: int
@@ -54,8 +54,8 @@ class _Placed:
 class HostStore:
     """Holds the state of a model; parameters and buffers become views of it and stay the same objects.
 
-    State that several blocks use (tied) lies with the first of them; the prefetch of the others takes one
-    more copy. The arenas live as long as any tensor that views them, the store itself may go first.
+    State that several blocks use (tied) is stored with the first of them; the prefetch of the others takes one more
+    copy. The arenas exist as long as any tensor views them, even longer than the store.
 
     Args:
         images: Layout of each block's state, in block order.
@@ -67,7 +67,7 @@ class HostStore:
     Raises:
         ExecuteError: Before anything is allocated or changed, if the host lacks the memory, or a tensor
             can't be moved faithfully.
-        WeightsError: If a file of `weights` can't be read; what was read so far stays in the model.
+        WeightsError: If a file of `weights` can't be read; values read before stay in the model.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class HostStore:
         Args:
             images: Layouts; equal ones may be added again.
             tensors: More state by key, in addition to that given at construction.
-            weights: Files that hold the values of what is new.
+            weights: Files that hold the values of new state.
         """
         self._tensors.update(tensors or {})
         fresh: dict[str, TensorSpec] = {}
@@ -118,9 +118,9 @@ class HostStore:
             self._place(layout)
 
     def forget_resized(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Lets go of what has another shape or dtype in `tensors`: a later `extend` takes it in as it is now.
+        """Drops state that has another shape or dtype in `tensors`: a later `extend` takes the new tensor.
 
-        Its old bytes stay allocated with their arena; what was laid out with it can't be prefetched any more.
+        Its old bytes stay allocated with their arena; images that contain it can't be prefetched any more.
         """
         now = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
         gone = {k: home for k, home in self._homes.items() if k in now and now[k] != (home.shape, home.view.dtype)}
@@ -151,7 +151,7 @@ class HostStore:
                 key, spec, arena.tensor, offset, tensor, view, view.data_ptr(), view.shape, view.stride()
             )
             offset += aligned(spec.nbytes)
-        # Locking makes all pages resident: done first, model and arena would be there in full side by side.
+        # Locking makes all pages resident: if done first, model and arena would both be fully resident.
         arena.pin(self._device)
 
     def _place(self, layout: BlockImage) -> None:
@@ -167,7 +167,7 @@ class HostStore:
         self._by_id[id(layout)] = placed
 
     def _home(self, entry: Entry) -> _Home:
-        """Tells where an entry lies; a part lies inside its whole, which is placed, moved and refreshed as one."""
+        """Returns the home of an entry; a part is inside its whole, which is placed, moved and refreshed as one."""
         home = self._homes[entry.owner]
         if entry.base is None:
             return home
@@ -184,7 +184,7 @@ class HostStore:
         return len(self._placed(layout).runs)
 
     def prefetch(self, layout: BlockImage, out: torch.Tensor) -> None:
-        """Copies a block's state into a slot, on the current stream: one copy of what lies together, one of each tied.
+        """Copies a block's state into a slot, with one copy for adjacent tensors and one for each tied.
 
         Args:
             layout: An image known to this store.
@@ -203,7 +203,7 @@ class HostStore:
         return views(layout, buffer)
 
     def refresh(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Takes in what the user put in place of a tensor's memory since the last call (`p.data = x`).
+        """Takes over new memory that the user gave to a tensor since the last call (`p.data = x`).
 
         Costs well below a microsecond per tensor when nothing changed.
 
@@ -231,7 +231,8 @@ class HostStore:
             home = self._homes.get(key)
             self._tensors[key] = tensor
             if home is not None and home.tensor is not tensor:
-                # What was replaced may come back: it takes its values along, and no longer lies in the arena.
+                # The user may put the replaced tensor back later: give it memory of its own, outside the arena, with
+                # its values.
                 home.tensor.data = home.tensor.detach().clone()
                 home.tensor = tensor
 
@@ -252,7 +253,7 @@ def _take_in(home: _Home) -> None:
 
 
 def _runs(entries: Iterable[Entry], homes: Iterable[_Home]) -> Iterable[_Run]:
-    """Joins neighbours that lie in an arena at the same distance as in the image."""
+    """Joins neighbours that have the same distance in the arena as in the image."""
     start = end = source = 0
     arena: torch.Tensor | None = None
     for entry, home in zip(entries, homes, strict=True):
@@ -268,14 +269,14 @@ def _runs(entries: Iterable[Entry], homes: Iterable[_Home]) -> Iterable[_Run]:
 
 
 def _is_alike(one: TensorSpec, other: TensorSpec) -> bool:
-    """Tells whether two specs are stored alike: what isn't dense becomes contiguous when it moves in."""
+    """Tells whether two specs are stored alike: a tensor that isn't dense becomes contiguous in the store."""
     return (one.shape, one.dtype, stored_stride(one)) == (other.shape, other.dtype, stored_stride(other))
 
 
 def _check_movable(
     tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], weights: Weights | None
 ) -> None:
-    """Refuses what can't be moved faithfully: no values, another spec, or memory shared between two keys."""
+    """Refuses tensors that can't be moved faithfully: no values, another spec, or memory shared by two keys."""
     for key, tensor in tensors.items():
         spec = specs[key]
         if tensor.is_meta and (weights is None or key not in weights):
@@ -287,7 +288,7 @@ def _check_movable(
 
 
 def _check_memory(moves: Sequence[tuple[torch.Tensor, TensorSpec]]) -> None:
-    """Compares what moving takes beyond what the tensors occupy already with what the host has.
+    """Compares the memory that moving takes, beyond the tensors' present memory, with the host's.
 
     Each tensor is copied and then frees its own memory, so that the most that is needed at once is padding
     plus the largest tensor, unless several tensors share one storage: that is freed with the last of them.

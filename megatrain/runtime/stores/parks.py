@@ -52,7 +52,7 @@ class ParkPool:
             self._collect()
             if self._idle.get(nbytes):
                 return self._idle[nbytes].pop()
-            # Calls of another shape may never return: what lies idle is dropped rather than hoarded.
+            # Calls of this shape may never come again, so idle memory is dropped.
             self._idle.clear()
         return HostArena(nbytes, pin=self._device)
 
@@ -65,7 +65,7 @@ class ParkPool:
             self._idle.setdefault(arena.nbytes, []).append(arena)
 
     def trim(self) -> None:
-        """Releases all that no call uses."""
+        """Releases all memory that no call uses."""
         with self._lock:
             self._collect()
             self._idle.clear()

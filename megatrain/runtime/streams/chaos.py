@@ -1,4 +1,4 @@
-"""Chaos and Recording: what tests put into the streams, and what they read out of them."""
+"""Chaos and Recording: disturbances that tests put into the streams, and records of the operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class InjectedFailure(RuntimeError):
 @checked(max_delay_s=number(least=0, below=60, example=0.002), slow=optional(one_of(*_PRINTED_FIRST)))
 @dataclass(frozen=True)
 class Chaos:
-    """Disturbs every stream, so that an order which held only by luck breaks in a test.
+    """Disturbs every stream, so that operations without a guaranteed order change places in a test.
 
     Delays come from a generator per stream, seeded with `seed` and the stream's name: what one stream draws
     does not depend on the others, and no global generator is touched.

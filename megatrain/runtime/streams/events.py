@@ -43,7 +43,7 @@ class Event:
         self._gates: list[Gate] | None = None
 
     def settle(self, *, failed: bool = False) -> None:
-        """Wakes whoever waits; `failed` says that it failed, or was dropped because another operation did."""
+        """Wakes all waiting threads; `failed` says that it failed, or was dropped because another operation did."""
         with self._lock:
             self.has_failed = failed
             self.host_done = True
@@ -89,7 +89,7 @@ class Failure:
 
     Args:
         label: Operation that failed, `d2h:G3`; None if it happened between operations.
-        error: What it raised.
+        error: The error that it raised.
         is_callers: It was raised on the caller's thread, where it surfaces by itself, unharmed.
     """
 
@@ -98,7 +98,7 @@ class Failure:
     is_callers: bool
 
     def surface(self) -> BaseException:
-        """Returns what the caller is to see."""
+        """Returns the error for the caller."""
         if self.is_callers:
             return self.error
         reason = f"{type(self.error).__name__}: {self.error}".rstrip(": ")
@@ -108,7 +108,7 @@ class Failure:
 
 
 class Step:
-    """What the operations between one `begin` and its `finish` share: who sleeps, and the first failure.
+    """The shared state of the operations between one `begin` and its `finish`: sleeping threads, the first failure.
 
     A wait that can never end is found, not suffered: all operations are submitted by one thread, so while
     that thread sleeps, the chain "who sleeps, for which event, on which stream" either leads to a stream at
@@ -141,7 +141,7 @@ class Step:
         Args:
             stream: Stream whose next operation waits, `CALLER` for the caller's thread.
             label: That operation.
-            event: What it waits for.
+            event: The event that it waits for.
             patient: Keeps waiting although the step is aborted; only for events that are settled regardless.
 
         Raises:

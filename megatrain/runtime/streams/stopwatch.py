@@ -1,4 +1,4 @@
-"""Stopwatch: how long the operations of a step take."""
+"""Stopwatch: measures the time of each operation of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatrain.scheduler.table import Position
 class Stopwatch:
     """Times each operation from when it could have begun, its stream free and its waits over, to its end.
 
-    What passes between operations thus belongs to the one that comes next, and a simulation of these times has it.
+    Time between operations thus belongs to the next operation, so a simulation of these times includes it.
 
     Args:
         device: Where all work but the host's runs.

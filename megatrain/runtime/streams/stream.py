@@ -18,7 +18,7 @@ from megatrain.runtime.streams.turn import work_for
 
 
 class Op(NamedTuple):
-    """A queued operation. Without work it is a marker: settled when reached, whatever happened before."""
+    """A queued operation. Without work it is a marker: settled when reached, even after a failure."""
 
     step: Step
     label: str
@@ -37,7 +37,7 @@ class Steps:
 
 
 class Lane:
-    """What a thread needs to run a stream's operations: all but the stream, which must stay collectable."""
+    """All that a thread needs to run a stream's operations, without the stream, which must stay collectable."""
 
     def __init__(self, name: str, device: Device, probe: Probe | None) -> None:
         self.name = name
@@ -86,7 +86,7 @@ class Lane:
             op.done.settle()
             return
         work_for(op.step.turns)
-        # Whatever an operation raises, SystemExit included, must not end the thread that others rely on.
+        # No error of an operation, not even SystemExit, may end the thread that others rely on.
         with contextlib.suppress(BaseException):
             self.perform(op if self.is_entered else op._replace(work=self._entering(op.work)))
 
@@ -235,7 +235,7 @@ class ComputeStream:
 
         Raises:
             Aborted: If the step has failed; `StreamSet.finish` then raises the failure.
-            BaseException: What `work` raises, unharmed, after aborting the step.
+            BaseException: The error of `work`, unchanged, after aborting the step.
         """
         # A new lane each time: the device's current stream is the caller's to change.
         lane = Lane(self.name, self._device, self._probe)

@@ -65,7 +65,7 @@ class StreamSet:
         return self._steps.current.failure
 
     def begin(self, *, is_recovery: bool = False) -> None:
-        """Starts a step. What an unfinished earlier one left is dropped first, its failure forgotten.
+        """Starts a step. The rest of an unfinished earlier step is dropped first, and its failure forgotten.
 
         On an accelerator, transfers of this step come after all that the caller's current stream holds by
         now.
@@ -82,7 +82,7 @@ class StreamSet:
                 stream.wait_event(now)
 
     def abort(self, error: BaseException, label: str | None = None) -> None:
-        """Drops what is queued and wakes all who wait.
+        """Drops queued operations and wakes all waiting threads.
 
         Args:
             error: Why; `finish` raises it as it is, unless something else had failed before.
@@ -121,7 +121,7 @@ class StreamSet:
 
         Raises:
             ExecuteError: `d2h:G3 failed: ...`, from what an operation raised on a stream's own thread.
-            BaseException: What was raised on the caller's thread, or given to `abort`, unharmed.
+            BaseException: An error of the caller's thread, or given to `abort`, unchanged.
         """
         failure = self._end()
         if failure is not None:

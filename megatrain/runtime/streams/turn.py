@@ -1,4 +1,4 @@
-"""Turn: one thread at a time uses a model; who works for a run and would wait for its end is refused."""
+"""Turn: one thread at a time uses a model; code of a run that would wait for the end of this run is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Here(threading.local):
 
 
 _HERE = _Here()
-# Whoever waits for a turn hears Ctrl-C so often, in seconds.
+# A thread that waits for a turn checks for Ctrl-C at this interval, in seconds.
 _POLL_S = 0.1
 
 
@@ -37,8 +37,8 @@ class Turn:
     """The right to use a model, for one thread at a time. Others wait.
 
     Code that a run calls (a hook on a gradient, the loss) must not wait for the end of that run: hooks run on threads
-    of the streams, and the run waits for them. Such a caller is refused. So is a forked process, which has none of
-    these threads.
+    of the streams, and the run waits for them. Such code is refused. So is a forked process, which has none of these
+    threads.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Turn:
         """Keeps other threads away; the same thread may hold it several times over, but not within `run`.
 
         Args:
-            what: What is called, for the error.
+            what: The name of the called function, for the error.
             in_child: It needs no other thread, so that a forked process may do it, too.
 
         Raises:

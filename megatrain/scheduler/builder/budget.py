@@ -1,4 +1,4 @@
-"""Budget: the fastest plan that fits the device memory, or an error that says what is missing."""
+"""Budget: the fastest plan that fits the device memory, or an error with the bytes needed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def first_fit(builder: Builder, plans: Iterable[Plan], memory: int | None) -> Dr
 
 
 def _starting_plan(builder: Builder, num_slots: int, keep: int | None, activations: str) -> Plan:
-    """The plan of these options where memory is no concern."""
+    """The plan of these options if memory is no concern."""
     blocks = () if builder.kind.mode == "forward" else builder.workload.backward_blocks()
     saves = blocks if activations == "keep" else blocks[len(blocks) - _least_saves(builder) :]
     if keep is None and activations == "offload":

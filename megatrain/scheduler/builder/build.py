@@ -43,7 +43,7 @@ def build(
 
     Args:
         workload: Blocks, values and their sizes.
-        kind: What the step does besides running the blocks.
+        kind: The kind of the step.
         num_slots: As in `megatrain.schedule`, like those below.
         keep: See there.
         memory: Device bytes; see there.

@@ -13,8 +13,8 @@ def place_gradients(lives: Iterable[Lifetime]) -> tuple[Place, ...]:
     """Gives gradients that land bytes of the host, so that those alive at the same tick don't overlap.
 
     Places are reused within a step where gradients wait for updates of that step: a `G` waits for each `U` of an
-    earlier tick that releases some. First fit, in the order in which gradients arrive. Gradients of the step before
-    lie where those of this step will, and a `G` waits for their updates too.
+    earlier tick that releases some. First fit, in the order in which gradients arrive. Gradients of the previous step
+    use the places of this step's gradients, and a `G` waits for their updates too.
 
     Args:
         lives: Of the gradients that land in this step.

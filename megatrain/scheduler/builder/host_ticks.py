@@ -1,4 +1,4 @@
-"""Updates: where the ops of the host stand, the norm of the gradients and the updates of the blocks."""
+"""Updates: the ticks of the host's ops, which are the norm of the gradients and the updates of the blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HostTicks:
 
 
 def head_updates(workload: Workload, loads: Iterable[int]) -> dict[int, int]:
-    """Ticks of updates at the head of a step, each ahead of the first `W` that reads what it writes.
+    """Ticks of updates at the head of a step, each before the first `W` that reads the updated parameters.
 
     Args:
         workload: What runs.
@@ -63,7 +63,7 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
         workload: What runs.
         kind: As in `Schedule`.
         ticks: Of the other streams.
-        head: What `head_updates` found, where updates are deferred.
+        head: The result of `head_updates`, if updates are deferred.
     """
     last = max(ticks.offload.values(), default=-1)
     free = max(head.values(), default=-1) + 1

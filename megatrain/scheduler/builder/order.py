@@ -1,4 +1,4 @@
-"""List scheduling: gives every op a tick, as early as its stream and what it waits for allow."""
+"""List scheduling: gives every op a tick, as early as its stream and its dependencies allow."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def assign_ticks(
     placer = _Placer(num_slots)
     steps = [work for stage in stages for work in stage]
     queue = _arrivals(stages, stays, parked, num_slots)
-    # How much of the queue a step needs: whatever stands before its own transfers comes first.
+    # How much of the queue a step needs: its own transfers and everything queued before them.
     needs = {arrival.needed: index + 1 for index, arrival in enumerate(queue)}
     parks = _parks_by_producer(workload, parked)
     last_work = {work.block: work for work in steps if work.what == "B"}

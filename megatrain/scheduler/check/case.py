@@ -1,4 +1,4 @@
-"""Case: a table before the checker, with what its rules look up and how they say no."""
+"""Case: a table under check, with lookups and errors for the rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.workload import Workload
 
 _WINDOW = 2
-# Said here once more: the checker shares nothing with the table of effects.
+# Stated a second time, because the checker shares nothing with the table of effects.
 _PER_MICRO_BATCH = "FBA"
 
 
@@ -22,7 +22,7 @@ class Case:
 
     Args:
         schedule: The table.
-        workload: What it claims to run.
+        workload: The workload that it claims to run.
         waits: For each position, the positions in other streams that it waits for.
     """
 

@@ -10,7 +10,7 @@ from megatrain.scheduler.table import Position
 
 
 def check_norm(case: Case) -> None:
-    """The norm is taken once, over all gradients, when the update of the step before needs its old value no more."""
+    """The norm is taken once, over all gradients, after the previous step's updates have used its old value."""
     rule = "A clipped step has one N, after all G and after updates of the previous step; other steps have none."
     if not case.schedule.kind.clip:
         case.never(Stream.HOST, "N", NO_BLOCK, "is read by nothing", rule)
@@ -60,7 +60,7 @@ def _check_places_are_free(case: Case, places: Mapping[int, range], rule: str) -
         if op.what == "U":
             for member in {op.block, *case.workload.blocks[op.block].shares} & set(readers):
                 readers[member].append(position)
-    # What waits where, and the ops of this step that consume it; the gradients of the step before lie in their places.
+    # The waiting gradients by place, and the ops that consume them; those of the previous step are in the same places.
     waiting = {block: (places[block], found) for block, found in readers.items() if is_deferred and found}
     for position, op in case.ops:
         if op.what != "G" or op.block not in places:

@@ -23,9 +23,9 @@ def check_instructions(instructions: Instructions, table: Table, workload: Workl
     Shares no decision with `emit`.
 
     Args:
-        instructions: What the runtime is to walk; any will do, they need not come from `emit`.
+        instructions: The instructions for the runtime, from any source.
         table: A table that passed its own check.
-        workload: What runs.
+        workload: The workload of the table.
 
     Raises:
         ScheduleError: Naming the instruction and the rule.
@@ -160,7 +160,7 @@ def _check_parks(case: Case, instructions: Instructions) -> None:
 
 
 def _check_frees(case: Case, instructions: Instructions) -> None:
-    """Every item is let go of after its last use, and before anything takes device memory in a later tick."""
+    """Every item is freed after its last use, and before anything takes device memory in a later tick."""
     rule = (
         "Memory last used by compute is freed after that op; memory last used by a transfer, before the next op that "
         "takes memory."
@@ -209,7 +209,7 @@ def _next_takers(takers: Sequence[Sequence[Position]], tick: int, until: int) ->
 
 
 def _uses(case: Case) -> Iterator[tuple[Item, list[Position]]]:
-    """All items that are let go of within the step, each with the ops that use it."""
+    """All items that are freed within the step, each with the ops that use it."""
     kind, workload = case.schedule.kind, case.workload
     backwards = set() if kind.mode == "forward" else set(workload.backward_blocks())
     parked = {value: block for block, values in case.parked.items() for value in values}

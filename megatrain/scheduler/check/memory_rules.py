@@ -12,7 +12,7 @@ from megatrain.sizes import aligned
 
 
 def check_releases_come_first(case: Case) -> None:
-    """Whatever allocates is certain to come after what released in earlier ticks."""
+    """Every op that allocates certainly runs after the ops of earlier ticks that release memory."""
     rule = "Live bytes omit memory that earlier ticks released, so an op that allocates must wait for its release."
     last: dict[Stream, Position] = {}
     consumed = _consumed(case)
@@ -157,7 +157,7 @@ def _other_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
         if case.workload.has_value_gradient(index):
             readers = [case.backward(b, number).tick for b in case.workload.backward_readers(index)]
             end = num_ticks - 1 if value.producer is None else case.backward(value.producer, number).tick
-            # Of an output the caller hands it in: when the backward starts, or before a backward alone.
+            # The caller passes the gradient of an output: when the backward starts, or before a backward alone.
             handed_in = 0 if case.schedule.kind.mode == "backward" else turn
             yield value.nbytes, range(handed_in if value.is_output else min(readers), end + 1)
     for block in case.schedule.saves:
@@ -189,7 +189,7 @@ def _with_workspace(case: Case) -> Iterator[int]:
             held = work.saved_bytes if block in case.saved else 0
             workspace = max(work.backward_workspace_bytes - held, 0)
             workspace += added.get((block, row.compute.micro_batch or 0), 0)
-            # What all but the first of its backwards adds to the gradients exists beside them.
+            # The gradients of each backward except the first exist in addition to the sum.
             workspace += work.gradient_bytes if block in seen else 0
             seen.add(block)
         yield live + workspace
@@ -200,7 +200,7 @@ def _summands(case: Case) -> dict[tuple[int, int], int]:
     added: dict[tuple[int, int], int] = {}
     gradients = range(0 if case.schedule.kind.mode == "forward" else len(case.workload.values))
     for index, number in product(filter(case.workload.has_value_gradient, gradients), case.micro_batches):
-        # The first gradient of a value is the sum so far; the caller's, if it handed one in.
+        # The first gradient of a value is the sum itself: the caller's gradient, if there is one.
         value = case.workload.values[index]
         readers = sorted(case.workload.backward_readers(index), key=lambda b: case.backward(b, number).tick)
         for block in readers if value.is_output else readers[1:]:
@@ -231,9 +231,9 @@ def _recount_host(case: Case) -> int:
 
 
 def _recount_waiting(case: Case) -> int:
-    """The most bytes of gradients on the host without places: those that came and that no update has consumed.
+    """The most bytes of gradients on the host without places: gradients that no update has consumed yet.
 
-    A deferred step begins with all that its updates consume.
+    A deferred step begins with all gradients that its updates consume.
     """
     if not case.schedule.kind.holds_gradients or case.schedule.kind.transfer == "copy":
         return 0

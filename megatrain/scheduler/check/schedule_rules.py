@@ -1,4 +1,4 @@
-"""check_schedule(): proves from the table alone that a step is safe, whatever the timing.
+"""check_schedule(): proves from the table alone that a step is safe for any timing.
 
 The checker shares no decision with the builder: it derives for itself what must be on the device and when,
 and asks of every pair of ops that need an order whether the streams and the waits enforce it
@@ -32,8 +32,8 @@ def check_schedule(schedule: Table, workload: Workload, graph: nx.DiGraph[Positi
     """Proves that a schedule runs its workload safely and within the memory it states.
 
     Args:
-        schedule: The table; any table will do, it need not come from the builder.
-        workload: What it is to run.
+        schedule: The table, from any source.
+        workload: The workload that it should run.
         graph: The dependencies that will be enforced at run time; by default those that
             `dependency_graph` derives from the table, which is what the runtime does.
 
@@ -171,7 +171,7 @@ def check_saves(case: Case) -> None:
 
 
 def check_parks(case: Case) -> None:
-    """Every value that `keep` and `saves` send away leaves once it is made and returns before its use."""
+    """Every value that must be parked by `keep` and `saves` leaves after it is made and returns before its use."""
     rule = "A parked value leaves once, after its F, and returns once, before the first B that reads it."
     for position, op in case.ops:
         if op.what == "A" and op.block not in case.parked:
@@ -204,7 +204,7 @@ def _check_park(case: Case, block: int, number: int, rule: str) -> None:
 
 
 def check_inputs(case: Case) -> None:
-    """What an F or B reads was computed before."""
+    """The values that an F or B reads were computed before."""
     rule = "An op uses only results that are certainly done when it starts."
     if case.schedule.kind.mode == "backward":
         return
@@ -254,7 +254,7 @@ def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule:
         start = case.schedule.slots[op.slot].offset
         overwritten = [p for p, (a, b) in residents.items() if a < start + nbytes and start < b]
         for load in overwritten:
-            # Whatever writes there later follows this W in its stream.
+            # Every later write to these bytes follows this W in its stream.
             del residents[load]
             for reader in readers[load]:
                 case.require_before(reader, position, f"overwrites {case.name(load)}, read by", rule)

@@ -1,4 +1,4 @@
-"""diff(): what another schedule does otherwise, in words and then op by op."""
+"""diff(): how another schedule differs, in words and then op by op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EQUAL = "the schedules are equal"
 
 
 class _Key(NamedTuple):
-    """What makes an op the same one in two schedules: not its tick, nor its slot."""
+    """The identity of an op across two schedules: neither its tick nor its slot."""
 
     stream: Stream
     what: str
@@ -44,7 +44,7 @@ class _Placed(NamedTuple):
 
     @property
     def anchor(self) -> object:
-        """Equal where two ops stand beside the same op: F2 of a call is F2.0 of a step."""
+        """Equal if two ops share a tick with the same op: F2 of a call is F2.0 of a step."""
         at = self.beside
         return None if at is None else (self.ahead, at.what, at.block, at.micro_batch or 0)
 
@@ -62,14 +62,14 @@ class _Placed(NamedTuple):
 
 
 def diff(schedule: Table, other: Table) -> str:
-    """Says what `other` does otherwise: first how much, in words and bytes, then which ops.
+    """Says how `other` differs: first how much, in words and bytes, then which ops.
 
-    An op has moved if it stands beside another op of the compute stream, or in another order with it: a tick more at
-    the beginning moves none.
+    An op has moved if it shares a tick with another op of the compute stream, or has another order with it: one more
+    tick at the beginning moves no op.
 
     Args:
-        schedule: From which one comes.
-        other: To which one goes.
+        schedule: The first schedule.
+        other: The second schedule.
     """
     if schedule == other:
         return EQUAL
@@ -97,7 +97,7 @@ def _counts(schedule: Table, other: Table) -> Iterator[str]:
 
 
 def _recomputed(table: Table) -> int:
-    """How many blocks run their forward again ahead of their backward."""
+    """How many blocks run their forward again before their backward."""
     if table.kind.mode == "forward":
         return 0
     return len({op.block for op in table.ops if op.what == "B"}.difference(table.saves))
@@ -163,7 +163,7 @@ def _placed(table: Table) -> dict[_Key, _Placed]:
 
 
 def _seen_from(tick: int, computes: Sequence[tuple[int, Op]], following: int) -> tuple[int, Op | None]:
-    """The compute op beside which a tick is, and how many ticks that op is ahead."""
+    """The compute op nearest to a tick, and how many ticks that op is ahead."""
     if not computes:
         return 0, None
     at, op = computes[min(following, len(computes) - 1)]

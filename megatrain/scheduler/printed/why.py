@@ -1,4 +1,4 @@
-"""why(): what an op of a schedule waits for, back to the start of the step."""
+"""why(): the ops that an op of a schedule waits for, back to the start of the step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _REASONS = {
 
 
 def why(schedule: Table, op: str, tick: int | None = None) -> str:
-    """Says what an op waits for, and what the latest of these, named first, waits for, back to the start.
+    """Lists the ops that an op waits for, latest first, then those that the latest waits for, back to the start.
 
     Args:
         schedule: The table, which knows its workload.
         op: The op as the table prints it, without a star: `"B3"`, `"W3@1"`, `"A1.0"`.
-        tick: Where it stands, if it stands in several places; None takes the first.
+        tick: Its tick, if the op occurs several times; None takes the first.
 
     Raises:
         ScheduleError: If there is no such op (at that tick).

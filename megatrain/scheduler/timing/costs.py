@@ -1,4 +1,4 @@
-"""Costs: what a machine needs for each op, by its rates or as measured."""
+"""Costs: the time of each op on a machine, by its rates or as measured."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Hardware:
         d2h_bytes_per_s: Copies to the host.
         flops_per_s: Floating-point operations that blocks achieve.
         launch_s: Fixed time of every op.
-        host_bytes_per_s: What an update or a norm reads and writes in host memory; without a figure they take no
-            time.
+        host_bytes_per_s: Bytes per second that an update or a norm reads and writes in host memory; without a figure
+            they take no time.
         further_rates: Bytes per second of streams that a program adds, by name.
 
     Raises:
@@ -96,7 +96,7 @@ class Measured:
         """One run of a schedule, timed op by op.
 
         Args:
-            schedule: What ran.
+            schedule: The schedule that ran.
             seconds: Of every op, from the moment when its stream was free and its waits were done, so that waking up
                 counts, until its end. Of a kind that recurs (a `W` in forward and backward), the median counts.
 

@@ -1,4 +1,4 @@
-"""Simulation: a step on paper, and the times below which it can't come."""
+"""Simulation: a step on paper, and lower bounds of its time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Simulation:
 
 @checked()
 def simulate(schedule: Table, costs: Costs) -> Simulation:
-    """Runs every op as soon as its stream is free and what it waits for is done.
+    """Runs every op as soon as its stream is free and its dependencies are done.
 
     Args:
         schedule: The table.
@@ -83,7 +83,7 @@ def critical_path(schedule: Table, costs: Costs) -> tuple[float, tuple[Position,
 
 @checked()
 def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
-    """Seconds below which these ops can't come, by reason.
+    """Lower bounds of the seconds that these ops take, by reason.
 
     Per stream the sum of its ops, which run one by one; `"data"` is the longest chain of ops that need each
     other's results, which no number of slots and no other order shortens.
