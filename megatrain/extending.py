@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from megatrain.checks import checked, function
 from megatrain.errors import OptionError
-from megatrain.runtime.operations import HANDLERS, Handler, Operations, Taken
+from megatrain.runtime.operations import HANDLERS, Handler, Operations
+from megatrain.runtime.taken import Taken
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.check.schedule_rules import further_rules
 from megatrain.scheduler.effects import BUILT_IN, KINDS, Effect, Effects, OpKind, Stream

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
@@ -19,37 +19,11 @@ from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stopwatch import Stopwatch
 from megatrain.runtime.streams.stream_set import Event
+from megatrain.runtime.taken import Taken, Trainer
 from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.instructions import Half, Instruction, Instructions
 from megatrain.scheduler.items import Item
 from megatrain.scheduler.table import Position
-
-
-class Trainer(Protocol):
-    """The trainer of a step: computes losses from outputs, takes gradients, and updates."""
-
-    def before_compute(self, micro_batch: int) -> None:
-        """Called before each F and B, on the caller's thread; an error in it stops the step."""
-
-    def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """Returns the gradients of a micro-batch's outputs, in their order; on the caller's thread."""
-        ...
-
-    def receive(self, key: str, gradient: torch.Tensor) -> None:
-        """Takes a parameter's whole gradient, on the host; on a transfer's thread."""
-
-    def norm(self) -> None:
-        """Takes the norm of all gradients; on the host stream's thread, like `update`."""
-
-    def update(self, block: int) -> None:
-        """Updates the parameters that belong to a block."""
-
-
-class Taken(NamedTuple):
-    """The calls that instructions run on, one per micro-batch, and the trainer of a training step."""
-
-    calls: Sequence[Call]
-    trainer: Trainer | None = None
 
 
 class Operations:

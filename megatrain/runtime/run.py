@@ -10,9 +10,10 @@ import torch
 from megatrain.device import Device
 from megatrain.runtime.call import DONE, FAILED, Call
 from megatrain.runtime.call_start import Start
-from megatrain.runtime.operations import Operations, Trainer
+from megatrain.runtime.operations import Operations
 from megatrain.runtime.rng import OwnGenerators, micro_batch_seed
 from megatrain.runtime.streams.stopwatch import Stopwatch
+from megatrain.runtime.taken import Trainer
 from megatrain.scheduler.instructions import Half
 from megatrain.scheduler.table import Position
 

@@ -317,6 +317,6 @@ class TrainStep:
     def _known_setting(self) -> Setting:
         if self._setting is None:
             raise ExecuteError(
-                "no step is compiled yet.\n  A step needs the sizes of a batch.\n  Call step or prepare(batch) once."
+                "no step is compiled yet.\n  A step has the sizes of a batch.\n  Call prepare(batch) once."
             )
         return self._setting

@@ -1,0 +1,37 @@
+"""Taken: the calls that instructions run on, and who takes the training step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from megatrain.runtime.call import Call
+
+
+class Trainer(Protocol):
+    """The trainer of a step: computes losses from outputs, takes gradients, and updates."""
+
+    def before_compute(self, micro_batch: int) -> None:
+        """Called before each F and B, on the caller's thread; an error in it stops the step."""
+
+    def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """Returns the gradients of a micro-batch's outputs, in their order; on the caller's thread."""
+        ...
+
+    def receive(self, key: str, gradient: torch.Tensor) -> None:
+        """Takes a parameter's whole gradient, on the host; on a transfer's thread."""
+
+    def norm(self) -> None:
+        """Takes the norm of all gradients; on the host stream's thread, like `update`."""
+
+    def update(self, block: int) -> None:
+        """Updates the parameters that belong to a block."""
+
+
+class Taken(NamedTuple):
+    """The calls that instructions run on, one per micro-batch, and the trainer of a training step."""
+
+    calls: Sequence[Call]
+    trainer: Trainer | None = None
