@@ -237,3 +237,6 @@ def _check_no_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _are_same(left: Sequence[Sequence[torch.Tensor]], right: Sequence[Sequence[torch.Tensor]]) -> bool:
     return [[id(p) for p in block] for block in left] == [[id(p) for p in block] for block in right]
+
+
+NO_STEP = "no step is compiled yet.\n  A step needs the sizes of a batch.\n  Call the step, or prepare(batch), once."

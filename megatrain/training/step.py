@@ -29,7 +29,7 @@ from megatrain.training import saved_step as checkpoint
 from megatrain.training.batch import Loss, Weight, micro_batches, shares
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
-from megatrain.training.setup import OPTIMIZER, Setting, Setup
+from megatrain.training.setup import NO_STEP, OPTIMIZER, Setting, Setup
 from megatrain.training.trainer import Running
 
 
@@ -316,7 +316,5 @@ class TrainStep:
 
     def _known_setting(self) -> Setting:
         if self._setting is None:
-            raise ExecuteError(
-                "no step is compiled yet.\n  A step has the sizes of a batch.\n  Call prepare(batch) once."
-            )
+            raise ExecuteError(NO_STEP)
         return self._setting
