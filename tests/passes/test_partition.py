@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -109,7 +111,7 @@ def test_a_view_of_a_parameter_leaves_its_block_as_a_copy():
     sources = {program.values[v].storage for b in program.blocks for v in b.inputs}
     assert len(sources) > 1
     first = program.templates[program.blocks[0].template].graph
-    outputs = first.output_node().args[0]
+    outputs: Any = first.output_node().args[0]
     assert [n.target for n in outputs].count("clone") >= 1
 
 

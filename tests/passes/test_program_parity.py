@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, reject, settings
 from torch import nn
 
-import tests.models
+import tests.models  # pyright: ignore[reportUnusedImport]
 from megatrain.passes.interpret import Code
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program, template_text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -26,7 +27,7 @@ def built_example() -> Schedule:
     return schedule(example(), num_slots=2, keep=2)
 
 
-def waits_graph(plan: Schedule) -> nx.DiGraph:
+def waits_graph(plan: Schedule) -> nx.DiGraph[Any]:
     """Streams and reduced waits as a graph: what the runtime enforces."""
     graph = nx.DiGraph()
     last: dict[Stream, Position] = {}

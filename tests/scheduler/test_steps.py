@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -195,6 +196,7 @@ def test_an_impossible_option_of_a_step_is_named(options, message):
 
 
 def test_a_whole_step_can_not_be_split():
+    options: Any
     for options in ({"micro_batches": 2}, {"updates": "overlap"}, {"clip": True}, {"outputs": "release"}):
         with pytest.raises(ScheduleError, match="can't be split"):
             backward_schedule(schedule(trained(3), **options))

@@ -164,7 +164,7 @@ def test_the_same_model_runs_eagerly_in_another_thread():
     def run(model: nn.Module) -> torch.Tensor:
         x = torch.ones(1, 3, requires_grad=True)
         loss = model.get_submodule("first")(x).sum()
-        return torch.autograd.grad(loss, model.get_submodule("first").weight)[0]
+        return torch.autograd.grad(loss, model.get_parameter("first.weight"))[0]
 
     for result in _captured(run):
         assert torch.equal(result, torch.ones(4, 3))
@@ -262,6 +262,8 @@ def test_a_compiled_model_runs_while_another_is_captured():
 
 def test_a_buffer_registered_by_the_forward_is_there_after_a_call():
     class Registering(nn.Linear):
+        mask: torch.Tensor
+
         def forward(self, x):
             if not hasattr(self, "mask"):
                 self.register_buffer("mask", torch.ones(x.shape[0], 1))
@@ -282,7 +284,7 @@ def test_an_opaque_module_finds_its_state_where_the_model_has_it():
             self.calls += 1
             return super().forward(x) * self.calls
 
-    model = nn.Sequential(nn.Linear(3, 3), Counting(3, 3))
+    model: Any = nn.Sequential(nn.Linear(3, 3), Counting(3, 3))
     compiled = megatrain.compile(model, device="cpu")
     x = torch.ones(2, 3)
     for calls in (1, 2):

@@ -15,6 +15,7 @@ import torch
 import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams import Chaos
+from megatrain.training.running import Running
 from tests.threads import living
 from tests.training.hazards import TRAP, WIDTH, watched
 from tests.training.loops import MODES, Pair, assert_same, seeded, snapshot
@@ -165,7 +166,7 @@ def failing() -> None:
 def first_update() -> Generator[Callable[[], None]]:
     """Gives a function that waits until a block of this step is updated, so that a test doesn't hang on timing."""
     done = threading.Event()
-    original = megatrain.training.running.Running.update
+    original = Running.update
 
     def update(self: Any, block: int) -> None:
         original(self, block)
@@ -173,7 +174,7 @@ def first_update() -> Generator[Callable[[], None]]:
             done.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatrain.training.running.Running, "update", update)
+        patch.setattr(Running, "update", update)
 
         def fail() -> None:
             assert done.wait(UNTIL)

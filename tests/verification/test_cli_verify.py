@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,7 +66,7 @@ class Holder:
 
 
 @pytest.fixture
-def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
     (tmp_path / "json.py").write_text(SOURCE)
     (tmp_path / "neighbour.py").write_text("")
     (tmp_path / "verify_a_module.py").write_text(SOURCE)
