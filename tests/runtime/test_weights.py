@@ -228,7 +228,7 @@ def test_parameters_keep_their_hooks_attributes_and_flags(tmp_path: Path):
     assert model.norm.bias.grad is None
 
 
-def test_a_parameter_that_cannot_stay_the_same_object_is_refused_before_anything_is_read(tmp_path: Path):
+def test_a_parameter_that_cannot_stay_the_same_object_is_refused_early(tmp_path: Path):
     model = on_meta()
     compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state_of(gpt())))
     watching = weakref.ref(model.norm.weight)

@@ -61,7 +61,7 @@ def test_no_host_however_slow_has_more_gradients_waiting_than_the_figure(plan: S
     assert most_at_once(plan, machine) <= plan.landing_bytes
 
 
-def test_the_gradients_of_a_deep_model_wait_in_as_many_bytes_as_those_of_a_shallow_one():
+def test_gradients_of_a_deep_model_wait_in_as_many_bytes_as_of_a_shallow_one():
     for micro_batches in (1, 3):
         plans = [schedule(trained(n), updates="overlap", micro_batches=micro_batches) for n in (8, 64)]
         assert [waiting(plan) for plan in plans] == [2 * LAYER, 2 * LAYER]

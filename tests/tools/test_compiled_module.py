@@ -363,7 +363,7 @@ class Slotted(nn.Linear):
     __slots__ = ("mine",)
 
 
-def test_a_class_that_nothing_can_be_derived_beside_is_refused_before_the_model_is_touched():
+def test_a_class_that_cannot_be_derived_from_is_refused_early():
     model = Slotted(3, 3)
     before = values(model)
     with pytest.raises(OptionError, match=r"(?s)a Slotted can't be compiled: .*a module of your own"):

@@ -148,7 +148,7 @@ def test_a_reader_sees_the_models_own_parameters():
         assert all(torch.equal(state[k], expected[1][k]) for k in state)
 
 
-def test_an_iteration_that_began_before_a_capture_goes_on_with_the_models_own_tensors():
+def test_an_iteration_from_before_a_capture_goes_on_with_the_models_tensors():
     model, _, args = _held(lambda _: None)
     names = model.named_parameters()
     identities = {n: id(p) for n, p in model.named_parameters()}
@@ -314,7 +314,7 @@ def test_an_operation_that_draws_without_saying_so_is_random():
     assert_same_step(graph_step(traced, model, args, {}), eager_step(model, args, {}))
 
 
-def test_a_thread_that_shuffles_once_is_not_taken_for_the_model_and_keeps_its_numbers():
+def test_a_thread_that_shuffles_is_not_taken_for_the_model():
     drawn: list[float] = []
 
     def shuffle(_: nn.Module) -> None:

@@ -168,7 +168,7 @@ USES: dict[str, Callable[[Pair], object]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_an_interrupt_at_any_line_of_marking_and_unmarking_leaves_all_as_usable_as_before(use: str) -> None:
+def test_an_interrupt_while_marking_or_unmarking_leaves_all_usable(use: str) -> None:
     pair = due(adamw, steps=2)
     at = 0
     while True:

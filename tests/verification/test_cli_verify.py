@@ -188,9 +188,7 @@ def test_a_usage_error_ends_with_2(capsys):
     assert caught.value.code == 2
 
 
-def test_a_pair_of_a_tuple_and_a_dict_is_arguments_and_keywords_and_other_pairs_are_arguments(
-    target, tmp_path, monkeypatch
-):
+def test_only_a_tuple_and_a_dict_are_arguments_and_keywords(target, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     _, args, kwargs = load(target("both"))
     assert (len(args), list(kwargs)) == (1, ["y"])

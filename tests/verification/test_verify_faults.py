@@ -137,7 +137,7 @@ def test_a_slot_that_is_poisoned_while_in_use_is_found(monkeypatch):
     )
 
 
-def test_weights_that_are_not_streamed_again_after_an_update_are_found_in_the_second_step(monkeypatch):
+def test_weights_of_before_an_update_are_found_in_the_second_step(monkeypatch):
     real = Slots.prefetch
     kept: dict[int, torch.Tensor] = {}
 
