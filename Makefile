@@ -30,8 +30,8 @@ PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/de
 
 help:
 	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in minutes'
-	@echo 'make quick   one case of each test that is not slow, in about a minute on two cores'
-	@echo 'make test    all tests that need neither a GPU nor the network, in about 8 minutes on two cores'
+	@echo 'make quick   one case of each test that is not slow, for while you work'
+	@echo 'make test    all tests that need neither a GPU nor the network'
 	@echo 'make check   format, lint, strict types, tests with warnings as errors'
 	@echo 'make fix     rewrite what ruff can mend'
 	@echo 'make accept  rewrite the golden texts, to be read as a diff'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.tiers import listed, one_case_of_each, relisted
+from tests.tiers import SLOW_S, listed, one_case_of_each, relisted
 
 ROOT = Path(__file__).parents[1]
 NEEDS_MINUTES = {"faults"}
@@ -13,9 +13,14 @@ NEEDS_MINUTES = {"faults"}
 
 
 def functions(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text())
-    found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
-    return {f"{path.relative_to(ROOT)}::{name}" for name in found}
+    tree, file = ast.parse(path.read_text()), path.relative_to(ROOT).as_posix()
+    classes = [(f"{file}::{node.name}", node.body) for node in tree.body if isinstance(node, ast.ClassDef)]
+    return {
+        f"{where}::{node.name}"
+        for where, body in [(file, tree.body), *classes]
+        for node in body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
 
 
 def test_the_list_names_functions_that_exist_and_is_sorted():
@@ -42,5 +47,7 @@ def test_one_case_of_each_function_is_quick_and_the_same_one_in_each_run():
 
 def test_the_list_is_judged_anew_by_what_ran():
     before = {"a.py::test_gone", "a.py::test_faster", "a.py::test_as_before", "b.py::test_did_not_run"}
-    seconds = {"a.py::test_faster": 0.1, "a.py::test_as_before": 0.7, "a.py::test_quick": 0.7, "a.py::test_new[1]": 1.5}
+    nearly, more = 0.7 * SLOW_S, 1.5 * SLOW_S
+    seconds = {"a.py::test_faster": 0.1 * SLOW_S, "a.py::test_as_before": nearly, "a.py::test_quick": nearly}
+    seconds["a.py::test_new[1]"] = more
     assert relisted(before, seconds) == {"a.py::test_as_before", "a.py::test_new", "b.py::test_did_not_run"}

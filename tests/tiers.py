@@ -15,7 +15,7 @@ from zlib import crc32
 import pytest
 
 LIST = Path(__file__).parent / "slow.txt"
-SLOW_S = 1.0
+SLOW_S = 0.5
 """Of CPU time, own and of children: the load of a machine doesn't count."""
 
 

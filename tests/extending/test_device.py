@@ -62,9 +62,7 @@ def test_calls_on_a_disturbed_toy_have_the_bits_of_eager(seed: int):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "micro_batches"), [("gpt", 1), ("stack", 3)])
-def test_training_steps_on_the_toy_have_the_bits_of_eager(
-    name: str, micro_batches: int, mode: str
-):
+def test_training_steps_on_the_toy_have_the_bits_of_eager(name: str, micro_batches: int, mode: str):
     toy, task = Toy(), TASKS[name]
     model, eager = task.build(), task.build()
     compiled = megatrain.compile(model, device=toy, activations="offload")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.runtime.harness import assert_parity
 # only where a gradient is rounding noise itself, which these models don't have.
 REASSOCIATED: dict[str, float] = {}
 
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "bind": {"transfer": "bind", "activations": "recompute"},
     "copy": {"transfer": "copy", "activations": "recompute"},
     "offload": {"transfer": "copy", "activations": "offload"},

@@ -97,7 +97,8 @@ def test_a_failure_of_any_operation_ends_the_step_at_a_boundary(mode: str) -> No
     assert {token.split(":")[1][0] for token in chosen} == set("WFBAGU" if mode == "overlap" else "WFBAGUN")
     assert any(token.startswith("h2d:A") for token in chosen)
     engine, completed = run.pair.compiled.megatrain.engine, []
-    for token in chosen:
+    # Serial steps have the same operations: there every second one stands for all.
+    for token in chosen if mode != "serial_clipped" else chosen[::2]:
         run.take()  # so that a deferred step has updates to take
         assert token in tokens(run.pair.step.schedule) or mode == "deferred"
         engine.set_chaos(Chaos(fail=token, max_delay_s=0))
@@ -125,7 +126,7 @@ def test_a_failure_of_the_very_first_step(mode: str) -> None:
     run.pair.assert_same()
 
 
-def test_nothing_leaks_over_thirty_six_failures() -> None:
+def test_nothing_leaks_over_eighteen_failures() -> None:
     gc.collect()
     threads = set(threading.enumerate())
     for mode in FAILING_MODES:
@@ -135,10 +136,10 @@ def test_nothing_leaks_over_thirty_six_failures() -> None:
         engine, names = run.pair.compiled.megatrain.engine, tokens(run.pair.step.schedule)
         gc.collect()
         held, tensors = engine.meter.current, num_tensors()
-        for number in range(12):
+        for number in range(6):
             engine.set_chaos(None)
             run.pair.step(batches(number))  # so that a deferred step has updates to take
-            engine.set_chaos(Chaos(fail=names[number * len(names) // 12], max_delay_s=0))
+            engine.set_chaos(Chaos(fail=names[number * len(names) // 6], max_delay_s=0))
             with pytest.raises((ExecuteError, RuntimeError)):
                 run.pair.step(batches(number))
             run.pair.step.flush()
