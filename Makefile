@@ -26,10 +26,11 @@ TORCH_VENV = .venv-torch-$(TORCH)
 PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: faults seeds help demo test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
+.PHONY: faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
 
 help:
 	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in minutes'
+	@echo 'make quick   one case of each test that is not slow, for while you work'
 	@echo 'make test    all tests that need neither a GPU nor the network'
 	@echo 'make check   format, lint, strict types, tests with warnings as errors'
 	@echo 'make fix     rewrite what ruff can mend'
@@ -38,6 +39,7 @@ help:
 	@echo 'make gpu     the tests that need an accelerator'
 	@echo 'make zoo     hundreds of models against eager PyTorch; writes docs/models.md'
 	@echo 'make faults  kills, interrupts at each line and random configurations, about 20 minutes; ARGS chooses pieces'
+	@echo 'make slow    measures the tests, and rewrites the list of those that make quick leaves out'
 	@echo 'make seeds   every hypothesis test with 20 random seeds; ARGS="--first 7 --count 3 tests/scheduler" chooses pieces'
 	@echo 'make test-torch TORCH=2.14.1   all tests on another version of torch, in an environment of its own'
 	@echo 'make zoo-torch TORCH=2.14.1    the models, likewise; writes nothing'
@@ -53,8 +55,14 @@ demo: $(READY)
 	$(PY) -m megatrain.cli demo --interrupt-at 0.5 $(ARGS) || [ $$? -eq 130 ]
 	$(PY) -m megatrain.cli demo --resume $(ARGS)
 
+quick: $(READY)
+	$(PYTEST) --quick $(ARGS)
+
 test: $(READY)
 	$(PYTEST) $(ARGS)
+
+slow: $(READY)
+	$(PYTEST) --write-slow $(ARGS)
 
 check: format-check lint types test
 

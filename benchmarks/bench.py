@@ -60,7 +60,7 @@ class Shape:
             num_key_value_heads=max(1, self.width // 64),
             max_position_embeddings=self.context,
             use_cache=False,
-            attn_implementation="sdpa",
+            attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
         )
         return LlamaForCausalLM(config)
 

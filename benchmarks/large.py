@@ -38,7 +38,8 @@ class Shape:
         """Makes it on meta, in bf16, with the buffers that are in no file."""
         config = Qwen2Config(**asdict(self), tie_word_embeddings=True)
         with torch.device("meta"):
-            model = Qwen2ForCausalLM(config).to(torch.bfloat16).train()
+            model: Any = Qwen2ForCausalLM(config)
+            model.to(torch.bfloat16).train()
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
         return model
 
@@ -107,7 +108,7 @@ class Training:
         for _ in range(count):
             began = time.perf_counter()
             with PeakMemory(0.05) as peak:
-                loss = self._step(self._batch).item()
+                loss = float(self._step(self._batch))
             seconds, planned = time.perf_counter() - began, self._step.host_plan.total_bytes
             print(
                 f"step {self._step.progress.count}: loss {loss.hex()} = {loss:.6f}, {seconds:.1f} s, host at most "

@@ -5,6 +5,7 @@ Its weights are random and small; nothing is downloaded. python examples/hf_llam
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,7 +27,7 @@ compiled = megatrain.compile(model, device="cpu", memory="800KiB")  # with a GPU
 step = megatrain.TrainStep(compiled, optimizer, max_grad_norm=1.0)
 
 
-def batch(number: int) -> list[dict[str, object]]:
+def batch(number: int) -> list[dict[str, Any]]:
     """Four micro-batches of two texts that count upwards from random beginnings."""
     starts = torch.randint(128, (4, 2, 1), generator=torch.Generator().manual_seed(number))
     texts = (starts + torch.arange(16)) % 128

@@ -4,6 +4,7 @@ Run it from the folder of the repository: python examples/your_own_pass.py
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,8 @@ def chunked_cross_entropy(traced, *, rows=64):
     """Replaces cross_entropy(linear(hidden, weight), labels) by sums over chunks of `rows` tokens."""
     rewriter = megatrain.Rewriter(traced)
     for loss in rewriter.calls(F.cross_entropy):
-        (logits, labels), options = loss.args, loss.kwargs
+        logits: Any = loss.args[0]
+        labels, options = loss.args[1], loss.kwargs
         while logits.target in ("view", "reshape", "flatten"):
             logits = logits.args[0]
         is_plain = options["reduction"] == "mean" and options["weight"] is None and not options["label_smoothing"]

@@ -1,4 +1,4 @@
-"""What every test shares: golden texts, hypothesis profiles, sane thread counts, the gpu marker."""
+"""What every test shares: golden texts, hypothesis profiles, sane thread counts, the gpu marker, the tiers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import engine
+
+from tests.tiers import Tiers
 
 GOLDEN = Path(__file__).parent / "golden"
 SHRINKING_S = 60
@@ -29,11 +31,14 @@ settings.register_profile("ci", settings.get_profile("default"), derandomize=Tru
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="rewrite golden texts instead of comparing with them")
+    parser.addoption("--quick", action="store_true", help="one case of each test that is not slow")
+    parser.addoption("--write-slow", action="store_true", help="measure, and rewrite tests/slow.txt")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     assert hasattr(engine, "MAX_SHRINKING_SECONDS"), "this hypothesis bounds shrinking in another place"
     engine.MAX_SHRINKING_SECONDS = SHRINKING_S
+    config.pluginmanager.register(Tiers(config), "tiers")
     settings.load_profile("ci" if os.environ.get("CI") else "default")
     # Workers share the cores; torch's own pool on top of them would only take turns.
     torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else min(4, os.cpu_count() or 1))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-Sample = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+Sample = tuple[Any, tuple[Any, ...], dict[str, Any]]
 Builder = Callable[[], Sample]
 
 MODELS: dict[str, Builder] = {}
@@ -72,7 +72,7 @@ class Gpt(nn.Module):
         self.embed = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(16, width)
         self.drop = nn.Dropout(p)
-        self.blocks = nn.ModuleList(GptBlock(width, heads, p) for _ in range(depth))
+        self.blocks: Any = nn.ModuleList(GptBlock(width, heads, p) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         self.head.weight = self.embed.weight
@@ -362,7 +362,7 @@ class Stack(nn.Module):
     def __init__(self, depth: int = 3, width: int = 4):
         super().__init__()
         self.stem = nn.Linear(3, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks: Any = nn.ModuleList(Block(width) for _ in range(depth))
         self.head = nn.Linear(width, 2)
 
     def forward(self, x):

@@ -145,7 +145,7 @@ def test_what_is_right_passes_through_unchanged() -> None:
     assert called(Path(), make="name", exact=None) == ()
 
 
-def test_a_decorated_function_keeps_signature_and_text_and_python_refuses_what_does_not_fit() -> None:
+def test_a_decorated_function_keeps_its_signature_and_text() -> None:
     parameters = inspect.signature(called).parameters
     assert list(parameters) == [
         *("model", "args", "choice", "names", "pairs", "exact", "by_name", "make", "loss", "rate", "any_", "rest")

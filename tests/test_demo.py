@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_training_ends_when_its_seconds_are_used_up_but_makes_one_step(tmp_path)
 
 
 def test_the_number_of_steps_is_fixed_once_the_warm_up_has_shown_the_speed():
-    course = Course(replace(TINY, steps=1000, seconds=100.0, warmup_steps=10), None, "")
+    course = Course(replace(TINY, steps=1000, seconds=100.0, warmup_steps=10), Path(), "")
     course.spend(9, 9.0)
     assert course.num_steps is None
     course.spend(10, 10.0)
@@ -122,7 +123,7 @@ def test_the_number_of_steps_is_fixed_once_the_warm_up_has_shown_the_speed():
 
 
 def test_a_slow_warm_up_fixes_the_number_of_steps_early():
-    course = Course(replace(TINY, steps=1000, seconds=100.0, warmup_steps=50), None, "")
+    course = Course(replace(TINY, steps=1000, seconds=100.0, warmup_steps=50), Path(), "")
     course.spend(5, 25.0)
     assert course.num_steps == 19
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_checkpoints_now_and_then_change_nothing_and_an_interrupt_waits_for_them
     saves: list[int] = []
     save = training.step.save
 
-    def interrupted_save(folder: Path, **options: object) -> None:
+    def interrupted_save(folder: Path, **options: Any) -> None:
         saves.append(training.step.progress.count)
         if len(saves) == 3:
             signal.raise_signal(signal.SIGINT)

@@ -74,7 +74,7 @@ class Convolutions(nn.Module):
 
 def channels_last() -> Any:
     """Weights that lie in memory in another order than that of their dimensions."""
-    model = seeded(Convolutions).to(memory_format=torch.channels_last)
+    model = seeded(Convolutions).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     return model, (torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0)),), {}
 
 
@@ -119,7 +119,7 @@ def test_twenty_steps_leave_the_bits_of_fp32_masters_with_bf16_compute(name: str
 def test_disturbed_streams_leave_the_same_bits():
     model, args, kwargs = CASES["gpt"]()
     reference = Reference(model, MAKERS["adamw"])
-    options = {"device": "cpu", "precision": "bf16", "memory": "48KiB"}
+    options: dict[str, Any] = {"device": "cpu", "precision": "bf16", "memory": "48KiB"}
     compiled = megatrain.compile(model, chaos=Chaos(seed=3), **options)
     loop = Loop(model, compiled, MAKERS["adamw"])
     for train in (reference, loop):
@@ -283,13 +283,14 @@ class Plain(nn.Module):
 def test_fp32_inputs_are_cast_and_get_fp32_gradients():
     x = torch.randn(3, 4, requires_grad=True)
     y = torch.randn(3, 4, dtype=torch.float64)
-    compiled = megatrain.compile(Plain(), device="cpu", precision="bf16")
+    model = Plain()
+    compiled = megatrain.compile(model, device="cpu", precision="bf16")
     result = compiled(x, y=y, index=torch.tensor([0, 2]))
     assert result.dtype == torch.float64  # y is none of fp32, and stays
     result.sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
-    expected = torch.ones(2, 4).bfloat16() @ compiled.megatrain.model.layer.weight.detach()
+    expected = torch.ones(2, 4).bfloat16() @ model.layer.weight.detach()
     assert_same_bits(expected.float(), x.grad[[0, 2]], "gradient of x")
     assert compiled(x, x).dtype == torch.bfloat16
 

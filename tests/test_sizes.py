@@ -1,3 +1,5 @@
+"""Sizes in bytes: read from text, and printed."""
+
 from __future__ import annotations
 
 import numpy

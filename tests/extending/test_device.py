@@ -38,8 +38,11 @@ def named() -> Iterator[None]:
     unregister("toy")
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize("name", ["gpt_loss", "cnn", "torch_encoder", "tied_blocks", "bert_labels"])
+@pytest.mark.parametrize(
+    ("name", "activations"),
+    [*((model, "offload") for model in ("cnn", "torch_encoder", "tied_blocks", "bert_labels")),
+     *(("gpt_loss", activations) for activations in ("keep", "recompute", "offload"))],
+)  # fmt: skip
 def test_calls_on_the_toy_have_the_bits_of_eager(name: str, activations: str):
     model, args, kwargs = MODELS[name]()
     toy, eager = Toy(), copy.deepcopy(model)
@@ -49,7 +52,7 @@ def test_calls_on_the_toy_have_the_bits_of_eager(name: str, activations: str):
     assert toy.locked_bytes >= sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_calls_on_a_disturbed_toy_have_the_bits_of_eager(seed: int):
     model, args, kwargs = MODELS["gpt_loss"]()
     eager = copy.deepcopy(model)
@@ -59,9 +62,7 @@ def test_calls_on_a_disturbed_toy_have_the_bits_of_eager(seed: int):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "micro_batches"), [("gpt", 1), ("stack", 3)])
-def test_training_steps_on_the_toy_have_the_bits_of_eager_and_copy_what_the_schedule_says(
-    name: str, micro_batches: int, mode: str
-):
+def test_training_steps_on_the_toy_have_the_bits_of_eager(name: str, micro_batches: int, mode: str):
     toy, task = Toy(), TASKS[name]
     model, eager = task.build(), task.build()
     compiled = megatrain.compile(model, device=toy, activations="offload")

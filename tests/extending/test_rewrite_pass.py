@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ def chunked_cross_entropy(traced: megatrain.TracedModule, *, rows: int = 10) -> 
     """Replaces `cross_entropy(linear(hidden, weight), labels)` by the sums of chunks of `rows` tokens."""
     rewriter = Rewriter(traced)
     for loss in rewriter.calls(F.cross_entropy):
-        (logits, labels), options = loss.args, loss.kwargs
+        logits: Any = loss.args[0]
+        labels, options = loss.args[1], loss.kwargs
         while logits.target in ("view", "reshape", "flatten"):
             logits = logits.args[0]
         is_plain = options["reduction"] == "mean" and options["weight"] is None and not options["label_smoothing"]
@@ -31,7 +33,7 @@ def chunked_cross_entropy(traced: megatrain.TracedModule, *, rows: int = 10) -> 
             continue
         add, ignored = partial(rewriter.call, loss), options["ignore_index"]
         hidden = add("flatten", logits.args[0], 0, -2)
-        sums = []
+        sums: list[Any] = []
         for chunk, target in zip(add("split", hidden, rows), add("split", labels, rows), strict=True):
             part = add(F.linear, chunk, *logits.args[1:])
             sums.append(add(F.cross_entropy, part, target, ignore_index=ignored, reduction="sum"))
@@ -161,5 +163,6 @@ def test_what_a_pass_returns_is_refused_by_its_name():
     def forgets_to_return(traced: megatrain.TracedModule):
         Rewriter(traced).done()
 
+    passes: Any = [forgets_to_return]
     with pytest.raises(megatrain.LowerError, match=r"the pass `forgets_to_return` returned None\."):
-        megatrain.compile(seeded(), device="cpu", passes=[forgets_to_return], example_args=(IDS, LABELS))
+        megatrain.compile(seeded(), device="cpu", passes=passes, example_args=(IDS, LABELS))

@@ -225,7 +225,7 @@ def _piece(tally: Tally, name: str, strategy: Any, check: Callable[[Any], None],
         max_examples=size,
         deadline=None,
         database=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
         phases=[Phase.generate, Phase.shrink],
     )
     error: BaseException | None = None

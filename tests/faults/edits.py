@@ -84,7 +84,7 @@ def _post_hook(side: Side, number: int) -> None:
 
 def _forward_hook(side: Side, number: int) -> None:
     modules = list(side.model.children())
-    modules[number % len(modules)].register_forward_hook(lambda module, args, result: result * 2)
+    modules[number % len(modules)].register_forward_hook(lambda module, args, result: result * 2)  # pyright: ignore[reportOperatorIssue]
 
 
 def _step_hook(side: Side, number: int) -> None:

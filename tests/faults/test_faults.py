@@ -12,10 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
-    "kills": ("--count", "10"),
-    "interrupts": ("--count", "60"),
-    "lines": ("--count", "60", "--cases", "fp32 clipped", "bf16 overlap"),
-    "configurations": ("--count", "50"),
+    "kills": ("--count", "6"),
+    "interrupts": ("--count", "40"),
+    "lines": ("--count", "120", "--cases", "fp32 clipped", "bf16 overlap"),
+    "configurations": ("--count", "30"),
 }
 
 

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import megatrain
 from megatrain.device import find
@@ -37,7 +38,7 @@ def device() -> torch.device:
 
 def moved(value):
     """The same nested arguments with their tensors on the accelerator."""
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device()), value)
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device()), value)
 
 
 def assert_cuda_parity(name: str, **options) -> None:
@@ -149,7 +150,7 @@ def test_transfers_overlap_with_compute() -> None:
 
         def run():
             for _ in range(4 * depth):
-                x @ weight
+                x @ weight  # pyright: ignore[reportUnusedExpression]
 
         return median_seconds(run)
 

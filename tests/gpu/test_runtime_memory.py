@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -107,10 +108,12 @@ def test_a_streamed_chain_equals_the_plain_one(seed: int | None):
 def test_a_failure_leaves_the_device_usable():
     device = accelerator()
     streams = StreamSet(device)
+    too_large: Any = partial(torch.empty, 1 << 62, device=device.torch_device)
+    fits: Any = partial(torch.ones, 3, device=device.torch_device)
     for _ in range(3):
-        streams.h2d.submit("W0", lambda: torch.empty(1 << 62, device=device.torch_device), (), Event("W0"))
+        streams.h2d.submit("W0", too_large, (), Event("W0"))
         with pytest.raises(ExecuteError, match="h2d:W0 failed"):
             streams.finish()
         with streams.step():
-            streams.d2h.submit("G0", lambda: torch.ones(3, device=device.torch_device).to("cpu"), (), Event("G0"))
+            streams.d2h.submit("G0", lambda: fits().to("cpu"), (), Event("G0"))
     streams.close()

@@ -173,11 +173,12 @@ class Counting(torch.optim.Optimizer):
 
     def __init__(self, params: Any):
         super().__init__(params, {})
-        self.state["all"] = {"count": torch.zeros(())}
+        self.counts: Any = self.state  # torch types its keys as tensors
+        self.counts["all"] = {"count": torch.zeros(())}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        self.state["all"]["count"] += 1
+        self.counts["all"]["count"] += 1
         for parameter in (p for group in self.param_groups for p in group["params"]):
             self.state[parameter].setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
 
@@ -187,7 +188,7 @@ def test_state_that_belongs_to_no_parameter_is_there_and_stays_as_it_is():
     optimizer = Counting(parameters)
     need = optimizer_need(optimizer, alone(parameters))
     assert not need.is_estimate
-    assert optimizer.state["all"]["count"] == 0
+    assert optimizer.counts["all"]["count"] == 0
     step(optimizer, parameters)
     assert dict(need.state) == kept(optimizer)
 

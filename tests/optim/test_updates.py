@@ -1,3 +1,5 @@
+"""How many threads update: the cores but one."""
+
 from megatrain.optim.updates import update_threads
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,12 +39,12 @@ def parts_of(program) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-def unmeasured(limit: int) -> tuple:
+def unmeasured(limit: int) -> tuple[Any, ...]:
     """The passes of `lower` but `measure`, which takes most of the time and changes no number."""
     return (canonicalize, partial(split_state, limit=limit), partial(partition, block_bytes=limit), lift_state, dedup)
 
 
-def assert_exact(model: nn.Module, args: tuple, limit: int):
+def assert_exact(model: nn.Module, args: tuple[Any, ...], limit: int):
     eager = eager_step(model, args, {})
     traced = trace(model, args)
     program = lower(traced, passes=unmeasured(limit))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,7 @@ def test_passes_that_leave_state_in_the_templates_are_refused():
 
 
 def test_the_whole_order_and_options_of_the_default_order_exclude_each_other():
+    options: Any
     for options in ({"rewrites": (same,)}, {"block_bytes": 64}):
         with pytest.raises(OptionError, match=rf"passes= and {next(iter(options))}= were given together"):
             lower(_traced(), passes=(canonicalize, partition, lift_state), **options)

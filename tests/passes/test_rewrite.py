@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.fc = nn.Linear(6, 6)
+        self.total: torch.Tensor
         self.register_buffer("total", torch.zeros(()))
 
     def forward(self, x):
@@ -58,7 +60,7 @@ def assert_same(change: Callable[[Rewriter], None]) -> TracedModule:
         change(rewriter)
         return rewriter.done()
 
-    kept: list[TracedModule] = []
+    kept: list[Any] = []
     program = lower(
         traced, rewrites=(changed,), after_pass=lambda name, made: kept.append(made) if name == "changed" else None
     )
@@ -231,12 +233,14 @@ def _value(rewriter: Rewriter):
     return rewriter.calls(F.linear)[0]
 
 
+NOTHING: Any = None
+THREE: Any = 3
 REFUSED: dict[str, tuple[Callable[[Rewriter], object], str]] = {
     "an input to be like": (lambda r: r.call(_input(r), "abs", _input(r)), r"`\w+` isn't a call"),
-    "nothing to be like": (lambda r: r.call(None, "abs", _value(r)), "None isn't a node of this graph"),
+    "nothing to be like": (lambda r: r.call(NOTHING, "abs", _value(r)), "None isn't a node of this graph"),
     "another graph's": (lambda r: r.call(_value(r), "abs", _value(Rewriter(_traced()))), "isn't a node of this graph"),
     "a module": (lambda r: r.call(_value(r), nn.Linear(6, 6), _value(r)), "`Linear` is a module"),
-    "no function": (lambda r: r.call(_value(r), 3, _value(r)), "`3` can't be called"),
+    "no function": (lambda r: r.call(_value(r), THREE, _value(r)), "`3` can't be called"),
     "no method": (lambda r: r.call(_value(r), "frobnicate", _value(r)), "`frobnicate` is no method of torch.Tensor"),
     "a tensor": (lambda r: r.call(_value(r), "add", _value(r), torch.ones(6)), "`add` is given a tensor"),
     "a shape": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -190,7 +191,7 @@ def doubled(x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
 def test_a_call_is_printed_without_the_functions_own_defaults(target, args, kwargs, text):
     graph = fx.Graph()
     x = graph.placeholder("x")
-    made = graph.call_method if isinstance(target, str) else graph.call_function
+    made: Any = graph.call_method if isinstance(target, str) else graph.call_function
     assert call_text(made(target, (x, *args), kwargs)).rpartition("test_text.")[2] == text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def save_sharded(folder: Path, state: dict[str, torch.Tensor], shards: int = 3) 
     return index
 
 
-def refusal(model: nn.Module, weights: object, folder: Path) -> str:
+def refusal(model: nn.Module, weights: Any, folder: Path) -> str:
     with pytest.raises(WeightsError) as caught:
         megatrain.compile(model, device="cpu", weights=weights)
     return str(caught.value).replace(str(folder), "FOLDER")

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 
 from megatrain.device import Cpu
 from megatrain.runtime.streams.stream_set import Event, StreamSet
@@ -32,9 +33,7 @@ def no_hang() -> Generator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def issue(
-    streams: StreamSet, stream: str, label: str, work: Callable[[], None], waits: tuple[Event, ...] = ()
-) -> Event:
+def issue(streams: StreamSet, stream: str, label: str, work: Callable[[], Any], waits: tuple[Event, ...] = ()) -> Event:
     done = Event(label)
     if stream == "compute":
         streams.compute.run(label, work, waits, done)

@@ -1,3 +1,5 @@
+"""The arena: one allocation, cut into slots, reused and given back."""
+
 from __future__ import annotations
 
 import threading

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -175,7 +176,7 @@ def test_loss_of_some_outputs(options) -> None:
 @modes
 def test_late_backwards_out_of_order(options) -> None:
     def drive(call, model):
-        losses = [sum(t.square().sum() for t in call(batch(rows))) for rows in (5, 3, 5)]
+        losses: list[Any] = [sum(t.square().sum() for t in call(batch(rows))) for rows in (5, 3, 5)]
         for index in (2, 0, 1):
             losses[index].backward()
 
@@ -264,8 +265,8 @@ def test_hooks_act_once_on_the_sum_over_calls(options) -> None:
         for name, parameter in model.named_parameters():
             parameter.register_hook(lambda g: g.clamp(-0.5, 0.5))
             parameter.register_post_accumulate_grad_hook(lambda p, n=name: seen.append((n, p.grad.clone())))
-        losses = [sum(t.square().sum() for t in call(batch(rows))) for rows in (5, 3)]
-        sum(losses).backward()
+        losses: list[Any] = [sum(t.square().sum() for t in call(batch(rows))) for rows in (5, 3)]
+        (losses[0] + losses[1]).backward()
         return sorted(seen, key=lambda pair: pair[0])
 
     assert_twins(seeded(Branches), drive, **options)

@@ -33,7 +33,7 @@ modes = pytest.mark.parametrize(
 )
 
 
-def layers(kind: Any = Bmm, depth: int = 2) -> Layers:
+def layers(kind: Any = Bmm, depth: int = 2) -> Any:
     return seeded(lambda: Layers(kind, depth, NUM, WIDTH, INNER))
 
 
@@ -237,7 +237,7 @@ def test_files_in_another_precision_fill_the_whole_and_so_its_parts(tmp_path: Pa
         for name, tensor in reference.state_dict().items():
             tensor.copy_(state[name])
     with torch.device("meta"):
-        model = Layers(Bmm, 2, NUM, WIDTH, INNER)
+        model: Any = Layers(Bmm, 2, NUM, WIDTH, INNER)
     weights = save(tmp_path / "a.safetensors", state)
     compiled = megatrain.compile(model, device="cpu", block_bytes=LIMIT, transfer="copy", weights=weights)
     compiled.prepare(tokens())

@@ -1,3 +1,5 @@
+"""The host store: state lies there, blocks are copied from it, and gradients come back to it."""
+
 from __future__ import annotations
 
 import gc

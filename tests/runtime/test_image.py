@@ -1,3 +1,5 @@
+"""The image of a block: where its tensors lie, one behind the other."""
+
 from __future__ import annotations
 
 import torch

@@ -1,3 +1,5 @@
+"""Host memory by pages: zero, exact in size, page-locked where there is CUDA, gone with its last view."""
+
 from __future__ import annotations
 
 import gc

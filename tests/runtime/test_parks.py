@@ -1,3 +1,5 @@
+"""Values parked on the host come back with their bits and layout."""
+
 from __future__ import annotations
 
 import pytest

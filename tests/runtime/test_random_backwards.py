@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -39,8 +40,8 @@ class Caller:
     """Does the same to a model, eager or compiled."""
 
     model: nn.Module
-    calls: list = field(default_factory=list)
-    found: list = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
+    found: list[Any] = field(default_factory=list)
 
     def run(self, call, plan) -> None:
         torch.manual_seed(7)
@@ -83,7 +84,7 @@ class Caller:
 def test_random_callers(tree: nn.Module, plan, mode: str, limit: int | None) -> None:
     model = Both(tree)
     eager, streamed = copy.deepcopy(model), copy.deepcopy(model)
-    options = MODES[mode] | ({} if limit is None else {"block_bytes": max(1, limit)})
+    options: dict[str, Any] = MODES[mode] | ({} if limit is None else {"block_bytes": max(1, limit)})
     compiled = megatrain.compile(streamed, device="cpu", **options)
     left, right = Caller(eager), Caller(streamed)
     try:

@@ -8,6 +8,7 @@ import torch
 import megatrain
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 from megatrain.scheduler.effects import Stream
+from megatrain.tracer.arguments import Structure
 from tests.models import MODELS, Gpt
 
 NAMES = ["gpt_loss", "t5_labels", "unet", "encoder_decoder", "frozen_first"]
@@ -20,7 +21,7 @@ def recorded(name: str, **options):
     options = {"device": "cpu", "transfer": "copy", "activations": "offload", **options}
     compiled = megatrain.compile(model, recording=recording, **options)
     result = compiled(*args, **kwargs)
-    tensors = [t for t in megatrain.tracer.arguments.Structure.of(result).placeholders if t.requires_grad]
+    tensors = [t for t in Structure.of(result).placeholders if t.requires_grad]
     torch.stack([t.float().mean() for t in tensors]).sum().backward()
     return compiled, recording
 

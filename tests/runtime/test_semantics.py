@@ -250,7 +250,7 @@ def test_two_compiled_models_in_a_chain(options) -> None:
 
 @pytest.mark.parametrize("change", ["frozen", "buffer", "data", "assign", "statistics"])
 def test_other_weights_at_the_backward_are_refused(change: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     model[2].requires_grad_(False)
     compiled = megatrain.compile(model.eval(), device="cpu")
     loss = compiled(batch()).square().sum()

@@ -166,7 +166,8 @@ class Pair:
     """An eager model and its compiled twin, changed alike."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.eager, self.twin = copy.deepcopy(model), copy.deepcopy(model)
+        self.eager: Any = copy.deepcopy(model)
+        self.twin: Any = copy.deepcopy(model)
         self.compiled = megatrain.compile(self.twin, device="cpu", transfer="copy", activations="recompute")
 
     def change(self, change: Callable[[Any], Any]) -> None:
@@ -223,7 +224,7 @@ def test_a_change_between_two_calls_is_seen(pair: Pair, what: str) -> None:
     assert pair.count <= 2
 
 
-@pytest.mark.parametrize("function", [torch.relu, torch._C._nn.gelu, abs, operator.neg, str.join, type])
+@pytest.mark.parametrize("function", [torch.relu, torch._C._nn.gelu, abs, operator.neg, str.join, type])  # pyright: ignore[reportAttributeAccessIssue]
 def test_functions_written_in_c_may_stand_in_attributes(function: Any) -> None:
     module = nn.Linear(2, 2)
     module.function = function

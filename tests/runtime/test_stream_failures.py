@@ -1,3 +1,5 @@
+"""An operation that fails ends the step with its own error, once, and the streams work again."""
+
 from __future__ import annotations
 
 import threading

@@ -1,3 +1,5 @@
+"""Waits that can't end are errors, and no thread outlives its owner."""
+
 from __future__ import annotations
 
 import gc

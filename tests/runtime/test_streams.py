@@ -1,3 +1,5 @@
+"""Streams run what is submitted: in order, beside each other, and as recorded; chaos changes no result."""
+
 from __future__ import annotations
 
 import itertools

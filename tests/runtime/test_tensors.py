@@ -286,7 +286,7 @@ def test_buffers_of_two_modules(options) -> None:
 @modes
 def test_a_parameter_that_is_a_buffer_too(options) -> None:
     def build():
-        made = module(lambda self, x: self.layer(x) * self.extra, layer=linear())()
+        made: Any = module(lambda self, x: self.layer(x) * self.extra, layer=linear())()
         made.register_buffer("extra", made.layer.bias)
         return made
 
@@ -429,7 +429,7 @@ class Energy(nn.Module):
             for layer in self.layers:
                 y = torch.tanh(layer(y))
             energy = self.top(y).sum()
-            source = self.layers[1].weight if self.by == "weight" else x
+            source: Any = self.layers[1].weight if self.by == "weight" else x
             (slope,) = torch.autograd.grad(energy, source, create_graph=True)
         return energy, -slope
 

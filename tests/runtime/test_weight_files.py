@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -234,11 +235,11 @@ def test_files_that_are_not_there_or_ambiguous(tmp_path: Path, build, message: s
 
 
 @pytest.mark.parametrize("weights", [5, [], {"a": "b"}])
-def test_weights_that_are_no_path(weights: object):
+def test_weights_that_are_no_path(weights: Any):
     with pytest.raises(OptionError, match=r"weights=.* is not a path"):
         megatrain.compile(on_meta(), device="cpu", weights=weights)
     with pytest.raises(OptionError, match=r"weights=\[5\] has 5, which is not a path but an int"):
-        megatrain.compile(on_meta(), device="cpu", weights=[5])
+        megatrain.compile(on_meta(), device="cpu", weights=[5])  # pyright: ignore[reportArgumentType]
 
 
 def test_a_file_given_twice_is_read_once(tmp_path: Path):

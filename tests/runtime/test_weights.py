@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError, WeightsError
 from megatrain.files import weight_files as checkpoint
+from tests.gradients import grad_of
 from tests.runtime.harness import assert_same, train
 from tests.runtime.saved import IDS, Partial, assert_holds, gpt, on_meta, partial_on_meta, save, save_sharded, state_of
 
@@ -83,6 +85,7 @@ def hugging_face(folder: Path) -> tuple[nn.Module, nn.Module]:
 
 
 def test_hugging_face_model_with_its_rotary_module_made_anew(tmp_path: Path):
+    model: Any
     loaded, model = hugging_face(tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     with pytest.raises(
@@ -207,7 +210,7 @@ def test_tensors_that_are_there_already_are_replaced_and_freed(tmp_path: Path):
 
 def test_parameters_keep_their_hooks_attributes_and_flags(tmp_path: Path):
     model = on_meta()
-    weight = model.norm.weight
+    weight: Any = model.norm.weight
     weight.note = "mine"
     model.norm.bias.requires_grad_(False)
     calls = []
@@ -220,12 +223,12 @@ def test_parameters_keep_their_hooks_attributes_and_flags(tmp_path: Path):
     assert calls == ["gradient", True] * 2
     assert model.norm.weight is weight
     assert isinstance(weight, nn.Parameter)
-    assert weight.note == "mine"
+    assert vars(weight)["note"] == "mine"
     assert not model.norm.bias.requires_grad
     assert model.norm.bias.grad is None
 
 
-def test_a_parameter_that_cannot_stay_the_same_object_is_refused_before_anything_is_read(tmp_path: Path):
+def test_a_parameter_that_cannot_stay_the_same_object_is_refused_early(tmp_path: Path):
     model = on_meta()
     compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state_of(gpt())))
     watching = weakref.ref(model.norm.weight)
@@ -264,12 +267,12 @@ def test_state_that_no_block_reads_is_loaded_too(tmp_path: Path):
     assert_holds(model, reference.state_dict())
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None) == (name == "unused")
-        assert p.grad is None or torch.equal(p.grad, q.grad)
+        assert p.grad is None or torch.equal(grad_of(p), grad_of(q))
 
 
 def test_views_of_one_storage_on_meta_are_refused(tmp_path: Path):
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = nn.Parameter(model[0].weight.detach().t())
     state = {"0.weight": torch.ones(4, 4), "1.weight": torch.ones(4, 4)}
     compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,10 +20,11 @@ MODES: dict[str, dict[str, Any]] = {
 }
 """Where weights lie and what is kept: each takes another path through the runtime."""
 
+M = TypeVar("M", bound=nn.Module)
 Drive = Callable[[Callable[..., Any], nn.Module], Any]
 
 
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+def seeded(build: Callable[[], M]) -> M:
     """Builds a model from a fixed seed; the caller's generator is kept."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)
@@ -44,7 +45,9 @@ def assert_same_tensor(left: Any, right: Any, what: str) -> None:
         assert torch.equal(left.isnan(), right.isnan()), what
 
 
-def assert_twins(model: nn.Module, drive: Drive, *, seed: int = 3, **options: Any) -> tuple[nn.Module, Any]:
+def assert_twins(
+    model: nn.Module, drive: Drive, *, seed: int = 3, **options: Any
+) -> tuple[megatrain.CompiledModule, Any]:
     """Runs `drive(call, model)` on both copies and compares what it returns, gradients, state and random numbers.
 
     Args:

@@ -84,7 +84,7 @@ def kind_of(place: Place) -> Place:
     words: list[Any] = []
     for i, key in enumerate(place):
         is_field = i == 0 or key in fields or (isinstance(key, int) and len(place) - i == 1)
-        is_value = place[0] == "extra" or (len(place) > 3 and place[1] == "param_groups")
+        is_value = place[:1] == ("extra",) or (len(place) > 3 and place[1] == "param_groups")
         words.append(key if is_field or is_value else type(key).__name__)
     return tuple(words)
 

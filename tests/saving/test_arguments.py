@@ -89,7 +89,7 @@ def test_an_argument_of_save_that_is_something_else_is_refused(tmp_path: Path, a
 
 
 def test_names_of_extra_values_that_are_no_texts_would_come_back_as_others(tmp_path: Path):
-    text = refusal(OptionError, lambda: save(tmp_path / "run", {}, extra={1: "a", "1": "b"}))
+    text = refusal(OptionError, lambda: save(tmp_path / "run", {}, extra={1: "a", "1": "b"}))  # pyright: ignore[reportArgumentType]
     assert "has the key 1, which is an int" in text
     model, optimizer = known(0)
     state = optimizer.state[model.body.weight]
@@ -104,7 +104,7 @@ def test_names_of_extra_values_that_are_no_texts_would_come_back_as_others(tmp_p
 
 def test_what_a_checkpoint_is_read_into_is_refused_if_it_is_something_else(tmp_path: Path):
     save_trained(tmp_path / "run")
-    checkpoint = load(tmp_path / "run")
+    checkpoint: Any = load(tmp_path / "run")
     model = Tied()
     for action, text in (
         (lambda: checkpoint.read_weights(model), "tensors=<Tied> is a Tied"),

@@ -205,7 +205,7 @@ def test_a_checkpoint_without_an_optimizer(tmp_path: Path):
     assert "has no state of an optimizer" in refusal(lambda: load(tmp_path / "run").read_optimizer(adamw(model), names))
 
 
-def test_everything_that_can_not_be_stored_is_in_one_error_before_anything_is_written(tmp_path: Path):
+def test_all_that_can_not_be_stored_is_in_one_error(tmp_path: Path):
     save_trained(tmp_path / "run")
     weights = {"meta": torch.empty(2, device="meta"), "wide": torch.zeros(1, dtype=torch.complex128)}
     weights["sparse"] = torch.eye(2).to_sparse()

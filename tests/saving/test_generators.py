@@ -161,13 +161,13 @@ def test_a_state_that_is_none_is_refused_before_anything_is_set(monkeypatch: pyt
 
 
 def test_another_generator_of_numpy_goes_on(monkeypatch: pytest.MonkeyPatch):
-    before = np.random.get_bit_generator()
+    before = np.random.get_bit_generator()  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        np.random.set_bit_generator(np.random.PCG64(3))
+        np.random.set_bit_generator(np.random.PCG64(3))  # pyright: ignore[reportAttributeAccessIssue]
         state = generators_now()
         drawn = np.random.rand()
         restore_generators(state)
         assert np.random.rand() == drawn
     finally:
-        np.random.set_bit_generator(before)
+        np.random.set_bit_generator(before)  # pyright: ignore[reportAttributeAccessIssue]
     assert "generators.numpy is refused" in refusal(lambda: restore_generators(state))

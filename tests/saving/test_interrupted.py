@@ -7,9 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ class Faults:
             monkeypatch.setattr(disk, name, self._wrapped(name, getattr(disk, name)))
 
     def _wrapped(self, name: str, operation: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: object) -> None:
+        def run(*args: Any) -> None:
             index = len(self.seen)
             self.seen.append(name)
             fails = self._at is not None and (index >= self._at if self._dies else index == self._at)
@@ -178,10 +178,13 @@ def test_two_saves_to_one_place_at_a_time_are_refused(tmp_path: Path):
 # -- a disk without room -----------------------------------------------------------------------------------------
 
 
+class Usage(NamedTuple):
+    free: int
+
+
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save_trained(tmp_path / "run", seed=1)
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1000))
     monkeypatch.setattr("megatrain.saving.shards.Shard.write", None)
     text = refusal(lambda: save_trained(tmp_path / "run", seed=2))
     assert "the disk has 1000 B (1000 B)." in text.split("\n")[0]
@@ -192,8 +195,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path: Pat
 
 def test_the_room_that_is_asked_for_is_what_the_files_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model, optimizer = trained(1)
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0))
     text = refusal(lambda: save(tmp_path / "run", state_of(model), optimizer=optimizer))
     needed = int(text.split("(")[1].split(" B)")[0])
     monkeypatch.undo()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 
 def test_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for code in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
         exec(compile(code, "checkpoints.md", "exec"), found)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["first"]

@@ -124,7 +124,7 @@ def test_state_of_an_optimizer_with_lists_of_tensors(tmp_path: Path):
     save(tmp_path / "run", state_of(model), optimizer=optimizer)
     assert len(optimizer.state_dict()["state"][0]["old_dirs"]) > 1
     again = torch.optim.LBFGS(nn.Linear(3, 3).parameters())
-    names = dict(zip(("weight", "bias"), again.param_groups[0]["params"], strict=True))
+    names: dict[str, torch.Tensor] = dict(zip(("weight", "bias"), again.param_groups[0]["params"], strict=True))
     load(tmp_path / "run").read_optimizer(again, names)
     assert same(again.state_dict(), optimizer.state_dict())
 

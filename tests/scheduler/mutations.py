@@ -68,7 +68,7 @@ def mutants(schedule: Schedule, random: Random) -> Iterator[tuple[str, Schedule]
         at = mine.index(position)
         others = {mine[(at + 1) % len(mine)], random.choice(mine)}
         for other in sorted(others - {position}):
-            cells = {position: schedule.ticks[other.tick][other.stream], other: op}
+            cells: dict[Position, Op | None] = {position: schedule.ticks[other.tick][other.stream], other: op}
             yield f"{where} swapped with tick {other.tick}", with_cells(schedule, cells)
         free = [t for t in range(len(schedule.ticks) + 1) if Position(t, position.stream) not in mine]
         near = [t for t in (position.tick - 1, position.tick + 1) if t in free]
@@ -77,7 +77,7 @@ def mutants(schedule: Schedule, random: Random) -> Iterator[tuple[str, Schedule]
             yield f"{where} moved to tick {tick}", with_cells(schedule, moved)
         yield from _other_ops(schedule, position, op, where, random)
         if free:
-            copied = {Position(random.choice(free), position.stream): op}
+            copied: dict[Position, Op | None] = {Position(random.choice(free), position.stream): op}
             yield f"{where} twice, number {index}", with_cells(schedule, copied)
     yield from _other_headers(schedule, random)
 

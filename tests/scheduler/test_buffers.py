@@ -27,6 +27,8 @@ class Norm(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.mean: torch.Tensor
+        self.variance: torch.Tensor
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("variance", torch.ones(8))
 
@@ -52,6 +54,7 @@ class Stack(nn.Module):
 class Memory(nn.Module):
     def __init__(self):
         super().__init__()
+        self.scale: torch.Tensor
         self.register_buffer("scale", torch.ones(8))
 
     def forward(self, x):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -19,14 +20,17 @@ from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 from tests.scheduler.mutations import mutants, with_cells, with_figures
 from tests.scheduler.symbolic import Harm, find_harm
-from tests.scheduler.workloads import chain, example, schedules
+from tests.scheduler.workloads import chain, example, schedules, step_schedules
+
+ANY = st.one_of(schedules(), step_schedules())
+"""Of calls and of whole steps."""
 
 
 def built_example() -> Schedule:
     return schedule(example(), num_slots=2, keep=2)
 
 
-def waits_graph(plan: Schedule) -> nx.DiGraph:
+def waits_graph(plan: Schedule) -> nx.DiGraph[Any]:
     """Streams and reduced waits as a graph: what the runtime enforces."""
     graph = nx.DiGraph()
     last: dict[Stream, Position] = {}
@@ -47,14 +51,14 @@ def is_rejected(plan: Schedule) -> bool:
     return False
 
 
-@given(schedules())
-@settings(max_examples=150)
+@given(ANY)
+@settings(max_examples=200)
 def test_every_built_schedule_is_accepted(plan: Schedule):
     plan.check()
 
 
-@given(schedules(), st.integers(0, 2**20))
-@settings(max_examples=60)
+@given(ANY, st.integers(0, 2**20))
+@settings(max_examples=90)
 def test_every_built_schedule_does_no_harm_in_any_order(plan: Schedule, seed: int):
     find_harm(plan, plan.known_workload(), seed=seed)
 
@@ -68,8 +72,8 @@ def test_the_backward_of_every_schedule_can_run_alone(plan: Schedule, num_slots:
     find_harm(alone, alone.known_workload(), runs=4)
 
 
-@given(schedules(), st.integers(0, 2**20), st.booleans())
-@settings(max_examples=25)
+@given(ANY, st.integers(0, 2**20), st.booleans())
+@settings(max_examples=30)
 def test_every_mutation_is_rejected_or_harmless(plan: Schedule, seed: int, fits: bool):
     for name, mutant in mutants(plan, Random(seed)):
         mutant = with_figures(mutant) if fits else mutant
@@ -88,15 +92,15 @@ def test_most_mutations_are_rejected_even_with_figures_that_fit():
     assert rejected > 0.9 * len(changed)
 
 
-@given(schedules())
+@given(ANY)
 @settings(max_examples=40)
 def test_waits_imply_exactly_the_dependencies(plan: Schedule):
     reduced, full = waits_graph(plan), plan.to_networkx()
     assert set(nx.transitive_closure(reduced).edges) == set(nx.transitive_closure(full).edges)
 
 
-@given(schedules())
-@settings(max_examples=25)
+@given(ANY)
+@settings(max_examples=45)
 def test_no_wait_can_be_deleted(plan: Schedule):
     graph, workload = waits_graph(plan), plan.known_workload()
     check_schedule(plan, workload, graph)

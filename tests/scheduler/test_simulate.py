@@ -23,9 +23,7 @@ MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.sampled_from([0.0, 1e-6, 
 
 @given(schedules(), MACHINES)
 @settings(max_examples=60)
-def test_a_simulated_step_is_as_long_as_its_longest_chain_and_no_shorter_than_any_bound(
-    plan: Schedule, machine: Hardware
-):
+def test_a_simulated_step_is_as_long_as_its_longest_chain(plan: Schedule, machine: Hardware):
     found = plan.simulate(machine)
     seconds, path = plan.critical_path(machine)
     assert found.step_s == pytest.approx(seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -70,7 +71,7 @@ def test_all_micro_batches_of_a_block_run_before_the_next_one():
     assert compute == ["F0.0", "F0.1", "F1.0", "F1.1", "F2.0", "B2.0", "F2.1", "B2.1", "B1.0", "B1.1", "B0.0", "B0.1"]
 
 
-def test_where_the_last_block_has_no_backward_the_turn_retains_graphs_only_if_they_fit():
+def test_a_turn_without_a_backward_retains_graphs_only_if_they_fit():
     workload = trained(4)
     blocks = (*workload.blocks[:3], replace(workload.blocks[3], has_backward=False, gradient_bytes=0, update_bytes=0))
     workload = replace(workload, blocks=blocks)
@@ -142,7 +143,7 @@ def test_released_outputs_take_no_memory_per_micro_batch():
     assert peaks["release"][1] - peaks["release"][0] < 10 * ACT
 
 
-def test_shared_parameters_wait_for_all_their_gradients_and_hold_back_all_their_weights():
+def test_shared_parameters_wait_for_all_their_gradients():
     plan = schedule(trained(4, tied=True), updates="overlap")
     order = [str(op) for op in plan.ops]
     assert [o for o in order if o[0] == "U"] == ["U2", "U1", "U0"]
@@ -195,6 +196,7 @@ def test_an_impossible_option_of_a_step_is_named(options, message):
 
 
 def test_a_whole_step_can_not_be_split():
+    options: Any
     for options in ({"micro_batches": 2}, {"updates": "overlap"}, {"clip": True}, {"outputs": "release"}):
         with pytest.raises(ScheduleError, match="can't be split"):
             backward_schedule(schedule(trained(3), **options))

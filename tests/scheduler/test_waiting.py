@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -60,7 +61,7 @@ def test_no_host_however_slow_has_more_gradients_waiting_than_the_figure(plan: S
     assert most_at_once(plan, machine) <= plan.landing_bytes
 
 
-def test_the_gradients_of_a_deep_model_wait_in_as_many_bytes_as_those_of_a_shallow_one():
+def test_gradients_of_a_deep_model_wait_in_as_many_bytes_as_of_a_shallow_one():
     for micro_batches in (1, 3):
         plans = [schedule(trained(n), updates="overlap", micro_batches=micro_batches) for n in (8, 64)]
         assert [waiting(plan) for plan in plans] == [2 * LAYER, 2 * LAYER]
@@ -83,7 +84,7 @@ def test_the_gradients_of_a_deep_model_wait_in_as_many_bytes_as_those_of_a_shall
         ({"updates": "deferred", "clip": True}, 8),
     ],
 )
-def test_all_gradients_wait_unless_updates_follow_them_at_once(options: dict, blocks: int, transfer: str):
+def test_all_gradients_wait_unless_updates_follow_them_at_once(options: dict[str, Any], blocks: int, transfer: str):
     plan = schedule(trained(8), transfer=transfer, **options)
     assert waiting(plan) == blocks * LAYER
     plan.check()
@@ -108,7 +109,7 @@ def test_gradients_that_no_update_needs_wait_until_the_step_ends():
     assert most_at_once(late, Hardware(1e9, 1e9, 1e9)) == 6 * LAYER
 
 
-def without_holds(plan: Schedule) -> nx.DiGraph:
+def without_holds(plan: Schedule) -> nx.DiGraph[Any]:
     """What the runtime enforces, without the waits of G for updates."""
     graph = waits_graph(plan)
     ops = dict(plan.positions())

@@ -18,7 +18,7 @@ from tests.tools.models import IDS, assert_equal, llama, values
 
 def trained(model: torch.nn.Module, **options: Any) -> Any:
     """Compiles a model and takes one step, so that its state lies in the host store."""
-    compiled = megatrain.compile(model, device="cpu", **{"transfer": "copy"} | options)
+    compiled = megatrain.compile(model, device="cpu", **{"transfer": "copy", **options})
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     megatrain.TrainStep(compiled, optimizer)({"input_ids": IDS, "labels": IDS})
     return compiled
@@ -94,7 +94,7 @@ def test_an_adapter_is_saved_alone(tmp_path: Path):
     trained(model)
     adapter = {key: tensor for key, tensor in model.state_dict().items() if "lora_" in key}
     assert saved_bytes(adapter) == saved_bytes({key: tensor.clone() for key, tensor in adapter.items()})
-    model.save_pretrained(tmp_path / "peft")
+    model.save_pretrained(str(tmp_path / "peft"))
     found = safetensors.torch.load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert_equal({k: t for k, t in found.items()}, {k.replace(".default", ""): t for k, t in adapter.items()})
 

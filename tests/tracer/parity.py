@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_arg
 
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Program
@@ -92,14 +93,15 @@ def _run_graph(traced: TracedModule, inputs: Sequence[torch.Tensor], state: Mapp
 
 def call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """Repeats one recorded call in the modes it was recorded in."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(node.meta["grad"]))
         for device, dtype in node.meta["autocast"]:
             stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
         if node.op == "call_method":
-            return getattr(args[0], node.target)(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        target: Any = node.target
+        return target(*args, **kwargs)
 
 
 def run_program(program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> Outputs:

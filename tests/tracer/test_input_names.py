@@ -120,7 +120,7 @@ def test_a_signature_that_python_cant_read_leaves_numbers():
 
     class Odd:
         __slots__ = ()
-        __hash__ = None
+        __hash__ = None  # pyright: ignore[reportAssignmentType]
         __signature__ = "none"
 
         def __call__(self, left: Any, right: Any) -> Any:

@@ -160,7 +160,7 @@ def test_a_reader_sees_the_models_own_parameters():
         assert all(torch.equal(state[k], expected[1][k]) for k in state)
 
 
-def test_an_iteration_that_began_before_a_capture_goes_on_with_the_models_own_tensors():
+def test_an_iteration_from_before_a_capture_goes_on_with_the_models_tensors():
     model, _, args = _held(lambda _: None)
     names = model.named_parameters()
     identities = {n: id(p) for n, p in model.named_parameters()}
@@ -176,7 +176,7 @@ def test_the_same_model_runs_eagerly_in_another_thread():
     def run(model: nn.Module) -> torch.Tensor:
         x = torch.ones(1, 3, requires_grad=True)
         loss = model.get_submodule("first")(x).sum()
-        return torch.autograd.grad(loss, model.get_submodule("first").weight)[0]
+        return torch.autograd.grad(loss, model.get_parameter("first.weight"))[0]
 
     for result in _captured(run):
         assert torch.equal(result, torch.ones(4, 3))
@@ -274,6 +274,8 @@ def test_a_compiled_model_runs_while_another_is_captured():
 
 def test_a_buffer_registered_by_the_forward_is_there_after_a_call():
     class Registering(nn.Linear):
+        mask: torch.Tensor
+
         def forward(self, x):
             if not hasattr(self, "mask"):
                 self.register_buffer("mask", torch.ones(x.shape[0], 1))
@@ -294,7 +296,7 @@ def test_an_opaque_module_finds_its_state_where_the_model_has_it():
             self.calls += 1
             return super().forward(x) * self.calls
 
-    model = nn.Sequential(nn.Linear(3, 3), Counting(3, 3))
+    model: Any = nn.Sequential(nn.Linear(3, 3), Counting(3, 3))
     compiled = megatrain.compile(model, device="cpu")
     x = torch.ones(2, 3)
     for calls in (1, 2):
@@ -324,7 +326,7 @@ def test_an_operation_that_draws_without_saying_so_is_random():
     assert_same_step(graph_step(traced, model, args, {}), eager_step(model, args, {}))
 
 
-def test_a_thread_that_shuffles_once_is_not_taken_for_the_model_and_keeps_its_numbers():
+def test_a_thread_that_shuffles_is_not_taken_for_the_model():
     drawn: list[float] = []
 
     def shuffle(_: nn.Module) -> None:

@@ -22,9 +22,9 @@ class Trap:
         self.place: object = None
         self.left = 0
         self.always = False
-        self.act: Callable[[], None] = lambda: None
+        self.act: Callable[[], object] = lambda: None
 
-    def arm(self, place: object, act: Callable[[], None], *, after: int = 0, always: bool = False) -> None:
+    def arm(self, place: object, act: Callable[[], object], *, after: int = 0, always: bool = False) -> None:
         self.place, self.left, self.always, self.act = place, after, always, act
 
     def at(self, place: object) -> None:

@@ -34,6 +34,7 @@ class Running(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(4, 4)
+        self.mean: torch.Tensor
         self.register_buffer("mean", torch.zeros(4), persistent=False)
         self.register_buffer("constant", torch.ones(4), persistent=False)
 
@@ -229,7 +230,7 @@ class Case:
         example: Whether the second part is compiled before the checkpoint is read.
     """
 
-    build: Callable[[], nn.Module]
+    build: Callable[[], Any]
     batch: Callable[[int], Any]
     optimizer: str = "adamw"
     scheduler: Callable[[Any], Any] | None = None
@@ -327,7 +328,7 @@ class Run:
         """Takes steps, at the numbers where the run is; returns losses and learning rates."""
         found: list[str] = []
         for _ in range(count):
-            loss = self.step(self.case.batch(self.step.progress.count)).item()
+            loss = float(self.step(self.case.batch(self.step.progress.count)))
             if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
                 self.scheduler.step(loss)
             elif self.scheduler is not None:

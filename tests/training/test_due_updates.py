@@ -12,7 +12,7 @@ from tests.runtime.twins import seeded
 from tests.training.loops import Pair, adamw, assert_same, sgd, snapshot, stack_batch
 
 
-def test_a_hook_behind_the_step_that_comes_when_updates_are_due_runs_from_the_next_one() -> None:
+def test_a_hook_that_comes_while_updates_are_due_runs_from_the_next_step() -> None:
     pair = Pair.of("stack", sgd, max_grad_norm=0.5)
     pair.take(stack_batch(0, 2), seed=0)
 

@@ -15,6 +15,7 @@ import torch
 import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.stream_set import Chaos
+from megatrain.training.trainer import Running
 from tests.threads import living
 from tests.training.hazards import TRAP, WIDTH, watched
 from tests.training.loops import MODES, Pair, assert_same, seeded, snapshot
@@ -96,7 +97,8 @@ def test_a_failure_of_any_operation_ends_the_step_at_a_boundary(mode: str) -> No
     assert {token.split(":")[1][0] for token in chosen} == set("WFBAGU" if mode == "overlap" else "WFBAGUN")
     assert any(token.startswith("h2d:A") for token in chosen)
     engine, completed = run.pair.compiled.megatrain.engine, []
-    for token in chosen:
+    # Serial steps have the same operations: there every second one stands for all.
+    for token in chosen if mode != "serial_clipped" else chosen[::2]:
         run.take()  # so that a deferred step has updates to take
         assert token in tokens(run.pair.step.schedule) or mode == "deferred"
         engine.set_chaos(Chaos(fail=token, max_delay_s=0))
@@ -124,7 +126,7 @@ def test_a_failure_of_the_very_first_step(mode: str) -> None:
     run.pair.assert_same()
 
 
-def test_nothing_leaks_over_thirty_six_failures() -> None:
+def test_nothing_leaks_over_eighteen_failures() -> None:
     gc.collect()
     threads = set(threading.enumerate())
     for mode in FAILING_MODES:
@@ -134,10 +136,10 @@ def test_nothing_leaks_over_thirty_six_failures() -> None:
         engine, names = run.pair.compiled.megatrain.engine, tokens(run.pair.step.schedule)
         gc.collect()
         held, tensors = engine.meter.current, num_tensors()
-        for number in range(12):
+        for number in range(6):
             engine.set_chaos(None)
             run.pair.step(batches(number))  # so that a deferred step has updates to take
-            engine.set_chaos(Chaos(fail=names[number * len(names) // 12], max_delay_s=0))
+            engine.set_chaos(Chaos(fail=names[number * len(names) // 6], max_delay_s=0))
             with pytest.raises((ExecuteError, RuntimeError)):
                 run.pair.step(batches(number))
             run.pair.step.flush()
@@ -165,7 +167,7 @@ def failing() -> None:
 def first_update() -> Generator[Callable[[], None]]:
     """Gives a function that waits until a block of this step is updated, so that a test doesn't hang on timing."""
     done = threading.Event()
-    original = megatrain.training.trainer.Running.update
+    original = Running.update
 
     def update(self: Any, block: int) -> None:
         original(self, block)
@@ -173,7 +175,7 @@ def first_update() -> Generator[Callable[[], None]]:
             done.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatrain.training.trainer.Running, "update", update)
+        patch.setattr(Running, "update", update)
 
         def fail() -> None:
             assert done.wait(UNTIL)

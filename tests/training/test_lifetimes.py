@@ -18,7 +18,7 @@ from tests.threads import living
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_compiled_models_end_although_their_optimizer_lives_and_nothing_collects_cycles() -> None:
+def test_a_compiled_model_ends_without_the_collector_before_its_optimizer() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     optimizer = torch.optim.AdamW(model.parameters())
     gc.collect()

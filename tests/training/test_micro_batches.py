@@ -353,14 +353,14 @@ def test_a_wrong_option_is_refused(change: dict[str, Any], error: type, match: s
 def test_what_is_no_compiled_model_or_needs_all_parameters_is_refused() -> None:
     model = TASKS["stack"].build()
     with pytest.raises(OptionError, match="compiled=<Stack> is a Stack"):
-        megatrain.TrainStep(model, sgd(model))
+        megatrain.TrainStep(model, sgd(model))  # pyright: ignore[reportArgumentType]
     with pytest.raises(OptimizerError, match="LBFGS can't update one block at a time"):
         megatrain.TrainStep(megatrain.compile(model, device="cpu"), torch.optim.LBFGS(model.parameters()))
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (-1, 2), (float("nan"), 1), (float("inf"), 1)])
 def test_weights_that_are_no_counts_are_refused(counts: tuple[float, float]) -> None:
-    rest: list[float] = []
+    rest: list[Any] = []
     pair = Pair.of("stack", sgd, weight=lambda batch: rest.pop(0))
     rest += counts
     refused(pair.step, pair.stepped, pair.optimizer, [GOOD, GOOD], OptionError, "weight= counts the micro-batches")

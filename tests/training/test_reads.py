@@ -39,7 +39,7 @@ def batch(step: int) -> torch.Tensor:
 
 def due(optimizer: Any = sgd, **options: Any) -> Pair:
     """Three steps, the updates of the third not taken."""
-    pair = Pair.of("hazardous", optimizer, **({"max_grad_norm": 0.5} | options))
+    pair = Pair.of("hazardous", optimizer, **{"max_grad_norm": 0.5, **options})
     pair.take(batch(0), seed=0)
     alias = pair.stepped.get_parameter(WEIGHT).data  # the same memory; nobody knows who looks at it
     pair.take(batch(1), seed=1)
@@ -152,7 +152,7 @@ def test_every_read_past_the_compiled_model_sees_the_updates(read: str) -> None:
     pair.assert_same()
 
 
-WRITES: dict[str, Callable[[nn.Module, nn.Parameter, torch.optim.Optimizer], object]] = {
+WRITES: dict[str, Callable[[Any, nn.Parameter, torch.optim.Optimizer], object]] = {
     "in place": lambda _, held, __: held.clamp_(-0.1, 0.1),
     "through its data": lambda _, held, __: held.data.mul_(0.5),
     "new data": lambda _, held, __: setattr(held, "data", torch.ones(4, 4)),
@@ -212,7 +212,7 @@ def test_two_steps_take_turns_over_one_model() -> None:
     """Two optimizers over disjoint parameters; each step sees what the other updated."""
     for mode, other in itertools.product(("deferred", "overlap", "serial"), repeat=2):
         eager, compiled = TASK.build(), fresh("hazardous")
-        models = (eager, compiled.megatrain.model)
+        models: tuple[Any, Any] = (eager, compiled.megatrain.model)
         halves = [[list(m.layers.parameters()), list(m.head.parameters())] for m in models]
         expected, found = ([torch.optim.SGD(p, lr=0.1, momentum=0.9) for p in half] for half in halves)
         steps = [
@@ -237,8 +237,8 @@ def test_backwards_by_hand_between_steps(mode: str) -> None:
         for model in (pair.eager, pair.compiled):
             torch.manual_seed(number)
             own_loss(model(batch(number + 10)), square, None).backward()
-        gradients = [{n: p.grad for n, p in m.named_parameters()} for m in (pair.eager, pair.stepped)]
-        assert_same(*gradients, "gradients")
+        expected, found = ({n: p.grad for n, p in m.named_parameters()} for m in (pair.eager, pair.stepped))
+        assert_same(expected, found, "gradients")
         if number == 1:
             pair.optimizer.step()  # and even a step by hand
             pair.eager_optimizer.step()
@@ -272,7 +272,7 @@ def test_modules_frozen_and_thawed_between_steps(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_that_are_added_and_changed_between_steps(mode: str) -> None:
-    def of_layers(model: nn.Module) -> torch.optim.Optimizer:
+    def of_layers(model: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.layers.parameters(), lr=1e-2)
 
     pair = Pair.of("hazardous", of_layers, **MODES[mode])

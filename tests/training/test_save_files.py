@@ -75,9 +75,10 @@ def test_from_pretrained_reads_a_checkpoint(tmp_path: Path, name: str, options: 
     more: Any = run.model.config.save_pretrained if by_hand else None
     run.save(tmp_path / "run", more=more, shard_bytes="4KB")
     dtype = "auto" if not by_hand else torch.bfloat16 if options else torch.float32
-    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+    found: Any = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "run", dtype=dtype, output_loading_info=True
     )
+    again, info = found
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert type(again) is type(run.model)
@@ -156,6 +157,7 @@ def test_no_name_is_taken_for_one_of_ours(tmp_path: Path):
         def __init__(self):
             super().__init__()
             self.register_parameter("state/fc", nn.Parameter(torch.ones(4)))
+            self.fc: torch.Tensor
             self.register_buffer("fc", torch.zeros(4, dtype=torch.bfloat16), persistent=False)
 
         def forward(self, x):

@@ -102,7 +102,7 @@ def test_every_cut_or_missing_file_is_named_before_anything_is_changed(whole: Pa
             if keep is None:
                 path.unlink()
             else:
-                path.write_bytes(content[: int(keep * len(content)) if keep >= 0 else keep])
+                path.write_bytes(content[: int(keep * len(content)) if keep >= 0 else int(keep)])
             assert_refused(run, folder, path.name)
             shutil.rmtree(folder)
 

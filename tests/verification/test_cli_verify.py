@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,7 +66,7 @@ class Holder:
 
 
 @pytest.fixture
-def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
     (tmp_path / "json.py").write_text(SOURCE)
     (tmp_path / "neighbour.py").write_text("")
     (tmp_path / "verify_a_module.py").write_text(SOURCE)
@@ -188,9 +188,7 @@ def test_a_usage_error_ends_with_2(capsys):
     assert caught.value.code == 2
 
 
-def test_a_pair_of_a_tuple_and_a_dict_is_arguments_and_keywords_and_other_pairs_are_arguments(
-    target, tmp_path, monkeypatch
-):
+def test_only_a_tuple_and_a_dict_are_arguments_and_keywords(target, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     _, args, kwargs = load(target("both"))
     assert (len(args), list(kwargs)) == (1, ["y"])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import megatrain
-import megatrain.compiled.inside
+import megatrain.compiled.inside  # pyright: ignore[reportUnusedImport]
 from megatrain import Report, verify
 from megatrain.verification import Difference, side_by_side
 from megatrain.verification import compare as compared
@@ -24,6 +24,7 @@ from megatrain.verification.compare import compare, distance
 from megatrain.verification.leaves import named_leaves
 from megatrain.verification.trial import update, weighted_sum
 from megatrain.verification.untouched import copied_tensors
+from tests.gradients import grad_of
 from tests.models import MODELS, Stack
 
 CPU: dict[str, Any] = {"device": "cpu"}
@@ -123,8 +124,9 @@ def test_dropout_in_train_and_none_in_eval(activations):
 
 
 def test_without_gradients_the_outputs_are_compared_and_it_says_so():
+    model: Any
     for model in (MODELS["all_frozen"]()[0], Stack()):
-        with torch.set_grad_enabled(model is None or not any(p.requires_grad for p in model.parameters())):
+        with torch.set_grad_enabled(not any(p.requires_grad for p in model.parameters())):
             report = verify(model, torch.ones(2, 3), **CPU)
         assert report.max_error == 0
         assert "no output is differentiable" in str(report)
@@ -218,6 +220,7 @@ class TakesMemory(nn.Module):
 
 def test_an_option_that_could_be_an_argument_is_refused_and_by_position_it_is_one():
     x = torch.ones(2, 3)
+    option: Any
     for option in ({"memory": x}, {"memory": "1MiB"}, {"seed": 3}):
         with pytest.raises(megatrain.OptionError, match="an argument of the model's forward"):
             verify(TakesMemory(), x, **CPU, **option)
@@ -269,6 +272,11 @@ def test_an_update_moves_a_parameter_by_a_fraction_of_its_size_whatever_its_grad
 # -- the model and the world are left alone ----------------------------------------------------------------
 
 
+def numpy_words() -> list[int]:
+    state: Any = np.random.get_state()
+    return state[1].tolist()
+
+
 def test_model_inputs_and_generators_are_left_as_they_were():
     model, args, kwargs = MODELS["hidden_collected"]()
     model.eval()
@@ -280,10 +288,16 @@ def test_model_inputs_and_generators_are_left_as_they_were():
     tensors = {
         n: (t, t.data_ptr(), t._version, t.detach().clone()) for n, t in model.state_dict(keep_vars=True).items()
     }
-    grads = {n: (p.grad, None if p.grad is None else p.grad.clone()) for n, p in model.named_parameters()}
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    copied = {n: g.clone() for n, g in grads.items() if g is not None}
     attributes = {n: dict(vars(m)) for n, m in model.named_modules()}
     modes = [m.training for m in model.modules()]
-    worlds = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), torch.initial_seed()
+    worlds = (
+        random.getstate(),
+        numpy_words(),
+        torch.get_rng_state(),
+        torch.initial_seed(),
+    )
     for broken in (False, True):
         if broken:
             model.blocks[0].forward = type(model.blocks[0]).forward.__get__(model.blocks[0])
@@ -295,13 +309,13 @@ def test_model_inputs_and_generators_are_left_as_they_were():
         assert (now.data_ptr(), now._version) == (address, version)
         assert torch.equal(now, content)
     for name, p in model.named_parameters():
-        assert p.grad is grads[name][0]
-        assert p.grad is None or torch.equal(p.grad, grads[name][1])
+        assert p.grad is grads[name]
+        assert p.grad is None or torch.equal(p.grad, copied[name])
     assert {n: dict(vars(m)) for n, m in model.named_modules()} == attributes
     assert [m.training for m in model.modules()] == modes
     assert torch.equal(x.grad, torch.ones_like(x))
     assert random.getstate() == worlds[0]
-    assert np.random.get_state()[1].tolist() == worlds[1]
+    assert numpy_words() == worlds[1]
     assert torch.equal(torch.get_rng_state(), worlds[2])
     assert torch.initial_seed() == worlds[3]
 
@@ -327,7 +341,7 @@ def test_a_refusal_passes_unchanged_and_leaves_everything_alone():
         verify(meta, torch.ones(2, 3), **CPU)
     with pytest.raises(megatrain.OptionError, match=r"model is an nn\.Module"):
         verify(len, torch.ones(2, 3))  # pyright: ignore[reportArgumentType]
-    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+    assert all(torch.equal(grad_of(p), torch.ones_like(p)) for p in model.parameters())
     assert random.getstate() == states[0]
     assert torch.equal(torch.get_rng_state(), states[1])
 
@@ -344,7 +358,7 @@ def test_what_the_model_raises_passes_unchanged():
 
 def test_a_model_that_cannot_be_copied_is_refused():
     model = Stack()
-    model.lock = threading.Lock()
+    vars(model)["lock"] = threading.Lock()
     with pytest.raises(megatrain.ExecuteError, match="can't be copied"):
         verify(model, torch.ones(2, 3), **CPU)
 
@@ -392,7 +406,7 @@ class Slotted:
 
 def test_paths_of_leaves():
     shared = torch.ones(2)
-    loop: dict[str, Any] = {"a b": 1, 3: Point(shared, [])}
+    loop: dict[Any, Any] = {"a b": 1, 3: Point(shared, [])}
     loop["self"] = loop
     found = dict(named_leaves((loop, Slotted(shared), torch.Size([2]), (), nn.Linear(1, 1))))
     assert list(found) == ["[0]['a b']", "[0][3].x", "[0][3].y", "[0].self", "[1].inner", "[2]", "[3]", "[4]"]

@@ -12,6 +12,7 @@ from torch import nn
 import megatrain
 import megatrain.compiled.variants
 from megatrain.passes.interpret import Code
+from megatrain.runtime import operations
 from megatrain.runtime.block import BlockRunner, LocalGraph
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.gradients import GradientSink
@@ -127,7 +128,7 @@ def test_a_slot_that_is_poisoned_while_in_use_is_found(monkeypatch):
             self.engine.arena.slot(*instruction.state).fill_(0xFF)
         real(self, taken, instruction)
 
-    monkeypatch.setitem(megatrain.runtime.operations.HANDLERS, ("compute", "F"), forward)
+    monkeypatch.setitem(operations.HANDLERS, ("compute", "F"), forward)
     found = first(report_of("stack"))
     assert (found.block, found.what, found.reason) == (
         3,
@@ -136,7 +137,7 @@ def test_a_slot_that_is_poisoned_while_in_use_is_found(monkeypatch):
     )
 
 
-def test_weights_that_are_not_streamed_again_after_an_update_are_found_in_the_second_step(monkeypatch):
+def test_weights_of_before_an_update_are_found_in_the_second_step(monkeypatch):
     real = Slots.prefetch
     kept: dict[int, torch.Tensor] = {}
 
@@ -242,7 +243,7 @@ class Scaled(Block):
         return super().forward(x) * self.scale
 
 
-def scaled_stack() -> nn.Module:
+def scaled_stack() -> Any:
     torch.manual_seed(0)
     model = Stack(0)
     model.blocks = nn.ModuleList(Scaled(1.0 + i / 8) for i in range(4))

@@ -165,6 +165,8 @@ class CustomOp(Block):
 
 @ZOO.stacked
 class CompiledSub(Block):
+    inner: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.__dict__["inner"] = torch.compile(super().forward, backend="eager")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -160,6 +162,7 @@ class BlockBypassed(Stack):
 
     def forward(self, x):
         x = self.stem(x)
+        block: Any
         for block in self.blocks:
             x = x + block.down(F.silu(block.up(block.norm(x))))
         return self.head(x)

@@ -49,7 +49,8 @@ class Family:
 
     def add(self, name: str, build: Build, inputs: Inputs, **options: Any) -> None:
         """Adds a case."""
-        self.cases.append(Case(name, self.name, build, inputs, **({"needs": self.needs} | options)))
+        options = {"needs": self.needs} | options
+        self.cases.append(Case(name, self.name, build, inputs, **options))
 
     def transformers(
         self, name: str, model: str, config: Mapping[str, Any] | Callable[[Any], Any], inputs: Inputs, **options: Any

@@ -97,7 +97,7 @@ diffusion(
     "diff_sd3",
     "SD3Transformer2DModel",
     noisy((2, 4, 8, 8), encoder_hidden_states=(2, 5, 12), pooled_projections=(2, 6)),
-    **DIT | {"num_layers": 2},
+    **{**DIT, "num_layers": 2},
     in_channels=4,
     out_channels=4,
     joint_attention_dim=12,

@@ -60,8 +60,8 @@ encoder(
     share_att_key=True,
 )
 encoder("modernbert", "ModernBertForMaskedLM", global_attn_every_n_layers=3, local_attention=4, attention_dropout=0.1)
-encoder("squeezebert", "SqueezeBertForMaskedLM", embedding_size=16, **{
-    f"{part}_groups": 2 for part in ("q", "k", "v", "intermediate", "output")})  # fmt: skip
+GROUPS: dict[str, Any] = {f"{part}_groups": 2 for part in ("q", "k", "v", "intermediate", "output")}
+encoder("squeezebert", "SqueezeBertForMaskedLM", embedding_size=16, **GROUPS)
 encoder("mobilebert", "MobileBertForMaskedLM", intra_bottleneck_size=8, embedding_size=8, true_hidden_size=8)
 encoder("convbert", "ConvBertForMaskedLM", embedding_size=8, conv_kernel_size=3, head_ratio=1)
 encoder("roformer", "RoFormerForMaskedLM", embedding_size=8)
@@ -125,7 +125,7 @@ REFORMER = ENCODER | dict(
 
 def _reformer() -> nn.Module:
     """A Reformer that seeds itself with the same numbers at each run, not by the clock."""
-    model = from_config("ReformerModelWithLMHead", {k: v for k, v in REFORMER.items() if v is not None})
+    model: Any = from_config("ReformerModelWithLMHead", {k: v for k, v in REFORMER.items() if v is not None})
     for layer in model.reformer.encoder.layers:
         for name in ("attention_seed", "feed_forward_seed"):
             setattr(layer, f"_init_{name}", functools.partial(_reseed, layer, name))

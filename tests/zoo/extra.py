@@ -79,6 +79,7 @@ class StepCounter(Stack):
 
     def __init__(self) -> None:
         super().__init__()
+        self.steps: torch.Tensor
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
@@ -91,6 +92,7 @@ class StepCounter(Stack):
 class TensorCounter(Stack):
     def __init__(self) -> None:
         super().__init__()
+        self.steps: torch.Tensor
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
@@ -122,6 +124,8 @@ class Queue(nn.Module):
         super().__init__()
         self.encode = Stack()
         self.register_buffer("queue", torch.randn(9, 4))
+        self.queue: torch.Tensor
+        self.pointer: torch.Tensor
         self.register_buffer("pointer", torch.zeros(1, dtype=torch.int64))
 
     def forward(self, x):
@@ -141,6 +145,8 @@ class Quantizer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encode, self.decode = Stack(), nn.Linear(4, 6)
+        self.codes: torch.Tensor
+        self.counts: torch.Tensor
         self.register_buffer("codes", torch.randn(7, 4))
         self.register_buffer("counts", torch.ones(7))
 

@@ -250,7 +250,8 @@ class AuxBlock(Block):
 class AuxAttr(Stack):
     def forward(self, x):
         logits = super().forward(x)
-        return logits, sum(block.aux for block in self.blocks)
+        blocks: Any = self.blocks
+        return logits, sum(block.aux for block in blocks)
 
 
 ZOO.add("aux_attr", lambda: AuxAttr(lambda _: AuxBlock()), X)
@@ -272,7 +273,7 @@ class UnetSkip(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(6, 8)
-        self.down = nn.ModuleList(Block() for _ in range(3))
+        self.down: Any = nn.ModuleList(Block() for _ in range(3))
         self.up = nn.ModuleList(Block() for _ in range(3))
         self.merge = nn.ModuleList(nn.Linear(16, 8) for _ in range(3))
 

@@ -56,7 +56,8 @@ def _second(model: Any) -> None:
 
 
 def _unloaded() -> nn.Module:
-    return _adapted("LoraConfig", None, LORA | {"target_modules": LINEARS}).merge_and_unload().requires_grad_(True)
+    model: Any = _adapted("LoraConfig", None, LORA | {"target_modules": LINEARS})
+    return model.merge_and_unload().requires_grad_(True)
 
 
 def _checkpointed(model: Any) -> None:

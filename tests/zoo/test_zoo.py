@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A few cases across the families; all of them where the marker is asked for."""
     if "case" in metafunc.fixturenames:
-        wants_all = "zoo" in metafunc.config.getoption("-m")
+        wants_all = "zoo" in str(metafunc.config.getoption("-m"))
         chosen = [c for c in CASES.values() if wants_all or c.fast]
         metafunc.parametrize("case", chosen, ids=lambda c: c.name)
 

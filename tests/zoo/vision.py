@@ -20,7 +20,7 @@ VIT: dict[str, Any] = {
     "hidden_dropout_prob": 0.1,
     "attention_probs_dropout_prob": 0.1,
 }
-CLASSES = {"num_labels": 5}
+CLASSES: dict[str, Any] = {"num_labels": 5}
 SMALL = pictures(classes=5)
 LARGE = pictures(32, classes=5)
 
@@ -55,9 +55,9 @@ vision(
 )
 vision("dinov2_registers", "Dinov2WithRegistersForImageClassification", SMALL, **VIT, **CLASSES, num_register_tokens=2)
 vision("ijepa", "IJepaForImageClassification", SMALL, **VIT, **CLASSES)
-vision("yolos", "YolosForObjectDetection", pictures(), **VIT | {"image_size": [8, 8]}, num_detection_tokens=3,
+vision("yolos", "YolosForObjectDetection", pictures(), **{**VIT, "image_size": [8, 8]}, num_detection_tokens=3,
     use_mid_position_embeddings=True)  # fmt: skip
-vision("dpt", "DPTForDepthEstimation", pictures(16), **VIT | {"image_size": 16}, backbone_out_indices=[0, 1, 2],
+vision("dpt", "DPTForDepthEstimation", pictures(16), **{**VIT, "image_size": 16}, backbone_out_indices=[0, 1, 2],
     neck_hidden_sizes=[8, 8, 8], fusion_hidden_size=8, reassemble_factors=[2, 1, 0.5], is_hybrid=False)  # fmt: skip
 SWIN: dict[str, Any] = {
     "image_size": 16,
@@ -72,8 +72,8 @@ SWIN: dict[str, Any] = {
 vision("swin", "SwinForImageClassification", pictures(16, classes=5), **SWIN, **CLASSES, fast=True)
 vision("swinv2", "Swinv2ForImageClassification", pictures(16, classes=5), **SWIN, **CLASSES)
 vision("donut_swin", "DonutSwinForImageClassification", pictures(16, classes=5), **SWIN, **CLASSES)
-vision("swin2sr", "Swin2SRForImageSuperResolution", pictures(8), **SWIN | {"image_size": 8, "patch_size": 1}, upscale=2,
-    num_channels=3, num_channels_out=3)  # fmt: skip
+vision("swin2sr", "Swin2SRForImageSuperResolution", pictures(8), **{**SWIN, "image_size": 8, "patch_size": 1},
+    upscale=2, num_channels=3, num_channels_out=3)  # fmt: skip
 vision("hiera", "HieraForImageClassification", pictures(32, classes=5), image_size=[32, 32], embed_dim=8,
     depths=[1, 1, 1],
     num_heads=[1, 2, 4], patch_size=[3, 3], patch_stride=[2, 2], patch_padding=[1, 1], masked_unit_size=[4, 4],

@@ -1,23 +1,25 @@
 """AdamW over split masters has the bits of torch.optim.AdamW over fp32 masters."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from megatrain.errors import OptimizerError
 from megatrain.optim.fast import native
-from megatrain.optim.fast.adamw import AdamWOptions, Moments, adamw_, native_reason
+from megatrain.optim.fast.adamw import AdamWOptions, Kernel, Moments, adamw_, native_reason
 from megatrain.optim.masters.halves import CHUNK, RoundedMaster, SplitMaster, WholeMaster, read_
 
 NUMELS = (0, 1, 7, 16, 1000, 2 * CHUNK + 37)
 KERNELS = ("plain", "fused", "native", "auto")
 
 
-def needs(kernel: str) -> None:
+def needs(kernel: Kernel) -> None:
     if kernel == "native" and native_reason():
-        pytest.skip(native_reason())
+        pytest.skip(str(native_reason()))
 
 
-def train(kernel: str, numel: int, steps: int = 6, *, kind=SplitMaster.of, coefficient: float = 1.0, **options):
+def train(kernel: Kernel, numel: int, steps: int = 6, *, kind=SplitMaster.of, coefficient: float = 1.0, **options):
     """Trains masters, and fp32 ones with torch's optimizer; returns both with their states."""
     generator = torch.Generator().manual_seed(numel)
     reference = torch.nn.Parameter(torch.randn(numel, generator=generator) * 0.02)
@@ -39,7 +41,7 @@ def train(kernel: str, numel: int, steps: int = 6, *, kind=SplitMaster.of, coeff
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", [SplitMaster.of, WholeMaster], ids=["split", "whole"])
-def test_every_kernel_has_torchs_bits(kind, kernel: str, numel: int):
+def test_every_kernel_has_torchs_bits(kind, kernel: Kernel, numel: int):
     needs(kernel)
     master, moments, reference, state = train(kernel, numel, kind=kind, lr=1e-3, weight_decay=0.1)
     assert torch.equal(read_(torch.empty(numel), master), reference)
@@ -60,14 +62,14 @@ def test_every_kernel_has_torchs_bits(kind, kernel: str, numel: int):
 )
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", [SplitMaster.of, WholeMaster], ids=["split", "whole"])
-def test_options_and_clipping_have_torchs_bits(kind, kernel: str, options: dict):
+def test_options_and_clipping_have_torchs_bits(kind, kernel: Kernel, options: dict[str, Any]):
     needs(kernel)
     master, _, reference, _ = train(kernel, 1003, kind=kind, **options)
     assert torch.equal(read_(torch.empty(1003), master), reference)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_bf16_gradient_is_widened_first(kernel: str):
+def test_a_bf16_gradient_is_widened_first(kernel: Kernel):
     needs(kernel)
     gradient = torch.randn(1003).bfloat16()
     halves = [SplitMaster.of(torch.linspace(-1, 1, 1003)) for _ in range(2)]
@@ -78,7 +80,7 @@ def test_a_bf16_gradient_is_widened_first(kernel: str):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_gradient_that_is_not_finite_shows_in_the_weights(kernel: str):
+def test_a_gradient_that_is_not_finite_shows_in_the_weights(kernel: Kernel):
     needs(kernel)
     master = SplitMaster.of(torch.ones(64))
     gradient = torch.ones(64)
@@ -89,7 +91,7 @@ def test_a_gradient_that_is_not_finite_shows_in_the_weights(kernel: str):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_an_update_by_nothing_leaves_every_kind_of_master(kernel: str):
+def test_an_update_by_nothing_leaves_every_kind_of_master(kernel: Kernel):
     needs(kernel)
     upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)[:, None] << 16
     values = (upper | torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x4321], dtype=torch.int32)).flatten()
@@ -118,10 +120,10 @@ def test_the_native_kernel_has_the_same_bits_with_any_number_of_threads():
 
 def test_without_a_compiler_the_update_falls_back_and_says_why(tmp_path, monkeypatch):
     broken = tmp_path / "broken.c"
-    assert "no C compiler" in native.build(broken, compilers=("no-such-compiler",))
+    assert "no C compiler" in str(native.build(broken, compilers=("no-such-compiler",)))
     broken.write_text("int main(")
     if not native_reason():
-        assert "failed" in native.build(broken)
+        assert "failed" in str(native.build(broken))
     monkeypatch.setattr("megatrain.optim.fast.adamw.native_reason", lambda: "no C compiler here")
     master, _, reference, _ = train("auto", 100, lr=1e-3)
     assert torch.equal(read_(torch.empty(100), master), reference)

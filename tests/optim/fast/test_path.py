@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from megatrain.optim.block_update import MasterStep
 from megatrain.optim.fast import FastPath, NativeKernel, ParameterUpdate, fast_path, register, unregister
 from megatrain.optim.fast.adamw import AdamWInOnePass
 from megatrain.optim.impostor import Optimizer
-from megatrain.optim.masters.halves import CHUNK, RoundedMaster, SplitMaster, WholeMaster, read_
+from megatrain.optim.masters.halves import CHUNK, Master, RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.optim.need import Updated, optimizer_need
 from megatrain.optim.updates import Updates
 from megatrain.scheduler.from_program import UPDATE_TRAFFIC
@@ -25,7 +26,7 @@ class Descent(FastPath):
     moments = ("momentum_buffer",)
     fails = False
 
-    def matches(self, optimizer: Optimizer, group: dict) -> bool:
+    def matches(self, optimizer: Optimizer, group: dict[str, Any]) -> bool:
         return type(optimizer) is torch.optim.SGD and group["momentum"] != 0
 
     def update(self, given: ParameterUpdate) -> None:
@@ -55,6 +56,7 @@ def test_a_path_is_found_by_class_and_options(descent: Descent):
 
 
 def test_adamw_takes_fp32_parameters_only_where_fused_is_asked_for():
+    options: Any
     for options, narrow, wide in (
         ({}, True, False),
         ({"fused": True}, True, True),
@@ -129,7 +131,7 @@ def test_an_update_that_fails_is_put_back_and_taken_again(descent: Descent):
     size = CHUNK * torch.get_num_threads()
     parameter = torch.nn.Parameter(torch.zeros(2 * size))
     optimizer = sgd(parameter)
-    masters = {parameter: WholeMaster(parameter.detach())}
+    masters: dict[torch.Tensor, Master] = {parameter: WholeMaster(parameter.detach())}
     updates = Updates(optimizer, [[parameter]], masters=masters, names={parameter: "weight"})
     updates.receive(parameter, torch.ones(2 * size))
     updates.begin()
@@ -200,7 +202,7 @@ def test_a_kernel_of_c_is_called_by_its_signature(tmp_path):
     )
     kernel = NativeKernel(source, "scale", ("tensor", "floats", "int32", "int64"))
     if kernel.fault() is not None:
-        pytest.skip(kernel.fault())
+        pytest.skip(str(kernel.fault()))
     values = torch.arange(5.0)
     kernel(values, (2.0, 3.0), 1, 4)
     assert values.tolist() == [0, 3, 6, 9, 4]

@@ -12,8 +12,9 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import TraceError
-from megatrain.optim.masters import narrow_model
+from megatrain.optim.masters import halves, narrow_model
 from megatrain.optim.masters.narrow_tensor import Narrowed
+from tests.gradients import grad_of
 from tests.interrupting import Lines
 from tests.optim.reference import assert_same_bits
 
@@ -38,7 +39,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 5)
         self.frozen = nn.Parameter(awkward(4, 5), requires_grad=False)
-        self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         self.again = self.layer
         self.empty = nn.Parameter(torch.empty(0))
         with torch.no_grad():
@@ -66,17 +67,17 @@ class State:
         assert all(found[name] is p for name, p in self.parameters.items()), where
         for name, p in found.items():
             assert p.dtype == torch.float32, (where, name)
-            assert_same_bits(self.values[name], p, (where, name))
+            assert_same_bits(self.values[name], p, str((where, name)))
         for name in found.keys() - self.gradients.keys():
             assert found[name].grad is None, (where, name)
         for name, gradient in self.gradients.items():
             assert found[name].grad is not None, (where, name)
-            assert_same_bits(gradient, found[name].grad, (where, name))
+            assert_same_bits(gradient, grad_of(found[name]), str((where, name)))
         assert narrow_model._OF_MODELS.get(self.model) is None, where
 
 
 def attempt(model: nn.Module, kind: str, *, captures: bool = False) -> Any:
-    arguments = {"example_args": (torch.ones(2, 4),)} if captures else {}
+    arguments: dict[str, Any] = {"example_args": (torch.ones(2, 4),)} if captures else {}
     return megatrain.compile(model, device="cpu", precision="bf16", masters=kind, **arguments)
 
 
@@ -150,7 +151,7 @@ def test_an_allocation_that_fails_leaves_the_model_as_it_was(kind: str, monkeypa
 
 
 def narrow_read(master: Any) -> torch.Tensor:
-    return megatrain.optim.masters.halves.read_(torch.empty(master.shape), master)
+    return halves.read_(torch.empty(master.shape), master)
 
 
 @pytest.mark.parametrize("is_master", [True, False])

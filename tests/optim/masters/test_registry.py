@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,17 +24,17 @@ from tests.runtime.twins import seeded
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
-def stack(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def stack(dtype: torch.dtype = torch.float32) -> Any:
     return seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))).to(
         dtype
     )
 
 
-def narrow(model: nn.Module | None = None, **options: object) -> megatrain.CompiledModule:
+def narrow(model: nn.Module | None = None, **options: Any) -> megatrain.CompiledModule:
     return megatrain.compile(model or stack(), device="cpu", precision="bf16", **options)
 
 
-def trained(steps: int = 2, **options: object) -> Loop:
+def trained(steps: int = 2, **options: Any) -> Loop:
     compiled = narrow(**options)
     loop = Loop(compiled.megatrain.model, compiled, MAKERS["adamw"])
     for _ in range(steps):
@@ -233,7 +234,7 @@ def test_moments_in_another_memory_order_are_laid_out_anew():
     """As after a load: state is contiguous then, whatever the parameter is."""
     results = []
     for loads in (False, True):
-        model = seeded(lambda: nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
+        model = seeded(lambda: nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         compiled = narrow(model)
         optimizer = MAKERS["adamw"](list(model.parameters()))
         step = MasterStep(compiled.masters)
@@ -302,7 +303,7 @@ def load_loop(folder: Path, loop: Loop) -> None:
     checkpoint.read_optimizer(loop.optimizer, dict(loop.model.named_parameters()))
 
 
-def gpt_loop(seed: int, *, dropout_seed: int = 0, **options: object) -> Loop:
+def gpt_loop(seed: int, *, dropout_seed: int = 0, **options: Any) -> Loop:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Gpt()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -60,7 +62,7 @@ def ids() -> torch.Tensor:
     return torch.arange(12).reshape(3, 4) % 11
 
 
-def train(model: nn.Module, **options: object) -> Schedule:
+def train(model: nn.Module, **options: Any) -> Schedule:
     """Two AdamW steps, compared with eager bit for bit; returns the schedule."""
 
     def drive(call, model):
@@ -98,7 +100,7 @@ def check_round_trip(schedule: Schedule) -> None:
     assert Schedule.parse(str(schedule)) == schedule
 
 
-COPY = {"transfer": "copy", "activations": "recompute"}
+COPY: dict[str, Any] = {"transfer": "copy", "activations": "recompute"}
 
 
 @modes
