@@ -127,9 +127,10 @@ def folder_circles(sources: Mapping[str, str], folder: str) -> list[list[str]]:
     merged: dict[str, str] = {}
     for module, source in sources.items():
         entry = entry_of(module, folder)
-        for name in imported_names(source, module) if entry is not None else ():
-            merged[entry] = merged.get(entry, "") + f"import {entry_of(name, folder) or name}\n"
-    return circles({entry: merged.get(entry, "") for entry in {entry_of(m, folder) for m in sources} - {None}})
+        if entry is not None:
+            imports = [f"import {entry_of(name, folder) or name}\n" for name in imported_names(source, module)]
+            merged[entry] = merged.get(entry, "") + "".join(imports)
+    return circles(merged)
 
 
 @pytest.mark.parametrize("folder", sorted({dotted_name(path.parent) for path in MODULES}))

@@ -11,15 +11,13 @@ ROOT = Path(__file__).parent.parent
 # A phrase may be broken over two lines, of text or of comments.
 HABITS = ("hangs on", "hang on", "can't be had", "can't bear", "whoever", "shall", "but for", "by chance")
 HABIT = re.compile(r"\b(" + "|".join(HABITS).replace(" ", r"[\s#]+") + r")\b", re.IGNORECASE)
-# Its files are being moved; its texts follow.
-LEFT_OUT = ROOT / "megatrain" / "tracer"
 
 
 def files() -> list[Path]:
     """All that people read: the library, examples and benchmarks, the pages of the root and of the documentation."""
     folders = (("megatrain", "py"), ("examples", "py"), ("benchmarks", "py"), ("docs", "md"), ("benchmarks", "md"))
     found = [path for folder, ending in folders for path in sorted((ROOT / folder).rglob(f"*.{ending}"))]
-    return [*(path for path in found if LEFT_OUT not in path.parents), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    return [*found, ROOT / "README.md", ROOT / "CHANGELOG.md"]
 
 
 def habits_in(text: str) -> list[str]:

@@ -23,7 +23,7 @@ _KIND = Rule(
     "a name of lower-case letters",
     '{name}="toy"',
     lambda value: (
-        None if isinstance(value, str) and value.isalpha() and value.islower() else "isn't a registered kind of device"
+        None if isinstance(value, str) and value.isalpha() and value.islower() else "can't name a kind of device"
     ),
 )
 

@@ -46,9 +46,9 @@ def trace(
     """Captures one call `model(*args, **kwargs)` as a flat graph of torch calls.
 
     The model's own forward runs with fake parameters and buffers (nothing is allocated, models on the meta device
-    work) and clones of the inputs. What Python code reads of the inputs becomes a guard. If it reads what hangs on
-    weights or random numbers, the forward runs again on the weights' values, and each such read becomes a check in the
-    graph. A module that does what no graph can repeat becomes opaque: one node that runs the module's own code. The
+    work) and clones of the inputs. A value that Python code reads from the inputs becomes a guard. If Python code reads
+    values that depend on weights or random numbers, the forward runs again on the weights' values, and each such read
+    becomes a check in the graph. A module that no graph can repeat becomes opaque: one node that runs its own code. The
     model, its buffers and every random generator are left as they were.
 
     Args:

@@ -171,7 +171,7 @@ class TracedModule:
                 )
 
     def _check_form(self) -> None:
-        """Refuses what no graph may be: lint raises bare errors, for whoever wrote the pass at fault."""
+        """Refuses a malformed graph: lint raises bare errors, and the author of the pass needs a clear one."""
         try:
             self.graph.lint()
             returned: Any = self.graph.output_node().args[0]

@@ -67,9 +67,10 @@ class Scaled(nn.Module):
 
 
 def _function() -> Any:
-    def scale() -> float:
+    def make() -> float:
         return scale.held
 
+    scale: Any = make
     scale.held = 1.0
     return scale
 
@@ -102,8 +103,8 @@ def _raise(value: Any, name: str = "held") -> None:
     setattr(value, name, getattr(value, name) + 1.0)
 
 
-def _table() -> Table:
-    table = Table()
+def _table() -> Any:
+    table: Any = Table()
     table.held = 1.0
     return table
 

@@ -209,7 +209,9 @@ def test_a_name_that_an_index_promises_is_missing(tmp_path: Path, fault: str):
         index.write_text(json.dumps(listed))
     name = {"missing": "embed.weight", "elsewhere": "positions.weight"}[fault]
     text = refusal(on_meta(), index, tmp_path)
-    assert text.startswith(f"`FOLDER/model-0.safetensors` has no `{name}`, but `model.safetensors.index.json` says so.")
+    assert text.startswith(
+        f"`FOLDER/model-0.safetensors` has no `{name}`, but `model.safetensors.index.json` says that it has."
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,8 +219,8 @@ def test_a_name_that_an_index_promises_is_missing(tmp_path: Path, fault: str):
     [
         (lambda f: f / "nowhere", "`FOLDER/nowhere` does not exist."),
         (lambda f: f, "`FOLDER` has no *.safetensors in it."),
-        (lambda f: (f / "x.safetensors.index.json").write_text("{}") and f, "index.json` is no index"),
-        (lambda f: (f / "x.safetensors.index.json").write_text("[") and f, "index.json` is no index"),
+        (lambda f: (f / "x.safetensors.index.json").write_text("{}") and f, "index.json` isn't an index"),
+        (lambda f: (f / "x.safetensors.index.json").write_text("[") and f, "index.json` isn't an index"),
         (
             lambda f: [(f / f"{x}.safetensors.index.json").write_text("{}") for x in "ab"] and f,
             "`FOLDER` has several indexes: `a.safetensors.index.json`, `b.safetensors.index.json`.",

@@ -267,7 +267,7 @@ def test_files_of_the_caller_are_checked_too_and_must_not_be_the_checkpoints(tmp
     save(tmp_path / "run", {"w": torch.ones(1)}, more=lambda folder: (folder / "notes.txt").write_text("a"))
     load(tmp_path / "run")
     (tmp_path / "run/notes.txt").write_text("b")
-    assert "notes.txt` has another content than the one saved" in refusal(lambda: load(tmp_path / "run"))
+    assert "notes.txt` has content that differs from the saved one" in refusal(lambda: load(tmp_path / "run"))
     for name in ("checkpoint.json", "other.safetensors"):
         text = refusal(
             lambda name=name: save(tmp_path / "b", {"w": torch.ones(1)}, more=lambda f: (f / name).write_text(""))

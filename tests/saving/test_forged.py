@@ -262,7 +262,7 @@ def test_headers_must_say_what_the_manifest_says(tmp_path: Path):
     tensors["a"], tensors["b"] = tensors["b"], tensors["a"]
     forge(tmp_path / "run", content)
     text = refusal(lambda: load(tmp_path / "run"))
-    assert f"`{tmp_path / 'run' / file}` has a header that says otherwise than checkpoint.json" in text
+    assert f"`{tmp_path / 'run' / file}` has a header that contradicts checkpoint.json" in text
 
 
 def test_checkpoints_of_the_first_schema_are_read(tmp_path: Path):

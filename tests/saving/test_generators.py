@@ -82,9 +82,9 @@ def test_generators_of_another_kind_or_number_of_devices_are_refused(monkeypatch
 
 def test_an_accelerator_that_tells_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):
     put_in(monkeypatch, "xpu", object())
-    assert "torch.xpu doesn't say what state" in refusal(generators_now)
+    assert "torch.xpu doesn't give the state of its random generators" in refusal(generators_now)
     put_in(monkeypatch, "xpu", Device(2))
-    assert "torch.xpu doesn't say what state" in refusal(generators_now)
+    assert "torch.xpu doesn't give the state of its random generators" in refusal(generators_now)
 
 
 def test_states_that_had_only_cuda_are_read(monkeypatch: pytest.MonkeyPatch):

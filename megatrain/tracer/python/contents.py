@@ -174,7 +174,7 @@ def is_copied(buffer: Any) -> bool:
 
 
 def identity_of(holder: Any) -> Any:
-    """Tells places apart, whoever looked."""
+    """Tells holders apart: equal for one holder, however it was found."""
     return holder.key if isinstance(holder, Holder) else id(holder)
 
 

@@ -37,7 +37,7 @@ class Change:
 
     @property
     def where(self) -> tuple[Any, Any]:
-        """Tells places apart, whoever looked."""
+        """Tells places apart: equal for equal places, however they were found."""
         return identity_of(self.holder), self.label
 
     @property

@@ -59,7 +59,7 @@ class EffectWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
-            # Questions that C++ asks where it can't bear an error.
+            # C++ asks these questions in places where an error ends the process.
             return func(*args, **kwargs)
         is_tagged = torch.Tag.nondeterministic_seeded in func.tags
         self.is_random |= is_tagged

@@ -45,7 +45,7 @@ class Recorder(CallRunner):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = call_name(func)
-        # `prim` holds questions (the device of a fake tensor) that C++ asks where it can't bear an error.
+        # `prim` holds questions (the device of a fake tensor) that C++ asks where an error ends the process.
         if self.is_recording or getattr(func, "namespace", "") == "prim":
             return func(*args, **kwargs)
         if is_property_get(func) and name not in _RECORDED_PROPERTIES:

@@ -30,8 +30,8 @@ _VALUE_READS = {"numpy", "__array__", "__dlpack__", "__format__", "__repr__"}
 class CallRunner(TorchFunctionMode):
     """Runs torch calls with itself switched off.
 
-    Calls that hang on inputs and constants alone run for real. State is fake, and so is what hangs on it or on random
-    numbers; or, where the attempt uses values, a call runs on the values behind the fake state. Modules hold fake
+    Calls that depend on inputs and constants alone run for real. State is fake, and so are values that depend on state
+    or on random numbers; or, where the attempt uses values, a call runs on the values behind the fake state. Modules hold fake
     state in either case, so that questions about it (device, shape) have one answer.
 
     Args:
@@ -85,7 +85,7 @@ class CallRunner(TorchFunctionMode):
         self._reads_graph = func is torch.autograd.grad
         self.effects.clear()
         self._runs_on_fakes = False
-        # Ctrl-C waits for the end of the call: an error in a dispatch mode that C++ can't bear ends the process.
+        # Ctrl-C waits for the end of the call: C++ ends the process at some errors in a dispatch mode.
         with Interrupts(), self.unrecorded():
             if not has_fakes and (self._attempt.uses_values or self.tape.site not in self._attempt.make_fake):
                 with self.effects:

@@ -34,7 +34,7 @@ class Tape:
     """Appends nodes and binds their results.
 
     Tensors map to nodes by identity, so whatever road a tensor takes through the user's Python (hooks, attributes,
-    dicts, closures) it is still known. What hangs on inputs and constants alone is *known* before the step: Python
+    dicts, closures) it is still known. A value that depends on inputs and constants alone is *known* before the step: Python
     code may read it, and what was read becomes a guard. What is read of all else becomes a check in the graph.
 
     Args:
@@ -164,7 +164,7 @@ class Tape:
         node.meta.update(self._context(), is_random=False)
 
     def _is_known(self, operands: list[fx.Node], result: Any) -> bool:
-        """Tells whether a result hangs on inputs and constants alone."""
+        """Tells whether a result depends on inputs and constants alone."""
         if self._uses_values:
             return not self._effects.is_random and all(n in self._known for n in operands)
         return not any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(result))
