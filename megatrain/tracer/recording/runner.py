@@ -31,8 +31,8 @@ class CallRunner(TorchFunctionMode):
     """Runs torch calls with itself switched off.
 
     Calls that depend on inputs and constants alone run for real. State is fake, and so are values that depend on state
-    or on random numbers; or, where the attempt uses values, a call runs on the values behind the fake state. Modules hold fake
-    state in either case, so that questions about it (device, shape) have one answer.
+    or on random numbers. If the attempt uses values, a call runs on the values behind the fake state. Modules hold
+    fake state in either case, so that questions about state (device, shape) have one answer.
 
     Args:
         fake_mode: Mode of the fake tensors.

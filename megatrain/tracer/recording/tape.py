@@ -33,9 +33,9 @@ def place_of(node: fx.Node) -> str:
 class Tape:
     """Appends nodes and binds their results.
 
-    Tensors map to nodes by identity, so whatever road a tensor takes through the user's Python (hooks, attributes,
-    dicts, closures) it is still known. A value that depends on inputs and constants alone is *known* before the step: Python
-    code may read it, and what was read becomes a guard. What is read of all else becomes a check in the graph.
+    Tensors map to nodes by identity, so a tensor may take any path through the user's Python (hooks, attributes,
+    dicts, closures). A value that depends on inputs and constants alone is *known* before the step: Python code may
+    read the value, and the read becomes a guard. A read of any other value becomes a check in the graph.
 
     Args:
         effects: What the call being recorded does; cleared before each.
