@@ -202,5 +202,5 @@ def test_a_demo_that_is_interrupted_before_it_saves_says_so(tmp_path, monkeypatc
 
     monkeypatch.setattr(command, "demonstrate", interrupted)
     assert cli.main(["demo", "--folder", str(tmp_path / "run")]) == 130
-    assert "interrupted; nothing was saved, and nothing is left running" in capsys.readouterr().err
+    assert "interrupted; nothing was saved, and nothing is still running" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

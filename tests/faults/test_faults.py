@@ -33,7 +33,7 @@ def test_a_small_part_of_the_campaign_holds(part: str) -> None:
 def test_the_campaign_says_what_did_not_hold(tmp_path: Path) -> None:
     """A megatrain whose checkpoints lose the scheduler's state, say, is found out."""
     code = (
-        "import sys; from megatrain.saving import replace, disk; disk.rename = lambda source, target: None\n"
+        "import sys; from megatrain.files import disk, replace; disk.rename = lambda source, target: None\n"
         "sys.argv = ['faults', '--only', 'interrupts', '--count', '5', '--seed', '1']\n"
         "from tests.faults.__main__ import main; sys.exit(main())"
     )

@@ -134,7 +134,7 @@ def test_a_schedule_of_a_call_is_no_training_step():
     model = Stack()
     program = megatrain.lower(megatrain.trace(model, (torch.ones(2, 3),)))
     executor = megatrain.Executor(program, megatrain.schedule(program), model)
-    with pytest.raises(megatrain.ScheduleError, match="is of a call"):
+    with pytest.raises(megatrain.ScheduleError, match="is a call, not a training step"):
         executor.begin([[torch.ones(2, 3)]])
 
 

@@ -167,7 +167,7 @@ def test_two_saves_to_one_place_at_a_time_are_refused(tmp_path: Path):
 
     def meanwhile(_: Path) -> None:
         text = refusal(lambda: save(tmp_path / "run", {"w": torch.ones(1)}))
-        assert text.startswith(f"another save to `{tmp_path / 'run'}` is going on, in `run.partial-")
+        assert text.startswith(f"another save to `{tmp_path / 'run'}` is running, in `run.partial-")
         save(tmp_path / "elsewhere", {"w": torch.ones(1)})
 
     save_trained(tmp_path / "run", seed=2, more=meanwhile)

@@ -309,7 +309,7 @@ def test_a_source_that_gives_other_values_than_it_says(tmp_path: Path, made: lis
     save_trained(tmp_path / "run", seed=1)
     source = Source(TensorSpec((6,), torch.float32), lambda: iter(made))
     text = refusal(lambda: save(tmp_path / "run", {"w": source}))
-    assert text.startswith("the source of `w` gives other values than the f32[6] that it says")
+    assert text.startswith("the source of `w` gives other values than its spec f32[6]")
     assert load(tmp_path / "run").extra == {"seed": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

@@ -23,15 +23,15 @@ class TestPictures(TestCase):
             """\
 B3 (compute, tick 5)
   needs what F3 (compute, tick 4) makes
-  takes memory that A2 (d2h, tick 3) gives back
+  takes memory that A2 (d2h, tick 3) releases
   needs the weights that W3@1 (h2d, tick 3) brings
 F3 (compute, tick 4)
   needs what F2 (compute, tick 3) makes
-  takes memory that A2 (d2h, tick 3) gives back
+  takes memory that A2 (d2h, tick 3) releases
   needs the weights that W3@1 (h2d, tick 3) brings
 F2 (compute, tick 3)
   needs what F1 (compute, tick 2) makes
-  takes memory that A1 (d2h, tick 2) gives back
+  takes memory that A1 (d2h, tick 2) releases
   needs the weights that W2@0 (h2d, tick 2) brings
 F1 (compute, tick 2)
   needs what F0 (compute, tick 1) makes
@@ -63,7 +63,7 @@ def test_every_op_that_recurs_is_told_by_its_tick():
     assert plan.why("W1@1").splitlines() == first
     assert first[:2] == [f"W1@1 (h2d, tick {ticks[0]})", "  comes after W0@0 (h2d, tick 0) in its stream"]
     assert second[0] == f"W1@1 (h2d, tick {ticks[1]})"
-    with pytest.raises(ScheduleError, match=r"no op `W1@1` at tick 3.\n.*\n  It stands at ticks 1, 6"):
+    with pytest.raises(ScheduleError, match=r"no op `W1@1` at tick 3.\n.*\n  It is at ticks 1, 6"):
         plan.why("W1@1", 3)
     with pytest.raises(ScheduleError, match="no op `B9`"):
         plan.why("B9")

@@ -200,8 +200,8 @@ def refused(
 
 GOOD = TASKS["stack"].batch(0, 2)
 LEAKY: list[tuple[str, Any, str]] = [
-    ("not_a_scalar", lambda result, batch: result, r"loss= returned a Tensor of shape \[2, 2\], which is no loss"),
-    ("not_a_tensor", lambda result, batch: 1.0, "loss= returned a float, which is no loss"),
+    ("not_a_scalar", lambda result, batch: result, r"loss= returned a Tensor of shape \[2, 2\], which isn't a loss"),
+    ("not_a_tensor", lambda result, batch: 1.0, "loss= returned a float, which isn't a loss"),
     ("detached", lambda result, batch: result.detach().mean(), "the loss doesn't depend on the model's result"),
     ("constant", lambda result, batch: torch.ones(()), "the loss doesn't depend on the model's result"),
 ]
@@ -236,7 +236,9 @@ def test_a_model_without_loss_is_refused() -> None:
     model = TASKS["stack"].build()
     optimizer = sgd(model)
     step = megatrain.TrainStep(megatrain.compile(model, device="cpu"), optimizer)
-    refused(step, model, optimizer, GOOD, ExecuteError, r"the model returned a Tensor of shape \[2, 2\], which is no")
+    refused(
+        step, model, optimizer, GOOD, ExecuteError, r"the model returned a Tensor of shape \[2, 2\], which isn't a loss"
+    )
     model = Unlabelled(3, 2)  # as models of transformers are without labels
     optimizer = sgd(model)
     step = megatrain.TrainStep(megatrain.compile(model, device="cpu"), optimizer)

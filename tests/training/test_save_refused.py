@@ -220,8 +220,8 @@ def test_what_step_save_did_not_write_is_refused(tmp_path: Path):
     weights = run.model.state_dict(keep_vars=True)
     saving.save(tmp_path / "run", weights, optimizer=run.optimizer, extra={"generators": saving.generators_now()})
     assert_refused(run, tmp_path / "run", "was not written by TrainStep.save: it lacks modules, progress")
-    assert_refused(run, tmp_path, "is no checkpoint")
-    assert_refused(run, tmp_path / "nothing", "is no checkpoint")
+    assert_refused(run, tmp_path, "isn't a checkpoint")
+    assert_refused(run, tmp_path / "nothing", "isn't a checkpoint")
 
 
 def test_generators_of_other_devices_are_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
