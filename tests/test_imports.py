@@ -156,6 +156,13 @@ def test_no_two_files_have_one_name():
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def test_no_two_classes_have_one_name():
+    names = Counter(
+        node.name for path in MODULES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def test_no_folder_has_more_files_than_a_reader_can_hold():
     files = Counter(dotted_name(path.parent) for path in MODULES if path.name != "__init__.py")
     assert [folder for folder, count in files.items() if count > MAX_FILES] == []

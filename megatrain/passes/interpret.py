@@ -17,7 +17,7 @@ from megatrain.tracer.recording.opaque import Opaque
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _GraphCall:
     """One call: where its arguments lie, where its result goes, and which results die after it."""
 
     function: Callable[..., Any]
@@ -86,7 +86,7 @@ class Code:
     def watched(self, see: Callable[[fx.Node, Any], None]) -> Code:
         """Returns the same code, which hands each result to `see`, with the node of its call."""
 
-        def seen(step: _Step) -> _Step:
+        def seen(step: _GraphCall) -> _GraphCall:
             def call(*args: Any, **kwargs: Any) -> Any:
                 result = step.function(*args, **kwargs)
                 see(step.node, result)
@@ -110,7 +110,7 @@ def has_inner_grad(graph: fx.Graph) -> bool:
     return differentiates or bool(opaque_calls(graph))
 
 
-def _step(node: fx.Node, index: dict[fx.Node, int], dead: tuple[int, ...], is_unused: bool) -> _Step:
+def _step(node: fx.Node, index: dict[fx.Node, int], dead: tuple[int, ...], is_unused: bool) -> _GraphCall:
     def referred(argument: Any) -> Any:
         return _Ref(index[argument]) if isinstance(argument, fx.Node) else argument
 
@@ -119,7 +119,9 @@ def _step(node: fx.Node, index: dict[fx.Node, int], dead: tuple[int, ...], is_un
     target: Any = node.target
     function = _method(target) if node.op == "call_method" else target
     dead = (*dead, index[node]) if is_unused else dead
-    return _Step(function, tuple(args), dict(kwargs), index[node], dead, node.meta["grad"], node.meta["autocast"], node)
+    return _GraphCall(
+        function, tuple(args), dict(kwargs), index[node], dead, node.meta["grad"], node.meta["autocast"], node
+    )
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -144,7 +146,7 @@ def _resolve(argument: Any, values: list[Any]) -> Any:
     return argument
 
 
-def _run_in_modes(step: _Step, args: Any, kwargs: Any, outer: bool) -> Any:
+def _run_in_modes(step: _GraphCall, args: Any, kwargs: Any, outer: bool) -> Any:
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(step.has_grad and outer))
         for device, dtype in step.autocast:

@@ -13,7 +13,7 @@ from megatrain.runtime.executor import Executor
 from megatrain.runtime.gradient_demand import Demand, keeps_graph
 
 
-class _Step(torch.autograd.Function):
+class _CallNode(torch.autograd.Function):
     """One node for the whole model: forward runs the forward half of the schedule, backward the other half."""
 
     @staticmethod
@@ -57,7 +57,7 @@ def run_step(executor: Executor, inputs: Sequence[torch.Tensor]) -> list[torch.T
     if torch.is_grad_enabled() and executor.differentiable_outputs:
         anchor = torch.empty(0, requires_grad=True)
         sources = [inputs[i] for i in executor.differentiable_inputs]
-        found = _Step.apply(executor, inputs, outputs, anchor, *sources, *executor.parameters())
+        found = _CallNode.apply(executor, inputs, outputs, anchor, *sources, *executor.parameters())
         differentiable = dict(zip(executor.differentiable_outputs, found, strict=True))
     else:
         call = executor.forward(inputs)

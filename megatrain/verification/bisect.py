@@ -13,7 +13,7 @@ from megatrain.compiled.inside import Variant
 from megatrain.compiled.module import CompiledModule
 from megatrain.passes.program import Block
 from megatrain.tracer.inventory import StateEntry
-from megatrain.verification.boundaries import Watch, watch
+from megatrain.verification.boundaries import BoundaryWatch, watch
 from megatrain.verification.compare import Tolerance, compare, distance, scale_of
 from megatrain.verification.fingerprint import ModuleCall, followed_calls
 from megatrain.verification.owners import Owners
@@ -167,7 +167,7 @@ class _Search:
     ) -> FirstDifference:
         # Where eager repeats itself the blocks in order and the compiled step are the same bits, or something is wrong.
         is_exact = self.trial.device.repeats_itself
-        watched = Watch(truth, self.step, Tolerance(0.0) if is_exact else self.tolerance)
+        watched = BoundaryWatch(truth, self.step, Tolerance(0.0) if is_exact else self.tolerance)
         watch(variant, compiled.megatrain.engine, watched)
         found = self.trial.observe(compiled, streamed, self.step)
         owners = Owners(variant, found.result)

@@ -18,7 +18,7 @@ from megatrain.verification.report import FirstDifference
 from megatrain.verification.trial import generators
 
 
-class Watch:
+class BoundaryWatch:
     """Compares passing tensors with the truth, and keeps the first difference.
 
     Args:
@@ -64,7 +64,7 @@ def _apart(expected: torch.Tensor | None, found: torch.Tensor | None) -> tuple[f
     return distance(expected, found)
 
 
-def watch(variant: Variant, engine: Engine, seen: Watch) -> None:
+def watch(variant: Variant, engine: Engine, seen: BoundaryWatch) -> None:
     """Puts a watched runner in front of every block's."""
     if variant.executor is None:
         variant.executor = Executor(variant.program, variant.schedule, engine)
@@ -78,7 +78,7 @@ def watch(variant: Variant, engine: Engine, seen: Watch) -> None:
 class _WatchedRunner:
     """A block's runner that compares everything that goes in and comes out."""
 
-    def __init__(self, runner: Any, block: Block, seen: Watch, device: Device):
+    def __init__(self, runner: Any, block: Block, seen: BoundaryWatch, device: Device):
         self._runner = runner
         self._device = device
         self._block = block
@@ -114,7 +114,7 @@ class _WatchedRunner:
 class _WatchedGraph:
     """A block's local graph, with the gradients that come in and go out compared."""
 
-    def __init__(self, graph: Any, block: Block, seen: Watch):
+    def __init__(self, graph: Any, block: Block, seen: BoundaryWatch):
         self._graph = graph
         self._block = block
         self._watch = seen

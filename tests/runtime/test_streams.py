@@ -17,8 +17,8 @@ from megatrain.runtime.streams.stream_set import (
     Event,
     InjectedFailure,
     Recording,
-    Stream,
     StreamSet,
+    StreamThread,
 )
 from tests.runtime.stepping import (
     ALL,
@@ -41,7 +41,7 @@ def _nothing_hangs() -> Iterator[None]:
 
 
 def test_a_stream_runs_in_order_on_one_thread_of_its_own_without_gradients():
-    stream = Stream("h2d", CPU)
+    stream = StreamThread("h2d", CPU)
     seen: list[tuple[int, str, bool]] = []
     events = [Event(str(i)) for i in range(50)]
     for i, event in enumerate(events):
@@ -64,7 +64,7 @@ def test_compute_runs_at_once_on_the_callers_thread():
 
 def test_a_thread_starts_with_the_first_operation():
     before = threading.active_count()
-    stream = Stream("d2h", CPU)
+    stream = StreamThread("d2h", CPU)
     assert threading.active_count() == before
     stream.close()
     stream.submit("A", nothing, (), done := Event("A"))
@@ -76,7 +76,7 @@ def test_a_thread_starts_with_the_first_operation():
 
 
 def test_closing_runs_what_is_queued_and_a_closed_stream_starts_again():
-    stream, seen = Stream("d2h", CPU), []
+    stream, seen = StreamThread("d2h", CPU), []
     for turn in range(3):
         for i in range(5):
             stream.submit("A", lambda i=i, turn=turn: seen.append((turn, i)), (), Event())

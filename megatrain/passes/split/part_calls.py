@@ -15,7 +15,7 @@ from megatrain.passes.call_trial import Site, Target
 from megatrain.passes.canonicalize import is_erased
 from megatrain.passes.rewrite import Rewriter
 from megatrain.passes.split.rows import known_name, memory_order, operands, resized
-from megatrain.passes.split.uses import Batch, Grouped, Row, Selection, Step, Use
+from megatrain.passes.split.uses import Batch, Cut, Grouped, Row, Selection, Use
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
@@ -169,13 +169,13 @@ class PartWriter:
         padding = padding - start if padding is not None and start <= padding < end else None
         return self._add(F.embedding, (local, weights, padding), {}, call, call.meta["spec"], None)
 
-    def _on_rows(self, step: Step, tensor: fx.Node, rows: tuple[int, int]) -> fx.Node:
+    def _on_rows(self, step: Cut, tensor: fx.Node, rows: tuple[int, int]) -> fx.Node:
         """Repeats a call on a stretch of rows."""
         start, end = rows
         replaced = {n: self._new("narrow", n, dim, start, end - start) for n, dim in step.act.aligned}
         return self._copy(step.node, {**replaced, step.operand: tensor}, step.act.dim, end - start)
 
-    def _on_chosen(self, step: Step, tensor: fx.Node, is_here: fx.Node) -> fx.Node:
+    def _on_chosen(self, step: Cut, tensor: fx.Node, is_here: fx.Node) -> fx.Node:
         """Repeats a call on all rows, of which only those of this part count.
 
         The others get zeros, so that what they hold can't spoil the gradient of the row that stands in for theirs.

@@ -11,7 +11,7 @@ from torch import fx
 from megatrain.passes.rewrite import Rewriter
 from megatrain.passes.split.part_calls import Part, PartWriter
 from megatrain.passes.split.rows import Act, act_on, gather_of, grouped_of, operands, resized, row_of
-from megatrain.passes.split.uses import Batch, Grouped, Row, Selection, Step, Use
+from megatrain.passes.split.uses import Batch, Cut, Grouped, Row, Selection, Use
 from megatrain.sizes import ALIGNMENT
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
@@ -111,7 +111,7 @@ def _write(writer: PartWriter, weight: fx.Node, uses: list[Use], entries: list[S
 def _uses(weight: fx.Node, kept: set[fx.Node]) -> list[Use] | None:
     """Follows a tensor to the calls where it meets other data; None if one of them needs it whole."""
     uses: list[Use] = []
-    open_ends: list[tuple[fx.Node, int, tuple[Step, ...]]] = [(weight, 0, ())]
+    open_ends: list[tuple[fx.Node, int, tuple[Cut, ...]]] = [(weight, 0, ())]
     while open_ends:
         tensor, dim, before = open_ends.pop()
         if tensor in kept:
@@ -124,25 +124,25 @@ def _uses(weight: fx.Node, kept: set[fx.Node]) -> list[Use] | None:
             act = act_on(user, tensor, dim)
             if act is None or act.is_product or (len(user.users) > 1 and not act.is_view):
                 return None
-            open_ends.append((user, act.dim, (*before, Step(user, tensor, act))))
+            open_ends.append((user, act.dim, (*before, Cut(user, tensor, act))))
     regions = [node for use in uses for node in use.nodes()]
     return uses if len(set(regions)) == len(regions) else None
 
 
-def _use(user: fx.Node, tensor: fx.Node, dim: int, before: tuple[Step, ...], kept: set[fx.Node]) -> Use | None:
+def _use(user: fx.Node, tensor: fx.Node, dim: int, before: tuple[Cut, ...], kept: set[fx.Node]) -> Use | None:
     if user.op not in ("call_function", "call_method") or "spec" not in user.meta or user.meta.get("writes"):
         return None
     act = act_on(user, tensor, dim)
     if act is not None and act.is_product:
-        return Batch(before, Step(user, tensor, act)) if _joins_back(user) else None
+        return Batch(before, Cut(user, tensor, act)) if _joins_back(user) else None
     row = row_of(user, tensor) if dim == 0 else None
     if row is not None:
-        return Row(before, Step(user, tensor, Act(0)), row)
+        return Row(before, Cut(user, tensor, Act(0)), row)
     gather = gather_of(user, tensor) if dim == 0 else None
     if gather is not None:
-        return Selection(before, Step(user, tensor, Act(0)), gather, _after(user, gather.index, kept))
+        return Selection(before, Cut(user, tensor, Act(0)), gather, _after(user, gather.index, kept))
     grouped = grouped_of(user, tensor) if dim == 0 else None
-    return None if grouped is None else Grouped(before, Step(user, tensor, Act(0)), *grouped)
+    return None if grouped is None else Grouped(before, Cut(user, tensor, Act(0)), *grouped)
 
 
 def _joins_back(node: fx.Node) -> bool:
@@ -151,19 +151,19 @@ def _joins_back(node: fx.Node) -> bool:
     return bool(spec.shape) and resized(spec, 0, spec.shape[0]) == spec
 
 
-def _after(call: fx.Node, index: fx.Node, kept: set[fx.Node]) -> tuple[Step, ...]:
+def _after(call: fx.Node, index: fx.Node, kept: set[fx.Node]) -> tuple[Cut, ...]:
     """Follows picked rows up to the product that uses them up, so that they needn't leave the part's calls.
 
     Picked expert weights, a matrix for each token, are larger than the layer; their products are activations.
     """
-    steps: list[Step] = []
+    steps: list[Cut] = []
     tensor = call
     while len(index.meta["spec"].shape) == 1 and len(tensor.users) == 1 and tensor not in kept:
         (user,) = tensor.users
         act = act_on(user, tensor, 0) if user.op != "output" else None
         if act is None or act.dim != 0 or not (act.is_view or (act.is_product and act.aligned)):
             break
-        steps.append(Step(user, tensor, act))
+        steps.append(Cut(user, tensor, act))
         if act.is_product:
             is_movable = _joins_back(user) and not _is_disturbed(call, user, [s.node for s in steps])
             return tuple(steps) if is_movable else ()

@@ -10,7 +10,7 @@ from megatrain.passes.split.rows import Act, Gather
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Cut:
     """A call, the operand of it that is cut, and what it does to that."""
 
     node: fx.Node
@@ -27,8 +27,8 @@ class Use:
         call: Where it meets other data.
     """
 
-    before: tuple[Step, ...]
-    call: Step
+    before: tuple[Cut, ...]
+    call: Cut
 
     @property
     def end(self) -> fx.Node:
@@ -57,7 +57,7 @@ class Selection(Use):
     """Rows picked by number, and the views and the product that follow."""
 
     gather: Gather
-    after: tuple[Step, ...]
+    after: tuple[Cut, ...]
 
     @property
     def end(self) -> fx.Node:

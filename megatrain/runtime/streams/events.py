@@ -107,7 +107,7 @@ class Failure:
         return error
 
 
-class Step:
+class Session:
     """The shared state of the operations between one `begin` and its `finish`: sleeping threads, the first failure.
 
     A wait that can never end is found, not suffered: all operations are submitted by one thread, so while

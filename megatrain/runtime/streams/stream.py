@@ -13,14 +13,14 @@ import torch
 
 from megatrain.device import Device, DeviceEvent, DeviceStream
 from megatrain.runtime.streams.chaos import Chaos, Probe, Recording
-from megatrain.runtime.streams.events import CALLER, Aborted, Event, Failure, Step
+from megatrain.runtime.streams.events import CALLER, Aborted, Event, Failure, Session
 from megatrain.runtime.streams.turn import work_for
 
 
-class Op(NamedTuple):
+class Queued(NamedTuple):
     """A queued operation. Without work it is a marker: settled when reached, even after a failure."""
 
-    step: Step
+    step: Session
     label: str
     work: Callable[[], None] | None
     waits: Sequence[Event]
@@ -33,7 +33,7 @@ class Steps:
     __slots__ = ("current",)
 
     def __init__(self) -> None:
-        self.current = Step()
+        self.current = Session()
 
 
 class Lane:
@@ -46,7 +46,7 @@ class Lane:
         self.device_stream: DeviceStream | None = None
         self.is_entered = False
 
-    def perform(self, op: Op) -> None:
+    def perform(self, op: Queued) -> None:
         """Runs one operation on this thread and settles its event; raises what went wrong after noting it."""
         step, label, work, waits, done = op
         try:
@@ -80,7 +80,7 @@ class Lane:
         else:
             self.device_stream.wait_event(mark)
 
-    def serve(self, op: Op) -> None:
+    def serve(self, op: Queued) -> None:
         """Runs one operation on the stream's own thread; its failure is noted in the step and ends here."""
         if op.work is None:
             op.done.settle()
@@ -102,7 +102,7 @@ class Lane:
         return enter
 
 
-def _serve(lane: Lane, queue: SimpleQueue[Op | None], ready: threading.Event) -> None:
+def _serve(lane: Lane, queue: SimpleQueue[Queued | None], ready: threading.Event) -> None:
     """Body of a stream's thread; ends at None."""
     torch.set_grad_enabled(False)
     # A second team of OpenMP threads would fight with compute's for the same cores, spinning at its barriers.
@@ -114,7 +114,7 @@ def _serve(lane: Lane, queue: SimpleQueue[Op | None], ready: threading.Event) ->
         del op
 
 
-class Stream:
+class StreamThread:
     """A queue of operations run in order by a thread of its own, started at the first `submit`.
 
     The thread ends at `close()`, or when the stream is garbage collected. All operations are submitted by one
@@ -141,7 +141,7 @@ class Stream:
         self._steps = Steps() if steps is None else steps
         self._lane = Lane(name, device, _probe(name, chaos, recording))
         self._lane.device_stream = device.new_stream()
-        self._queue: SimpleQueue[Op | None] = SimpleQueue()
+        self._queue: SimpleQueue[Queued | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], object] | None = None
         self.is_idle = True
@@ -161,9 +161,9 @@ class Stream:
             done: Settled when it is over: run, failed, or dropped because its step was aborted.
         """
         self.is_idle = False
-        self._put(Op(self._steps.current, label, work, waits, done))
+        self._put(Queued(self._steps.current, label, work, waits, done))
 
-    def _put(self, op: Op) -> None:
+    def _put(self, op: Queued) -> None:
         op.done.stream = self.name
         self._queue.put(op)
         if self._thread is None:
@@ -185,7 +185,7 @@ class Stream:
     def mark(self) -> Event:
         """Queues a marker, settled once all that was submitted before is over, failed or not."""
         done = Event(f"end of {self.name}")
-        self._put(Op(self._steps.current, done.label, None, (), done))
+        self._put(Queued(self._steps.current, done.label, None, (), done))
         return done
 
     def drain(self) -> None:
@@ -241,7 +241,7 @@ class ComputeStream:
         lane = Lane(self.name, self._device, self._probe)
         lane.device_stream = self._device.current_stream()
         done.stream = self.name
-        lane.perform(Op(self._steps.current, label, work, waits, done))
+        lane.perform(Queued(self._steps.current, label, work, waits, done))
 
 
 def _probe(name: str, chaos: Chaos | None, recording: Recording | None) -> Probe | None:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Generator, Sequence
 
 from megatrain.device import HOST, Device, DeviceStream
 from megatrain.runtime.streams.chaos import Chaos, InjectedFailure, Issued, Recording
-from megatrain.runtime.streams.events import CALLER, Aborted, Event, Failure, Step
-from megatrain.runtime.streams.stream import ComputeStream, Steps, Stream
+from megatrain.runtime.streams.events import CALLER, Aborted, Event, Failure, Session
+from megatrain.runtime.streams.stream import ComputeStream, Steps, StreamThread
 
 __all__ = [
     "Aborted",
@@ -25,8 +25,8 @@ __all__ = [
     "InjectedFailure",
     "Issued",
     "Recording",
-    "Stream",
     "StreamSet",
+    "StreamThread",
 ]
 
 
@@ -53,9 +53,9 @@ class StreamSet:
         self.chaos = chaos
         self.recording = recording
         self._steps = Steps()
-        self.h2d = Stream("h2d", device, chaos=chaos, recording=recording, steps=self._steps)
-        self.d2h = Stream("d2h", device, chaos=chaos, recording=recording, steps=self._steps)
-        self.host = Stream("host", HOST, chaos=chaos, recording=recording, steps=self._steps)
+        self.h2d = StreamThread("h2d", device, chaos=chaos, recording=recording, steps=self._steps)
+        self.d2h = StreamThread("d2h", device, chaos=chaos, recording=recording, steps=self._steps)
+        self.host = StreamThread("host", HOST, chaos=chaos, recording=recording, steps=self._steps)
         self.compute = ComputeStream(device, chaos=chaos, recording=recording, steps=self._steps)
         self._queues = {stream.name: stream for stream in (self.h2d, self.d2h, self.host)}
 
@@ -74,7 +74,7 @@ class StreamSet:
             self.abort(Aborted("abandoned"))
             self._end()
             self._settle_device()
-        self._steps.current = Step(is_recovery=is_recovery)
+        self._steps.current = Session(is_recovery=is_recovery)
         compute = self.device.current_stream()
         if compute is not None:
             now = compute.record_event()
@@ -99,7 +99,7 @@ class StreamSet:
             self.compute.run(label, work, waits, done)
             return
         if name not in self._queues:
-            further = Stream(name, HOST, chaos=self.chaos, recording=self.recording, steps=self._steps)
+            further = StreamThread(name, HOST, chaos=self.chaos, recording=self.recording, steps=self._steps)
             self._queues[name] = further
         self._queues[name].submit(label, work, waits, done)
 
@@ -163,7 +163,7 @@ class StreamSet:
         self.abort(Aborted("closed"))
         for stream in self._queues.values():
             stream.close()
-        self._steps.current = Step()
+        self._steps.current = Session()
 
     def _end(self) -> Failure | None:
         """Drains the queues and takes the failure. An interrupted drain aborts the step and is completed."""
@@ -172,9 +172,9 @@ class StreamSet:
         except BaseException as error:
             self.abort(error)
             self._drain()
-            self._steps.current = Step()
+            self._steps.current = Session()
             raise
-        failure, self._steps.current = self.failure, Step()
+        failure, self._steps.current = self.failure, Session()
         return failure
 
     def _drain(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.books import find_peak
-from megatrain.scheduler.builder.draft import Builder, Draft, Plan
+from megatrain.scheduler.builder.draft import Builder, Choices, Draft
 from megatrain.scheduler.builder.residency import alternates
 from megatrain.scheduler.effects import NO_BLOCK
 from megatrain.scheduler.parking import keep_all
@@ -36,7 +36,7 @@ def choose_draft(
     raise _too_small(builder, tried, memory, can_park_more=bool(keep) or activations == "keep")
 
 
-def first_fit(builder: Builder, plans: Iterable[Plan], memory: int | None) -> Draft:
+def first_fit(builder: Builder, plans: Iterable[Choices], memory: int | None) -> Draft:
     """The draft of the first plan that fits.
 
     Raises:
@@ -51,13 +51,13 @@ def first_fit(builder: Builder, plans: Iterable[Plan], memory: int | None) -> Dr
     raise _too_small(builder, tried, memory, can_park_more=tried[0].plan.keep > 0)
 
 
-def _starting_plan(builder: Builder, num_slots: int, keep: int | None, activations: str) -> Plan:
+def _starting_plan(builder: Builder, num_slots: int, keep: int | None, activations: str) -> Choices:
     """The plan of these options if memory is no concern."""
     blocks = () if builder.kind.mode == "forward" else builder.workload.backward_blocks()
     saves = blocks if activations == "keep" else blocks[len(blocks) - _least_saves(builder) :]
     if keep is None and activations == "offload":
         keep = 0
-    return Plan(num_slots, _normal_keep(builder.workload, builder.kind, keep), saves)
+    return Choices(num_slots, _normal_keep(builder.workload, builder.kind, keep), saves)
 
 
 def _least_saves(builder: Builder) -> int:
@@ -79,19 +79,19 @@ def _normal_keep(workload: Workload, kind: StepKind, keep: int | None) -> int:
 
 
 # A family is a size and a function from 0..size to plans, of which larger ones are faster and take more.
-_Family = tuple[int, Callable[[int], Plan]]
+_Family = tuple[int, Callable[[int], Choices]]
 
 
-def _families(builder: Builder, start: Plan, *, is_keep_free: bool, activations: str) -> Sequence[_Family]:
+def _families(builder: Builder, start: Choices, *, is_keep_free: bool, activations: str) -> Sequence[_Family]:
     blocks = builder.workload.backward_blocks()
     if builder.kind.mode == "forward" or not blocks or activations in ("keep", "offload"):
         return [(0, lambda _: start)]
     families: list[_Family] = []
     if activations == "auto":
         more = len(blocks) - _least_saves(builder)
-        families.append((more, lambda n: Plan(start.num_slots, start.keep, blocks[more - n :])))
+        families.append((more, lambda n: Choices(start.num_slots, start.keep, blocks[more - n :])))
     if is_keep_free and builder.kind.transfer == "copy":
-        families.append((start.keep, lambda n: Plan(start.num_slots, n, start.saves)))
+        families.append((start.keep, lambda n: Choices(start.num_slots, n, start.saves)))
     return families or [(0, lambda _: start)]
 
 

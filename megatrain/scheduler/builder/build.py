@@ -9,7 +9,7 @@ from megatrain.checks import Rule, checked, count, one_of, optional
 from megatrain.errors import ScheduleError
 from megatrain.garbage import paused_collection
 from megatrain.scheduler.builder.budget import choose_draft, first_fit
-from megatrain.scheduler.builder.draft import Builder, Plan
+from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import KIND_RULES, StepKind
 from megatrain.scheduler.workload import Workload
@@ -91,5 +91,5 @@ def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory
         )
     builder = Builder(forward.known_workload(), replace(forward.kind, mode="backward"))
     counts = (2, 1) if num_slots is None else (num_slots,)
-    plans = [Plan(count, forward.keep, forward.saves) for count in counts]
+    plans = [Choices(count, forward.keep, forward.saves) for count in counts]
     return schedule_of(builder.finish(first_fit(builder, plans, memory)))

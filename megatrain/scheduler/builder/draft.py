@@ -19,7 +19,7 @@ from megatrain.scheduler.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Choices:
     """The choices that determine a schedule.
 
     Args:
@@ -46,7 +46,7 @@ class Draft:
         device_bytes: As in `Schedule`.
     """
 
-    plan: Plan
+    plan: Choices
     rows: Rows
     host: HostTicks
     lives: tuple[Lifetime, ...]
@@ -55,7 +55,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class _Weights:
     """Where weights lie, and which updates come before them: that depends on the number of slots alone."""
 
     head: dict[int, int]
@@ -71,9 +71,9 @@ class Builder:
         self.workload = workload
         self.kind = kind
         self.stages = compute_stages(workload, kind)
-        self._placed: dict[int, _Placed] = {}
+        self._placed: dict[int, _Weights] = {}
 
-    def draft(self, plan: Plan) -> Draft:
+    def draft(self, plan: Choices) -> Draft:
         """Gives the ops ticks and counts the memory."""
         placed = self._place(plan.num_slots)
         effects = self._effects(plan)
@@ -126,15 +126,15 @@ class Builder:
             workload=self.workload,
         )
 
-    def _place(self, num_slots: int) -> _Placed:
+    def _place(self, num_slots: int) -> _Weights:
         if num_slots not in self._placed:
             stays = residencies(self.workload, self.kind, self.stages, num_slots=num_slots)
             loads = [stay.block for stay in stays]
             head = head_updates(self.workload, loads) if self.kind.updates == "deferred" else {}
-            self._placed[num_slots] = _Placed(head, stays, *place_slots(stays))
+            self._placed[num_slots] = _Weights(head, stays, *place_slots(stays))
         return self._placed[num_slots]
 
-    def _effects(self, plan: Plan) -> Effects:
+    def _effects(self, plan: Choices) -> Effects:
         parked = parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves)
         return Effects(self.workload, self.kind, plan.saves, parked)
 
@@ -154,7 +154,7 @@ def _ops(rows: Rows, host: HostTicks) -> Iterator[tuple[Stream, int, tuple[str, 
         yield Stream.HOST, host.norm, ("N", NO_BLOCK, 0)
 
 
-def _table(draft: Draft, placed: _Placed, *, has_micro_batches: bool) -> tuple[Tick, ...]:
+def _table(draft: Draft, placed: _Weights, *, has_micro_batches: bool) -> tuple[Tick, ...]:
     cells: list[list[Op]] = [[] for _ in draft.live]
     for stay, slot, tick in zip(placed.stays, placed.slot_of, draft.rows.loads, strict=True):
         cells[tick].append(Op(Stream.H2D, "W", stay.block, slot=slot))

@@ -27,7 +27,7 @@ class _Key(NamedTuple):
     nth: int
 
 
-class _Placed(NamedTuple):
+class _Standing(NamedTuple):
     """An op where it stands: its tick, and the same as seen from the compute stream.
 
     Args:
@@ -147,17 +147,17 @@ def _places(table: Table) -> str:
     return ", ".join(f"{place.block} = {place.offset}+{place.nbytes}" for place in table.places) or "none"
 
 
-def _placed(table: Table) -> dict[_Key, _Placed]:
+def _placed(table: Table) -> dict[_Key, _Standing]:
     """Every op of a schedule with its place, in the order of `Table.ops`."""
     seen: Counter[tuple[Stream, str, int, int]] = Counter()
     computes = [(position.tick, op) for position, op in table.positions() if op.stream == Stream.COMPUTE]
-    found: dict[_Key, _Placed] = {}
+    found: dict[_Key, _Standing] = {}
     following = 0
     for position, op in table.positions():
         while following < len(computes) and computes[following][0] < position.tick:
             following += 1
         same = op.stream, op.what, op.block, op.micro_batch or 0
-        found[_Key(*same, seen[same])] = _Placed(op, position.tick, *_seen_from(position.tick, computes, following))
+        found[_Key(*same, seen[same])] = _Standing(op, position.tick, *_seen_from(position.tick, computes, following))
         seen[same] += 1
     return found
 
@@ -170,7 +170,7 @@ def _seen_from(tick: int, computes: Sequence[tuple[int, Op]], following: int) ->
     return at - tick, op
 
 
-def _op_lines(before: dict[_Key, _Placed], after: dict[_Key, _Placed]) -> Iterator[str]:
+def _op_lines(before: dict[_Key, _Standing], after: dict[_Key, _Standing]) -> Iterator[str]:
     """A line per op that is gone, new, or elsewhere, stream by stream."""
     for stream in streams():
         for key, placed in before.items():
@@ -182,7 +182,7 @@ def _op_lines(before: dict[_Key, _Placed], after: dict[_Key, _Placed]) -> Iterat
         yield from _moved_lines(stream, before, after)
 
 
-def _moved_lines(stream: Stream, before: dict[_Key, _Placed], after: dict[_Key, _Placed]) -> Iterator[str]:
+def _moved_lines(stream: Stream, before: dict[_Key, _Standing], after: dict[_Key, _Standing]) -> Iterator[str]:
     stays = _in_order(before, after)
     for key, old in before.items():
         if key.stream != stream or key not in after:
@@ -196,7 +196,7 @@ def _moved_lines(stream: Stream, before: dict[_Key, _Placed], after: dict[_Key, 
             yield f"{'moved' if is_moved else 'stays'}: {old.op} ({stream}, {ticks}){where}{slot}"
 
 
-def _in_order(before: dict[_Key, _Placed], after: dict[_Key, _Placed]) -> set[_Key]:
+def _in_order(before: dict[_Key, _Standing], after: dict[_Key, _Standing]) -> set[_Key]:
     """Ops of the compute stream that come in the same order in both."""
     orders = [[key for key in placed if key.stream == Stream.COMPUTE] for placed in (before, after)]
     found: set[_Key] = set()

@@ -51,7 +51,7 @@ class Hardware:
     further_rates: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
 
-class OpKind(NamedTuple):
+class TimedKind(NamedTuple):
     """Ops that take the same time: one op of one block and micro-batch, wherever it stands in a table.
 
     Args:
@@ -89,7 +89,7 @@ class Measured:
 
     num_blocks: int
     transfer: str
-    seconds: Mapping[OpKind, float]
+    seconds: Mapping[TimedKind, float]
 
     @staticmethod
     def of(schedule: Table, seconds: Mapping[Position, float]) -> Measured:
@@ -104,7 +104,7 @@ class Measured:
             OptionError: If a time is negative or no number.
             ScheduleError: If an op has no time, or a time no op.
         """
-        found: dict[OpKind, list[float]] = {}
+        found: dict[TimedKind, list[float]] = {}
         for position, op, kind in _kinds(schedule):
             if position not in seconds:
                 raise ScheduleError(
@@ -132,7 +132,7 @@ class Measured:
                 "  Runs of one program have the same number of blocks and the same `transfer`.\n"
                 "  Measure one program at least once."
             )
-        found: dict[OpKind, list[float]] = {}
+        found: dict[TimedKind, list[float]] = {}
         for run in runs:
             for kind, seconds in run.seconds.items():
                 found.setdefault(kind, []).append(seconds)
@@ -151,7 +151,7 @@ class Measured:
                 "  A measurement fits only schedules of the same program.\n"
                 "  Measure a run of this schedule."
             )
-        others: dict[OpKind, list[float]] = {}
+        others: dict[TimedKind, list[float]] = {}
         for kind, seconds in self.seconds.items():
             others.setdefault(kind._replace(micro_batch=0), []).append(seconds)
         # Long tables ask for the same median often.
@@ -181,14 +181,14 @@ class Measured:
 Costs = Hardware | Measured
 
 
-def _kinds(schedule: Table) -> Iterator[tuple[Position, Op, OpKind]]:
+def _kinds(schedule: Table) -> Iterator[tuple[Position, Op, TimedKind]]:
     saves = frozenset(schedule.saves)
     for position, op in schedule.positions():
         is_saved = op.what in "FB" and op.block in saves
-        yield position, op, OpKind(op.stream, op.what, op.block, op.micro_batch or 0, is_saved)
+        yield position, op, TimedKind(op.stream, op.what, op.block, op.micro_batch or 0, is_saved)
 
 
-def _medians(seconds: Mapping[OpKind, Sequence[float]]) -> dict[OpKind, float]:
+def _medians(seconds: Mapping[TimedKind, Sequence[float]]) -> dict[TimedKind, float]:
     for kind, times in seconds.items():
         for time in times:
             if not isfinite(time) or time < 0:

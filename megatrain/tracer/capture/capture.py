@@ -17,7 +17,7 @@ from megatrain.tracer.arguments import Arguments, Structure
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.capture.hooks import Hooks, running_hooks
 from megatrain.tracer.capture.leaks import Made
-from megatrain.tracer.capture.python_effects import Effects
+from megatrain.tracer.capture.python_effects import PythonEffects
 from megatrain.tracer.capture.sandbox import fake_state, swapped_state, uncompiled
 from megatrain.tracer.inventory import StateEntry, StateValues, inventory
 from megatrain.tracer.python.assumptions import Assumptions
@@ -67,7 +67,7 @@ class Capture:
         self._recorders: list[Recorder] = []
         self._recorder = self._new_recorder()
         self._outer = Outer.of(model)
-        self._effects = Effects(model, attempt, self._outer)
+        self._effects = PythonEffects(model, attempt, self._outer)
 
     def _new_recorder(self, earlier: Recorder | None = None) -> Recorder:
         values = StateValues(self._fakes, self._tensors)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from megatrain.errors import TraceError
-from megatrain.tracer.python.contents import Slots
+from megatrain.tracer.python.contents import ObjectSlots
 from megatrain.tracer.python.holders import Attributes, Change
 from megatrain.tracer.python.named import Named
 from megatrain.tracer.python.outer import Outer
@@ -17,7 +17,7 @@ from megatrain.tracer.recording.obstacles import RUN_AGAIN, HookSite, Obstacle
 from megatrain.tracer.recording.recorder import Recorder
 
 
-class Effects:
+class PythonEffects:
     """Judges what a model's forward has changed.
 
     Args:
@@ -51,7 +51,7 @@ class Effects:
         holders = {change.where[0] for change in changes if change.where in theirs}
         own = [change for change in changes if change.where not in theirs]
         for change in own:
-            if change.where[0] in holders and not isinstance(change.holder, dict | Slots):
+            if change.where[0] in holders and not isinstance(change.holder, dict | ObjectSlots):
                 raise TraceError(
                     f"`{change.name}` is changed both by captured code and by code that runs again at each step.\n"
                     "  The order of the two kinds of changes to one list or set would be lost.\n"

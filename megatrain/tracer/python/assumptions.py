@@ -12,7 +12,7 @@ from torch import nn
 from megatrain.tracer.python.contents import MISSING, Missing
 from megatrain.tracer.python.module_tree import ModuleTree
 from megatrain.tracer.python.named import Named
-from megatrain.tracer.python.snapshot import Contents, Kept, Same, Value, value_text
+from megatrain.tracer.python.snapshot import Contents, Kept, KeptValue, Same, value_text
 from megatrain.tracer.python.unchanged import Watch
 from megatrain.tracer.source_line import SourceLine
 
@@ -66,7 +66,9 @@ class Assumption:
     @property
     def is_code(self) -> bool:
         """Tells whether it says which function, class or module stands behind a name, rather than a value."""
-        return isinstance(self.kept, Same) or (isinstance(self.kept, Value) and isinstance(self.kept.value, Missing))
+        return isinstance(self.kept, Same) or (
+            isinstance(self.kept, KeptValue) and isinstance(self.kept.value, Missing)
+        )
 
     def __str__(self) -> str:
         return f"{self.path} {self.kept}" + (f" at {self.source}" if self.source else "")

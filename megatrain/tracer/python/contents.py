@@ -63,7 +63,7 @@ class Holder:
         raise NotImplementedError
 
 
-class Slots(Holder):
+class ObjectSlots(Holder):
     """The attributes that an object keeps in slots."""
 
     __slots__ = ("_members", "value")
@@ -75,7 +75,7 @@ class Slots(Holder):
     @property
     def key(self) -> Any:
         """See `Holder.key`."""
-        return id(self.value), Slots
+        return id(self.value), ObjectSlots
 
     def held(self) -> dict[Any, Any]:
         """See `Holder.held`."""
@@ -163,7 +163,7 @@ def _holders_in(value: Any, kind: type) -> Sequence[Any]:
         found.append(own)
     members = _members(kind)
     if members:
-        found.append(Slots(value, members))
+        found.append(ObjectSlots(value, members))
     return found
 
 

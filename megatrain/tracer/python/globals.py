@@ -61,12 +61,12 @@ def named_variables(
         read: The methods that were looked up, by class of module; None takes every method that is named anywhere.
         without: Identities of forward hooks to leave out.
     """
-    search = _Search(model, read, without)
+    search = _NameSearch(model, read, without)
     search.run()
     return Variables(search.found, search.skipped)
 
 
-class _Search:
+class _NameSearch:
     """A walk over functions and classes, each once."""
 
     def __init__(self, model: nn.Module, read: Mapping[type, set[str]] | None, without: Collection[int]) -> None:

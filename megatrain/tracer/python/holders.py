@@ -33,7 +33,7 @@ class Change:
     label: Any
     before: Any
     now: Any
-    place: Place
+    place: HolderPlace
 
     @property
     def where(self) -> tuple[Any, Any]:
@@ -49,7 +49,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class HolderPlace:
     """The way to a namespace or container: what holds what by which label, from something that stays.
 
     Args:
@@ -131,7 +131,7 @@ class Attributes:
             for label in dict.fromkeys([*before, *now]):
                 if before.get(label) is not now.get(label):
                     values = before.get(label), now.get(label)
-                    found.append(Change(_joined(path, label), holder, label, *values, Place(root, way)))
+                    found.append(Change(_joined(path, label), holder, label, *values, HolderPlace(root, way)))
         return found
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatrain.tracer.python.contents import BUFFERS, CONTAINERS, LARGEST, VALUES, is_copied, items_of, vars_of
-from megatrain.tracer.python.snapshot import Contents, Kept, Same, TensorLike, Value
+from megatrain.tracer.python.snapshot import Contents, Kept, KeptValue, Same, TensorLike
 
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, staticmethod, classmethod, property)
 # How many objects may lie in each other, and how many containers count as one.
@@ -36,7 +36,7 @@ class Keeper:
     def keep(self, value: Any, depth: float = 0) -> Kept:
         """Returns what `value` is now."""
         if isinstance(value, VALUES) and not isinstance(value, Enum):
-            return Value(value)
+            return KeptValue(value)
         known = self._known.get(id(value))
         if known is None:
             known = (value, self._kept(value, depth))
@@ -48,7 +48,7 @@ class Keeper:
             return TensorLike.of(value, id(value) in self._constants)
         is_buffer = isinstance(value, (*BUFFERS, np.generic)) and is_copied(value)
         if is_buffer and not (isinstance(value, np.ndarray) and value.dtype.hasobject):
-            return Value(copy.copy(value))
+            return KeptValue(copy.copy(value))
         is_code = isinstance(value, (*_CODE, nn.Module, Enum))
         if is_code or depth > _DEEPEST or len(self._known) > _MOST:
             return Same(value, is_cut=not is_code)

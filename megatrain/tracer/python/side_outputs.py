@@ -14,12 +14,12 @@ from torch import nn
 from megatrain.errors import TraceError
 from megatrain.tracer.arguments import Structure
 from megatrain.tracer.python.contents import BUFFERS, CONTAINERS, Holder, held_in, items_of, leaves_of, put_into
-from megatrain.tracer.python.holders import Change, Place
+from megatrain.tracer.python.holders import Change, HolderPlace
 from megatrain.tracer.python.module_tree import HOOKS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slot:
+class OutputPlace:
     """Where a value that a holder has after the call comes from.
 
     Args:
@@ -33,7 +33,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class HeldObject:
     """What a call leaves in one namespace, dictionary, list or set.
 
     Args:
@@ -42,8 +42,8 @@ class Held:
         removed: Keys that are gone from it.
     """
 
-    place: Place
-    content: tuple[tuple[Any, Slot], ...]
+    place: HolderPlace
+    content: tuple[tuple[Any, OutputPlace], ...]
     removed: tuple[Any, ...]
 
     def put(self, new: Sequence[Any]) -> None:
@@ -69,7 +69,7 @@ class SideOutputs:
     """
 
     names: tuple[str, ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldObject, ...]
     structure: Structure
 
     @staticmethod
@@ -136,30 +136,30 @@ class _Collected:
             )
         return True
 
-    def held(self, changes: Sequence[Change]) -> Held:
+    def held(self, changes: Sequence[Change]) -> HeldObject:
         """Says how to leave what `changes`, all of one holder, have left."""
         holder, place = changes[0].holder, changes[0].place
         if isinstance(holder, (dict, Holder, *BUFFERS)):
             there = held_in(holder)
             removed = tuple(c.label for c in changes if c.label not in there)
             content = [(c.label, self._slot(c.now)) for c in changes if c.label in there]
-            return Held(place, tuple(content), removed)
+            return HeldObject(place, tuple(content), removed)
         before = {id(c.before): c.label for c in changes}
         changed = {c.label for c in changes}
         content = [
-            (label, Slot("old", before.get(id(item), label) if label in changed else label))
+            (label, OutputPlace("old", before.get(id(item), label) if label in changed else label))
             if id(item) in before or label not in changed
             else (label, self._slot(item))
             for label, item in items_of(holder).items()
         ]
-        return Held(place, tuple(content), ())
+        return HeldObject(place, tuple(content), ())
 
-    def _slot(self, value: Any) -> Slot:
+    def _slot(self, value: Any) -> OutputPlace:
         if id(value) in self._state:
-            return Slot("fixed", self._state[id(value)])
+            return OutputPlace("fixed", self._state[id(value)])
         leaves = list(leaves_of(value))
         is_copied = any(isinstance(x, torch.Tensor) for x in leaves) or isinstance(value, CONTAINERS)
         if not is_copied or any(isinstance(x, nn.Module | MethodType) for x in leaves):
-            return Slot("fixed", value)
+            return OutputPlace("fixed", value)
         self.new.append(value)
-        return Slot("new", len(self.new) - 1)
+        return OutputPlace("new", len(self.new) - 1)

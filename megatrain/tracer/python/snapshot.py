@@ -34,7 +34,7 @@ Pairs = Iterator[tuple[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Mismatch:
     """Where a value isn't what it was.
 
     Args:
@@ -53,9 +53,9 @@ class Kept:
 
     __slots__ = ()
 
-    def difference(self, now: Any, seen: Seen) -> Difference | None:
+    def difference(self, now: Any, seen: Seen) -> Mismatch | None:
         """Returns where `now` is something else, or None; pairs in `seen` are known to be equal."""
-        return None if self.is_same(now) else Difference("", self, now)
+        return None if self.is_same(now) else Mismatch("", self, now)
 
     def is_same(self, now: Any) -> bool:
         """Tells whether `now` is the same as far as this alone can tell."""
@@ -67,7 +67,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Value(Kept):
+class KeptValue(Kept):
     """A number, a text, a dtype, a copy of an array: equal values of one type are the same."""
 
     value: Any
@@ -162,22 +162,22 @@ class Contents(Kept):
         keys = list(items_of(now))
         return keys == list(self.items) and list(map(type, keys)) == list(map(type, self.items))
 
-    def difference(self, now: Any, seen: Seen) -> Difference | None:
+    def difference(self, now: Any, seen: Seen) -> Mismatch | None:
         """See `Kept.difference`."""
         if (id(self), id(now)) in seen:
             return None
         seen.add((id(self), id(now)))
         if not self.is_same(now):
-            return Difference("", self, now)
+            return Mismatch("", self, now)
         # Members of a set are their own keys: NaN would not be found, and equal ones were compared already.
         is_set = isinstance(now, set | frozenset)
         items = ({}, {}, "") if is_set else (self.items, items_of(now), "[{!r}]")
         for held, there, form in (items, (self.attributes, vars_of(now), ".{}")):
             for label in dict.fromkeys([*held, *there]):
-                kept = held.get(label) or Value(MISSING)
+                kept = held.get(label) or KeptValue(MISSING)
                 found = kept.difference(there.get(label, MISSING), seen)
                 if found is not None:
-                    return Difference(form.format(label) + found.path, found.expected, found.now)
+                    return Mismatch(form.format(label) + found.path, found.expected, found.now)
         return None
 
     def parts(self) -> Iterator[tuple[str, Kept]]:
@@ -229,7 +229,7 @@ def _article(name: str) -> str:
 
 def _literal(kept: Kept) -> str | None:
     """Prints a container of plain values as Python, sets in order; None for all else."""
-    if isinstance(kept, Value):
+    if isinstance(kept, KeptValue):
         return repr(kept.value)
     if not isinstance(kept, Contents) or kept.kind not in _BRACKETS:
         return None
@@ -250,7 +250,7 @@ def parts_of(pairs: Iterable[tuple[Kept, Any]]) -> Iterator[tuple[Kept, Any]]:
     stack, met = list(pairs), set[int]()
     while stack:
         kept, value = stack.pop()
-        can_change = not isinstance(kept, Value | Same) or isinstance(value, BUFFERS)
+        can_change = not isinstance(kept, KeptValue | Same) or isinstance(value, BUFFERS)
         if can_change and id(value) not in met:
             met.add(id(value))
             yield kept, value

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from megatrain.tracer.python.contents import BUFFERS, MISSING, Slots, holders_in
+from megatrain.tracer.python.contents import BUFFERS, MISSING, ObjectSlots, holders_in
 from megatrain.tracer.python.module_tree import GLOBAL_HOOKS, HOOKS
 from megatrain.tracer.python.snapshot import Contents, Kept, parts_of
 
@@ -43,7 +43,7 @@ class Watch:
         self._mappings: list[Any] = []
         self._values: list[Any] = []
         self._empty: list[Any] = []
-        self._slots: list[tuple[Slots, list[Any]]] = []
+        self._slots: list[tuple[ObjectSlots, list[Any]]] = []
         self._compared: list[tuple[Kept, Any]] = []
 
     def add_name(self, namespace: dict[str, Any], name: str) -> None:
@@ -79,7 +79,7 @@ class Watch:
                 self._compared.append((kept, value))
                 continue
             for holder in holders_in(value):
-                if isinstance(holder, Slots):
+                if isinstance(holder, ObjectSlots):
                     self._slots.append((holder, list(holder.held().values())))
                 elif not isinstance(holder, tuple | frozenset):
                     self.add_container(holder)
