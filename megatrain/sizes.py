@@ -83,7 +83,7 @@ def _parse_number(number: object) -> int | None:
     if isinstance(number, float):
         return int(number) if number.is_integer() else None
     try:
-        return operator.index(number)  # type: ignore[arg-type]
+        return operator.index(number)  # pyright: ignore[reportArgumentType]  # whatever has no index raises TypeError
     except TypeError:
         return None
 

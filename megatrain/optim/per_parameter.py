@@ -84,7 +84,7 @@ def _try(optimizer: Optimizer) -> str | None:
         return with_gradients_it_takes(optimizer, lambda sparse: _difference(optimizer, sparse=sparse))
     except OptimizerError:
         raise
-    except Exception as error:
+    except Exception as error:  # the user's optimizer may raise anything on stand-ins
         why = f"it can't be tried on small stand-ins ({error}); probe=False skips the trial"
         raise _refusal(optimizer, why) from error
 

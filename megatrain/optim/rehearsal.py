@@ -114,7 +114,7 @@ def with_gradients_it_takes(optimizer: Optimizer, attempt: Callable[[bool], Resu
             return attempt(sparse)
         except OptimizerError:
             raise
-        except Exception as error:
+        except Exception as error:  # an optimizer that takes only one kind may raise anything at the other
             causes.append(error)
     raise causes[0]
 

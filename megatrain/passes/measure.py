@@ -82,9 +82,9 @@ def _cost(template: Template, differentiable: list[bool], program: Program) -> T
             return _measured(template, differentiable, program)
     except LowerError:
         raise
-    except Exception:
+    except Exception:  # the bound is right for any failure
         # Some kernels refuse fake tensors that they accept with values, with errors of any type; the capture ran on
-        # values, then. The bound is right for any failure.
+        # values, then.
         return _upper_bound(template)
 
 

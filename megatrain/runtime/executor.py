@@ -252,7 +252,7 @@ def _cold_schedule(warm: Schedule) -> Schedule:
 def _check_fits(programs: Sequence[Program], schedule: Schedule) -> None:
     if len(programs) != schedule.kind.micro_batches:
         raise ExecuteError(
-            f"there are {len(programs)} programs for {schedule.kind.micro_batches} micro-batches.\n"
+            f"{schedule.kind.micro_batches} micro-batches can't run {len(programs)} program(s).\n"
             "  Each micro-batch runs a program; several may run the same program.\n  Give one program per micro-batch."
         )
     for program in programs:

@@ -20,7 +20,7 @@ from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stopwatch import Stopwatch
 from megatrain.runtime.streams.stream_set import Event
 from megatrain.runtime.taken import Taken, Trainer
-from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.effects import Stream, kind_of
 from megatrain.scheduler.instructions import Half, Instruction, Instructions
 from megatrain.scheduler.items import Item
 from megatrain.scheduler.table import Position
@@ -102,7 +102,8 @@ class Operations:
         return [events[w] for w in instruction.waits if w in events]
 
     def _work(self, taken: Taken, instruction: Instruction) -> Callable[[], None]:
-        handler = HANDLERS[instruction.op.stream, instruction.op.what]
+        kind = kind_of(instruction.op.stream, instruction.op.what)
+        handler = HANDLERS[kind.stream, kind.what]
         calls, trainer = taken
 
         def work() -> None:

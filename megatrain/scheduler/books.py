@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from megatrain.scheduler.effects import KINDS, Effect, Effects, Stream
+from megatrain.scheduler.effects import Effect, Effects, Stream, kind_of
 from megatrain.scheduler.items import ITEMS, Item
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.step_kind import StepKind
@@ -165,7 +165,7 @@ class Uses:
         self.releasers: set[Position] = set()
         taking: set[Position] = set()
         if memory == "device":
-            taking = {position for position, op in books.table.positions() if KINDS[op.stream, op.what].workspace}
+            taking = {position for position, op in books.table.positions() if kind_of(op.stream, op.what).workspace}
             self.releasers |= taking
         for life in books.lifetimes:
             if life.memory == memory:

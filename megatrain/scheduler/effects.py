@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatrain.errors import ScheduleError
 from megatrain.scheduler.items import Item
 from megatrain.scheduler.parking import turn_block
 from megatrain.scheduler.step_kind import StepKind
@@ -114,11 +115,11 @@ class Effects:
 
     def of(self, stream: str, what: str, block: int, micro_batch: int = 0) -> Effect:
         """The effect of an op."""
-        return KINDS[stream, what].effect(self, block, micro_batch)
+        return kind_of(stream, what).effect(self, block, micro_batch)
 
     def workspace(self, stream: str, what: str, block: int, micro_batch: int = 0) -> int:
         """Device bytes that an op takes while it runs, beyond the items that it makes."""
-        found = KINDS[stream, what].workspace
+        found = kind_of(stream, what).workspace
         return 0 if found is None else found(self, block, micro_batch)
 
     def value(self, index: int, micro_batch: int, *, is_forward: bool) -> Item:
@@ -299,6 +300,16 @@ KINDS: dict[tuple[str, str], OpKind] = {
 }
 """Every kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""
 BUILT_IN = frozenset(KINDS)
+
+
+def kind_of(stream: str, what: str) -> OpKind:
+    """The row of an op; a `ScheduleError` if there is none, or none any more."""
+    if (stream, what) not in KINDS:
+        raise ScheduleError(
+            f"there is no op `{what}` on the stream `{stream}`.\n  A schedule has only ops of registered kinds.\n"
+            "  Call megatrain.extending.register_op, and keep the kind as long as its schedules."
+        )
+    return KINDS[stream, what]
 
 
 def streams() -> tuple[Stream, ...]:

@@ -39,10 +39,6 @@ class Clocks:
         known[self._column[position.stream]] = position.tick
         return tuple(known)
 
-    def done_tick(self, stream: Stream, before: Position) -> int:
-        """The last tick whose op of `stream` is done when `before` starts; -1 if none is."""
-        return self._done[before][self._column[stream]]
-
     def is_before(self, first: Position, then: Position) -> bool:
         """Tells whether `first` is done when `then` starts."""
         return self._done[then][self._column[first.stream]] >= first.tick

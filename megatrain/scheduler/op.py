@@ -50,11 +50,6 @@ class Op:
         """Stream, letter, block and micro-batch, which is 0 where the op serves all."""
         return self.stream, self.what, self.block, self.micro_batch or 0
 
-    @property
-    def per_micro_batch(self) -> bool:
-        """Whether there is one for each micro-batch."""
-        return KINDS[self.stream, self.what].per_micro_batch
-
     def __str__(self) -> str:
         block = "" if self.block < 0 else str(self.block)
         micro = "" if self.micro_batch is None else f".{self.micro_batch}"

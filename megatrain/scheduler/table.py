@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatrain.checks import checked
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.effects import Stream, kind_of, streams
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.parking import park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind
@@ -64,7 +64,7 @@ class Tick(Mapping[Stream, Op]):
         ops: The ops; None stands for no op.
 
     Raises:
-        ScheduleError: If two are of one stream.
+        ScheduleError: If two are of one stream, or the kind of one is no longer registered.
 
     >>> print(*Tick(Op(Stream.COMPUTE, "F", 3), Op(Stream.H2D, "W", 4, slot=0)).values())
     W4@0 F3
@@ -78,6 +78,7 @@ class Tick(Mapping[Stream, Op]):
             if op is not None and op.stream in found:
                 raise ScheduleError(f"`{op}` and `{found[op.stream]}` are in one tick of the {op.stream} stream.")
             if op is not None:
+                kind_of(op.stream, op.what)
                 found[op.stream] = op
         self._ops = {stream: found[stream] for stream in streams() if stream in found} if len(found) > 1 else found
 
@@ -127,6 +128,18 @@ class Tick(Mapping[Stream, Op]):
     def host(self) -> Op | None:
         """The op that works on the host."""
         return self._ops.get(Stream.HOST)
+
+
+def columns(ticks: Iterable[Tick]) -> tuple[Stream, ...]:
+    """All streams in the order of the columns, once it is known that they hold every op.
+
+    Raises:
+        ScheduleError: If the kind of an op is no longer registered.
+    """
+    for tick in ticks:
+        for op in tick.values():
+            kind_of(op.stream, op.what)
+    return streams()
 
 
 @checked()

@@ -68,11 +68,15 @@ def _copied_around_tensors(value: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
         return copy.deepcopy(copied, dict(owners)), tuple(owners.get(i, t) for i, t in mode.met.items())
 
 
+# What `copy.deepcopy` raises at objects that can't be copied: locks, generators, tensors with a history, some of C++.
+_NO_COPY = (TypeError, RuntimeError, NotImplementedError)
+
+
 def holds_tensors(value: Any) -> bool:
     """Tells whether an object of any type has tensors in it; False if it can't be looked into."""
     try:
         return bool(_copied_around_tensors(value)[1])
-    except (TypeError, RuntimeError, NotImplementedError):
+    except _NO_COPY:
         return False
 
 
@@ -97,7 +101,7 @@ class Structure:
         """
         try:
             return Structure(*_copied_around_tensors(value))
-        except (TypeError, RuntimeError, NotImplementedError) as error:
+        except _NO_COPY as error:
             raise TraceError(
                 f"the model returns an object that can't be copied ({type(value).__qualname__}: {error}).\n"
                 "  Every call must return fresh objects around its own tensors.\n"

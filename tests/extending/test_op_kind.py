@@ -183,3 +183,25 @@ def test_letters_and_names_are_checked(files: FromFiles) -> None:
             register_op(OpKind(Stream(stream), letter, files.effect), handler=files.read, rule=files.check)
     with pytest.raises(megatrain.OptionError, match="was not added"):
         unregister_op(OpKind(DISK, "R", files.effect))
+
+
+def test_a_schedule_whose_kind_of_op_was_removed_is_refused_by_name(tmp_path: Path) -> None:
+    found = FromFiles(tmp_path)
+    register_op(found.kind, handler=found.read, rule=found.check)
+    streamed = model()
+    found.write(streamed)
+    program, schedule = lowered(streamed)
+    schedule = found.put_into(schedule)
+    executor, row = megatrain.Executor(program, schedule, streamed), schedule.ticks[1]
+    unregister_op(found.kind)
+    for refused in (
+        lambda: str(schedule),
+        lambda: schedule.check(),
+        lambda: schedule.instructions,
+        lambda: schedule.to_json(),
+        lambda: schedule.simulate(megatrain.Hardware(1e9, 1e9, 1e9)),
+        lambda: row.replaced("host", None),  # it would lose the op
+        lambda: executor.forward([INPUT]),
+    ):
+        with pytest.raises(megatrain.ScheduleError, match="no op `R` on the stream `disk`"):
+            refused()

@@ -10,7 +10,7 @@ from megatrain.scheduler.builder.host_places import place_gradients
 from megatrain.scheduler.builder.host_ticks import HostTicks, head_updates, place_host, written_ticks
 from megatrain.scheduler.builder.order import Rows, assign_ticks
 from megatrain.scheduler.builder.residency import Residency, compute_stages, place_slots, residencies
-from megatrain.scheduler.effects import KINDS, NO_BLOCK, Effects, Stream
+from megatrain.scheduler.effects import NO_BLOCK, Effects, Stream, kind_of
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.parking import park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind
@@ -159,6 +159,6 @@ def _table(draft: Draft, placed: _Weights, *, has_micro_batches: bool) -> tuple[
     for stay, slot, tick in zip(placed.stays, placed.slot_of, draft.rows.loads, strict=True):
         cells[tick].append(Op(Stream.H2D, "W", stay.block, slot=slot))
     for stream, tick, (what, block, number) in _ops(draft.rows, draft.host):
-        has_number = has_micro_batches and KINDS[stream, what].per_micro_batch
+        has_number = has_micro_batches and kind_of(stream, what).per_micro_batch
         cells[tick].append(Op(stream, what, block, micro_batch=number if has_number else None))
     return tuple(Tick(*ops) for ops in cells)

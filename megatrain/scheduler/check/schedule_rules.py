@@ -24,7 +24,7 @@ from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.happens import graph_waits
 from megatrain.scheduler.op import Op
-from megatrain.scheduler.table import Position, Table
+from megatrain.scheduler.table import Position, Table, columns
 from megatrain.scheduler.workload import Workload
 
 
@@ -41,6 +41,7 @@ def check_schedule(schedule: Table, workload: Workload, graph: nx.DiGraph[Positi
         ScheduleError: Naming the rule that is broken, with the rows around the place as a note.
     """
     workload.check()
+    columns(schedule.ticks)
     if schedule.num_blocks != len(workload.blocks):
         raise ScheduleError(
             f"the schedule has {schedule.num_blocks} blocks, the workload {len(workload.blocks)}.\n"

@@ -11,7 +11,7 @@ from megatrain.errors import ScheduleError
 from megatrain.scheduler.effects import Stream, streams
 from megatrain.scheduler.op import parse_op
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Place, Slot, Table, Tick
+from megatrain.scheduler.table import Place, Slot, Table, Tick, columns
 from megatrain.scheduler.workload import Workload
 
 FORMAT = 1
@@ -21,6 +21,7 @@ _FIGURES = ("keep", "h2d_bytes", "d2h_bytes", "peak_bytes", "device_bytes", "hos
 
 def table_to_json(schedule: Table) -> str:
     """Writes one object: figures by name, the table as tokens, the workload as `Workload.to_dict`."""
+    names = columns(schedule.ticks)
     data: dict[str, Any] = {
         "format": FORMAT,
         "num_blocks": schedule.num_blocks,
@@ -30,8 +31,8 @@ def table_to_json(schedule: Table) -> str:
         "slots": [(slot.offset, slot.nbytes) for slot in schedule.slots],
         "places": [(place.block, place.offset, place.nbytes) for place in schedule.places],
         "live_bytes": schedule.live_bytes,
-        "streams": streams(),
-        "ticks": [[None if s not in tick else str(tick[s]) for s in streams()] for tick in schedule.ticks],
+        "streams": names,
+        "ticks": [[None if s not in tick else str(tick[s]) for s in names] for tick in schedule.ticks],
         "workload": None if schedule.workload is None else schedule.workload.to_dict(),
     }
     return json.dumps(data)

@@ -12,7 +12,7 @@ from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.effects import Stream, streams
 from megatrain.scheduler.op import Op, parse_op
 from megatrain.scheduler.step_kind import MODES, OUTPUTS, TRANSFERS, UPDATES, StepKind
-from megatrain.scheduler.table import Place, Slot, Table, Tick
+from megatrain.scheduler.table import Place, Slot, Table, Tick, columns
 from megatrain.scheduler.workload import Workload
 
 _HEADER = re.compile(
@@ -51,11 +51,11 @@ def table_rows(ticks: Sequence[Tick], live_bytes: Sequence[int], saves: Sequence
     """The table, its heading first."""
     saved = frozenset(saves)
     used = {stream for tick in ticks for stream in tick}
-    shown = [stream for stream in streams() if stream in _ALWAYS_SHOWN or stream in used]
-    columns = [[stream, *(_token(tick.get(stream), saved) for tick in ticks)] for stream in shown]
+    shown = [stream for stream in columns(ticks) if stream in _ALWAYS_SHOWN or stream in used]
+    written = [[stream, *(_token(tick.get(stream), saved) for tick in ticks)] for stream in shown]
     left = _aligned(["tick", *map(str, range(len(ticks)))], right=True)
     right = _aligned(["live_bytes", *map(str, live_bytes)], right=True)
-    return ["  ".join(cells) for cells in zip(left, *map(_aligned, columns), right, strict=True)]
+    return ["  ".join(cells) for cells in zip(left, *map(_aligned, written), right, strict=True)]
 
 
 def _token(op: Op | None, saved: frozenset[int]) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatrain.checks import checked, mapping_of, number
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.books import Books
-from megatrain.scheduler.effects import KINDS, Stream, streams
+from megatrain.scheduler.effects import KINDS, Stream, kind_of, streams
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table
 
@@ -70,7 +70,7 @@ class TimedKind(NamedTuple):
 
     def __str__(self) -> str:
         block = "" if self.block < 0 else str(self.block)
-        micro = f".{self.micro_batch}" if KINDS[self.stream, self.what].per_micro_batch else ""
+        micro = f".{self.micro_batch}" if kind_of(self.stream, self.what).per_micro_batch else ""
         return f"{self.what}{block}{micro}{'*' if self.is_saved else ''}"
 
 

@@ -160,7 +160,7 @@ class Capture:
             try:
                 with self._interrupts.released():
                     result = self._model(*args, **kwargs)
-            except Exception:
+            except Exception:  # raised again, or the cause of it
                 # An interpreter that ran the operation (TorchScript) wraps the refusal in its own error.
                 if self._stray is not None:
                     raise self._stray from None

@@ -45,7 +45,10 @@ _CLOSED = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, Enum)
 
 
 class Holder:
-    """A place that holds values under labels without being a container."""
+    """A place that holds values under labels without being a container; each subclass says how.
+
+    The class isn't an `abc.ABC`: `isinstance` is slower with one, and captures and watches ask it for every value.
+    """
 
     __slots__ = ()
 

@@ -49,7 +49,7 @@ class Mismatch:
 
 
 class Kept:
-    """What a value was. Subclasses say what makes another value stand for the same."""
+    """What a value was. Each subclass says in `is_same` what makes another value stand for the same."""
 
     __slots__ = ()
 
