@@ -252,7 +252,8 @@ def _cold_schedule(warm: Schedule) -> Schedule:
 def _check_fits(programs: Sequence[Program], schedule: Schedule) -> None:
     if len(programs) != schedule.kind.micro_batches:
         raise ExecuteError(
-            f"the schedule has {schedule.kind.micro_batches} micro-batches, but the number of programs is {len(programs)}.\n"
+            f"the schedule has {schedule.kind.micro_batches} micro-batches, "
+            f"but the number of programs is {len(programs)}.\n"
             "  Each micro-batch runs a program; several may run the same program.\n  Give one program per micro-batch."
         )
     for program in programs:
