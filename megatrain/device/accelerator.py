@@ -48,10 +48,6 @@ class Accelerator(Device):
         """Issues a copy; it runs at the same time as the host if the host's memory is page-locked."""
         return out.copy_(source, non_blocking=True)
 
-    def record_use(self, tensor: torch.Tensor, stream: DeviceStream | None) -> None:
-        """Tells torch's allocator that a stream reads the tensor."""
-        tensor.record_stream(cast("torch.Stream", stream))
-
     # -- memory ----------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> torch.Tensor:

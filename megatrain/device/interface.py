@@ -111,9 +111,6 @@ class Device:
         """
         return out.copy_(source)
 
-    def record_use(self, tensor: torch.Tensor, stream: DeviceStream | None) -> None:
-        """Keeps a tensor's memory from being reused before `stream` has done its present work."""
-
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy of a tensor of the device, of any layout, in new host memory, when it is there."""
         return tensor.to("cpu", copy=True)

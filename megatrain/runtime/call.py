@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
+from megatrain.memory.block_image import stored_stride
 from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.call_start import Start, version
 from megatrain.runtime.loaded import Loaded
@@ -18,6 +18,7 @@ from megatrain.runtime.rng import OwnGenerators, RngState
 from megatrain.runtime.stores.device_arena import Meter
 from megatrain.runtime.stores.parks import Parks
 from megatrain.scheduler.instructions import Bytes
+from megatrain.tracer.spec import TensorSpec
 
 ParameterGradient = tuple[torch.Tensor | None, bool]
 """A parameter's gradient, or None, and whether others hold its memory too."""
@@ -60,10 +61,9 @@ class Call:
         self._spent: set[int] = set()
         self.parks = parks
         self.values: dict[str, torch.Tensor] = {}
-        # Parked values that are back on the device before their original is freed.
-        self._leaving: dict[str, torch.Tensor] = {}
-        self._has_left: set[str] = set()
-        self._lock = threading.RLock()
+        # Parked values that come back to the device, for the backward; the shapes of those that left.
+        self.returned: dict[str, torch.Tensor] = {}
+        self._left: dict[str, TensorSpec] = {}
         self.gradients: dict[str, torch.Tensor] = {}
         self.parameter_gradients: dict[int, list[ParameterGradient]] = {}
         self.graphs: dict[int, LocalGraph] = {}
@@ -100,14 +100,18 @@ class Call:
             if name in buffers and name in self.values:
                 later.set_value(buffers[name], self.values[name])
 
-    def return_value(self, name: str, tensor: torch.Tensor) -> None:
-        """Keeps a parked value that came back; runs on a transfer thread, before or after the drop of the original."""
-        with self._lock:
-            original = self.values.get(name)
-            if original is not None and name not in self._has_left:
-                self._leaving[name] = original
-                self.hold("leaving", name, [original])
-            self.set_value(name, tensor)
+    def take(self, name: str, device: Device) -> None:
+        """Takes memory for a parked value that will come back, from the allocator of the calling thread's stream."""
+        if name in self.returned:
+            return  # taken by a run that failed, which is now completed
+        spec = self._left[name] if name in self._left else TensorSpec.of(self.values[name])
+        tensor = torch.empty_strided(spec.shape, stored_stride(spec), dtype=spec.dtype, device=device.torch_device)
+        self.returned[name] = tensor
+        self.hold("returned", name, [tensor])
+
+    def backward_inputs(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """The values that a backward reads: what came back, or never left."""
+        return [self.returned[name] if name in self.returned else self.values[name] for name in names]
 
     def set_gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Keeps the gradient of a value; replaces the partial sum it continues."""
@@ -120,20 +124,18 @@ class Call:
         self.set_gradient(name, gradient if known is None else known + gradient)
 
     def drop(self, kind: str, name: str | int) -> None:
-        """Drops the tensors of a `hold`."""
-        with self._lock:
-            if kind == "original":
-                if name in self._has_left:
-                    return
-                self._has_left.add(str(name))
-                kind = "leaving" if name in self._leaving else "value"
-            self._registry(kind).pop(name, None)
-            self._meter.release((id(self), kind, name))
+        """Drops the tensors of a `hold`; an `original` is the value of that name, which was parked."""
+        if kind == "original":
+            kind = "value"
+            if isinstance(name, str) and name in self.values:
+                self._left[name] = TensorSpec.of(self.values[name])
+        self._registry(kind).pop(name, None)
+        self._meter.release((id(self), kind, name))
 
     def _registry(self, kind: str) -> dict[Any, Any]:
         return {
             "value": self.values,
-            "leaving": self._leaving,
+            "returned": self.returned,
             "gradient": self.gradients,
             "parameters": self.parameter_gradients,
             "saved": self.graphs,
@@ -200,7 +202,7 @@ class Call:
         self.status = status
         if status == FAILED:
             self.start = None
-        for kind in ("leaving", "value", "gradient", "parameters", "saved"):
+        for kind in ("returned", "value", "gradient", "parameters", "saved"):
             for name in list(self._registry(kind)):
                 self.drop(kind, name)
         self.rng.clear()

@@ -98,6 +98,14 @@ class Engine:
         """Tells whether the slots are as `owner`'s forward left them."""
         return self._slot_owner is not None and self._slot_owner() is owner
 
+    def reserve_slots(self, nbytes: int) -> None:
+        """Makes the arena large enough for the slots of a schedule, and counts it."""
+        if nbytes > self.arena.nbytes:
+            # Its memory goes back to the stream on which it was allocated, and another stream may still read it.
+            self.streams.settle()
+        self.arena.ensure(nbytes)
+        self.meter.set_arena(self.arena.nbytes)
+
     def refresh(self) -> None:
         """Takes over the user's changes to the model's state since the last call.
 

@@ -199,7 +199,7 @@ class Executor:
         is_warm = self.engine.has_slots(call)
         self.engine.give_slots(None)
         instructions = self._operations.instructions if is_warm else self._cold()
-        self.engine.arena.ensure(instructions.slot_bytes)
+        self.engine.reserve_slots(instructions.slot_bytes)
         self._operations.run([call], instructions.backward)
         return [call.gradients.get(self.program.inputs[i]) for i in self.differentiable_inputs]
 

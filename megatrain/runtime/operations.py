@@ -84,6 +84,7 @@ class Operations:
         left = [instruction for instruction in half.instructions if instruction.position not in done]
         events = {instruction.position: Event(str(instruction.op)) for instruction in left}
         streams, taken = self.engine.streams, Taken(calls, trainer)
+        self.take(calls, half.takes)
         # Transfers first: each starts as soon as its waits are over, while compute runs on this thread.
         in_order = sorted(left, key=lambda instruction: instruction.op.stream == "compute")
         try:
@@ -110,6 +111,7 @@ class Operations:
             if trainer is not None and instruction.op.stream == Stream.COMPUTE:
                 trainer.before_compute(instruction.micro_batch)
             self.release(calls, instruction.frees_before)
+            self.take(calls, instruction.takes)
             if trainer is not None and instruction.turns:
                 self._turn(calls[instruction.micro_batch], instruction.micro_batch, trainer)
             handler(self, taken, instruction)
@@ -140,6 +142,12 @@ class Operations:
             call = calls[micro_batch]
             call.drop(kind, call.loaded.names[number] if kind in _OF_VALUES else number)
 
+    def take(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
+        """Takes device memory for what transfers will bring; on the thread of compute, in the order of its stream."""
+        for _, number, micro_batch in items:
+            call = calls[micro_batch]
+            call.take(call.loaded.names[number], self.engine.device)
+
     # -- handlers ------------------------------------------------------------------------------------------
 
     def prefetch(self, taken: Taken, instruction: Instruction) -> None:
@@ -158,7 +166,7 @@ class Operations:
         call = taken.calls[instruction.micro_batch]
         for value, _ in instruction.parked:
             name = call.loaded.names[value]
-            call.return_value(name, call.parks.get(name))
+            call.parks.get(name, call.returned[name])
 
     def forward(self, taken: Taken, instruction: Instruction) -> None:
         """F: with its graph retained, or without."""
@@ -221,7 +229,7 @@ class Operations:
         self._add_gradients(taken, instruction, parameters)
 
     def _recomputed(self, call: Call, block: Block, instruction: Instruction) -> LocalGraph:
-        inputs = [call.values[name] for name in block.inputs]
+        inputs = call.backward_inputs(block.inputs)
         with call.loaded.runners[block.index].repeated(call.rng.get(block.index)):
             return self._graph(call, block, instruction, inputs, self._slots.state(block.index, instruction.state))
 
@@ -279,7 +287,7 @@ def _added(before: ParameterGradient, now: ParameterGradient) -> ParameterGradie
     return total.add_(gradient), False
 
 
-_OF_VALUES = ("value", "gradient", "original")
+_OF_VALUES = ("value", "gradient", "original", "returned")
 
 Handler = Callable[[Operations, Taken, Instruction], None]
 

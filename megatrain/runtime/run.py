@@ -61,8 +61,7 @@ class Run:
     def begin(self) -> None:
         """Puts the inputs of the forward on the device."""
         engine = self._operations.engine
-        engine.arena.ensure(self._operations.instructions.slot_bytes)
-        engine.meter.set_arena(engine.arena.nbytes)
+        engine.reserve_slots(self._operations.instructions.slot_bytes)
         engine.give_slots(None)
         for number, call in enumerate(self.calls):
             call.begin(engine.device, is_first=number == 0)

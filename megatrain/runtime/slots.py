@@ -25,7 +25,6 @@ class Slots:
     def __init__(self, images: Sequence[BlockImage], engine: Engine):
         self._images = images
         self._engine = engine
-        self._views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
         self.places = {
             entry.owner: place
             for image in images
@@ -44,12 +43,12 @@ class Slots:
 
     def state(self, block: int, where: Bytes | None) -> list[torch.Tensor]:
         """Returns a block's state as views of the arena, or of the host store where state is used in place."""
+        layout, arena = self._images[block], self._engine.arena
         if where is None:
-            return self._store.bound(self._images[block])
-        key = (block, where.offset, self._engine.arena.generation)
-        if key not in self._views:
-            self._views[key] = self._store.views(self._images[block], self._engine.arena.slot(*where))
-        return self._views[key]
+            return self._store.bound(layout)
+        # The engine keeps each image for good, so its address is a name.
+        key = (id(layout), where.offset)
+        return arena.kept_views(key, lambda: self._store.views(layout, arena.slot(*where)))
 
     def poison(self, ranges: Sequence[Bytes]) -> None:
         """Fills released bytes with NaN, if a test asked for it."""

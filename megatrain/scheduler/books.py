@@ -5,7 +5,8 @@ Generic over the table of effects. The accounting and the instructions follow it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -24,7 +25,7 @@ class Lifetime:
     Args:
         item: The item.
         nbytes: Bytes that it takes in its memory.
-        start: The op that makes it; None if it exists when the step begins.
+        start: The op with which its memory is taken; None if it exists, or its memory is taken, when the step begins.
         ends: The item is released when all these ops are done; empty if it outlives the step.
         storage: The storage that it shares with other items of its micro-batch, whose bytes count once.
     """
@@ -66,8 +67,38 @@ class Books:
         self.ops = [(position, self.effects.of(*op.key)) for position, op in table.positions()]
         self.lifetimes = item_lifetimes(self.effects, self.ops)
 
+    def brought(self) -> Iterator[tuple[Position | None, Position, tuple[Item, ...]]]:
+        """What transfers bring to the device: with which op its memory is taken, the transfer, and the items."""
+        takers = Takers(position for position, _ in self.ops)
+        for position, effect in self.ops:
+            items = tuple(item for item in (*effect.makes, *effect.adds) if ITEMS[item.kind].memory == "device")
+            if items and position.stream != Stream.COMPUTE:
+                yield takers.of(position), position, items
 
-def item_lifetimes(effects: Effects, ops: Iterable[tuple[Position, Effect]]) -> tuple[Lifetime, ...]:
+
+class Takers:
+    """The ops with which device memory is taken.
+
+    All of it comes from compute's allocator, where memory that compute releases can be taken at once, in the order of
+    the stream. So what a transfer brings to the device takes its memory with the last op of compute of an earlier
+    tick, and the transfer waits for this op.
+
+    Args:
+        positions: Of all ops, in any order.
+    """
+
+    def __init__(self, positions: Iterable[Position]) -> None:
+        self._ticks = sorted(position.tick for position in positions if position.stream == Stream.COMPUTE)
+
+    def of(self, maker: Position) -> Position | None:
+        """The op with which the memory of what an op makes on the device is taken; None for the start of the step."""
+        if maker.stream == Stream.COMPUTE:
+            return maker
+        earlier = bisect_left(self._ticks, maker.tick)
+        return Position(self._ticks[earlier - 1], Stream.COMPUTE) if earlier else None
+
+
+def item_lifetimes(effects: Effects, ops: Collection[tuple[Position, Effect]]) -> tuple[Lifetime, ...]:
     """All lifetimes: by micro-batch, then in the order of `ITEMS`, then by number.
 
     Args:
@@ -76,10 +107,12 @@ def item_lifetimes(effects: Effects, ops: Iterable[tuple[Position, Effect]]) -> 
     """
     starts: dict[Item, Position | None] = dict.fromkeys(effects.standing())
     uses: dict[Item, list[Position]] = {}
+    takers = Takers(position for position, _ in ops)
     for position, effect in ops:
         for item in (*effect.makes, *effect.adds):
-            before = starts.get(item, position)
-            starts[item] = before if before is None else min(before, position)
+            start = takers.of(position) if ITEMS[item.kind].memory == "device" else position
+            before = starts.get(item, start)
+            starts[item] = None if before is None or start is None else min(before, start)
         for item in effect.reads:
             uses.setdefault(item, []).append(position)
     found: list[Lifetime] = []

@@ -34,8 +34,9 @@ def dependency_graph(schedule: Table, workload: Workload | None = None) -> nx.Di
     - `"resource"`: the last reader of some bytes, and the next op that overwrites some of them: a `W` a slot, a `U`
       parameters in host memory;
     - `"memory"`: an op that releases, and one that takes memory in a later tick. The accounting of memory
-      relies on these: F and B wait for what d2h did in earlier ticks, an `A` that returns also for compute; a `G`
-      waits for each `U` that releases gradients on the host, so it never runs far ahead of slow updates;
+      relies on these: F and B wait for what d2h did in earlier ticks; an `A` that returns waits for the op of compute
+      with which the memory that it fills is taken; a `G` waits for each `U` that releases gradients on the host, so it
+      never runs far ahead of slow updates;
     - `"stream"`: the next op of the same stream.
 
     An edge with several reasons has the first of these as its kind.
@@ -56,6 +57,7 @@ def books_graph(books: Books) -> nx.DiGraph[Position]:
     for position, op in books.table.positions():
         graph.add_node(position, op=op)
     found = [*_item_edges(books), *_memory_edges(books, "device"), *_memory_edges(books, "landing")]
+    found += [(taker, position, "memory") for taker, position, _ in books.brought() if taker is not None]
     found += _stream_edges(books.table)
     for before, after, kind in sorted(found, key=lambda edge: _KINDS.index(edge[2])):
         if not graph.has_edge(before, after):

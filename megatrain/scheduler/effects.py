@@ -124,7 +124,8 @@ class Effects:
 
     def value(self, index: int, micro_batch: int, *, is_forward: bool) -> Item:
         """A value as forward or backward finds it on the device: a parked one goes and comes back."""
-        return Item("original" if is_forward and index in self._parked_values else "value", index, micro_batch)
+        kind = "value" if index not in self._parked_values else "original" if is_forward else "returned"
+        return Item(kind, index, micro_batch)
 
     def standing(self) -> Iterator[Item]:
         """Items that exist when the step begins, even if its ops never read them."""
@@ -153,10 +154,9 @@ class Effects:
         Of a value those of its storage, which aliases share and which counts once; after a return, and of gradients,
         those of the value itself.
         """
-        if item.kind in ("value", "original", "gradient"):
+        if item.kind in ("value", "original", "returned", "gradient"):
             value = self.workload.values[item.number]
-            is_storage = item.kind == "original" or (item.kind == "value" and item.number not in self._parked_values)
-            return self.workload.storages[value.storage] if is_storage else value.nbytes
+            return self.workload.storages[value.storage] if item.kind in ("value", "original") else value.nbytes
         work = self.workload.blocks[item.number]
         if item.kind in ("landed", "waiting"):
             return work.gradient_bytes if self.kind.transfer == "bind" else work.landing_bytes
@@ -255,7 +255,7 @@ def _park(step: Effects, block: int, micro_batch: int) -> Effect:
 
 
 def _return(step: Effects, block: int, micro_batch: int) -> Effect:
-    values = _parked(step, "value", block, micro_batch)
+    values = _parked(step, "returned", block, micro_batch)
     return Effect((Item("parked", block, micro_batch),), values, moves=step.parked_bytes.get(block, 0))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatrain.scheduler.books import Books, Uses
 from megatrain.scheduler.dependency import books_graph, weight_bindings
@@ -25,22 +25,46 @@ def emit(table: Table) -> Instructions:
     if not table.kind.is_training_step:
         split = max((p.tick for p, op in positions if op.what == "F"), default=-1)
     books = Books(table)
-    frees, maker = _Frees(books, split), _Maker(books)
+    frees, takes, maker = _Frees(books, split), _takes(books, split), _Maker(books)
     made = [
-        maker.instruction(position, op, tuple(frees.before[position]), tuple(frees.after[position]))
+        replace(
+            maker.instruction(position, op),
+            frees_before=tuple(frees.before[position]),
+            frees_after=tuple(frees.after[position]),
+            takes=takes.get(position, ()),
+        )
         for position, op in positions
     ]
+    earlier, later = [i for i in made if i.position.tick <= split], [i for i in made if i.position.tick > split]
     return Instructions(
-        forward=Half(tuple(i for i in made if i.position.tick <= split), tuple(frees.forward_ends)),
-        backward=Half(tuple(i for i in made if i.position.tick > split), tuple(frees.backward_ends)),
+        forward=Half(tuple(earlier), tuple(frees.forward_ends), takes.get(FORWARD, ())),
+        backward=Half(tuple(later), tuple(frees.backward_ends), takes.get(BACKWARD, ())),
         slot_bytes=table.arena_bytes,
         park_bytes=maker.park_bytes,
         landing_bytes=table.landing_bytes,
     )
 
 
+# The starts of the halves, as keys beside positions.
+FORWARD, BACKWARD = "forward", "backward"
+
+
+def _takes(books: Books, split: int) -> dict[Position | str, tuple[Item, ...]]:
+    """The items whose memory is taken with each op, or at the start of a half.
+
+    A forward takes nothing for its backward, which may never come.
+    """
+    found: dict[Position | str, tuple[Item, ...]] = {}
+    for taker, maker, items in books.brought():
+        half = FORWARD if maker.tick <= split else BACKWARD
+        is_within = taker is not None and (half == FORWARD or taker.tick > split)
+        where = taker if taker is not None and is_within else half
+        found[where] = (*found.get(where, ()), *items)
+    return found
+
+
 class _Maker:
-    """Finds everything that instructions need, except frees."""
+    """Finds everything that instructions need, except what they free and take."""
 
     def __init__(self, books: Books) -> None:
         table = self._table = books.table
@@ -55,9 +79,7 @@ class _Maker:
         self._recomputed = {op.block for _, op in backwards}.difference(table.saves)
         self._turns = {op.micro_batch: position for position, op in reversed(backwards)}
 
-    def instruction(
-        self, position: Position, op: Op, frees_before: tuple[Item, ...], frees_after: tuple[Item, ...]
-    ) -> Instruction:
+    def instruction(self, position: Position, op: Op) -> Instruction:
         load = position if op.what == "W" else self._bindings.get(position)
         return Instruction(
             position=position,
@@ -69,8 +91,6 @@ class _Maker:
             retains=op.what == "F" and op.block in self._table.saves,
             recomputes=op.what == "F" and op.block in self._recomputed,
             turns=self._turns.get(op.micro_batch) == position,
-            frees_before=frees_before,
-            frees_after=frees_after,
             leaves=tuple(self._leaves[position]),
         )
 
@@ -118,9 +138,8 @@ class _Frees:
     """Decides where each item is freed.
 
     An item last used by a compute op is freed right after this op. An item last used by a transfer is freed before the
-    first op of a later tick that takes device memory, a compute op or a returning activation: both wait for the
-    transfer, so freed memory is reused in stream order, and is free when the table says so. The two may run at the same
-    time, so the item is listed before both, and freeing it a second time does nothing.
+    first compute op of a later tick, which waits for the transfer. So all memory is freed and taken by compute, in the
+    order of its stream, and is free when the table says so.
     """
 
     books: Books
@@ -131,12 +150,12 @@ class _Frees:
     backward_ends: list[Item] = field(default_factory=list[Item])
 
     def __post_init__(self) -> None:
-        takers = tuple(Uses(self.books, "device").takers.values())
+        takers = Uses(self.books, "device").takers.get(Stream.COMPUTE, [])
         for life in self.books.lifetimes:
             if life.ends and life.memory == "device":
                 self._place(life.item, life.ends, takers)
 
-    def _place(self, item: Item, ends: Sequence[Position], takers: Sequence[Sequence[Position]]) -> None:
+    def _place(self, item: Item, ends: Sequence[Position], takers: Sequence[Position]) -> None:
         last_compute = max((p.tick for p in ends if p.stream == Stream.COMPUTE), default=-1)
         last_transfer = max((p.tick for p in ends if p.stream != Stream.COMPUTE), default=-1)
         if last_compute > last_transfer:
@@ -144,8 +163,8 @@ class _Frees:
             return
         is_forward = last_transfer <= self.split
         last_tick = self.split if is_forward else len(self.books.table.ticks)
-        for takes in takers:
-            first = bisect_right(takes, last_transfer, key=lambda p: p.tick)
-            if first < len(takes) and takes[first].tick <= last_tick:
-                self.before[takes[first]].append(item)
+        first = bisect_right(takers, last_transfer, key=lambda p: p.tick)
+        if first < len(takers) and takers[first].tick <= last_tick:
+            self.before[takers[first]].append(item)
+            return
         (self.forward_ends if is_forward else self.backward_ends).append(item)

@@ -48,6 +48,7 @@ class Instruction:
         recomputes: An F that its B will repeat.
         turns: The first B of its micro-batch: the caller hands in the gradients of the outputs.
         frees_before: Items to free when its waits are over: transfers used them last.
+        takes: Items that transfers of later ticks bring to the device; their memory is taken when the op starts.
         frees_after: Items whose last use it is.
         leaves: Bytes of the slots whose state it is the last to read.
     """
@@ -62,6 +63,7 @@ class Instruction:
     recomputes: bool = False
     turns: bool = False
     frees_before: tuple[Item, ...] = ()
+    takes: tuple[Item, ...] = ()
     frees_after: tuple[Item, ...] = ()
     leaves: tuple[Bytes, ...] = ()
 
@@ -73,10 +75,17 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Instructions that run without a break, and the items to free when they are over."""
+    """Instructions that run without a break.
+
+    Args:
+        instructions: In the order of the table.
+        frees: Items to free when they are over.
+        takes: Items whose memory is taken before they begin.
+    """
 
     instructions: tuple[Instruction, ...]
     frees: tuple[Item, ...]
+    takes: tuple[Item, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +134,16 @@ _ITEM_KINDS = tuple(kind for kind, row in ITEMS.items() if row.memory == "device
 _BYTES = re.compile(r"(\d{1,18})\+(\d{1,18})")
 _PARKED = re.compile(r"(\d{1,18}) at (\d{1,18})\+(\d{1,18})")
 _POSITION = re.compile(r"(\w+) (\d{1,18})")
+_STARTS = ("start", "backward")
 _ENDS = ("outputs", "end")
+_EDGE = re.compile(r"(?P<name>\w+): (?P<what>takes|frees) (?P<items>.*)")
 
 
 def _text(instructions: Instructions) -> str:
     """Prints one line per instruction: tick, stream and op, then what it waits for, its bytes, and what it frees.
 
-    A line of the end of each half says what is let go of then. Parts that would say nothing are left out.
+    A line at the start of each half says what memory is taken then, and one at its end what is let go of. Parts that
+    would say nothing are left out.
     """
     halves = (instructions.forward, instructions.backward)
     lines = [
@@ -141,11 +153,13 @@ def _text(instructions: Instructions) -> str:
     cells = [[str(i.position.tick), str(i.position.stream), str(i.op)] for i in instructions.all]
     widths = [max((len(row[column]) for row in cells), default=0) for column in range(3)]
     rows = iter(cells)
-    for half, end in zip(halves, _ENDS, strict=True):
+    for half, start, end in zip(halves, _STARTS, _ENDS, strict=True):
+        if half.takes:
+            lines.append(f"{start}: takes {_items(half.takes)}")
         for instruction in half.instructions:
             tick, stream, op = next(rows)
-            start = f"{tick.rjust(widths[0])}  {stream.ljust(widths[1])}  {op.ljust(widths[2])}"
-            lines.append("  ".join([start, "; ".join(_parts(instruction))]).rstrip())
+            cell = f"{tick.rjust(widths[0])}  {stream.ljust(widths[1])}  {op.ljust(widths[2])}"
+            lines.append("  ".join([cell, "; ".join(_parts(instruction))]).rstrip())
         if half.frees:
             lines.append(f"{end}: frees {_items(half.frees)}")
     return "\n".join(lines)
@@ -230,6 +244,7 @@ _FIELDS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
     ("recomputes", _nothing, _read_flag),
     ("turns", _nothing, _read_flag),
     ("frees_before", _items, _read_items),
+    ("takes", _items, _read_items),
     ("frees_after", _items, _read_items),
     ("leaves", lambda v: _separated(v, str), lambda text: tuple(map(_read_bytes, text.split(", ")))),
 )
@@ -243,6 +258,7 @@ _WORDS = {
     "recomputes": "will be recomputed",
     "turns": "turns",
     "frees_before": "first frees ",
+    "takes": "takes ",
     "frees_after": "frees ",
     "leaves": "leaves ",
 }
@@ -254,12 +270,12 @@ def _parse(text: str) -> Instructions:
     if header is None:
         raise ScheduleError("instructions begin with `instructions: 8 until the outputs, 12 after; slots ...`.")
     made: list[Instruction] = []
-    ends: dict[str, tuple[Item, ...]] = {}
+    edges: dict[tuple[str, str], tuple[Item, ...]] = {}
     for number, line in lines[1:]:
         try:
-            end, separator, frees = line.strip().partition(": frees ")
-            if separator and end in _ENDS:
-                ends[end] = _read_items(frees)
+            edge = _EDGE.fullmatch(line.strip())
+            if edge is not None and edge["name"] in (_STARTS if edge["what"] == "takes" else _ENDS):
+                edges[edge["name"], edge["what"]] = _read_items(edge["items"])
             else:
                 made.append(_read_line(line))
         except ScheduleError as error:
@@ -267,9 +283,12 @@ def _parse(text: str) -> Instructions:
     split = int(header["forward"])
     if len(made) != split + int(header["backward"]):
         raise ScheduleError(f"the header announces {split + int(header['backward'])} instructions, found {len(made)}.")
+    halves = [
+        Half(tuple(part), edges.get((end, "frees"), ()), edges.get((start, "takes"), ()))
+        for part, start, end in zip((made[:split], made[split:]), _STARTS, _ENDS, strict=True)
+    ]
     return Instructions(
-        Half(tuple(made[:split]), ends.get("outputs", ())),
-        Half(tuple(made[split:]), ends.get("end", ())),
+        *halves,
         *(int(header[name]) for name in ("slot_bytes", "park_bytes", "landing_bytes")),
     )
 

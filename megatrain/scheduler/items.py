@@ -43,8 +43,9 @@ class ItemKind:
 ITEMS: dict[str, ItemKind] = {
     # By the index of a value.
     "value": ItemKind("device", part="activations"),
-    # A value that is parked, until it has left the device; what comes back is the "value".
+    # A value that is parked, until it has left the device, and what comes back.
     "original": ItemKind("device", part="activations"),
+    "returned": ItemKind("device", part="activations"),
     "gradient": ItemKind("device", part="gradients of activations"),
     # By the index of a block.
     # The values that its `A` moves, in host memory.

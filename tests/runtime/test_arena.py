@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 
@@ -27,13 +28,28 @@ def test_an_arena_grows_only_when_it_must():
     arena = DeviceArena(CPU)
     arena.ensure(100)
     before = arena.slot(0, 100).fill_(7)
-    generation = arena.generation
     arena.ensure(100)
     arena.ensure(5)
-    assert (arena.nbytes, arena.generation) == (100, generation)
+    assert arena.nbytes == 100
+    assert arena.slot(0, 100).data_ptr() == before.data_ptr()
     arena.ensure(200)
-    assert (arena.nbytes, arena.generation) == (200, generation + 1)
+    assert arena.nbytes == 200
+    assert arena.slot(0, 100).data_ptr() != before.data_ptr()
     assert before.tolist() == [7] * 100, "an old view must stay readable"
+
+
+def test_views_that_an_arena_keeps_end_with_its_memory():
+    arena = DeviceArena(CPU)
+    arena.ensure(100)
+    made = [arena.slot(0, 8)]
+    assert arena.kept_views("first", lambda: made) is made
+    assert arena.kept_views("first", lambda: []) is made
+    view = weakref.ref(made[0])
+    arena.ensure(200)
+    del made
+    gc.collect()
+    assert view() is None
+    assert arena.kept_views("first", lambda: [arena.slot(0, 8)])[0].data_ptr() == arena.slot(0, 8).data_ptr()
 
 
 def test_an_arena_in_use_neither_grows_nor_goes():

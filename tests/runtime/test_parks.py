@@ -1,4 +1,4 @@
-"""Values parked on the host come back with their bits and layout."""
+"""Values parked on the host come back with their bits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ def test_parked_values_come_back():
     for index, (name, tensor) in enumerate(values.items()):
         parks.put(name, tensor, sum(sizes[:index]))
     for name, tensor in values.items():
-        back = parks.get(name)
+        back = torch.empty_like(tensor)
+        parks.get(name, back)
         assert torch.equal(back, tensor)
-        assert back.stride() == tensor.stride()
-        assert back.untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_parks_are_reused_between_calls():
@@ -46,7 +45,9 @@ def test_parks_of_calls_under_way_are_apart():
     one, two = pool.take(64), pool.take(64)
     one.put("x", torch.zeros(8), 0)
     two.put("x", torch.ones(8), 0)
-    assert one.get("x").sum() == 0
+    found = torch.empty(8)
+    one.get("x", found)
+    assert found.sum() == 0
 
 
 def test_dropped_parks_return_to_the_pool_and_nothing_is_hoarded():

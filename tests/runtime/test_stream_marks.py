@@ -83,6 +83,11 @@ def test_marks_follow_the_waits_and_transfers_are_complete_at_the_end(streams: S
         ("enter", "d", "megatrain-d2h"),
         ("record", "d1"),
         ("sync mark", "d1"),
+        ("record", "h2"),
+        ("c waits", "h2"),
+        ("record", "d2"),
+        ("c waits", "d2"),
+        ("record", "c3"),
         ("sync", "h"),
         ("sync", "d"),
     ]
@@ -100,7 +105,7 @@ def test_a_thread_enters_its_stream_once(streams: StreamSet):
     assert len([entry for entry in LOG if entry[0] == "enter"]) == 2, "a new thread enters anew"
 
 
-def test_without_synchronize_the_callers_stream_waits_instead(streams: StreamSet):
+def test_without_synchronize_the_host_waits_until_nothing_reads_its_memory(streams: StreamSet):
     with streams.step(synchronize=False):
         issue(streams, "compute", "F0", nothing)
     assert after_begin() == [
@@ -109,7 +114,29 @@ def test_without_synchronize_the_callers_stream_waits_instead(streams: StreamSet
         ("c waits", "h1"),
         ("record", "d1"),
         ("c waits", "d1"),
+        ("record", "c3"),
+        ("sync", "h"),
     ]
+
+
+def test_a_step_comes_after_the_step_before_on_whatever_stream(streams: StreamSet):
+    with streams.step(synchronize=False):
+        issue(streams, "compute", "F0", nothing)
+    LOG.clear()
+    with streams.step(synchronize=False):
+        issue(streams, "compute", "F0", nothing)
+    assert LOG[:4] == [("c waits", "c3"), ("record", "c4"), ("h waits", "c4"), ("d waits", "c4")]
+
+
+def test_settled_streams_wait_for_nothing_any_more(streams: StreamSet):
+    with streams.step(synchronize=False):
+        issue(streams, "compute", "F0", nothing)
+    LOG.clear()
+    streams.settle()
+    streams.settle()
+    assert LOG == [("sync mark", "c3")]
+    streams.begin()
+    assert LOG[1] == ("record", "c4")
 
 
 def test_waiting_for_an_event_waits_for_its_mark(streams: StreamSet):

@@ -142,7 +142,7 @@ def test_a_weight_overwritten_while_in_use_is_shown_with_its_row():
         "       1  W1@1  F0       .        274176\n"
         "       2  W2@0  F1       A1       282368\n"
         "  >    3  W3@0  F2       .        282368\n"
-        "       4  .     F3*      .        306944\n"
+        "       4  .     F3*      .        315136\n"
         "       5  A1    B3       .        397056"
     ]
 

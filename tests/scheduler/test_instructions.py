@@ -51,9 +51,11 @@ def mutants(made: Instructions, dice: Random) -> Iterator[tuple[str, Instruction
         yield name, replace(made, **{name: getattr(made, name) + 64})
     for name in ("forward", "backward"):
         half: Half = getattr(made, name)
-        for item in half.frees:
-            kept = tuple(i for i in half.frees if i != item)
-            yield f"end without {item}", replace(made, **{name: replace(half, frees=kept)})
+        for what in ("frees", "takes"):
+            items: tuple[Item, ...] = getattr(half, what)
+            for item in items:
+                kept = tuple(i for i in items if i != item)
+                yield f"{name} {what} no {item}", replace(made, **{name: replace(half, **{what: kept})})
 
 
 def _moved(found: Bytes) -> list[Bytes]:
@@ -72,7 +74,7 @@ def _other_parks(made: Instructions, index: int, one: Instruction, where: str) -
 def _other_frees(
     made: Instructions, index: int, one: Instruction, where: str, dice: Random
 ) -> Iterator[tuple[str, Instructions]]:
-    for name in ("frees_before", "frees_after", "leaves"):
+    for name in ("frees_before", "frees_after", "takes", "leaves"):
         items: tuple[Any, ...] = getattr(one, name)
         for item in items:
             less = changed(made, index, **{name: tuple(i for i in items if i != item)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,20 +15,17 @@ from megatrain.device import Device
 class DeviceArena:
     """One range of device memory, allocated at its exact size, from which slots are cut.
 
-    Views handed out before it grew keep the old memory alive and do not see the new one, so it may not grow
-    while in use; `generation` tells holders of views that they have become stale.
+    Views handed out before it grew keep the old memory alive and do not see the new one. So it may not grow while in
+    use, and views that outlast a step are kept here, where they end with their memory.
 
     Args:
         device: The device of the memory.
-
-    Attributes:
-        generation: Number of times that memory was allocated.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.generation = 0
         self._num_users = 0
+        self._views: dict[Hashable, list[torch.Tensor]] = {}
         self._buffer = self._none()
 
     @property
@@ -42,8 +39,7 @@ class DeviceArena:
             return
         assert not self._num_users, "the device arena can't grow while it is in use"
         # The old memory is freed first: both at once may not fit. If the new allocation fails, the arena is empty.
-        self._buffer = self._none()
-        self.generation += 1
+        self.release()
         self._buffer = self.device.allocate(nbytes)
         assert self._buffer.data_ptr() % self.device.alignment == 0
 
@@ -68,9 +64,21 @@ class DeviceArena:
         assert 0 <= offset <= offset + nbytes <= self.nbytes, f"slot {offset}+{nbytes} is outside the arena"
         return self._buffer.data[offset : offset + nbytes]
 
+    def kept_views(self, key: Hashable, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Returns views of the memory that were made once, until the memory is another.
+
+        Args:
+            key: What they are.
+            make: Makes them, from `slot`.
+        """
+        if key not in self._views:
+            self._views[key] = make()
+        return self._views[key]
+
     def release(self) -> None:
         """Gives the memory back; the next `ensure` allocates anew."""
         assert not self._num_users, "the device arena can't be released while it is in use"
+        self._views.clear()
         self._buffer = self._none()
 
 

@@ -38,8 +38,6 @@ class ParkPool:
     def take(self, nbytes: int) -> Parks:
         """Returns the parks of one call; they come back with `Parks.give`, or when dropped.
 
-        Call it on the thread that computes: transfers tell torch's allocator about its current stream.
-
         Args:
             nbytes: Bytes of all values that will be parked.
         """
@@ -82,7 +80,6 @@ class Parks:
         self._pool = pool
         self._places: dict[str, torch.Tensor] = {}
         self._device = device
-        self._compute = device.current_stream()
 
     @property
     def nbytes(self) -> int:
@@ -90,28 +87,20 @@ class Parks:
         return 0 if self._arena is None else self._arena.nbytes
 
     def put(self, name: str, tensor: torch.Tensor, offset: int) -> None:
-        """Copies a value to the host, on the current stream; the caller may drop `tensor` at once.
+        """Copies a value to the host, on the current stream.
 
         Args:
             name: By which `get` finds it.
-            tensor: The value.
+            tensor: The value. Its memory may be used again once compute waits for this copy.
             offset: Its first byte in the range, at a multiple of `megatrain.sizes.ALIGNMENT`.
         """
         if name not in self._places:
             self._places[name] = self._new_place(TensorSpec.of(tensor), offset)
         self._device.copy(self._places[name], tensor.detach())
-        # It was made on the compute stream: without this its memory could be handed out again, there, while this
-        # stream still reads it.
-        self._device.record_use(tensor, self._device.current_stream())
 
-    def get(self, name: str) -> torch.Tensor:
-        """Copies a value back to the device, on the current stream."""
-        place = self._places[name]
-        tensor = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype, device=self._device.torch_device)
-        self._device.copy(tensor, place)
-        # The reverse: made on this stream, read and dropped by compute.
-        self._device.record_use(tensor, self._compute)
-        return tensor
+    def get(self, name: str, out: torch.Tensor) -> None:
+        """Copies a value back to the device, on the current stream, into memory that compute has taken for it."""
+        self._device.copy(out, self._places[name])
 
     def _new_place(self, spec: TensorSpec, offset: int) -> torch.Tensor:
         assert self._arena is not None, "the parks were given back already"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Sequence
 
-from megatrain.device import HOST, Device, DeviceStream
+from megatrain.device import HOST, Device, DeviceEvent, DeviceStream
 from megatrain.runtime.streams.chaos import Chaos, InjectedFailure, Issued, Recording
 from megatrain.runtime.streams.events import CALLER, Aborted, Event, Failure, Session
 from megatrain.runtime.streams.stream import ComputeStream, Steps, StreamThread
@@ -58,6 +58,7 @@ class StreamSet:
         self.host = StreamThread("host", HOST, chaos=chaos, recording=recording, steps=self._steps)
         self.compute = ComputeStream(device, chaos=chaos, recording=recording, steps=self._steps)
         self._queues = {stream.name: stream for stream in (self.h2d, self.d2h, self.host)}
+        self._end_of_latest: DeviceEvent | None = None  # on the stream that was the caller's then
 
     @property
     def failure(self) -> Failure | None:
@@ -68,7 +69,7 @@ class StreamSet:
         """Starts a step. The rest of an unfinished earlier step is dropped first, and its failure forgotten.
 
         On an accelerator, transfers of this step come after all that the caller's current stream holds by
-        now.
+        now, and all of this step comes after the latest one, whose stream may have been another.
         """
         if self.failure is not None or not all(stream.is_idle for stream in self._queues.values()):
             self.abort(Aborted("abandoned"))
@@ -77,6 +78,8 @@ class StreamSet:
         self._steps.current = Session(is_recovery=is_recovery)
         compute = self.device.current_stream()
         if compute is not None:
+            if self._end_of_latest is not None:
+                compute.wait_event(self._end_of_latest)
             now = compute.record_event()
             for stream in self._device_streams():
                 stream.wait_event(now)
@@ -115,9 +118,12 @@ class StreamSet:
     def finish(self, *, synchronize: bool = True) -> None:
         """Waits until all queues are empty and raises the step's first failure, once.
 
+        On an accelerator it blocks until nothing reads the host's memory any more: the caller may write into weights
+        at once. In eager the same write would come behind the step in the order of the device's stream.
+
         Args:
-            synchronize: On an accelerator, also blocks until the transfers are complete. If false, the
-                caller's current stream waits for them instead.
+            synchronize: On an accelerator, also blocks until what leaves the device has arrived. If false, the
+                caller's current stream waits for that instead.
 
         Raises:
             ExecuteError: `d2h:G3 failed: ...`, from what an operation raised on a stream's own thread.
@@ -131,11 +137,19 @@ class StreamSet:
             finally:
                 del failure  # its traceback holds this frame
         compute = self.device.current_stream()
+        if compute is None:
+            return
         for stream in self._device_streams():
-            if synchronize or compute is None:
-                stream.synchronize()
-            else:
-                compute.wait_event(stream.record_event())
+            compute.wait_event(stream.record_event())
+        self._end_of_latest = compute.record_event()
+        for stream in self._device_streams() if synchronize else self._readers_of_host():
+            stream.synchronize()
+
+    def settle(self) -> None:
+        """Blocks until the device is done with all steps so far: what they used may go to other streams."""
+        if self._end_of_latest is not None:
+            self._end_of_latest.synchronize()
+            self._end_of_latest = None
 
     @contextlib.contextmanager
     def step(self, *, synchronize: bool = True, is_recovery: bool = False) -> Generator[None]:
@@ -188,7 +202,11 @@ class StreamSet:
             for stream in self._device_streams():
                 stream.synchronize()
             self.device.synchronize()
+            self._end_of_latest = None
 
     def _device_streams(self) -> tuple[DeviceStream, ...]:
         streams = (self.h2d.device_stream, self.d2h.device_stream)
         return tuple(stream for stream in streams if stream is not None)
+
+    def _readers_of_host(self) -> tuple[DeviceStream, ...]:
+        return () if self.h2d.device_stream is None else (self.h2d.device_stream,)

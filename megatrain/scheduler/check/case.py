@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from megatrain.errors import ScheduleError
@@ -34,6 +35,7 @@ class Case:
         self.saved = frozenset(schedule.saves)
         self.parked = _expected_parks(schedule, workload)
         self.micro_batches = range(schedule.kind.micro_batches)
+        self._computes = [position.tick for position, _ in self.ops if position.stream == Stream.COMPUTE]
         self._at: dict[tuple[Stream, str, int, int], list[Position]] = {}
         for position, op in self.ops:
             self._at.setdefault((op.stream, op.what, op.block, op.micro_batch or 0), []).append(position)
@@ -53,6 +55,11 @@ class Case:
     def backwards(self, block: int) -> list[Position]:
         """The B of a block of every micro-batch, once it is known that there are."""
         return [self.backward(block, number) for number in self.micro_batches]
+
+    def taker_of(self, transfer: Position) -> Position | None:
+        """The op of compute with which memory is taken for what returns: the last of an earlier tick, if any."""
+        first = bisect_left(self._computes, transfer.tick)
+        return Position(self._computes[first - 1], Stream.COMPUTE) if first else None
 
     def op(self, position: Position) -> Op:
         """The op that stands somewhere."""

@@ -41,6 +41,7 @@ def check_instructions(instructions: Instructions, table: Table, workload: Workl
     _check_landings(case, instructions)
     _check_parks(case, instructions)
     _check_frees(case, instructions)
+    _check_takes(case, instructions)
     totals = {"slot_bytes": table.arena_bytes, "landing_bytes": table.landing_bytes}
     for name, nbytes in totals.items():
         if getattr(instructions, name) != nbytes:
@@ -162,31 +163,59 @@ def _check_parks(case: Case, instructions: Instructions) -> None:
 def _check_frees(case: Case, instructions: Instructions) -> None:
     """Every item is freed after its last use, and before anything takes device memory in a later tick."""
     rule = (
-        "Memory last used by compute is freed after that op; memory last used by a transfer, before the next op that "
-        "takes memory."
+        "Memory last used by compute is freed after that op; memory last used by a transfer, before the next op of "
+        "compute."
     )
     before: dict[Position, set[Item]] = {}
     after: dict[Position, set[Item]] = {}
     ends: tuple[set[Item], set[Item]] = (set(), set())
-    split = instructions.forward.instructions[-1].position.tick if instructions.forward.instructions else -1
+    split = _split(instructions)
     computes = [p for p, _ in case.ops if p.stream == Stream.COMPUTE]
-    takers = computes, [p for p, op in case.ops if p.stream == Stream.H2D and op.what == "A"]
     for item, uses in _uses(case):
         last = max(uses, key=lambda p: (p.tick, p.stream != Stream.COMPUTE))
         if last.stream == Stream.COMPUTE:
             after.setdefault(last, set()).add(item)
             continue
         half = 0 if last.tick <= split else 1
-        ends[half].add(item)
-        for taker in _next_takers(takers, last.tick, split if half == 0 else len(case.schedule.ticks)):
-            before.setdefault(taker, set()).add(item)
-            for use in uses:
-                case.require_before(use, taker, "takes memory that is used by", rule)
+        following = bisect_right(computes, last.tick, key=lambda p: p.tick)
+        if following == len(computes) or (half == 0 and computes[following].tick > split):
+            ends[half].add(item)
+            continue
+        before.setdefault(computes[following], set()).add(item)
+        for use in uses:
+            case.require_before(use, computes[following], "takes memory that is used by", rule)
     for one in instructions.all:
         _expect_items(one, "frees before it", one.frees_before, before.get(one.position), rule)
         _expect_items(one, "frees", one.frees_after, after.get(one.position), rule)
     for half, expected in zip((instructions.forward, instructions.backward), ends, strict=True):
         _check_end(half, expected, rule)
+
+
+def _check_takes(case: Case, instructions: Instructions) -> None:
+    """Memory for what returns is taken in the order of compute, before its transfer starts."""
+    rule = "Memory for returning values is taken with the last op of compute of an earlier tick; their A waits for it."
+    split = _split(instructions)
+    expected: dict[Position, set[Item]] = {}
+    starts: tuple[set[Item], set[Item]] = (set(), set())
+    for position, op in case.ops:
+        if position.stream != Stream.H2D or op.what != "A":
+            continue
+        items = {Item("returned", value, op.micro_batch or 0) for value in case.parked[op.block]}
+        taker, half = case.taker_of(position), 0 if position.tick <= split else 1
+        if taker is None or (half == 1 and taker.tick <= split):
+            starts[half].update(items)
+            continue
+        expected.setdefault(taker, set()).update(items)
+        case.require_before(taker, position, "fills memory that is taken with", rule)
+    for one in instructions.all:
+        _expect_items(one, "takes", one.takes, expected.get(one.position), rule)
+    for half, items in zip((instructions.forward, instructions.backward), starts, strict=True):
+        _expect_items("the start of a half", "takes", half.takes, items, rule)
+
+
+def _split(instructions: Instructions) -> int:
+    """The last tick until the outputs; -1 if there is none."""
+    return instructions.forward.instructions[-1].position.tick if instructions.forward.instructions else -1
 
 
 def _check_end(half: Half, expected: set[Item], rule: str) -> None:
@@ -198,14 +227,6 @@ def _expect_items(
 ) -> None:
     texts = [f"{item.kind} {item.number}.{item.micro_batch}" for item in sorted(found)]
     _expect(instruction, name, texts, [f"{i.kind} {i.number}.{i.micro_batch}" for i in sorted(expected or ())], rule)
-
-
-def _next_takers(takers: Sequence[Sequence[Position]], tick: int, until: int) -> Iterator[Position]:
-    """The first op of compute, and the first activation that returns, in later ticks."""
-    for positions in takers:
-        found = bisect_right(positions, tick, key=lambda p: p.tick)
-        if found < len(positions) and positions[found].tick <= until:
-            yield positions[found]
 
 
 def _uses(case: Case) -> Iterator[tuple[Item, list[Position]]]:
@@ -241,7 +262,7 @@ def _value_uses(
     if parked_by is not None:
         if kind.mode != "backward":
             yield Item("original", index, number), [*forward, *case.at(Stream.D2H, "A", parked_by, number)]
-        yield item, backward
+        yield Item("returned", index, number), backward
         return
     uses = [*forward, *backward]
     if value.is_output:

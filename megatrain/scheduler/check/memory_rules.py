@@ -21,7 +21,7 @@ def check_releases_come_first(case: Case) -> None:
         if row.compute is not None:
             allocating.append((Position(tick, Stream.COMPUTE), (Stream.D2H,)))
         if row.h2d is not None and row.h2d.what == "A":
-            allocating.append((Position(tick, Stream.H2D), (Stream.COMPUTE, Stream.D2H)))
+            allocating.append((Position(tick, Stream.H2D), (Stream.COMPUTE,)))
         if row.d2h is not None and row.d2h.what == "G":
             allocating.append((Position(tick, Stream.D2H), (Stream.HOST,)))
         for position, releasing in allocating:
@@ -146,10 +146,10 @@ def _other_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
     """
     num_ticks = len(case.schedule.ticks)
     for block, values in case.parked.items():
-        returns = case.at(Stream.H2D, "A", block, number)[0].tick
+        taker = case.taker_of(case.at(Stream.H2D, "A", block, number)[0])
         for index in values:
             _, backward = _uses(case, index, number)
-            yield case.workload.values[index].nbytes, range(returns, max(backward) + 1)
+            yield case.workload.values[index].nbytes, range(0 if taker is None else taker.tick, max(backward) + 1)
     if case.schedule.kind.mode == "forward" or not case.workload.backward_blocks():
         return
     turn = _turn(case, number)
