@@ -157,8 +157,8 @@ void call(const c10::OperatorHandle& op, Stack* stack) {
     for (size_t i : form.generators) meta[i] = IValue();
     try {
       op.callBoxed(&meta);
-    } catch (const c10::Error& e) {
-      // An argument that the op refuses is refused by the CPU's kernel as well.
+    } catch (const std::exception&) {
+      // No meta kernel, or one that needs values. An argument that it refused is refused by the CPU's kernel as well.
       known = false;
     }
     if (known)
