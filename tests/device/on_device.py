@@ -1,0 +1,84 @@
+"""Training on the simulated device: eager there, and compiled for it, with inputs that differ in every step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.tracer.arguments import Structure
+
+DEVICE = "sim"
+
+
+def on_device(values: Any) -> Any:
+    """Moves the tensors of nested values there."""
+    structure = Structure.of(values)
+    return structure.fill([t.to(DEVICE) for t in structure.placeholders])
+
+
+def varied(values: Any, seed: int) -> Any:
+    """Other numbers in the same shapes: stale data is wrong data."""
+    dice = torch.Generator().manual_seed(seed)
+    structure = Structure.of(values)
+
+    def other(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            return tensor + 0.1 * torch.randn(tensor.shape, generator=dice).to(tensor.dtype)
+        return tensor.flatten()[torch.randperm(tensor.numel(), generator=dice)].view(tensor.shape)
+
+    return structure.fill([other(t) for t in structure.placeholders])
+
+
+def host_copy(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().cpu().clone() for tensor in tensors]
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """One number to which every differentiable output contributes."""
+    terms = [t.abs().mean() if t.is_complex() else t.float().sin().mean() for t in _differentiable(result)]
+    return torch.stack(terms).sum()
+
+
+def _differentiable(result: Any) -> list[torch.Tensor]:
+    return [t for t in Structure.of(result).placeholders if t.requires_grad]
+
+
+def trained(
+    call: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any, *, steps: int = 3
+) -> list[list[torch.Tensor]]:
+    """Takes steps of SGD, each of other inputs; returns outputs, gradients and state of each."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    torch.manual_seed(5)
+    found: list[list[torch.Tensor]] = []
+    for number in range(steps):
+        inputs, keywords = on_device(varied((args, kwargs), number))
+        optimizer.zero_grad()
+        result = call(*inputs, **keywords)
+        loss_of(result).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        kept = host_copy([*Structure.of(result).placeholders, *grads])
+        optimizer.step()
+        found.append([*kept, *host_copy([*model.parameters(), *model.buffers()])])
+    return found
+
+
+def eager_copy(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).to(DEVICE)
+
+
+def compiled_copy(model: nn.Module, **options: Any) -> tuple[megatrain.CompiledModule, nn.Module]:
+    streamed = copy.deepcopy(model)
+    return megatrain.compile(streamed, device=DEVICE, **options), streamed
+
+
+def assert_equal(expected: Sequence[Sequence[torch.Tensor]], found: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Bit for bit, but NaN equals NaN."""
+    for step, (lefts, rights) in enumerate(zip(expected, found, strict=True)):
+        for index, (left, right) in enumerate(zip(lefts, rights, strict=True)):
+            assert (left.shape, left.dtype) == (right.shape, right.dtype)
+            assert torch.equal(left.nan_to_num(), right.nan_to_num()), f"tensor {index} of step {step} differs"

@@ -1,0 +1,112 @@
+"""What may happen once a call has returned: writes of the host, other streams, other shapes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from tests.device.on_device import DEVICE, compiled_copy, eager_copy
+from tests.simulated_device import Simulator
+
+ORDERS = ["early", "late", "seeded"]
+
+
+class Chain(nn.Module):
+    def __init__(self, depth: int = 6, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).sin()
+        return x
+
+
+def chain(**options: object) -> tuple[megatrain.CompiledModule, nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = Chain()
+    return *compiled_copy(model, block_bytes=1, **options), eager_copy(model)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_write_into_weights_after_a_forward_comes_after_the_forward(sim: Simulator, order):
+    compiled, model, eager = chain()
+    sim.order(order)
+    for number in range(3):
+        x = torch.randn(4, 32).to(DEVICE)
+        with torch.no_grad():
+            found, expected = compiled(x), eager(x)
+            for parameter in (*model.parameters(), *eager.parameters()):
+                parameter.mul_(-2)
+        assert torch.equal(found.cpu(), expected.cpu()), number
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_calls_on_streams_that_the_caller_has_not_ordered(sim: Simulator, order):
+    compiled, _, eager = chain()
+    module = torch.get_device_module(DEVICE)
+    inputs = [torch.randn(4, 32).to(DEVICE) for _ in range(4)]
+    with torch.no_grad():
+        expected = [eager(x).cpu() for x in inputs]
+    torch.accelerator.synchronize()
+    sim.order(order)
+    found: list[torch.Tensor] = []
+    with torch.no_grad():
+        for number, x in enumerate(inputs):
+            # Allocated on streams of their own, as eager's are.
+            with module.stream(torch.Stream(device=DEVICE) if number % 2 else None):
+                found.append(compiled(x))
+    torch.accelerator.synchronize()
+    for left, right in zip(expected, found, strict=True):
+        assert torch.equal(left, right.cpu())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_arena_that_grows_under_another_stream_takes_nothing_from_the_first(sim: Simulator, order):
+    compiled, _, eager = chain(activations="recompute")
+    module = torch.get_device_module(DEVICE)
+    first, second = torch.randn(4, 32).to(DEVICE), torch.randn(4, 32).to(DEVICE).requires_grad_()
+    torch.accelerator.synchronize()
+    sim.order(order)
+    with torch.no_grad(), module.stream(torch.Stream(device=DEVICE)):
+        one = compiled(first)
+    filler = [torch.full((4096,), float("nan"), device=DEVICE) for _ in range(8)]
+    two = compiled(second)
+    two.sum().backward()
+    torch.accelerator.synchronize()
+    with torch.no_grad():
+        assert torch.equal(eager(first).cpu(), one.cpu())
+        assert torch.equal(eager(second).cpu(), two.cpu())
+    assert all(t.isnan().all() for t in filler)
+
+
+def test_a_call_blocks_on_the_host_only_for_what_reads_its_memory(sim: Simulator):
+    compiled, _, _ = chain()
+    x = torch.randn(4, 32).to(DEVICE)
+    with torch.no_grad():
+        compiled(x)
+        sim.order("late")
+        with sim.synchronizations() as found:
+            compiled(x)
+    assert [(one.kind, one.thread) for one in found] == [("stream", "MainThread")]
+
+
+def test_old_arenas_go(sim: Simulator):
+    compiled, _, _ = chain(memory="64KiB")
+    x = torch.randn(4, 32).to(DEVICE)
+    with torch.no_grad():
+        compiled(x)
+    arena = compiled.megatrain.engine.arena
+    old = weakref.ref(arena._buffer)
+    arena.ensure(2 * arena.nbytes)
+    gc.collect()
+    assert old() is None
+    with torch.no_grad():
+        before = torch.accelerator.memory_allocated()
+        compiled(x)
+        assert torch.accelerator.memory_allocated() <= before + 4 * 32 * 4 + 512
