@@ -11,6 +11,7 @@ from torch import nn
 
 import megatrain
 from megatrain.tracer.arguments import Structure
+from tests.training.loops import LossOf, eager_gradients
 
 DEVICE = "sim"
 
@@ -49,14 +50,14 @@ def _differentiable(result: Any) -> list[torch.Tensor]:
 
 
 def trained(
-    call: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any, *, steps: int = 3
+    call: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any, *, steps: int = 2, seed: int = 0
 ) -> list[list[torch.Tensor]]:
     """Takes steps of SGD, each of other inputs; returns outputs, gradients and state of each."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     found: list[list[torch.Tensor]] = []
     for number in range(steps):
-        inputs, keywords = on_device(varied((args, kwargs), number))
+        inputs, keywords = on_device(varied((args, kwargs), 10 * seed + number))
         optimizer.zero_grad()
         result = call(*inputs, **keywords)
         loss_of(result).backward()
@@ -64,6 +65,25 @@ def trained(
         kept = host_copy([*Structure.of(result).placeholders, *grads])
         optimizer.step()
         found.append([*kept, *host_copy([*model.parameters(), *model.buffers()])])
+    return found
+
+
+def step_by_hand(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any], loss: LossOf, max_norm: float | None
+) -> torch.Tensor:
+    """A step of eager PyTorch that keeps the model on the host, as a `TrainStep` does.
+
+    Forward and backward run on the device; the norm, clipping and the update on the host.
+    """
+    there = eager_copy(model).train(model.training)
+    found = eager_gradients(there, batches, loss=loss, device=DEVICE)
+    for parameter, computed in zip(model.parameters(), there.parameters(), strict=True):
+        parameter.grad = None if computed.grad is None else computed.grad.cpu()
+    for buffer, computed in zip(model.buffers(), there.buffers(), strict=True):
+        buffer.copy_(computed)
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
     return found
 
 
@@ -76,9 +96,11 @@ def compiled_copy(model: nn.Module, **options: Any) -> tuple[megatrain.CompiledM
     return megatrain.compile(streamed, device=DEVICE, **options), streamed
 
 
-def assert_equal(expected: Sequence[Sequence[torch.Tensor]], found: Sequence[Sequence[torch.Tensor]]) -> None:
+def assert_equal(
+    expected: Sequence[Sequence[torch.Tensor]], found: Sequence[Sequence[torch.Tensor]], what: str
+) -> None:
     """Bit for bit, but NaN equals NaN."""
     for step, (lefts, rights) in enumerate(zip(expected, found, strict=True)):
         for index, (left, right) in enumerate(zip(lefts, rights, strict=True)):
             assert (left.shape, left.dtype) == (right.shape, right.dtype)
-            assert torch.equal(left.nan_to_num(), right.nan_to_num()), f"tensor {index} of step {step} differs"
+            assert torch.equal(left.nan_to_num(), right.nan_to_num()), f"{what}: tensor {index} of step {step} differs"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 
 import pytest
 import torch
@@ -97,16 +96,13 @@ def test_a_call_blocks_on_the_host_only_for_what_reads_its_memory(sim: Simulator
 
 
 def test_old_arenas_go(sim: Simulator):
-    compiled, _, _ = chain(memory="64KiB")
+    compiled, _, _ = chain()
     x = torch.randn(4, 32).to(DEVICE)
     with torch.no_grad():
         compiled(x)
     arena = compiled.megatrain.engine.arena
-    old = weakref.ref(arena._buffer)
-    arena.ensure(2 * arena.nbytes)
+    more = 2 * arena.nbytes
     gc.collect()
-    assert old() is None
-    with torch.no_grad():
-        before = torch.accelerator.memory_allocated()
-        compiled(x)
-        assert torch.accelerator.memory_allocated() <= before + 4 * 32 * 4 + 512
+    expected = torch.accelerator.memory_allocated() + more - arena.nbytes
+    arena.ensure(more)
+    assert abs(torch.accelerator.memory_allocated() - expected) <= 512  # of rounding

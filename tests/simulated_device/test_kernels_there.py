@@ -57,7 +57,10 @@ def gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     ("make", "shape"),
     [
         (lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), (3, 8)),
-        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2)), (2, 3, 8, 8)),
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2)),
+            (2, 3, 8, 8),
+        ),
         (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 5, 8)),
     ],
 )
@@ -65,7 +68,9 @@ def test_gradients_have_the_cpus_numbers(sim: Simulator, make, shape):
     torch.manual_seed(0)
     module, x = make(), torch.randn(shape)
     sim.order("late")
-    for found, expected in zip(gradients(copy.deepcopy(module).to("sim"), x.to("sim")), gradients(module, x), strict=True):
+    for found, expected in zip(
+        gradients(copy.deepcopy(module).to("sim"), x.to("sim")), gradients(module, x), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -107,7 +112,14 @@ def test_autocast_has_cudas_lists(sim: Simulator):
     with torch.autocast("sim", dtype=torch.bfloat16):
         low = [F.linear(x, x), x @ x, torch.bmm(x[None], x[None]), F.conv1d(x[None], x[None].transpose(0, 1))]
         half = x.to(torch.bfloat16)
-        full = [F.softmax(half, -1), F.layer_norm(half, (4,)), half.exp(), half.sum(), F.mse_loss(half, half), half.norm()]
+        full = [
+            F.softmax(half, -1),
+            F.layer_norm(half, (4,)),
+            half.exp(),
+            half.sum(),
+            F.mse_loss(half, half),
+            half.norm(),
+        ]
         mixed = torch.addcmul(x, half, half)
     assert {t.dtype for t in low} == {torch.bfloat16}
     assert {t.dtype for t in full} == {torch.float32}

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
-from megatrain.runtime.rng import micro_batch_seed
+from megatrain.device import find
+from megatrain.runtime.rng import RngState, micro_batch_seed
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.models import MODELS, Stack
 from tests.training.adapters import adapted_llama
@@ -137,14 +138,19 @@ def own_loss(result: Any, loss: LossOf, batch: Any) -> torch.Tensor:
 
 
 def eager_gradients(
-    model: nn.Module, batches: Sequence[Any], *, loss: LossOf = None, counts: Sequence[float] | None = None
+    model: nn.Module,
+    batches: Sequence[Any],
+    *,
+    loss: LossOf = None,
+    counts: Sequence[float] | None = None,
+    device: str = "cpu",
 ) -> torch.Tensor:
     """Fills `.grad` by a loop over micro-batches and returns the loss.
 
     Each micro-batch but the first draws from a generator of its own, seeded when the step begins.
     """
-    seeds = [micro_batch_seed(number) for number in range(len(batches))]
-    after_first = torch.get_rng_state()
+    seeds = [micro_batch_seed(number, device) for number in range(len(batches))]
+    after_first = RngState.now(find(device))
     counts = [1.0] * len(batches) if counts is None else counts
     losses = []
     for number, batch in enumerate(batches):
@@ -155,8 +161,8 @@ def eager_gradients(
         found = found if share == 1.0 else found * share
         found.backward()
         losses.append(found.detach().reshape(()))
-        after_first = after_first if number else torch.get_rng_state()
-    torch.set_rng_state(after_first)
+        after_first = after_first if number else RngState.now(find(device))
+    after_first.restore(find(device))
     return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0])
 
 

@@ -1,0 +1,74 @@
+"""Whatever order the streams of the device work in, the bits are those of eager PyTorch on that device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import megatrain
+from tests.device.on_device import (
+    DEVICE,
+    assert_equal,
+    compiled_copy,
+    eager_copy,
+    host_copy,
+    on_device,
+    step_by_hand,
+    trained,
+)
+from tests.models import MODELS
+from tests.simulated_device import Simulator
+from tests.training.loops import MODES, TASKS, adamw
+
+NAMES = ("gpt_loss", "mlp", "cnn", "llama_labels", "t5_labels", "torch_encoder", "encoder_decoder", "tied_blocks")
+ORDERS = ("late", "seeded", "late but compute", "late h2d", "late d2h")
+
+
+def choose(sim: Simulator, order: str, compiled: megatrain.CompiledModule, seed: int = 0) -> None:
+    """Sets the order of the streams; which of the pool are those of transfers is known once they exist."""
+    streams = compiled.megatrain.engine.streams
+    if order in ("late", "seeded", "early"):
+        sim.order("late" if order == "late" else "early" if order == "early" else "seeded", seed=seed)
+    elif order == "late but compute":
+        sim.late_but_default()
+    else:
+        stream = streams.h2d.device_stream if order == "late h2d" else streams.d2h.device_stream
+        assert isinstance(stream, torch.Stream)
+        sim.order("late", stream)
+
+
+@pytest.mark.parametrize(("name", "activations"), [
+    *((name, "offload") for name in NAMES), ("gpt_loss", "recompute"), ("gpt_loss", "keep"), ("cnn", "keep"),
+])  # fmt: skip
+def test_calls_have_the_bits_of_eager(sim: Simulator, name: str, activations: str):
+    model, args, kwargs = MODELS[name]()
+    eager = eager_copy(model)
+    compiled, streamed = compiled_copy(model, activations=activations, block_bytes=1)
+    for seed, order in enumerate(ORDERS):
+        sim.order("early")
+        expected = trained(eager, eager, args, kwargs, seed=seed)
+        choose(sim, order, compiled)
+        assert_equal(expected, trained(compiled, streamed, args, kwargs, seed=seed), order)
+    assert sim.violations() == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "micro_batches"), [("gpt", 1), ("stack", 3)])
+def test_training_steps_have_the_bits_of_a_loop(sim: Simulator, name: str, micro_batches: int, mode: str):
+    task = TASKS[name]
+    model, eager = task.build(), task.build()
+    compiled = megatrain.compile(model, device=DEVICE, activations="offload")
+    own, other = adamw(model), adamw(eager)
+    step = megatrain.TrainStep(compiled, own, loss=task.loss, **MODES[mode])
+    for seed, order in enumerate(2 * ORDERS):
+        batches = [task.batch(10 * seed + number, 2) for number in range(micro_batches)]
+        torch.manual_seed(seed)
+        sim.order("early")
+        expected = step_by_hand(eager, other, on_device(batches), task.loss, MODES[mode].get("max_grad_norm"))
+        choose(sim, order, compiled, seed)
+        torch.manual_seed(seed)
+        found = step(on_device(batches))
+        assert torch.equal(expected.cpu(), found.cpu()), order
+    step.flush()
+    assert_equal([host_copy(list(eager.parameters()))], [host_copy(list(model.parameters()))], "parameters")
+    assert sim.violations() == []
