@@ -105,7 +105,7 @@ def test_attention_with_dropout_takes_plain_products(sim: Simulator):
 def test_autocast_has_cudas_lists(sim: Simulator):
     x = torch.randn(4, 4, device="sim")
     with torch.autocast("sim", dtype=torch.bfloat16):
-        low = [F.linear(x, x), x @ x, torch.bmm(x[None], x[None]), F.conv1d(x[None], x[None].transpose(0, 1))]
+        low = [F.linear(x, x), x @ x, torch.bmm(x[None], x[None]), F.conv1d(x[None], x[..., None])]
         half = x.to(torch.bfloat16)
         full = [F.softmax(half, -1), F.layer_norm(half, (4,)), half.exp(), half.sum(), F.mse_loss(half, half), half.norm()]
         mixed = torch.addcmul(x, half, half)

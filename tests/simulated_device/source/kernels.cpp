@@ -221,8 +221,10 @@ void call(const c10::OperatorHandle& op, Stack* stack) {
     }
     Cost cost{Kind::kernel};
     if (profile().is_on) {
-      for (const Stack* values : {&args, static_cast<const Stack*>(&results)})
-        for (auto& v : *values) each_tensor(v, [&](const Tensor& t) { if (is_sim(t)) cost.bytes += nbytes_of(t); });
+      auto add = [&](const Tensor& t) { if (is_sim(t)) cost.bytes += nbytes_of(t); };
+      for (auto& v : args) each_tensor(v, add);
+      if (form.in_place) for (size_t i : form.written) each_tensor(args[i], add);  // read and written
+      for (size_t r = 0; r < results.size(); ++r) if (form.argument_of_return[r] < 0) each_tensor(results[r], add);
       cost.flops = flops_of(form.name, args, results);
       if (cost.flops > 0) each_tensor(args[0], [&](const Tensor& t) { cost.rate = rate_of(t.scalar_type()); });
     }
