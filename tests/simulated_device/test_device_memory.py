@@ -130,7 +130,9 @@ def test_the_capacity_counts_segments_and_ends_in_out_of_memory(sim: Simulator):
     sim.configure(capacity=20 * MIB)
     x = block(2 * MIB)
     retries, ooms = stat("num_alloc_retries"), stat("num_ooms")
-    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 19\.00 MiB\. Device 0 has a total capacity of 20"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"Tried to allocate 19\.00 MiB\. Device 0 has a total capacity of 20"
+    ):
         block(19 * MIB)
     assert (stat("num_alloc_retries") - retries, stat("num_ooms") - ooms) == (1, 1)
     del x

@@ -37,6 +37,8 @@ def both(work, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         lambda x: x.new_empty(0).new_zeros(3, 0),
         lambda x: torch.einsum("ij,kj->ik", x, x),
         lambda x: x.expand(3, 4, 4).to(torch.float64).sum(0),
+        lambda x: torch.stack([loss(x, x * 2) for loss in (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss)]),
+        lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, -100], device=x.device), reduction="none"),
         lambda x: F.interpolate(x.view(1, 1, 4, 4), scale_factor=2, mode="bilinear"),
     ],
 )
@@ -57,7 +59,10 @@ def gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     ("make", "shape"),
     [
         (lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), (3, 8)),
-        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2)), (2, 3, 8, 8)),
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2)),
+            (2, 3, 8, 8),
+        ),
         (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 5, 8)),
     ],
 )
@@ -65,7 +70,9 @@ def test_gradients_have_the_cpus_numbers(sim: Simulator, make, shape):
     torch.manual_seed(0)
     module, x = make(), torch.randn(shape)
     sim.order("late")
-    for found, expected in zip(gradients(copy.deepcopy(module).to("sim"), x.to("sim")), gradients(module, x), strict=True):
+    for found, expected in zip(
+        gradients(copy.deepcopy(module).to("sim"), x.to("sim")), gradients(module, x), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -107,7 +114,14 @@ def test_autocast_has_cudas_lists(sim: Simulator):
     with torch.autocast("sim", dtype=torch.bfloat16):
         low = [F.linear(x, x), x @ x, torch.bmm(x[None], x[None]), F.conv1d(x[None], x[..., None])]
         half = x.to(torch.bfloat16)
-        full = [F.softmax(half, -1), F.layer_norm(half, (4,)), half.exp(), half.sum(), F.mse_loss(half, half), half.norm()]
+        full = [
+            F.softmax(half, -1),
+            F.layer_norm(half, (4,)),
+            half.exp(),
+            half.sum(),
+            F.mse_loss(half, half),
+            half.norm(),
+        ]
         mixed = torch.addcmul(x, half, half)
     assert {t.dtype for t in low} == {torch.bfloat16}
     assert {t.dtype for t in full} == {torch.float32}

@@ -57,7 +57,11 @@ def test_the_limit_and_a_failure_on_request(sim: Simulator):
         torch.empty(1, pin_memory=True)
     sim.unlock(pages.address)
     sim.fail_lock(1, 1)
-    assert [sim.lock(pages.address, KIB), sim.lock(pages.address + KIB, KIB), sim.lock(pages.address + KIB, KIB)] == [0, 1, 0]
+    assert [sim.lock(pages.address, KIB), sim.lock(pages.address + KIB, KIB), sim.lock(pages.address + KIB, KIB)] == [
+        0,
+        1,
+        0,
+    ]
     sim.unlock(pages.address)
     sim.unlock(pages.address + KIB)
     assert sim.locked_bytes == held
