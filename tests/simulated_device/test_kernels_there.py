@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_attention_keeps_no_matrix_of_scores(sim: Simulator, kind: str):
     torch.manual_seed(0)
     heads = 2 if kind == "grouped" else 4
     q, k, v = (torch.randn(2, n, 64, 8, requires_grad=True) for n in (4, heads, heads))
-    options = {
+    options: Any = {
         "plain": {},
         "causal": {"is_causal": True},
         "mask": {"attn_mask": torch.randn(64, 64)},
@@ -91,7 +92,7 @@ def test_attention_keeps_no_matrix_of_scores(sim: Simulator, kind: str):
     expected = F.scaled_dot_product_attention(q, k, v, **options)
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
     there = [t.detach().to("sim").requires_grad_() for t in (q, k, v)]
-    moved = {key: t.to("sim") if isinstance(t, torch.Tensor) else t for key, t in options.items()}
+    moved: Any = {key: t.to("sim") if isinstance(t, torch.Tensor) else t for key, t in options.items()}
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
     found = F.scaled_dot_product_attention(*there, **moved)
@@ -157,7 +158,7 @@ def test_dropout_scales_and_drops_the_same_in_backward(sim: Simulator):
     y = F.dropout(x, 0.25)
     y.sum().backward()
     assert sorted(y.detach().unique().tolist()) == pytest.approx([0, 4 / 3])
-    assert torch.equal(x.grad, y.detach())
+    assert (x.grad == y.detach()).all()
 
 
 @pytest.mark.parametrize("fused", [False, True])
