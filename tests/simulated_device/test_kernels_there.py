@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,8 @@ def both(work, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         lambda x: x.new_empty(0).new_zeros(3, 0),
         lambda x: torch.einsum("ij,kj->ik", x, x),
         lambda x: x.expand(3, 4, 4).to(torch.float64).sum(0),
+        lambda x: torch.stack([loss(x, x * 2) for loss in (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss)]),
+        lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, -100], device=x.device), reduction="none"),
         lambda x: F.interpolate(x.view(1, 1, 4, 4), scale_factor=2, mode="bilinear"),
     ],
 )
@@ -79,7 +82,7 @@ def test_attention_keeps_no_matrix_of_scores(sim: Simulator, kind: str):
     torch.manual_seed(0)
     heads = 2 if kind == "grouped" else 4
     q, k, v = (torch.randn(2, n, 64, 8, requires_grad=True) for n in (4, heads, heads))
-    options = {
+    options: Any = {
         "plain": {},
         "causal": {"is_causal": True},
         "mask": {"attn_mask": torch.randn(64, 64)},
@@ -89,7 +92,7 @@ def test_attention_keeps_no_matrix_of_scores(sim: Simulator, kind: str):
     expected = F.scaled_dot_product_attention(q, k, v, **options)
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
     there = [t.detach().to("sim").requires_grad_() for t in (q, k, v)]
-    moved = {key: t.to("sim") if isinstance(t, torch.Tensor) else t for key, t in options.items()}
+    moved: Any = {key: t.to("sim") if isinstance(t, torch.Tensor) else t for key, t in options.items()}
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
     found = F.scaled_dot_product_attention(*there, **moved)
@@ -110,7 +113,7 @@ def test_attention_with_dropout_takes_plain_products(sim: Simulator):
 def test_autocast_has_cudas_lists(sim: Simulator):
     x = torch.randn(4, 4, device="sim")
     with torch.autocast("sim", dtype=torch.bfloat16):
-        low = [F.linear(x, x), x @ x, torch.bmm(x[None], x[None]), F.conv1d(x[None], x[None].transpose(0, 1))]
+        low = [F.linear(x, x), x @ x, torch.bmm(x[None], x[None]), F.conv1d(x[None], x[..., None])]
         half = x.to(torch.bfloat16)
         full = [
             F.softmax(half, -1),
@@ -155,7 +158,7 @@ def test_dropout_scales_and_drops_the_same_in_backward(sim: Simulator):
     y = F.dropout(x, 0.25)
     y.sum().backward()
     assert sorted(y.detach().unique().tolist()) == pytest.approx([0, 4 / 3])
-    assert torch.equal(x.grad, y.detach())
+    assert (x.grad == y.detach()).all()
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -46,6 +46,8 @@ def test_a_product_takes_its_flops_and_an_addition_its_bytes(sim: Simulator):
     assert sim.stream_clock(stream) == close(2.2)
     x + y  # pyright: ignore[reportUnusedExpression]
     assert sim.stream_clock(stream) == close(2.212)
+    x.add_(y)
+    assert sim.stream_clock(stream) == close(2.224)
 
 
 def test_fewer_bits_are_faster_where_torch_allows_them(sim: Simulator):
