@@ -60,13 +60,6 @@ bool is_ready(const Stream& s) {
   const Mark& mark = s.tasks.front().awaited;
   return !mark.stream || mark.stream->done >= mark.seq;
 }
-void run_until(Stream& s, int64_t seq) {
-  while (s.done < seq) {
-    const Mark mark = s.tasks.front().awaited;
-    if (mark.stream) run_until(*mark.stream, mark.seq);
-    run_head(s);
-  }
-}
 // Runs all that early streams may run by now.
 void pump() {
   for (bool moved = true; moved;) {
@@ -75,6 +68,18 @@ void pump() {
       Stream& s = all_streams()[i];
       while (s.order == Order::early && is_ready(s)) run_head(s), moved = true;
     }
+  }
+}
+// Early streams run ahead after each task, also of a late stream that is made to run.
+void run_until(Stream& s, int64_t seq) {
+  while (s.done < seq) {
+    const Mark mark = s.tasks.front().awaited;
+    if (mark.stream && mark.stream->done < mark.seq) {
+      run_until(*mark.stream, mark.seq);
+      continue;
+    }
+    run_head(s);
+    pump();
   }
 }
 void put(Stream& s, Task task) {
