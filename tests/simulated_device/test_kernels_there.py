@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from tests.simulated_device.simulator import Simulator
 
@@ -92,7 +93,7 @@ def test_attention_keeps_no_matrix_of_scores(sim: Simulator, kind: str):
     expected = F.scaled_dot_product_attention(q, k, v, **options)
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
     there = [t.detach().to("sim").requires_grad_() for t in (q, k, v)]
-    moved: Any = {key: t.to("sim") if isinstance(t, torch.Tensor) else t for key, t in options.items()}
+    moved: Any = pytree.tree_map_only(torch.Tensor, lambda t: t.to("sim"), options)
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
     found = F.scaled_dot_product_attention(*there, **moved)
