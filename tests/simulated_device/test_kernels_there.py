@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from tests.simulated_device.simulator import Simulator
 
@@ -77,6 +78,10 @@ def test_gradients_have_the_cpus_numbers(sim: Simulator, make, shape):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def options_there(options: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to("sim"), options)
+
+
 @pytest.mark.parametrize("kind", ["plain", "causal", "mask", "bool_mask", "grouped"])
 def test_attention_keeps_no_matrix_of_scores(sim: Simulator, kind: str):
     torch.manual_seed(0)
@@ -92,10 +97,10 @@ def test_attention_keeps_no_matrix_of_scores(sim: Simulator, kind: str):
     expected = F.scaled_dot_product_attention(q, k, v, **options)
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
     there = [t.detach().to("sim").requires_grad_() for t in (q, k, v)]
-    moved: Any = {key: t.to("sim") if isinstance(t, torch.Tensor) else t for key, t in options.items()}
+    moved = options_there(options)
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
-    found = F.scaled_dot_product_attention(*there, **moved)
+    found = F.scaled_dot_product_attention(there[0], there[1], there[2], **moved)
     kept = torch.accelerator.memory_allocated() - before
     grads = torch.autograd.grad(found.square().sum(), there)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-6)

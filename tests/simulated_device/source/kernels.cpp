@@ -144,6 +144,7 @@ void copy_results(const Stack& from, const std::vector<std::pair<size_t, IValue>
 }
 
 void call(const c10::OperatorHandle& op, Stack* stack) {
+  Uncounted here;
   const Form& form = form_of(op);
   const size_t n = op.schema().arguments().size();
   const Stack args(stack->end() - n, stack->end());
