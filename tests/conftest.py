@@ -22,11 +22,13 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 # takes as long as shrinking does, and with a minute for shrinking, a failure is reported before `faulthandler_timeout`.
 settings.register_profile(
     "default",
+    max_examples=25,  # in percent: tests/draws.py
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[phase for phase in Phase if phase is not Phase.explain],
 )
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
+settings.register_profile("seeds", settings.get_profile("default"), max_examples=100)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 
 from megatrain.errors import LowerError
@@ -17,6 +17,7 @@ from megatrain.passes.partition import partition
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.tracer.trace import trace
+from tests.draws import draws
 from tests.models import MODELS, Gpt, Stack
 from tests.strategies import block_limits, module_trees
 
@@ -36,7 +37,7 @@ def test_every_call_is_in_exactly_one_interval_in_execution_order(name: str):
 
 
 @given(model=module_trees(), limit=block_limits())
-@settings(max_examples=40)
+@draws(40)
 def test_random_trees_are_cut_completely_and_in_order(model: nn.Module, limit: int | None):
     traced = canonicalize(trace(model, (torch.randn(3, 4),)))
     calls = [n for n in traced.graph.nodes if n.op in ("call_function", "call_method")]

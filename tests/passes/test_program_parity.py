@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from torch import nn
 
 import tests.models  # pyright: ignore[reportUnusedImport]
@@ -18,6 +18,7 @@ from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program, template_text
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace
+from tests.draws import draws
 from tests.models import MODELS
 from tests.strategies import block_limits, module_trees
 from tests.tracer.parity import SEED, Step, assert_same_step, eager_step, is_same, program_step
@@ -36,7 +37,7 @@ def test_blocks_one_after_the_other_equal_eager(name: str):
 
 
 @given(model=module_trees(), limit=block_limits())
-@settings(max_examples=60)
+@draws(60)
 def test_random_module_trees_equal_eager(model: nn.Module, limit: int | None):
     args = (torch.randn(3, 4, generator=torch.Generator().manual_seed(1)),)
     eager = _eager_or_reject(copy.deepcopy(model), args)

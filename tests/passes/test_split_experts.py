@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from megatrain import LowerError, lower, trace
 from megatrain.passes.check import verify_program
+from tests.draws import draws
 from tests.experts import IDLE, Grouped, Layers, Listed
 from tests.passes.splitting import assert_exact, largest, parts_of, seeded, tokens
 from tests.tracer.parity import eager_step, is_same, program_step
@@ -92,7 +93,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros():
     rows=st.integers(1, 6),
     is_shared=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@draws(25)
 def test_any_number_of_experts_and_parts_is_exact(
     kind: str, num_experts: int, width: int, inner: int, count: int, top_k: int, rows: int, is_shared: bool
 ):

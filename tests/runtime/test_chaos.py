@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,6 +17,7 @@ from megatrain.runtime.operations import Operations
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.instructions import Bytes
+from tests.draws import draws
 from tests.gradients import grad_of
 from tests.models import MODELS
 from tests.runtime.harness import assert_same, train
@@ -83,13 +84,13 @@ CHOICES = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@draws(50)
 @given(name=st.sampled_from(NAMES), choice=CHOICES)
 def test_parity_under_chaos(name: str, choice: Choice) -> None:
     assert_chaotic_parity(*MODELS[name](), choice)
 
 
-@settings(max_examples=50, deadline=None)
+@draws(50)
 @given(model=module_trees(), choice=CHOICES, batch=st.integers(2, 4))
 def test_parity_of_random_models_under_chaos(model: nn.Module, choice: Choice, batch: int) -> None:
     x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(choice.seed))

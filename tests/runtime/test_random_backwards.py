@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
 import megatrain
+from tests.draws import draws
 from tests.runtime.test_chaos import has_shared_modules
 from tests.runtime.twins import MODES
 from tests.strategies import WIDTH, block_limits, module_trees
@@ -79,7 +80,7 @@ class Caller:
         return found | {f"input {i}": x.grad for i, (x, _) in enumerate(self.calls)}
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@draws(25)
 @given(tree=module_trees(), plan=actions, mode=st.sampled_from(list(MODES)), limit=block_limits())
 def test_random_callers(tree: nn.Module, plan, mode: str, limit: int | None) -> None:
     model = Both(tree)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from hypothesis import example, given, reject, settings
+from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from torch import nn
 
 import megatrain
 from megatrain.errors import ScheduleError
 from megatrain.runtime.streams.stream_set import Chaos
+from tests.draws import draws
 from tests.runtime.test_chaos import has_shared_modules
 from tests.strategies import WIDTH, Branch, Halves, Odd, Start, WritesView, block_limits, module_trees
 from tests.training.loops import MODES, assert_same, eager_step, seeded, sgd, snapshot
@@ -85,7 +86,7 @@ def compiled_with(model: nn.Module, largest: torch.Tensor, choice: Choice) -> me
     return megatrain.compile(model, device="cpu", transfer="copy", chaos=chaos, block_bytes=block_bytes, **options)
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(model=module_trees(), choice=CHOICES)
 # The least budget, of blocks that are cut no finer than modules because of a view.
 @example(**small(lambda: Halves(nn.Linear(WIDTH, WIDTH)), spare=1.0, block_bytes=1))
