@@ -95,7 +95,7 @@ def test_the_structure_of_the_output_is_rebuilt_around_new_tensors():
     tensors = [torch.full((1,), float(i)) for i in range(len(traced.outputs.placeholders))]
     first, second = traced.outputs.fill(tensors), traced.outputs.fill(tensors)
     assert type(first).__name__ == "Result"
-    assert type(first.extras["pair"]).__name__ == "Pair"
+    assert type(first.extras["pair"]).__name__ == "Duo"
     assert first.extras["pair"].first is first.logits is first.extras["list"][0] is tensors[0]
     assert first.extras["list"][1][1:] == ("name", 3)
     assert first.extras is not second.extras
