@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import engine
 
+from tests import captures
 from tests.tiers import Tiers
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -68,6 +69,13 @@ def _ctrl_c() -> Generator[None]:
     yield
     if before is signal.SIG_IGN:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def lowered_once() -> Generator[None]:
+    """For files that compile the same models many times: `pytestmark = pytest.mark.usefixtures("lowered_once")`."""
+    with captures.lowered_once():
+        yield
 
 
 @pytest.fixture

@@ -14,15 +14,14 @@ from torch import nn
 from megatrain.passes.interpret import Code
 from megatrain.passes.pipeline import lower
 from megatrain.tracer.trace import trace
+from tests import captures
 from tests.models import MODELS, Attention, Stack
 from tests.tracer.parity import assert_same_step, eager_step, graph_step
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_capture_equals_eager(name: str):
-    model, args, kwargs = MODELS[name]()
-    traced = trace(model, args, kwargs)
-    assert_same_step(graph_step(traced, model, args, kwargs), eager_step(*MODELS[name]()))
+    assert_same_step(graph_step(captures.traced(name), *MODELS[name]()), eager_step(*MODELS[name]()))
 
 
 @pytest.mark.parametrize("name", ["gpt", "cnn", "torch_encoder", "llama_labels", "t5_labels", "ema_buffer", "lstm"])
