@@ -18,6 +18,8 @@ import megatrain
 from megatrain.errors import ExecuteError, TraceError
 from tests.gradients import grad_of
 
+pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
+
 Collect = Callable[[], list[torch.Tensor]]
 FEATURES: list[torch.Tensor] = []
 COUNTS = {"calls": 0}
