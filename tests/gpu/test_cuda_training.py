@@ -16,7 +16,7 @@ import megatrain
 from megatrain.device import find
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 from tests.models import MODELS, Gpt
-from tests.runtime.harness import assert_same, train
+from tests.runtime.harness import assert_close, train
 
 NAMES = [
     "gpt_loss",
@@ -53,7 +53,7 @@ def assert_cuda_parity(name: str, **options) -> None:
     compiled = megatrain.compile(streamed, device=device(), **options)
     found = train(compiled, streamed, args, kwargs)
     expected = train(eager, eager, args, kwargs)
-    assert_same(expected, found, tolerance=2e-4)
+    assert_close(expected, found, 2e-4)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload", "keep"])

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import megatrain
-from tests.runtime.harness import assert_same, train
+from tests.comparing import assert_same
+from tests.runtime.harness import train
 from tests.runtime.saved import save, state_of
 
 

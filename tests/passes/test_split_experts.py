@@ -13,10 +13,11 @@ from torch import nn
 
 from megatrain import LowerError, lower, trace
 from megatrain.passes.check import verify_program
+from tests.comparing import assert_same
 from tests.draws import draws
 from tests.experts import IDLE, Grouped, Layers, Listed
 from tests.passes.splitting import assert_exact, largest, parts_of, seeded, tokens
-from tests.tracer.parity import eager_step, is_same, program_step
+from tests.tracer.parity import eager_step, program_step
 
 # -- a layer of 256 experts, in every style ------------------------------------------------------------------
 
@@ -60,7 +61,7 @@ def test_tokens_that_all_experts_share_get_the_sum_over_groups(kind: str):
     for a, b in zip(eager.outputs, found.outputs, strict=True):
         assert torch.equal(a, b)
     for key in ("layers.0.up", "layers.0.down"):
-        assert is_same(eager.gradients[key], found.gradients[key])
+        assert_same(eager.gradients[key], found.gradients[key], key)
     for key, gradient in eager.gradients.items():
         torch.testing.assert_close(found.gradients[key], gradient, rtol=1e-5, atol=1e-6)
 
