@@ -90,4 +90,4 @@ def test_the_text_of_a_template_is_python_that_computes_the_same(name: str):
         torch.manual_seed(0)
         found = scope[template.name](*(t.clone() for t in inputs[:count]), **by_name)
         results = (found,) if len(template.outputs) == 1 else found
-        assert_same(expected, list(results), template.name)
+        assert_same(list(expected), list(results), template.name)
