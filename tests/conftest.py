@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import engine
 
+from tests import captures
 from tests.tiers import Tiers
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -22,11 +23,13 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 # takes as long as shrinking does, and with a minute for shrinking, a failure is reported before `faulthandler_timeout`.
 settings.register_profile(
     "default",
+    max_examples=25,  # in percent: tests/draws.py
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[phase for phase in Phase if phase is not Phase.explain],
 )
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
+settings.register_profile("seeds", settings.get_profile("default"), max_examples=100)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,6 +69,13 @@ def _ctrl_c() -> Generator[None]:
     yield
     if before is signal.SIG_IGN:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def lowered_once() -> Generator[None]:
+    """For files that compile the same models many times: `pytestmark = pytest.mark.usefixtures("lowered_once")`."""
+    with captures.lowered_once():
+        yield
 
 
 @pytest.fixture

@@ -652,7 +652,7 @@ def autocast_region() -> Sample:
     return Autocast(), (_x(),), {}
 
 
-class Pair(NamedTuple):
+class Duo(NamedTuple):
     first: torch.Tensor
     second: torch.Tensor
 
@@ -667,7 +667,7 @@ class Result:
 class Nested(Stack):
     def forward(self, x):
         y = super().forward(x)
-        pair = Pair(y, y * 2)
+        pair = Duo(y, y * 2)
         return Result(y, {"pair": pair, "list": [y, (y.sum(), "name", 3)], "none": None}, y.mean())
 
 

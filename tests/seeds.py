@@ -20,7 +20,8 @@ def files() -> list[str]:
 
 def failure(seed: int, names: list[str]) -> str | None:
     """Runs all tests once; returns what pytest says of those that fail."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "hypothesis", f"--hypothesis-seed={seed}", *names]
+    drawn = ["--hypothesis-profile=seeds", f"--hypothesis-seed={seed}"]  # all examples of each test
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "hypothesis", *drawn, *names]
     # CI would repeat the same draws; a database would begin with what failed before.
     environment = {name: value for name, value in os.environ.items() if name != "CI"}
     done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False)

@@ -24,6 +24,8 @@ from megatrain.runtime.landing import LandingArena
 from tests.models import MODELS, Gpt
 from tests.runtime.harness import loss_of
 
+pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
+
 ROOT = Path(__file__).parent.parent
 # Tied, with buffers that the forward writes, with views, frozen in part, shared by two blocks, with parts of both.
 NAMES = ("gpt", "cnn", "llama", "t5_labels", "tied_blocks", "shared_parameter", "unused_parameter", "frozen_first",

@@ -21,9 +21,12 @@ import megatrain
 from megatrain.errors import ExecuteError, OptionError, TraceError, WeightsError
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.saving import save
+from tests.comparing import assert_same_bits
 from tests.models import MODELS, Gpt
-from tests.optim.reference import MAKERS, Loop, Reference, assert_same_bits, assert_same_training, loss_of, values_of
+from tests.optim.reference import MAKERS, Loop, Reference, assert_same_training, loss_of, values_of
 from tests.runtime.twins import seeded
+
+pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
 ROOT = Path(__file__).parent.parent
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -19,8 +19,9 @@ from torch import nn
 import megatrain
 from megatrain.device import Accelerator, Cpu, Device, find, register, unregister
 from megatrain.runtime.streams.stream_set import Chaos
+from tests.comparing import assert_same
 from tests.models import MODELS
-from tests.runtime.harness import assert_same, train
+from tests.runtime.harness import train
 from tests.training.loops import MODES, TASKS, Pair, adamw
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()

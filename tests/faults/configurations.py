@@ -15,10 +15,11 @@ from hypothesis.internal.conjecture import engine
 from torch import nn
 
 import megatrain
+from tests.comparing import assert_same, assert_same_bits, snapshot
 from tests.faults.edits import EDITS, ONE_BATCH, Edit, Side, edits
 from tests.faults.tally import Tally
-from tests.optim.reference import Reference, assert_same_bits, values_of
-from tests.training.loops import assert_same, eager_step, seeded, snapshot
+from tests.optim.reference import Reference, values_of
+from tests.training.loops import eager_step, seeded
 
 WIDTH = 4
 PIECE = 50

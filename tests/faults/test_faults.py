@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SMALL = {
     "kills": ("--count", "6"),
-    "interrupts": ("--count", "40"),
-    "lines": ("--count", "120", "--cases", "fp32 clipped", "bf16 overlap"),
-    "configurations": ("--count", "30"),
+    "interrupts": ("--count", "20"),
+    "lines": ("--count", "240", "--cases", "fp32 clipped", "bf16 overlap"),
+    "configurations": ("--count", "12"),
 }
 
 

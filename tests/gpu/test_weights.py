@@ -9,7 +9,8 @@ from torch import nn
 
 import megatrain
 from megatrain.device import Device, find
-from tests.runtime.harness import assert_same, train
+from tests.comparing import assert_same
+from tests.runtime.harness import train
 from tests.runtime.saved import save, state_of
 
 

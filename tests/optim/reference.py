@@ -13,6 +13,7 @@ from megatrain.compiled.module import CompiledModule
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.masters.halves import read_
+from tests.comparing import assert_same_bits
 
 Maker = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 MAKERS: dict[str, Maker] = {
@@ -108,12 +109,6 @@ def values_of(compiled: CompiledModule) -> dict[str, torch.Tensor]:
             found[name] = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
             found[name].as_strided((p.numel(),), (1,)).copy_(flat)
     return found
-
-
-def assert_same_bits(expected: torch.Tensor, found: torch.Tensor, what: str) -> None:
-    assert (expected.dtype, expected.shape) == (found.dtype, found.shape), what
-    pair = (t.detach().contiguous().flatten().view(torch.uint8) for t in (expected, found))
-    assert torch.equal(*pair), what
 
 
 def assert_same_training(reference: Reference, loop: Loop) -> None:

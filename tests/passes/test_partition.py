@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 
 from megatrain.errors import LowerError
@@ -17,6 +17,8 @@ from megatrain.passes.partition import partition
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.tracer.trace import trace
+from tests import captures
+from tests.draws import draws
 from tests.models import MODELS, Gpt, Stack
 from tests.strategies import block_limits, module_trees
 
@@ -27,7 +29,7 @@ def _names(program: Program) -> list[str]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_call_is_in_exactly_one_interval_in_execution_order(name: str):
-    traced = canonicalize(trace(*MODELS[name]()))
+    traced = canonicalize(captures.traced(name))
     calls = [n for n in traced.graph.nodes if n.op in ("call_function", "call_method")]
     for limit in (None, 0, 300):
         intervals = find_intervals(traced, limit)
@@ -36,7 +38,7 @@ def test_every_call_is_in_exactly_one_interval_in_execution_order(name: str):
 
 
 @given(model=module_trees(), limit=block_limits())
-@settings(max_examples=40)
+@draws(40)
 def test_random_trees_are_cut_completely_and_in_order(model: nn.Module, limit: int | None):
     traced = canonicalize(trace(model, (torch.randn(3, 4),)))
     calls = [n for n in traced.graph.nodes if n.op in ("call_function", "call_method")]
@@ -44,25 +46,25 @@ def test_random_trees_are_cut_completely_and_in_order(model: nn.Module, limit: i
 
 
 def test_blocks_follow_repeated_modules_and_what_lies_between():
-    program = lower(trace(*MODELS["gpt"]()))
+    program = captures.program("gpt")
     assert _names(program) == ["embed+positions", "blocks.0", "blocks.1", "blocks.2", "norm+head"]
 
 
 def test_a_block_called_twice_is_two_blocks_on_one_state():
-    program = lower(trace(*MODELS["block_called_twice"]()))
+    program = captures.program("block_called_twice")
     assert _names(program) == ["stem", "blocks.0", "blocks.1", "blocks.0", "head"]
     assert program.blocks[1].binding == program.blocks[3].binding
 
 
 def test_a_tied_parameter_is_bound_under_one_name():
-    program = lower(trace(*MODELS["gpt"]()))
+    program = captures.program("gpt")
     assert "embed.weight" in program.blocks[0].binding
     assert "embed.weight" in program.blocks[-1].binding
     assert program.state["embed.weight"].ties == ("head.weight",)
 
 
 def test_an_unused_parameter_is_in_no_block():
-    program = lower(trace(*MODELS["unused_parameter"]()))
+    program = captures.program("unused_parameter")
     bound = {key for block in program.blocks for key in block.binding}
     assert bound == set(program.state)
     assert not [key for key in bound if "unused" in key or "spare" in key]
@@ -83,7 +85,7 @@ def test_a_large_block_is_cut_at_its_children_and_small_ones_are_merged():
 
 
 def test_what_cannot_be_cut_stays_whole_below_any_limit():
-    program = lower(trace(*MODELS["stack"]()), block_bytes=1)
+    program = lower(captures.traced("stack"), block_bytes=1)
     assert [program.state_bytes(b) for b in program.blocks] == [64, 80, 80, 80, 40]
 
 
@@ -95,19 +97,19 @@ def test_layers_cut_at_their_children_share_their_pieces():
 
 
 def test_a_block_that_writes_into_its_input_works_on_a_copy():
-    program = lower(trace(*MODELS["inplace_input"]()))
+    program = captures.program("inplace_input")
     assert _names(program) == ["stem", "blocks.0", "blocks.1", "blocks.2", "head"]
     calls = [str(n.target) for n in program.templates[program.blocks[1].template].graph.nodes]
     assert "clone" in calls
 
 
 def test_blocks_that_write_what_another_name_still_shows_are_merged():
-    program = lower(trace(*MODELS["aliased_inplace"]()))
+    program = captures.program("aliased_inplace")
     assert _names(program) == ["stem+blocks.0", "blocks.1", "head"]
 
 
 def test_a_view_of_a_parameter_leaves_its_block_as_a_copy():
-    program = lower(trace(*MODELS["parameter_view"]()))
+    program = captures.program("parameter_view")
     sources = {program.values[v].storage for b in program.blocks for v in b.inputs}
     assert len(sources) > 1
     first = program.templates[program.blocks[0].template].graph
@@ -116,7 +118,7 @@ def test_a_view_of_a_parameter_leaves_its_block_as_a_copy():
 
 
 def test_a_buffer_that_is_written_enters_as_a_value_and_is_committed_once():
-    program = lower(trace(*MODELS["cnn"]()))
+    program = captures.program("cnn")
     written = [key for key, _ in program.commits]
     assert len(written) == len(set(written)) == 15
     assert [key for _, key in program.buffers] == written
@@ -124,7 +126,7 @@ def test_a_buffer_that_is_written_enters_as_a_value_and_is_committed_once():
 
 
 def test_a_buffer_bound_anew_is_committed_from_the_value_that_was_bound():
-    program = lower(trace(*MODELS["ema_buffer"]()))
+    program = captures.program("ema_buffer")
     commits = dict(program.commits)
     assert set(commits) == {f"blocks.{i}.{name}" for i in (0, 1) for name in ("mean", "steps")}
     assert all(program.values[v].producer is not None for v in commits.values())
@@ -153,7 +155,7 @@ def test_a_model_that_computes_nothing_is_refused():
 
 def test_a_pass_never_edits_its_argument():
     for name in ("gpt_loss", "cnn", "ema_buffer", "inplace_input", "mask_read"):
-        traced = trace(*MODELS[name]())
+        traced = captures.traced(name)
         text, writes = str(traced), [n.meta.get("writes") for n in traced.graph.nodes]
         clean = canonicalize(traced)
         assert (str(traced), [n.meta.get("writes") for n in traced.graph.nodes]) == (text, writes)
@@ -169,7 +171,7 @@ def test_a_pass_never_edits_its_argument():
 
 def test_every_pass_leaves_its_argument_and_is_seen_by_the_callback():
     seen: list[tuple[str, object, str]] = []
-    traced = trace(*MODELS["gpt_loss"]())
+    traced = captures.traced("gpt_loss")
     program = lower(traced, after_pass=lambda name, value: seen.append((name, value, str(value))))
     assert [name for name, _, _ in seen] == ["canonicalize", "partition", "lift_state", "dedup", "measure"]
     assert all(str(value) == text for _, value, text in seen)

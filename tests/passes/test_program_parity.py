@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from torch import nn
 
 import tests.models  # pyright: ignore[reportUnusedImport]
@@ -18,25 +18,28 @@ from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program, template_text
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace
+from tests import captures
+from tests.comparing import assert_same
+from tests.draws import draws
 from tests.models import MODELS
 from tests.strategies import block_limits, module_trees
-from tests.tracer.parity import SEED, Step, assert_same_step, eager_step, is_same, program_step
+from tests.tracer.parity import SEED, Step, assert_same_step, eager_step, program_step
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_one_after_the_other_equal_eager(name: str):
     model, args, kwargs = MODELS[name]()
-    traced = trace(model, args, kwargs)
+    traced = captures.traced(name)
     eager = eager_step(*MODELS[name]())
     # A block for each call and row where that is quick: of a BERT it would be 545 blocks, and ten seconds.
     smallest = 1 if len(traced.graph.nodes) < 120 else 500
     for limit in (None, smallest, 10**9):
-        program = lower(traced, block_bytes=limit)
+        program = captures.program(name) if limit is None else lower(traced, block_bytes=limit)
         assert_same_step(program_step(traced, program, model, args, kwargs), eager)
 
 
 @given(model=module_trees(), limit=block_limits())
-@settings(max_examples=60)
+@draws(60)
 def test_random_module_trees_equal_eager(model: nn.Module, limit: int | None):
     args = (torch.randn(3, 4, generator=torch.Generator().manual_seed(1)),)
     eager = _eager_or_reject(copy.deepcopy(model), args)
@@ -75,8 +78,7 @@ def _arguments(program: Program, template_name: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"lengths_read"}))
 def test_the_text_of_a_template_is_python_that_computes_the_same(name: str):
-    model, args, kwargs = MODELS[name]()
-    program = lower(trace(model, args, kwargs))
+    program = captures.program(name)
     scope: dict[str, Any] = {"torch": torch, "F": F, "operator": operator, "tests": tests}
     for template in program.templates.values():
         exec(template_text(template), scope)
@@ -88,4 +90,4 @@ def test_the_text_of_a_template_is_python_that_computes_the_same(name: str):
         torch.manual_seed(0)
         found = scope[template.name](*(t.clone() for t in inputs[:count]), **by_name)
         results = (found,) if len(template.outputs) == 1 else found
-        assert all(is_same(a, b) for a, b in zip(results, expected, strict=True)), template.name
+        assert_same(list(expected), list(results), template.name)

@@ -12,16 +12,12 @@ from torch import nn
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.tracer.trace import trace
-from tests.models import MODELS
-
-
-def _lowered(name: str) -> Program:
-    return lower(trace(*MODELS[name]()))
+from tests import captures
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_labels", "llama_padded", "qwen2", "gpt2", "bert", "vit", "gpt"])
 def test_all_layers_share_one_template(name: str):
-    program = _lowered(name)
+    program = captures.program(name)
     layers = [b.template for b in program.blocks if b.name[-1].isdigit()]
     assert len(layers) == 3
     assert len(set(layers)) == 1

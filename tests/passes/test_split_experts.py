@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from megatrain import LowerError, lower, trace
 from megatrain.passes.check import verify_program
+from tests.comparing import assert_same
+from tests.draws import draws
 from tests.experts import IDLE, Grouped, Layers, Listed
 from tests.passes.splitting import assert_exact, largest, parts_of, seeded, tokens
-from tests.tracer.parity import eager_step, is_same, program_step
+from tests.tracer.parity import eager_step, program_step
 
 # -- a layer of 256 experts, in every style ------------------------------------------------------------------
 
@@ -59,7 +61,7 @@ def test_tokens_that_all_experts_share_get_the_sum_over_groups(kind: str):
     for a, b in zip(eager.outputs, found.outputs, strict=True):
         assert torch.equal(a, b)
     for key in ("layers.0.up", "layers.0.down"):
-        assert is_same(eager.gradients[key], found.gradients[key])
+        assert_same(eager.gradients[key], found.gradients[key], key)
     for key, gradient in eager.gradients.items():
         torch.testing.assert_close(found.gradients[key], gradient, rtol=1e-5, atol=1e-6)
 
@@ -92,7 +94,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros():
     rows=st.integers(1, 6),
     is_shared=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@draws(25)
 def test_any_number_of_experts_and_parts_is_exact(
     kind: str, num_experts: int, width: int, inner: int, count: int, top_k: int, rows: int, is_shared: bool
 ):

@@ -20,7 +20,7 @@ from megatrain.passes.pipeline import lower
 from megatrain.passes.program import template_text
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.trace import trace
-from tests.models import MODELS
+from tests import captures
 
 
 class Tiny(nn.Module):
@@ -129,7 +129,7 @@ def t0(
 
 
 def test_modes_are_printed_as_the_python_that_enters_them():
-    program = lower(trace(*MODELS["autocast_region"]()))
+    program = captures.program("autocast_region")
     assert_expected_inline(
         template_text(program.templates["t1"]),
         """\
@@ -148,11 +148,11 @@ def t1(
 
 
 def test_a_gpt_prints_as_a_program(golden: Callable[[str, str], None]):
-    golden("program_gpt", str(lower(trace(*MODELS["gpt_loss"]()))))
+    golden("program_gpt", str(captures.program("gpt_loss")))
 
 
 def test_a_cnn_prints_as_a_program(golden: Callable[[str, str], None]):
-    golden("program_cnn", str(lower(trace(*MODELS["cnn"]()))))
+    golden("program_cnn", str(captures.program("cnn")))
 
 
 def scaled(x: torch.Tensor, scale: float = 1.0, shift: int | None = None, *, is_flat: bool = False) -> torch.Tensor:

@@ -1,11 +1,9 @@
-"""What the tests of streams share: issuing operations, a small step, and an alarm against hangs."""
+"""What the tests of streams share: issuing operations and a small step."""
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from megatrain.device import Cpu
@@ -15,22 +13,6 @@ CPU = Cpu()
 STREAMS = ("h2d", "compute", "d2h", "host")
 # What is waited for comes in milliseconds, or on a loaded machine in many seconds; a hang never ends.
 TIMEOUT_S = 300.0
-
-
-@contextmanager
-def no_hang() -> Generator[None]:
-    """Turns a hang of the main thread into a failure."""
-
-    def give_up(signum: int, frame: object) -> None:
-        raise TimeoutError("a wait did not end")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def issue(streams: StreamSet, stream: str, label: str, work: Callable[[], Any], waits: tuple[Event, ...] = ()) -> Event:

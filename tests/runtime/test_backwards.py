@@ -12,7 +12,10 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.stream_set import Chaos, Recording
-from tests.runtime.twins import MODES, assert_same_state, assert_twins, seeded
+from tests.comparing import assert_same_state
+from tests.runtime.twins import MODES, assert_twins, seeded
+
+pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
 
 WIDTH = 4
 modes = pytest.mark.parametrize("options", MODES.values(), ids=list(MODES))

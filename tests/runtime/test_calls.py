@@ -14,7 +14,10 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
+from tests.comparing import assert_same_state
 from tests.models import MODELS
+
+pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
 
 
 def pair(name: str = "gpt_loss", **options: Any) -> tuple[Any, Any, Any, Any]:
@@ -25,18 +28,6 @@ def pair(name: str = "gpt_loss", **options: Any) -> tuple[Any, Any, Any, Any]:
     return model, megatrain.compile(twin, **options), args, kwargs
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-
-
-def assert_same_gradients(left: nn.Module, right: nn.Module) -> None:
-    others = gradients(right)
-    for name, gradient in gradients(left).items():
-        other = others[name]
-        assert (gradient is None) == (other is None), name
-        assert gradient is None or other is None or torch.equal(gradient, other), name
-
-
 def test_several_calls_before_their_backwards() -> None:
     eager, compiled, args, kwargs = pair()
     for call in (eager, compiled):
@@ -45,7 +36,7 @@ def test_several_calls_before_their_backwards() -> None:
         losses[1].backward()
         losses[0].backward()
         losses[2].backward()
-    assert_same_gradients(eager, compiled)
+    assert_same_state(eager, compiled)
 
 
 def test_losses_of_several_calls_added() -> None:
@@ -59,7 +50,7 @@ def test_losses_of_several_calls_added() -> None:
     tied, others = eager.embed.weight, compiled.get_parameter("embed.weight")
     assert (tied.grad - others.grad).abs().max() <= 6 * 2**-24 * tied.grad.abs().max()
     others.grad = tied.grad
-    assert_same_gradients(eager, compiled)
+    assert_same_state(eager, compiled)
 
 
 def test_second_backward_accumulates() -> None:
@@ -68,7 +59,7 @@ def test_second_backward_accumulates() -> None:
         torch.manual_seed(0)
         for _ in range(3):
             call(*args, **kwargs)[1].backward()
-    assert_same_gradients(eager, compiled)
+    assert_same_state(eager, compiled)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -81,9 +72,7 @@ def test_zero_grad_between_steps(to_none: bool) -> None:
             optimizer.zero_grad(set_to_none=to_none)
             call(*args, **kwargs)[1].backward()
             optimizer.step()
-    assert_same_gradients(eager, compiled)
-    for (name, left), right in zip(eager.named_parameters(), compiled.parameters(), strict=True):
-        assert torch.equal(left, right), name
+    assert_same_state(eager, compiled)
 
 
 def test_kept_gradients_are_not_overwritten() -> None:
@@ -130,7 +119,7 @@ def test_next_call_sees_changed_parameters(change: str) -> None:
     assert torch.equal(*results)
     for result in results:
         result.square().mean().backward()
-    assert_same_gradients(eager, compiled)
+    assert_same_state(eager, compiled)
 
 
 def test_untying_recompiles() -> None:
@@ -142,7 +131,7 @@ def test_untying_recompiles() -> None:
     for call in (eager, compiled):
         torch.manual_seed(1)
         call(*args, **kwargs)[1].backward()
-    assert_same_gradients(eager, compiled.megatrain.model)
+    assert_same_state(eager, compiled.megatrain.model)
 
 
 def test_eval_and_no_grad_calls_between_training() -> None:
@@ -158,7 +147,7 @@ def test_eval_and_no_grad_calls_between_training() -> None:
         call.train()
         call(*args, **kwargs)[1].backward()
     assert torch.equal(eager.scores, compiled.scores)
-    assert_same_gradients(eager, compiled)
+    assert_same_state(eager, compiled)
 
 
 def test_no_grad_call_between_forward_and_backward() -> None:
@@ -169,7 +158,7 @@ def test_no_grad_call_between_forward_and_backward() -> None:
         with torch.no_grad():
             call(*args, **kwargs)
         loss.backward()
-    assert_same_gradients(eager, compiled)
+    assert_same_state(eager, compiled)
 
 
 def test_other_shapes_compile_variants_over_the_same_weights() -> None:
@@ -180,7 +169,7 @@ def test_other_shapes_compile_variants_over_the_same_weights() -> None:
             torch.manual_seed(length)
             call(ids, targets=ids)[1].backward()
         assert compiled.traced.inputs[0].meta["spec"].shape == (2, length)
-    assert_same_gradients(eager, compiled)
+    assert_same_state(eager, compiled)
     assert len(list(compiled.megatrain._variants)) == 3
 
 
@@ -192,7 +181,7 @@ def test_loss_outside_the_model_and_clipping() -> None:
         F.cross_entropy(logits.flatten(0, 1) / 0.7, args[0].flatten()).backward()
         call.norm_before = torch.nn.utils.clip_grad_norm_(call.parameters(), 0.01)
     assert torch.equal(eager.norm_before, compiled.norm_before)
-    assert_same_gradients(eager, compiled)
+    assert_same_state(eager, compiled)
 
 
 def test_parameter_hooks_act_on_the_whole_gradient() -> None:
@@ -204,7 +193,7 @@ def test_parameter_hooks_act_on_the_whole_gradient() -> None:
             parameter.register_post_accumulate_grad_hook(lambda p, n=name: seen.append(n))
         torch.manual_seed(0)
         call(*args, **kwargs)[1].backward()
-    assert_same_gradients(eager, compiled)
+    assert_same_state(eager, compiled)
     assert sorted(seen) == sorted([n for n, _ in eager.named_parameters()] * 2)
 
 
@@ -235,7 +224,7 @@ def test_output_that_no_backward_reads_may_be_written() -> None:
         with torch.no_grad():
             logits.zero_()
         loss.backward()
-    assert_same_gradients(eager, compiled)
+    assert_same_state(eager, compiled)
 
 
 def test_dropped_outputs_free_what_their_call_held() -> None:
@@ -263,8 +252,8 @@ def test_mixed_with_modules_outside() -> None:
     for call, top in ((eager, head), (compiled, twin)):
         torch.manual_seed(0)
         top(call(*args)).square().mean().backward()
-    assert_same_gradients(eager, compiled)
-    assert_same_gradients(head, twin)
+    assert_same_state(eager, compiled)
+    assert_same_state(head, twin)
 
 
 class Hands(torch.autograd.Function):
@@ -337,7 +326,7 @@ def test_inference_mode(first: str) -> None:
                 results.append(call(*args, **kwargs)[1])
                 results[-1].backward()
         assert torch.equal(*results)
-    assert_same_gradients(eager, compiled)
+    assert_same_state(eager, compiled)
 
 
 def test_calls_from_several_threads_take_turns() -> None:

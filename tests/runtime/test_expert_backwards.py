@@ -16,8 +16,9 @@ from megatrain.passes.split import part_calls
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.instructions import Bytes
+from tests.comparing import assert_same
 from tests.experts import IDLE, Bmm, Gathered, Grouped, Layers, Routed
-from tests.runtime.harness import assert_same, train
+from tests.runtime.harness import train
 from tests.runtime.saved import save, save_sharded, state_of
 from tests.runtime.twins import assert_twins, seeded
 

@@ -18,9 +18,10 @@ from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
+from tests.comparing import assert_same
 from tests.experts import IDLE, Bmm, Grouped, Layers, Routed
 from tests.gradients import grad_of
-from tests.runtime.harness import assert_parity, assert_same, train
+from tests.runtime.harness import assert_parity, train
 
 NUM, WIDTH, INNER = 32, 8, 16
 STACK = NUM * WIDTH * INNER * 4

@@ -14,9 +14,11 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.runtime.streams.stream_set import Chaos
-from tests.gradients import grad_of
+from tests.comparing import assert_same_state
 from tests.models import MODELS, Gpt
 from tests.threads import living
+
+pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
 
 IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 
@@ -126,15 +128,15 @@ def test_failure_in_any_operation_surfaces_once_and_the_engine_recovers() -> Non
             call.zero_grad()
             torch.manual_seed(number)
             call(IDS, targets=IDS)[1].backward()
-        for (name, a), b in zip(eager.named_parameters(), compiled.parameters(), strict=True):
-            assert torch.equal(grad_of(a), grad_of(b)), (token, name)
+        assert_same_state(eager, compiled)
 
 
-def test_nothing_leaks_over_a_hundred_engines() -> None:
+def test_nothing_leaks_over_a_dozen_engines() -> None:
+    """None may be left, so one that leaks is as visible among twelve as among a hundred."""
     gc.collect()
     threads = set(threading.enumerate())
     alive: list[weakref.ref] = []
-    for number in range(100):
+    for number in range(12):
         fails = number % 3 == 0
         chaos = Chaos(fail="d2h:G2", max_delay_s=0) if fails else None
         compiled = compiled_gpt(chaos=chaos)
@@ -240,8 +242,7 @@ def test_state_that_turns_into_another_dtype_is_taken_in() -> None:
         results.append(logits)
     assert results[0].dtype == torch.float64
     assert torch.equal(*results)
-    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
-        assert torch.equal(grad_of(p), grad_of(q))
+    assert_same_state(eager, compiled)
 
 
 def test_models_in_the_zoo_of_tests_are_what_they_claim() -> None:

@@ -14,6 +14,8 @@ from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.schedule import Schedule
 from tests.runtime.twins import MODES, assert_twins, seeded
 
+pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
+
 modes = pytest.mark.parametrize("options", MODES.values(), ids=list(MODES))
 DEPTH = 4
 WIDTH = 8

@@ -10,6 +10,8 @@ import pytest
 from tests.models import MODELS
 from tests.runtime.harness import assert_parity
 
+pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
+
 # The order of a sum differs from eager's where a parameter has several uses inside one block and more in another:
 # eager adds term by term, a block adds its own terms first. Two ways to add n fp32 terms differ by less than
 # n * 2**-23 of the sum of their sizes; AdamW's first steps (sign-like) can magnify that in a parameter by 1/eps-scale

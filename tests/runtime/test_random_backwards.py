@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
 import megatrain
+from tests.comparing import assert_same, largest
+from tests.draws import draws
 from tests.runtime.test_chaos import has_shared_modules
 from tests.runtime.twins import MODES
 from tests.strategies import WIDTH, block_limits, module_trees
@@ -79,7 +81,7 @@ class Caller:
         return found | {f"input {i}": x.grad for i, (x, _) in enumerate(self.calls)}
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@draws(25)
 @given(tree=module_trees(), plan=actions, mode=st.sampled_from(list(MODES)), limit=block_limits())
 def test_random_callers(tree: nn.Module, plan, mode: str, limit: int | None) -> None:
     model = Both(tree)
@@ -95,11 +97,7 @@ def test_random_callers(tree: nn.Module, plan, mode: str, limit: int | None) -> 
     right.run(compiled, plan)
     # A parameter used several times in one block and in another sums in another order.
     tolerance = 20 * 2**-24 if has_shared_modules(model) else 0.0
-    pairs = list(zip(left.found, right.found, strict=True))
-    others = right.state()
-    pairs += [(tensor, others[name]) for name, tensor in left.state().items()]
-    scale = max((float(a.abs().max()) for a, _ in pairs if a is not None and a.is_floating_point() and a.numel()))
-    for a, b in pairs:
-        assert (a is None) == (b is None)
-        if a is not None and not torch.equal(a, b):
-            assert float((a - b).abs().max()) <= tolerance * scale
+    expected, found = ([*side.found, side.state()] for side in (left, right))
+    floating = [t for t in left.found if t is not None and t.is_floating_point()]
+    scale = max(largest(floating), largest(expected[-1]))
+    assert_same(expected, found, "what a caller found", tolerance, scale=scale)

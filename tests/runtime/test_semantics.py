@@ -14,8 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import megatrain
 from megatrain.errors import ExecuteError
+from tests.comparing import assert_same_state
 from tests.runtime.test_backwards import Trunk, batch
-from tests.runtime.twins import MODES, assert_same_state, assert_twins, seeded
+from tests.runtime.twins import MODES, assert_twins, seeded
+
+pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
 
 modes = pytest.mark.parametrize("options", MODES.values(), ids=list(MODES))
 

@@ -19,9 +19,12 @@ from torch import nn
 import megatrain
 from megatrain.compiled.variants import MOST_STATES
 from megatrain.tracer.equal import is_equal
+from tests.comparing import assert_same
 from tests.models import MODELS
 from tests.runtime import settings
 from tests.runtime.settings import gain
+
+pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
 
 SCALE = 2.0
 TABLE = {"shift": 0.5, "order": [1, 2]}
@@ -162,33 +165,29 @@ CHANGES: dict[str, Callable[[Reader], Any]] = {
 }
 
 
-class Pair:
+class Twins:
     """An eager model and its compiled twin, changed alike."""
 
     def __init__(self, model: nn.Module) -> None:
         self.eager: Any = copy.deepcopy(model)
-        self.twin: Any = copy.deepcopy(model)
-        self.compiled = megatrain.compile(self.twin, device="cpu", transfer="copy", activations="recompute")
+        self.streamed: Any = copy.deepcopy(model)
+        self.compiled = megatrain.compile(self.streamed, device="cpu", transfer="copy", activations="recompute")
 
     def change(self, change: Callable[[Any], Any]) -> None:
-        for model in (self.eager, self.twin):
+        for model in (self.eager, self.streamed):
             change(model)
 
     def check(self) -> None:
         """Runs a step of each and compares all that it leaves."""
         found: list[dict[str, Any]] = []
-        for call, model in ((self.eager, self.eager), (self.compiled, self.twin)):
+        for call, model in ((self.eager, self.eager), (self.compiled, self.streamed)):
             torch.manual_seed(7)
             model.zero_grad(set_to_none=True)
             output = call(torch.linspace(-1, 1, 12).view(3, 4))
             output.square().sum().backward()
             grads = {f"grad {n}": p.grad for n, p in model.named_parameters()}
             found.append({"output": output, "rng": torch.get_rng_state(), **grads, **dict(model.named_buffers())})
-        assert found[0].keys() == found[1].keys()
-        for name, left in found[0].items():
-            right = found[1][name]
-            assert (left is None) == (right is None), name
-            assert left is None or torch.equal(left, right), name
+        assert_same(found[0], found[1], "step")
 
     @property
     def count(self) -> int:
@@ -197,9 +196,9 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Pair:
+def twins() -> Twins:
     torch.manual_seed(0)
-    return Pair(Reader())
+    return Twins(Reader())
 
 
 @pytest.fixture
@@ -214,14 +213,14 @@ def globals_restored() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_between_two_calls_is_seen(pair: Pair, what: str) -> None:
-    pair.check()
-    pair.check()
-    assert pair.count == 1
-    pair.change(CHANGES[what])
-    pair.check()
-    pair.check()
-    assert pair.count <= 2
+def test_a_change_between_two_calls_is_seen(twins: Twins, what: str) -> None:
+    twins.check()
+    twins.check()
+    assert twins.count == 1
+    twins.change(CHANGES[what])
+    twins.check()
+    twins.check()
+    assert twins.count <= 2
 
 
 @pytest.mark.parametrize("function", [torch.relu, torch._C._nn.gelu, abs, operator.neg, str.join, type])  # pyright: ignore[reportAttributeAccessIssue]
@@ -231,55 +230,55 @@ def test_functions_written_in_c_may_stand_in_attributes(function: Any) -> None:
     assert torch.equal(megatrain.compile(module, device="cpu")(torch.ones(1, 2)), module(torch.ones(1, 2)))
 
 
-def test_what_the_forward_does_not_read_makes_no_other_capture(pair: Pair) -> None:
-    pair.check()
-    pair.change(lambda m: setattr(m, "unread", 2))
-    pair.change(lambda m: setattr(m, "brand_new", 2))
-    pair.change(lambda m: m.named.update(b={"c": 2.0}))  # an equal one
-    pair.change(lambda m: setattr(m, "weights", [1.0, 0.5]))
-    pair.change(lambda m: setattr(m, "config", copy.deepcopy(m.config)))
-    pair.change(lambda m: m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True))
-    pair.check()
-    assert pair.count == 1
+def test_what_the_forward_does_not_read_makes_no_other_capture(twins: Twins) -> None:
+    twins.check()
+    twins.change(lambda m: setattr(m, "unread", 2))
+    twins.change(lambda m: setattr(m, "brand_new", 2))
+    twins.change(lambda m: m.named.update(b={"c": 2.0}))  # an equal one
+    twins.change(lambda m: setattr(m, "weights", [1.0, 0.5]))
+    twins.change(lambda m: setattr(m, "config", copy.deepcopy(m.config)))
+    twins.change(lambda m: m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True))
+    twins.check()
+    assert twins.count == 1
     # What took the place of an equal value is watched from now on.
-    pair.change(lambda m: m.weights.append(9.0))
-    pair.check()
-    assert pair.count == 2
+    twins.change(lambda m: m.weights.append(9.0))
+    twins.check()
+    assert twins.count == 2
 
 
-def test_what_was_put_back_finds_its_old_capture(pair: Pair) -> None:
-    pair.check()
-    children = [model.layers[1] for model in (pair.eager, pair.twin)]
-    pair.change(lambda m: m.layers.__setitem__(1, _child(5)))
-    pair.check()
-    for model, child in zip((pair.eager, pair.twin), children, strict=True):
+def test_what_was_put_back_finds_its_old_capture(twins: Twins) -> None:
+    twins.check()
+    children = [model.layers[1] for model in (twins.eager, twins.streamed)]
+    twins.change(lambda m: m.layers.__setitem__(1, _child(5)))
+    twins.check()
+    for model, child in zip((twins.eager, twins.streamed), children, strict=True):
         with torch.no_grad():
             child[0].weight.mul_(2)
         model.layers[1] = child
-    pair.check()
-    assert pair.count == 2
-    handles = [model.norm.register_forward_hook(doubled) for model in (pair.eager, pair.twin)]
-    pair.check()
+    twins.check()
+    assert twins.count == 2
+    handles = [model.norm.register_forward_hook(doubled) for model in (twins.eager, twins.streamed)]
+    twins.check()
     for handle in handles:
         handle.remove()
-    pair.check()
-    assert pair.count == 3
+    twins.check()
+    assert twins.count == 3
 
 
-def test_a_module_of_the_same_shape_shares_the_program(pair: Pair) -> None:
-    pair.check()
-    program = pair.compiled.program
-    pair.change(lambda m: setattr(m, "tied", nn.Linear(4, 4).requires_grad_(True)))
-    pair.twin.tied.load_state_dict(pair.eager.tied.state_dict())
-    pair.check()
-    assert pair.count == 2
-    assert pair.compiled.program is program
+def test_a_module_of_the_same_shape_shares_the_program(twins: Twins) -> None:
+    twins.check()
+    program = twins.compiled.program
+    twins.change(lambda m: setattr(m, "tied", nn.Linear(4, 4).requires_grad_(True)))
+    twins.streamed.tied.load_state_dict(twins.eager.tied.state_dict())
+    twins.check()
+    assert twins.count == 2
+    assert twins.compiled.program is program
 
 
 @pytest.mark.usefixtures("globals_restored")
 @pytest.mark.parametrize("name", ["SCALE", "TABLE", "order", "settings", "gain", "class", "helper's class"])
-def test_a_change_of_a_global_is_seen(pair: Pair, name: str) -> None:
-    pair.check()
+def test_a_change_of_a_global_is_seen(twins: Twins, name: str) -> None:
+    twins.check()
     if name == "SCALE":
         globals()["SCALE"] = 5.0
     elif name == "TABLE":
@@ -294,16 +293,16 @@ def test_a_change_of_a_global_is_seen(pair: Pair, name: str) -> None:
         Reader.bias_scale = 4.0
     else:
         Plain.factor = 4.0
-    pair.check()
-    assert pair.count == 2
+    twins.check()
+    assert twins.count == 2
 
 
 @pytest.mark.usefixtures("globals_restored")
-def test_a_global_that_no_code_of_the_model_names_makes_no_other_capture(pair: Pair) -> None:
-    pair.check()
+def test_a_global_that_no_code_of_the_model_names_makes_no_other_capture(twins: Twins) -> None:
+    twins.check()
     globals()["UNNAMED"] = 2.0
-    pair.check()
-    assert pair.count == 1
+    twins.check()
+    assert twins.count == 1
 
 
 def test_a_variable_of_a_closure_is_seen() -> None:
@@ -313,11 +312,11 @@ def test_a_variable_of_a_closure_is_seen() -> None:
         def forward(self, x):
             return super().forward(x) * factor
 
-    pair = Pair(Closing(4, 4))
-    pair.check()
+    twins = Twins(Closing(4, 4))
+    twins.check()
     factor = 3.0
-    pair.check()
-    assert "factor == 2.0 at test_stale.py" in pair.compiled.recompiled_because[0]
+    twins.check()
+    assert "factor == 2.0 at test_stale.py" in twins.compiled.recompiled_because[0]
 
 
 def test_torchs_default_dtype_is_seen() -> None:
@@ -325,54 +324,54 @@ def test_torchs_default_dtype_is_seen() -> None:
         def forward(self, x):
             return super().forward(x) * torch.full((4,), 0.3).double()
 
-    pair = Pair(Filling(4, 4))
-    pair.check()
+    twins = Twins(Filling(4, 4))
+    twins.check()
     torch.set_default_dtype(torch.float64)
     try:
         x = torch.ones(2, 4, dtype=torch.float32)
-        assert torch.equal(pair.compiled(x), pair.eager(x))
+        assert torch.equal(twins.compiled(x), twins.eager(x))
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_hook_for_every_module_is_seen(pair: Pair) -> None:
-    pair.check()
+def test_a_hook_for_every_module_is_seen(twins: Twins) -> None:
+    twins.check()
     handle = nn.modules.module.register_module_forward_hook(lambda m, i, o: o + 1 if isinstance(m, nn.Tanh) else None)
     try:
-        pair.check()
+        twins.check()
     finally:
         handle.remove()
-    pair.check()
-    assert pair.count == 2
+    twins.check()
+    assert twins.count == 2
 
 
-def test_a_value_that_changes_at_every_call_fills_no_memory(pair: Pair) -> None:
+def test_a_value_that_changes_at_every_call_fills_no_memory(twins: Twins) -> None:
     for step in range(2 * MOST_STATES):
-        pair.change(lambda m, step=step: setattr(m, "scale", 1.0 + step))
-        pair.check()
-        assert pair.count == min(step + 1, MOST_STATES)
-    runners = len(pair.compiled.megatrain.engine._runners)
-    pair.change(lambda m: setattr(m, "scale", -1.0))
-    pair.check()
-    assert len(pair.compiled.megatrain.engine._runners) == runners
+        twins.change(lambda m, step=step: setattr(m, "scale", 1.0 + step))
+        twins.check()
+        assert twins.count == min(step + 1, MOST_STATES)
+    runners = len(twins.compiled.megatrain.engine._runners)
+    twins.change(lambda m: setattr(m, "scale", -1.0))
+    twins.check()
+    assert len(twins.compiled.megatrain.engine._runners) == runners
 
 
-def test_states_that_alternate_are_captured_once_each(pair: Pair) -> None:
+def test_states_that_alternate_are_captured_once_each(twins: Twins) -> None:
     for step in range(6):
-        pair.change(lambda m, step=step: setattr(m.config, "use_gate", step % 2 == 0))
-        pair.check()
-    assert pair.count == 2
+        twins.change(lambda m, step=step: setattr(m.config, "use_gate", step % 2 == 0))
+        twins.check()
+    assert twins.count == 2
 
 
-def test_a_recompiled_capture_says_why(pair: Pair) -> None:
-    pair.check()
-    assert pair.compiled.recompiled_because == ()
-    pair.change(lambda m: setattr(m.config.inner, "power", 3))
-    pair.check()
-    (reason,) = pair.compiled.recompiled_because
+def test_a_recompiled_capture_says_why(twins: Twins) -> None:
+    twins.check()
+    assert twins.compiled.recompiled_because == ()
+    twins.change(lambda m: setattr(m.config.inner, "power", 3))
+    twins.check()
+    (reason,) = twins.compiled.recompiled_because
     assert reason.startswith("model.config.inner.power == 1 at test_stale.py:")
     assert reason.endswith("; now 3")
-    assert "model.config.inner.power == 3" in pair.compiled.guards
+    assert "model.config.inner.power == 3" in twins.compiled.guards
 
 
 def test_a_config_of_transformers_is_seen() -> None:
@@ -437,7 +436,7 @@ class FillsWithNan(nn.Module):
         super().__init__()
         self.fc = nn.Linear(4, 4)
         self.missing = float("nan")
-        self.pair = (float("nan"), 1.0)
+        self.twins = (float("nan"), 1.0)
         self.known = {float("nan"), 2.0}
         self.array = np.array([np.nan, 1.0])
         self.last = float("nan")
@@ -445,7 +444,7 @@ class FillsWithNan(nn.Module):
     def forward(self, x: torch.Tensor, *literals: Any) -> torch.Tensor:
         self.last = float("nan")
         number = x.new_full((), math.nan).item()
-        values = (NAN, NUMPYS_NAN, np.nan, self.missing, *self.pair, *self.known, *self.array, *literals, number)
+        values = (NAN, NUMPYS_NAN, np.nan, self.missing, *self.twins, *self.known, *self.array, *literals, number)
         return self.fc(x) + sum(0.0 if math.isnan(value) else float(value) for value in values)
 
 
@@ -455,7 +454,7 @@ def test_nan_is_the_same_as_nan_wherever_it_is_read() -> None:
     for _ in range(3):
         literals = (float("nan"), np.float64("nan"))
         assert torch.equal(compiled(x, *literals), model(x, *literals))
-        model.pair = (float("nan"), 1.0)  # other objects, the same values
+        model.twins = (float("nan"), 1.0)  # other objects, the same values
         model.known = {2.0, float("nan")}
         model.missing = float("nan")
     assert len(list(compiled.megatrain._variants)) == 1

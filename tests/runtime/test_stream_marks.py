@@ -12,7 +12,7 @@ import torch
 from megatrain.device import Cuda
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.stream_set import StreamSet
-from tests.runtime.stepping import issue, no_hang, nothing
+from tests.runtime.stepping import issue, nothing
 
 LOG: list[tuple[str, ...]] = []
 
@@ -43,7 +43,7 @@ class FakeStream:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamSet]:
+def streams(monkeypatch: pytest.MonkeyPatch, no_hang: None) -> Iterator[StreamSet]:
     names = iter(["h", "d"])
     compute = FakeStream("c")
 
@@ -55,11 +55,10 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamSet]:
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_stream", enter)
     LOG.clear()
-    with no_hang():
-        found = StreamSet(Cuda())
-        assert str(found.device) == "cuda:0"
-        yield found
-        found.close()
+    found = StreamSet(Cuda())
+    assert str(found.device) == "cuda:0"
+    yield found
+    found.close()
 
 
 def after_begin() -> list[tuple[str, ...]]:

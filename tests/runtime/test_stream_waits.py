@@ -7,33 +7,14 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
 from megatrain.errors import ExecuteError
-from megatrain.runtime.streams.stream_set import (
-    Event,
-    StreamSet,
-)
-from tests.runtime.stepping import (
-    ALL,
-    CPU,
-    STREAMS,
-    TIMEOUT_S,
-    issue,
-    no_hang,
-    nothing,
-    run_chain,
-    run_step,
-    wait_until,
-)
+from megatrain.runtime.streams.stream_set import Event, StreamSet
+from tests.runtime.stepping import ALL, CPU, STREAMS, TIMEOUT_S, issue, nothing, run_chain, run_step, wait_until
 
-
-@pytest.fixture(autouse=True)
-def _nothing_hangs() -> Iterator[None]:
-    with no_hang():
-        yield
+pytestmark = pytest.mark.usefixtures("no_hang")
 
 
 # -- waits that can't end ---------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,21 +19,9 @@ from megatrain.runtime.streams.stream_set import (
     StreamSet,
     StreamThread,
 )
-from tests.runtime.stepping import (
-    ALL,
-    CPU,
-    TIMEOUT_S,
-    issue,
-    no_hang,
-    nothing,
-    run_chain,
-)
+from tests.runtime.stepping import ALL, CPU, TIMEOUT_S, issue, nothing, run_chain
 
-
-@pytest.fixture(autouse=True)
-def _nothing_hangs() -> Iterator[None]:
-    with no_hang():
-        yield
+pytestmark = pytest.mark.usefixtures("no_hang")
 
 
 # -- order ------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ import megatrain
 from megatrain.errors import ExecuteError
 from tests.runtime.twins import MODES, assert_twins, seeded
 
+pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
+
 modes = pytest.mark.parametrize("options", MODES.values(), ids=list(MODES))
 P = nn.Parameter
 

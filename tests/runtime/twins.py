@@ -11,6 +11,7 @@ from torch import nn
 
 import megatrain
 from megatrain.tracer.arguments import Structure
+from tests.comparing import assert_same, assert_same_state
 
 MODES: dict[str, dict[str, Any]] = {
     "bind": {"transfer": "bind", "activations": "recompute"},
@@ -29,20 +30,6 @@ def seeded(build: Callable[[], M]) -> M:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)
         return build()
-
-
-def assert_same_tensor(left: Any, right: Any, what: str) -> None:
-    """Asserts equality bit for bit, of values, dtype, shape and layout; None equals None, NaN equals NaN."""
-    if left is None or right is None:
-        assert left is right, f"{what}: {left} against {right}"
-        return
-    assert left.layout == right.layout, what
-    assert (left.shape, left.dtype, left.requires_grad) == (right.shape, right.dtype, right.requires_grad), what
-    if left.is_sparse:
-        left, right = left.to_dense(), right.to_dense()
-    assert torch.equal(left.detach().nan_to_num(), right.detach().nan_to_num()), f"{what}: {left} against {right}"
-    if left.is_floating_point():
-        assert torch.equal(left.isnan(), right.isnan()), what
 
 
 def assert_twins(
@@ -66,23 +53,7 @@ def assert_twins(
     end = torch.get_rng_state()
     torch.manual_seed(seed)
     found = drive(compiled, streamed)
-    assert torch.equal(end, torch.get_rng_state()), "the random generator ended elsewhere"
-    left, right = Structure.of(expected), Structure.of(found)
-    assert len(left.placeholders) == len(right.placeholders)
-    for index, (a, b) in enumerate(zip(left.placeholders, right.placeholders, strict=True)):
-        assert_same_tensor(a, b, f"result {index}")
+    assert_same(end, torch.get_rng_state(), "random generator")
+    assert_same(list(Structure.of(expected).placeholders), list(Structure.of(found).placeholders), "result")
     assert_same_state(eager, streamed)
     return compiled, found
-
-
-def assert_same_state(eager: nn.Module, other: nn.Module) -> None:
-    """Asserts that parameters, their gradients, and buffers are equal bit for bit."""
-    others = dict(other.named_parameters())
-    for name, parameter in eager.named_parameters():
-        assert_same_tensor(parameter, others[name], name)
-        assert_same_tensor(parameter.grad, others[name].grad, f"gradient of {name}")
-        if parameter.grad is not None and parameter.grad.layout == torch.strided:
-            assert parameter.grad.stride() == others[name].grad.stride(), f"strides of the gradient of {name}"
-    buffers = dict(other.named_buffers())
-    for name, buffer in eager.named_buffers():
-        assert_same_tensor(buffer, buffers[name], name)

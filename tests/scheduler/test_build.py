@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatrain.errors import OptionError, ScheduleError
@@ -19,6 +19,7 @@ from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Slot
 from megatrain.scheduler.workload import ValueWork, Workload
+from tests.draws import draws
 from tests.scheduler.workloads import EMBED, LAYER, block, chain, example, workloads
 
 
@@ -90,7 +91,7 @@ def test_residents_of_one_time_never_share_bytes(workload: Workload, num_slots: 
 
 
 @given(workloads(), st.integers(0, 2000), st.sampled_from(ACTIVATIONS), st.sampled_from(["copy", "bind"]))
-@settings(max_examples=150)
+@draws(150)
 def test_a_budget_is_kept_or_refused(workload: Workload, memory: int, activations: str, transfer: str):
     assume(memory > 0)
     refusal = ""
@@ -110,7 +111,7 @@ def test_a_budget_is_kept_or_refused(workload: Workload, memory: int, activation
 
 
 @given(workloads(), st.integers(1, 2000))
-@settings(max_examples=60)
+@draws(60)
 def test_auto_retains_as_many_graphs_as_fit(workload: Workload, memory: int):
     try:
         plan = schedule(workload, memory=memory, num_slots=2)

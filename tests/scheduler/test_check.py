@@ -7,7 +7,7 @@ from typing import Any
 
 import networkx as nx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
@@ -18,6 +18,7 @@ from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
+from tests.draws import draws
 from tests.scheduler.mutations import mutants, with_cells, with_figures
 from tests.scheduler.symbolic import Harm, find_harm
 from tests.scheduler.workloads import chain, example, schedules, step_schedules
@@ -52,19 +53,19 @@ def is_rejected(plan: Schedule) -> bool:
 
 
 @given(ANY)
-@settings(max_examples=200)
+@draws(200)
 def test_every_built_schedule_is_accepted(plan: Schedule):
     plan.check()
 
 
 @given(ANY, st.integers(0, 2**20))
-@settings(max_examples=90)
+@draws(90)
 def test_every_built_schedule_does_no_harm_in_any_order(plan: Schedule, seed: int):
     find_harm(plan, plan.known_workload(), seed=seed)
 
 
 @given(schedules().filter(lambda s: s.kind.mode == "train"), st.integers(1, 3))
-@settings(max_examples=40)
+@draws(40)
 def test_the_backward_of_every_schedule_can_run_alone(plan: Schedule, num_slots: int):
     alone = backward_schedule(plan, num_slots=num_slots)
     alone.check()
@@ -73,7 +74,7 @@ def test_the_backward_of_every_schedule_can_run_alone(plan: Schedule, num_slots:
 
 
 @given(ANY, st.integers(0, 2**20), st.booleans())
-@settings(max_examples=30)
+@draws(30)
 def test_every_mutation_is_rejected_or_harmless(plan: Schedule, seed: int, fits: bool):
     for name, mutant in mutants(plan, Random(seed)):
         mutant = with_figures(mutant) if fits else mutant
@@ -93,14 +94,14 @@ def test_most_mutations_are_rejected_even_with_figures_that_fit():
 
 
 @given(ANY)
-@settings(max_examples=40)
+@draws(40)
 def test_waits_imply_exactly_the_dependencies(plan: Schedule):
     reduced, full = waits_graph(plan), plan.to_networkx()
     assert set(nx.transitive_closure(reduced).edges) == set(nx.transitive_closure(full).edges)
 
 
 @given(ANY)
-@settings(max_examples=45)
+@draws(45)
 def test_no_wait_can_be_deleted(plan: Schedule):
     graph, workload = waits_graph(plan), plan.known_workload()
     check_schedule(plan, workload, graph)

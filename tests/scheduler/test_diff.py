@@ -7,11 +7,12 @@ from collections import Counter
 from dataclasses import replace
 
 from expecttest import TestCase
-from hypothesis import given, settings
+from hypothesis import given
 
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Tick
+from tests.draws import draws
 from tests.scheduler.workloads import example, step_schedules, trained
 
 
@@ -121,7 +122,7 @@ def _listed(text: str, what: str) -> int:
 
 
 @given(step_schedules(), step_schedules())
-@settings(max_examples=60)
+@draws(60)
 def test_a_diff_counts_what_is_only_in_one_of_two(left: Schedule, right: Schedule):
     text = left.diff(right)
     assert text == left.diff(right)

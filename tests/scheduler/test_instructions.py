@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
@@ -18,6 +18,7 @@ from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructi
 from megatrain.scheduler.items import Item
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
+from tests.draws import draws
 from tests.scheduler.workloads import example, schedules, step_schedules, trained
 
 
@@ -95,7 +96,7 @@ def is_rejected(plan: Schedule, made: Instructions) -> bool:
 
 
 @given(st.one_of(schedules(), step_schedules()))
-@settings(max_examples=150)
+@draws(150)
 def test_instructions_of_every_schedule_pass_their_check_and_are_read_back(plan: Schedule):
     made = plan.instructions
     assert Instructions.parse(str(made)) == made
@@ -104,7 +105,7 @@ def test_instructions_of_every_schedule_pass_their_check_and_are_read_back(plan:
 
 
 @given(st.one_of(schedules(), step_schedules()), st.integers(0, 2**20))
-@settings(max_examples=40)
+@draws(40)
 def test_every_other_instruction_is_refused(plan: Schedule, seed: int):
     made = plan.instructions
     assert [name for name, mutant in mutants(made, Random(seed)) if not is_rejected(plan, mutant)] == []

@@ -7,7 +7,7 @@ from random import Random
 
 import expecttest
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import OptionError, ScheduleError
@@ -18,6 +18,7 @@ from megatrain.scheduler.step_kind import UPDATES
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.timing.costs import Hardware, Measured, op_durations
 from megatrain.scheduler.workload import Workload
+from tests.draws import draws
 from tests.scheduler.workloads import example, schedules, step_schedules, trained, whole_steps, workloads
 
 RATES = st.floats(1e2, 1e6)
@@ -30,7 +31,7 @@ def measured(plan: Schedule, machine: Hardware = MACHINE) -> Measured:
 
 
 @given(st.one_of(schedules(), step_schedules()), MACHINES)
-@settings(max_examples=80)
+@draws(80)
 def test_a_run_measured_on_a_machine_simulates_as_on_that_machine(plan: Schedule, machine: Hardware):
     found = measured(plan, machine)
     assert plan.simulate(found) == plan.simulate(machine)
@@ -39,7 +40,7 @@ def test_a_run_measured_on_a_machine_simulates_as_on_that_machine(plan: Schedule
 
 
 @given(workloads(), whole_steps(), whole_steps(), MACHINES)
-@settings(max_examples=150)
+@draws(150)
 def test_another_table_of_the_program_is_predicted_exactly_or_an_op_is_named(
     workload: Workload, options, others, machine: Hardware
 ):

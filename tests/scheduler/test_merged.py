@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -20,6 +20,7 @@ from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload, merged
+from tests.draws import draws
 from tests.scheduler.mutations import with_figures
 from tests.scheduler.symbolic import Machine, run
 from tests.scheduler.workloads import trained, whole_steps, workloads
@@ -57,7 +58,7 @@ def sizes(workload: Workload) -> list[int]:
 
 
 @given(families())
-@settings(max_examples=60)
+@draws(60)
 def test_a_merged_workload_has_the_largest_of_each_size_and_one_structure(family: list[Workload]):
     whole = merged(family)
     whole.check()
@@ -69,7 +70,7 @@ def test_a_merged_workload_has_the_largest_of_each_size_and_one_structure(family
 
 
 @given(families(count=2), whole_steps())
-@settings(max_examples=60)
+@draws(60)
 def test_no_member_takes_more_than_a_table_for_all_says(family: list[Workload], options):
     plan = options.build(merged(family))
     for member in family:
@@ -99,7 +100,7 @@ class Mixed(Machine):
 
 
 @given(families(), whole_steps(), st.integers(0, 2**20))
-@settings(max_examples=60)
+@draws(60)
 def test_micro_batches_of_different_sizes_do_no_harm_in_any_order(family: list[Workload], options, seed: int):
     plan = options.build(merged(family))
     random = Random(seed)

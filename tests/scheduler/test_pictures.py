@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 from expecttest import TestCase
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.costs import Hardware
+from tests.draws import draws
 from tests.scheduler.workloads import example, schedules, step_schedules, trained
 
 CARD = Hardware(25e9, 25e9, 1e11, host_bytes_per_s=60e9)
@@ -70,7 +71,7 @@ def test_every_op_that_recurs_is_told_by_its_tick():
 
 
 @given(st.one_of(schedules(), step_schedules()))
-@settings(max_examples=60)
+@draws(60)
 def test_every_chain_ends_where_nothing_is_waited_for_and_every_op_is_drawn(plan: Schedule):
     for position, op in plan.positions():
         lines = plan.why(str(op), position.tick).splitlines()

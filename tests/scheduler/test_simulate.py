@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import OptionError
@@ -15,6 +15,7 @@ from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.timing.costs import Hardware, op_durations
 from megatrain.scheduler.workload import Workload
+from tests.draws import draws
 from tests.scheduler.workloads import chain, example, schedules, workloads
 
 RATES = st.floats(1e2, 1e6)
@@ -22,7 +23,7 @@ MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.sampled_from([0.0, 1e-6, 
 
 
 @given(schedules(), MACHINES)
-@settings(max_examples=60)
+@draws(60)
 def test_a_simulated_step_is_as_long_as_its_longest_chain(plan: Schedule, machine: Hardware):
     found = plan.simulate(machine)
     seconds, path = plan.critical_path(machine)
@@ -35,7 +36,7 @@ def test_a_simulated_step_is_as_long_as_its_longest_chain(plan: Schedule, machin
 
 
 @given(schedules(), MACHINES)
-@settings(max_examples=30)
+@draws(30)
 def test_ops_of_one_stream_never_overlap_and_follow_what_they_wait_for(plan: Schedule, machine: Hardware):
     timeline = {t.position: t for t in plan.simulate(machine).timeline}
     free = dict.fromkeys(streams(), 0.0)
@@ -45,7 +46,7 @@ def test_ops_of_one_stream_never_overlap_and_follow_what_they_wait_for(plan: Sch
 
 
 @given(workloads(), st.integers(1, 3))
-@settings(max_examples=30)
+@draws(30)
 def test_one_more_slot_never_breaks_a_schedule(workload: Workload, num_slots: int):
     fewer, more = schedule(workload, num_slots=num_slots), schedule(workload, num_slots=num_slots + 1)
     more.check()

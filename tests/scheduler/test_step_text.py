@@ -6,16 +6,17 @@ import json
 
 import expecttest
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
+from tests.draws import draws
 from tests.scheduler.workloads import example, step_schedules, trained
 
 
 @given(step_schedules())
-@settings(max_examples=60)
+@draws(60)
 def test_a_step_equals_what_its_text_and_json_read(plan: Schedule):
     again = Schedule.parse(str(plan), plan.known_workload())
     assert again == plan

@@ -9,7 +9,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import megatrain
@@ -22,6 +22,7 @@ from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
 from megatrain.scheduler.timing.costs import Hardware
 from megatrain.scheduler.workload import Workload
+from tests.draws import draws
 from tests.scheduler.symbolic import find_harm
 from tests.scheduler.workloads import (
     ACT,
@@ -48,7 +49,7 @@ def moved(plan: Schedule, what: str) -> tuple[int, int]:
 
 
 @given(workloads(), st.integers(2, 6), st.integers(1, 4), st.sampled_from(UPDATES))
-@settings(max_examples=60)
+@draws(60)
 def test_weights_cross_as_often_for_many_micro_batches_as_for_one(
     workload: Workload, micro_batches: int, num_slots: int, updates: str
 ):
@@ -87,7 +88,7 @@ def test_a_turn_without_a_backward_retains_graphs_only_if_they_fit():
 
 
 @given(workloads(), st.integers(1, 3000), st.integers(2, 4), st.sampled_from(ACTIVATIONS), st.sampled_from(UPDATES))
-@settings(max_examples=80)
+@draws(80)
 def test_a_budget_for_a_step_is_kept_or_refused(
     workload: Workload, memory: int, micro_batches: int, activations: str, updates: str
 ):
@@ -171,7 +172,7 @@ def test_updates_of_the_host_overlap_with_the_backward_unless_serial():
 
 
 @given(step_schedules(), MACHINES)
-@settings(max_examples=40)
+@draws(40)
 def test_a_simulated_whole_step_is_as_long_as_its_longest_chain(plan: Schedule, machine: Hardware):
     found = plan.simulate(machine)
     assert found.step_s == pytest.approx(plan.critical_path(machine)[0])

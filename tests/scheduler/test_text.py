@@ -6,7 +6,7 @@ import json
 
 import expecttest
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.builder.build import backward_schedule
@@ -17,6 +17,7 @@ from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Tick
 from megatrain.scheduler.workload import Workload
+from tests.draws import draws
 from tests.scheduler.workloads import chain, example, schedules
 
 
@@ -109,7 +110,7 @@ tick  h2d   compute  d2h  live_bytes
 
 
 @given(schedules())
-@settings(max_examples=100)
+@draws(100)
 def test_a_schedule_equals_what_its_text_reads(plan: Schedule):
     again = Schedule.parse(str(plan), plan.known_workload())
     assert again == plan
@@ -118,7 +119,7 @@ def test_a_schedule_equals_what_its_text_reads(plan: Schedule):
 
 
 @given(schedules())
-@settings(max_examples=40)
+@draws(40)
 def test_a_schedule_equals_what_its_json_reads(plan: Schedule):
     again = Schedule.from_json(plan.to_json())
     assert (again, again.workload) == (plan, plan.workload)

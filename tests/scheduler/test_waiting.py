@@ -7,7 +7,7 @@ from typing import Any
 
 import networkx as nx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
@@ -19,6 +19,7 @@ from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import UPDATES
 from megatrain.scheduler.table import Tick
 from megatrain.scheduler.timing.costs import Hardware
+from tests.draws import draws
 from tests.scheduler.mutations import with_figures
 from tests.scheduler.symbolic import Harm, find_harm
 from tests.scheduler.test_check import is_rejected, waits_graph
@@ -54,7 +55,7 @@ def most_at_once(plan: Schedule, machine: Hardware) -> int:
 
 
 @given(step_schedules(), MACHINES)
-@settings(max_examples=150)
+@draws(150)
 def test_no_host_however_slow_has_more_gradients_waiting_than_the_figure(plan: Schedule, machine: Hardware):
     if not plan.kind.holds_gradients:
         return
@@ -196,7 +197,7 @@ def test_each_fault_of_places_is_named():
 
 
 @given(step_schedules(), st.integers(0, 2**20))
-@settings(max_examples=100)
+@draws(100)
 def test_every_other_place_is_refused_or_does_no_harm(plan: Schedule, seed: int):
     for index, place in enumerate(plan.places):
         for offset in {0, place.offset + 32, place.offset - 32, *(p.offset for p in plan.places)} - {place.offset}:

@@ -1,8 +1,6 @@
-"""The small model that tests of other libraries' tools train, and how states are compared."""
+"""The small model that tests of other libraries' tools train."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +20,3 @@ def llama(*, is_tied: bool = False) -> LlamaForCausalLM:
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value, key

@@ -19,8 +19,9 @@ from transformers import LlamaForCausalLM
 
 import megatrain
 from megatrain import ExecuteError, OptionError, TraceError
+from tests.comparing import assert_same, assert_same_state
 from tests.gradients import grad_of
-from tests.tools.models import IDS, assert_equal, llama, values
+from tests.tools.models import IDS, llama, values
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -124,7 +125,7 @@ compiled by megatrain for cpu, memory 1.00 MiB, fp32, activations auto
     1 blocks, 1 templates; parameters 80 B, buffers 0 B; forward: 1 slots, device 272 B, peak 224 B
   capture 3: Plain(x: f32[2, 4]), of the latest call
     1 blocks, 1 templates; parameters 80 B, buffers 0 B; train: 1 slots, device 400 B, peak 304 B
-    because model.scale == 1.0 at test_compiled_module.py:50: `return self.model(x) * self.scale + shift`; now 3.0
+    because model.scale == 1.0 at test_compiled_module.py:51: `return self.model(x) * self.scale + shift`; now 3.0
 Plain(""",
     )
     assert str(compiled).endswith(f"\n{model!r}")
@@ -170,7 +171,7 @@ def test_copies_and_pickles_are_those_of_the_plain_model(made: str):
         file.seek(0)
         other = torch.load(file, weights_only=False)
     assert type(other) is LlamaForCausalLM
-    assert_equal(values(other), values(compiled.megatrain.model))
+    assert_same(values(other), values(compiled.megatrain.model))
     assert not {p.data_ptr() for p in other.parameters()} & {p.data_ptr() for p in compiled.parameters()}
 
 
@@ -191,7 +192,7 @@ def test_save_pretrained_writes_a_folder_that_from_pretrained_reads(tmp_path: Pa
     compiled.save_pretrained(tmp_path)
     again = LlamaForCausalLM.from_pretrained(tmp_path)
     assert again.config.architectures == ["LlamaForCausalLM"]
-    assert_equal(values(again), values(compiled))
+    assert_same(values(again), values(compiled))
 
 
 # -- forward ------------------------------------------------------------------------------------------------------
@@ -221,13 +222,12 @@ def test_a_forward_that_a_tool_replaces_is_streamed(is_bound: bool):
         assert list(inspect.signature(model.forward).parameters)[: 1 + is_bound] == (
             ["input_ids", "labels"] if is_bound else ["a"]
         )
-        assert_equal(values(model), before)
+        assert_same(values(model), before)
     expected = eager(input_ids=IDS)
     expected["loss"].backward()
     assert streams(compiled, lambda: compiled(input_ids=IDS)["loss"].backward())
     assert streams(compiled, lambda: compiled.forward(input_ids=IDS))
-    for (name, p), q in zip(compiled.named_parameters(), eager.parameters(), strict=True):
-        assert torch.equal(grad_of(p), grad_of(q)), name
+    assert_same_state(compiled, eager)
     del compiled.forward
     del eager.forward
     assert torch.equal(compiled(input_ids=IDS).logits, eager(input_ids=IDS).logits)
@@ -299,7 +299,7 @@ def test_moves_that_it_can_not_follow_are_refused(move: Any, message: str):
     before = values(compiled)
     with pytest.raises(ExecuteError, match=message):
         move(compiled)
-    assert_equal(values(compiled), before)
+    assert_same(values(compiled), before)
 
 
 def test_a_move_of_the_plain_model_says_who_moves_models():
@@ -368,5 +368,5 @@ def test_a_class_that_cannot_be_derived_from_is_refused_early():
     before = values(model)
     with pytest.raises(OptionError, match=r"(?s)a Slotted can't be compiled: .*a module of your own"):
         megatrain.compile(model, device="cpu", precision="bf16")
-    assert_equal(values(model), before)
+    assert_same(values(model), before)
     assert megatrain.compile(nn.Sequential(model), device="cpu")(torch.ones(2, 3)).shape == (2, 3)

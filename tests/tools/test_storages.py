@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 
 import megatrain
-from tests.tools.models import IDS, assert_equal, llama, values
+from tests.comparing import assert_same
+from tests.tools.models import IDS, llama, values
 
 
 def trained(model: torch.nn.Module, **options: Any) -> Any:
@@ -59,7 +60,7 @@ def test_accelerate_saves_and_loads_every_tensor(tmp_path: Path, is_tied: bool):
     accelerator = Accelerator(cpu=True)
     accelerator.save_model(compiled, str(tmp_path / "model"))
     found = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
-    assert_equal(found, {k: t for k, t in expected.items() if k in found})
+    assert_same(found, {k: t for k, t in expected.items() if k in found})
     assert len(found) == len(expected) - is_tied
     prepared = accelerator.prepare(compiled)
     accelerator.save_state(str(tmp_path / "state"))
@@ -67,7 +68,7 @@ def test_accelerate_saves_and_loads_every_tensor(tmp_path: Path, is_tied: bool):
         for parameter in model.parameters():
             parameter.zero_()
     accelerator.load_state(str(tmp_path / "state"))
-    assert_equal(values(model), expected)
+    assert_same(values(model), expected)
     assert torch.equal(prepared(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
@@ -79,7 +80,7 @@ def test_safetensors_saves_a_compiled_model(tmp_path: Path, is_tied: bool):
         safetensors.torch.save_model(module, str(tmp_path / name))
         other = llama(is_tied=is_tied)
         safetensors.torch.load_model(other, str(tmp_path / name))
-        assert_equal(values(other), values(model))
+        assert_same(values(other), values(model))
 
 
 def test_torch_save_of_one_tensor_writes_that_tensor_alone():
@@ -96,7 +97,7 @@ def test_an_adapter_is_saved_alone(tmp_path: Path):
     assert saved_bytes(adapter) == saved_bytes({key: tensor.clone() for key, tensor in adapter.items()})
     model.save_pretrained(str(tmp_path / "peft"))
     found = safetensors.torch.load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    assert_equal({k: t for k, t in found.items()}, {k.replace(".default", ""): t for k, t in adapter.items()})
+    assert_same({k: t for k, t in found.items()}, {k.replace(".default", ""): t for k, t in adapter.items()})
 
 
 def test_memory_of_parameters_is_still_one_arena():

@@ -15,7 +15,8 @@ from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import megatrain
-from tests.tools.models import IDS, assert_equal, llama, values
+from tests.comparing import assert_same
+from tests.tools.models import IDS, llama, values
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
 
@@ -67,7 +68,7 @@ def test_a_hugging_face_trainer_gets_the_stock_runs_bits(tmp_path: Path, options
     compiled = streamed(llama())
     found = train(compiled, tmp_path, **options)
     assert found == expected
-    assert_equal(values(compiled), values(eager))
+    assert_same(values(compiled), values(eager))
     assert runs(compiled) > 3 * 2 * len(compiled.program.blocks) - 1
 
 
@@ -75,7 +76,7 @@ def test_a_trainers_checkpoint_is_a_folder_that_from_pretrained_reads(tmp_path: 
     compiled = streamed(llama(is_tied=True))
     train(compiled, tmp_path, save_strategy="steps", save_steps=3)
     again = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-3")
-    assert_equal(values(again), values(compiled))
+    assert_same(values(again), values(compiled))
 
 
 def test_a_tied_model_is_saved_by_a_trainer_and_resumed(tmp_path: Path):
@@ -83,7 +84,7 @@ def test_a_tied_model_is_saved_by_a_trainer_and_resumed(tmp_path: Path):
     eager = LlamaForCausalLM.from_pretrained(tmp_path / "stock" / "checkpoint-4")
     compiled = streamed(llama())
     train(compiled, tmp_path / "own", save_strategy="steps", save_steps=2, max_steps=4)
-    assert_equal(values(compiled), values(eager))
+    assert_same(values(compiled), values(eager))
 
 
 # -- adapters -------------------------------------------------------------------------------------------------------
@@ -119,12 +120,12 @@ def test_adapters_around_or_inside_a_compiled_model_train_as_in_eager(tmp_path: 
         model = adapted(compiled)
     assert three_steps(model) == expected
     assert runs(compiled)
-    assert_equal(values(model), values(eager))
+    assert_same(values(model), values(eager))
     with model.disable_adapter(), eager.disable_adapter():
         assert torch.equal(model(input_ids=IDS).logits, eager(input_ids=IDS).logits)
     model.save_pretrained(tmp_path)
     found = safetensors.torch.load_file(tmp_path / "adapter_model.safetensors")
-    assert_equal(found, {k.replace(".default", ""): t for k, t in values(eager).items() if "lora_" in k})
+    assert_same(found, {k.replace(".default", ""): t for k, t in values(eager).items() if "lora_" in k})
     again = PeftModel.from_pretrained(llama(), str(tmp_path))
     assert torch.equal(again(input_ids=IDS).logits, eager(input_ids=IDS).logits)
     merged = model.merge_and_unload()
@@ -155,6 +156,6 @@ def test_a_loop_with_accelerate_gets_the_stock_runs_bits(precision: str):
         assert isinstance(plain, LlamaForCausalLM)
         found.append((losses, values(plain), plain(input_ids=IDS).logits.detach()))
     assert all(map(torch.equal, found[0][0], found[1][0]))
-    assert_equal(found[1][1], found[0][1])
+    assert_same(found[1][1], found[0][1])
     assert torch.equal(found[0][2], found[1][2])
     assert runs(model)

@@ -14,15 +14,14 @@ from torch import nn
 from megatrain.passes.interpret import Code
 from megatrain.passes.pipeline import lower
 from megatrain.tracer.trace import trace
+from tests import captures
 from tests.models import MODELS, Attention, Stack
 from tests.tracer.parity import assert_same_step, eager_step, graph_step
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_capture_equals_eager(name: str):
-    model, args, kwargs = MODELS[name]()
-    traced = trace(model, args, kwargs)
-    assert_same_step(graph_step(traced, model, args, kwargs), eager_step(*MODELS[name]()))
+    assert_same_step(graph_step(captures.traced(name), *MODELS[name]()), eager_step(*MODELS[name]()))
 
 
 @pytest.mark.parametrize("name", ["gpt", "cnn", "torch_encoder", "llama_labels", "t5_labels", "ema_buffer", "lstm"])
@@ -95,7 +94,7 @@ def test_the_structure_of_the_output_is_rebuilt_around_new_tensors():
     tensors = [torch.full((1,), float(i)) for i in range(len(traced.outputs.placeholders))]
     first, second = traced.outputs.fill(tensors), traced.outputs.fill(tensors)
     assert type(first).__name__ == "Result"
-    assert type(first.extras["pair"]).__name__ == "Pair"
+    assert type(first.extras["pair"]).__name__ == "Duo"
     assert first.extras["pair"].first is first.logits is first.extras["list"][0] is tensors[0]
     assert first.extras["list"][1][1:] == ("name", 3)
     assert first.extras is not second.extras

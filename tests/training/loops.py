@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import megatrain
 from megatrain.device import find
 from megatrain.runtime.rng import RngState, micro_batch_seed
 from megatrain.runtime.streams.stream_set import Chaos
+from tests.comparing import assert_same, snapshot
 from tests.models import MODELS, Stack
 from tests.training.adapters import adapted_llama
 from tests.training.hazards import TRAP, hazardous
@@ -184,42 +184,6 @@ def eager_step(
     optimizer.step()
     model.zero_grad()
     return found, norm
-
-
-# -- comparing -----------------------------------------------------------------------------------------------
-
-
-def snapshot(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
-    """Everything that training changes, copied; the model's own objects, so nothing is completed by reading it."""
-    return {
-        "parameters": {name: p.detach().clone() for name, p in model.named_parameters()},
-        "buffers": {name: b.detach().clone() for name, b in model.named_buffers()},
-        "optimizers": [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers],
-        "generator": torch.get_rng_state(),
-    }
-
-
-def difference(one: Any, other: Any, path: str = "") -> str | None:
-    """Names the first place where two values differ by as much as a bit; the order of dictionaries doesn't count."""
-    if type(one) is not type(other):
-        return f"{path}: {type(one).__name__} against {type(other).__name__}"
-    if isinstance(one, torch.Tensor):
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            return f"{path}: {tuple(one.shape)} against {tuple(other.shape)}"
-        bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-        return None if torch.equal(*bits) else f"{path}: by {(one.double() - other.double()).abs().max():.2e}"
-    if not isinstance(one, dict | list | tuple):
-        return None if one == other else f"{path}: {one!r} against {other!r}"
-    ones, others = (v if isinstance(v, dict) else dict(enumerate(v)) for v in (one, other))
-    if ones.keys() != others.keys():
-        return f"{path}: only one has {sorted(map(str, ones.keys() ^ others.keys()))}"
-    found = (difference(ones[key], others[key], f"{path}/{key}") for key in ones)
-    return next((text for text in found if text is not None), None)
-
-
-def assert_same(expected: Any, found: Any, what: object = "") -> None:
-    text = difference(expected, found)
-    assert text is None, f"{what} {text}"
 
 
 # -- both sides ----------------------------------------------------------------------------------------------

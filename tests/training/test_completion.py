@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from megatrain.training.completion import Completion
-from tests.training.loops import Pair, assert_same, sgd, snapshot
+from tests.comparing import assert_same, snapshot
+from tests.training.loops import Pair, sgd
 
 
 class Owner:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.comparing import assert_same, snapshot
 from tests.interrupting import Lines
-from tests.training.loops import Pair, adamw, assert_same, sgd, snapshot
+from tests.training.loops import Pair, adamw, sgd
 
 WEIGHT = "layers.0.fc.weight"
 

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import megatrain
+from tests.comparing import assert_same, snapshot
 from tests.runtime.twins import seeded
-from tests.training.loops import Pair, adamw, assert_same, sgd, snapshot, stack_batch
+from tests.training.loops import Pair, adamw, sgd, stack_batch
 
 
 def test_a_hook_that_comes_while_updates_are_due_runs_from_the_next_step() -> None:

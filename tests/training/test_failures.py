@@ -16,9 +16,10 @@ import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.training.trainer import Running
+from tests.comparing import assert_same, snapshot
 from tests.threads import living
 from tests.training.hazards import TRAP, WIDTH, watched
-from tests.training.loops import MODES, Pair, assert_same, seeded, snapshot
+from tests.training.loops import MODES, Pair, seeded
 
 FAILING_MODES = ("overlap", "deferred", "serial_clipped")
 UNTIL = 300.0  # on a loaded machine

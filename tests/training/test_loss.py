@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import megatrain
-from tests.training.loops import MODES, Pair, adamw, assert_same, eager_step, gpt_batch, sgd, snapshot, stack_batch
+from tests.comparing import assert_same, snapshot
+from tests.training.loops import MODES, Pair, adamw, eager_step, gpt_batch, sgd, stack_batch
 
 
 def divided(result: Any, batch: Any) -> torch.Tensor:

@@ -15,21 +15,9 @@ import megatrain
 from megatrain.errors import ExecuteError, MegatrainError, OptimizerError, OptionError, ScheduleError
 from megatrain.runtime.stores.host_store import HostStore
 from megatrain.runtime.streams.stream_set import Chaos
+from tests.comparing import assert_same, snapshot
 from tests.models import MODELS
-from tests.training.loops import (
-    MODES,
-    TASKS,
-    Pair,
-    adamw,
-    assert_same,
-    eager_gradients,
-    ids,
-    labelled,
-    second,
-    sgd,
-    snapshot,
-    square,
-)
+from tests.training.loops import MODES, TASKS, Pair, adamw, eager_gradients, ids, labelled, second, sgd, square
 
 CHAOS = {"chaos": Chaos(seed=3, max_delay_s=0.0001)}
 

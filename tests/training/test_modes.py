@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatrain
-from tests.optim.reference import assert_same_bits
+from tests.comparing import assert_same_bits
 from tests.runtime.twins import seeded
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {

@@ -10,8 +10,9 @@ import torch
 
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.stream_set import Chaos
+from tests.comparing import assert_same, snapshot
 from tests.training.hazards import WIDTH
-from tests.training.loops import Pair, adamw, assert_same, eager_gradients, seeded, sgd, snapshot
+from tests.training.loops import Pair, adamw, eager_gradients, seeded, sgd
 
 MODES = [
     pytest.param({"overlap": overlap, "max_grad_norm": norm}, id=f"{'overlap' if overlap else 'serial'}-{norm}")

@@ -11,7 +11,8 @@ from torch import nn
 
 import megatrain
 from megatrain.runtime.streams.stream_set import Chaos
-from tests.training.loops import MODES, TASKS, adamw, assert_same, eager_step, fresh, sgd, snapshot
+from tests.comparing import assert_same, snapshot
+from tests.training.loops import MODES, TASKS, adamw, eager_step, fresh, sgd
 
 STEPS = 20
 

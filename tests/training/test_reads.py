@@ -15,19 +15,8 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
-from tests.training.loops import (
-    MODES,
-    TASKS,
-    Pair,
-    adamw,
-    assert_same,
-    eager_step,
-    fresh,
-    own_loss,
-    sgd,
-    snapshot,
-    square,
-)
+from tests.comparing import assert_same, snapshot
+from tests.training.loops import MODES, TASKS, Pair, adamw, eager_step, fresh, own_loss, sgd, square
 
 TASK = TASKS["hazardous"]
 WEIGHT = "layers.0.fc.weight"

@@ -18,9 +18,10 @@ import torch
 import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.turn import Turn
+from tests.comparing import assert_same, snapshot
 from tests.interrupting import Lines
 from tests.training.hazards import TRAP
-from tests.training.loops import MODES, Pair, adamw, assert_same, sgd, snapshot, stack_batch
+from tests.training.loops import MODES, Pair, adamw, sgd, stack_batch
 
 KINDS = ("register_hook", "register_post_accumulate_grad_hook")
 UNTIL = 20.0

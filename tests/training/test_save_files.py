@@ -17,6 +17,8 @@ from tests.models import MODELS
 from tests.saving.training import refusal, same
 from tests.training.resuming import BF16, CASES, CLIP, PARKED, Case, Run, labelled, tokens
 
+pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
+
 TRAINED: dict[str, Case] = {
     "tied": Case(MODELS["gpt_loss"], tokens, step=(CLIP, CLIP)),
     "buffers": CASES["cnn-sgd"],

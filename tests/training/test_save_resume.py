@@ -13,6 +13,8 @@ import torch
 
 from tests.training.resuming import CASES, STEPS_BEFORE, Run, after, differences
 
+pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
+
 ROOT = Path(__file__).parents[2]
 NARROW = [name for name in CASES if name.startswith(("bf16", "rounded"))]
 # As few fresh processes as share the work well.

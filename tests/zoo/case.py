@@ -26,7 +26,7 @@ class Case:
         needs: Packages beyond transformers; without them the case is skipped.
         refused: Part of the reason with which megatrain refuses the model, where that is right.
         optimizer: Name of a class in torch.optim.
-        fast: Runs in the ordinary tests too.
+        fast: Runs in the ordinary tests too; for what `tests.models` has no model of, in no mode of its tests.
     """
 
     name: str
@@ -67,6 +67,11 @@ def from_config(model: str, config: Mapping[str, Any] | Callable[[Any], Any]) ->
     cls = getattr(transformers, model)
     made = config(transformers) if callable(config) else cls.config_class(**config)
     return cls(made).train()
+
+
+def varied(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that models have in common, with the changes of one; None drops a setting."""
+    return {key: value for key, value in {**settings, **changes}.items() if value is not None}
 
 
 def tokens(

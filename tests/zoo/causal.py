@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo.case import Family, Sample, from_config, tokens
+from tests.zoo.case import Family, Sample, from_config, tokens, varied
 
 ZOO = Family("causal")
 
@@ -30,14 +30,13 @@ ROTARY = {"rope_theta": 10000.0, "rope_type": "default"}
 
 def causal(name: str, family: str, *, fast: bool = False, inputs: Any = None, **changes: Any) -> None:
     """Adds `<family>ForCausalLM` with the common tiny settings and changes to them; None drops a setting."""
-    settings = {k: v for k, v in (DECODER | changes).items() if v is not None}
     model = family if family.endswith("Model") else f"{family}ForCausalLM"
-    ZOO.transformers(name, model, settings, inputs or tokens(mask="ones"), fast=fast)
+    ZOO.transformers(name, model, varied(DECODER, changes), inputs or tokens(mask="ones"), fast=fast)
 
 
 causal("llama", "Llama", fast=True)
 causal("llama_nomask", "Llama", inputs=tokens())
-causal("llama_pad", "Llama", inputs=tokens(mask="padded"), fast=True)
+causal("llama_pad", "Llama", inputs=tokens(mask="padded"))
 causal("llama_cache", "Llama", use_cache=None, inputs=tokens())
 causal("llama_hs", "Llama", inputs=tokens(output_hidden_states=True))
 causal("llama_attentions", "Llama", attn_implementation="eager", inputs=tokens(output_attentions=True))
@@ -70,7 +69,6 @@ causal(
     n_head=2,
     n_positions=32,
     attention_dropout=None,
-    fast=True,
 )
 causal("opt", "OPT", hidden_size=16, ffn_dim=24, word_embed_proj_dim=16, dropout=0.1, layerdrop=0.0)
 causal("opt_layerdrop", "OPT", hidden_size=16, ffn_dim=24, word_embed_proj_dim=16, dropout=0.1, layerdrop=0.3)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo.case import Family, Inputs, Sample, from_config, tokens
+from tests.zoo.case import Family, Inputs, Sample, from_config, tokens, varied
 
 ZOO = Family("encoders")
 
@@ -26,11 +26,10 @@ ENCODER: dict[str, Any] = {
 
 def encoder(name: str, model: str, *, fast: bool = False, inputs: Inputs | None = None, **changes: Any) -> None:
     """Adds a model with the common tiny settings and changes to them; None drops a setting."""
-    settings = {k: v for k, v in (ENCODER | changes).items() if v is not None}
-    ZOO.transformers(name, model, settings, inputs or tokens(mask="padded"), fast=fast)
+    ZOO.transformers(name, model, varied(ENCODER, changes), inputs or tokens(mask="padded"), fast=fast)
 
 
-encoder("bert", "BertForMaskedLM", fast=True)
+encoder("bert", "BertForMaskedLM")
 encoder("bert_eager_attention", "BertForMaskedLM", attn_implementation="eager", inputs=tokens(output_attentions=True))
 encoder("bert_pooled", "BertModel", inputs=tokens(labels=False))
 encoder("roberta", "RobertaForMaskedLM", pad_token_id=1)
@@ -125,7 +124,7 @@ REFORMER = ENCODER | dict(
 
 def _reformer() -> nn.Module:
     """A Reformer that seeds itself with the same numbers at each run, not by the clock."""
-    model: Any = from_config("ReformerModelWithLMHead", {k: v for k, v in REFORMER.items() if v is not None})
+    model: Any = from_config("ReformerModelWithLMHead", varied(REFORMER, {}))
     for layer in model.reformer.encoder.layers:
         for name in ("attention_seed", "feed_forward_seed"):
             setattr(layer, f"_init_{name}", functools.partial(_reseed, layer, name))

@@ -71,7 +71,7 @@ def _gpt_inputs(_: int) -> Sample:
     return (tokens,), {"targets": tokens.roll(-1, 1)}
 
 
-ZOO.add("mygpt", Gpt, _gpt_inputs, fast=True)
+ZOO.add("mygpt", Gpt, _gpt_inputs)
 ZOO.add("resnet", Cnn, normal((2, 3, 8, 8)), fast=True)
 
 

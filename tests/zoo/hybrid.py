@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.zoo.case import Family, Inputs, tokens
+from tests.zoo.case import Family, Inputs, tokens, varied
 from tests.zoo.causal import DECODER
 
 ZOO = Family("hybrid")
@@ -15,8 +15,7 @@ ROUTED = tokens(mask="ones", output_router_logits=True)
 
 def hybrid(name: str, model: str, *, inputs: Inputs = TEXT, fast: bool = False, **changes: Any) -> None:
     """Adds a model with the decoders' tiny settings; None drops one."""
-    settings = {k: v for k, v in (DECODER | changes).items() if v is not None}
-    ZOO.transformers(name, model, settings, inputs, fast=fast)
+    ZOO.transformers(name, model, varied(DECODER, changes), inputs, fast=fast)
 
 
 LINEAR: dict[str, Any] = {"linear_conv_kernel_dim": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.zoo.case import Family, tokens
+from tests.zoo.case import Family, tokens, varied
 from tests.zoo.causal import DECODER
 
 ZOO = Family("moe")
@@ -24,8 +24,7 @@ QWEN: dict[str, Any] = {
 
 def moe(name: str, family: str, *, inputs: Any = ROUTED, fast: bool = False, **changes: Any) -> None:
     """Adds `<family>ForCausalLM`; the router's logits are returned, so that its loss is part of the model's."""
-    settings = {k: v for k, v in (DECODER | changes).items() if v is not None}
-    ZOO.transformers(name, f"{family}ForCausalLM", settings, inputs, fast=fast)
+    ZOO.transformers(name, f"{family}ForCausalLM", varied(DECODER, changes), inputs, fast=fast)
 
 
 moe("mixtral", "Mixtral", **MIXTRAL)

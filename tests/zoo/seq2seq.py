@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.zoo.case import Family, Inputs, seq2seq
+from tests.zoo.case import Family, Inputs, seq2seq, varied
 
 ZOO = Family("seq2seq")
 
@@ -44,14 +44,12 @@ TEXT = seq2seq()
 
 def t5(name: str, model: str, *, inputs: Inputs = TEXT, fast: bool = False, **changes: Any) -> None:
     """Adds a model with T5's tiny settings."""
-    settings = {k: v for k, v in (T5 | changes).items() if v is not None}
-    ZOO.transformers(name, model, settings, inputs, fast=fast)
+    ZOO.transformers(name, model, varied(T5, changes), inputs, fast=fast)
 
 
 def bart(name: str, model: str, *, inputs: Inputs = TEXT, fast: bool = False, **changes: Any) -> None:
     """Adds a model with BART's tiny settings."""
-    settings = {k: v for k, v in (BART | changes).items() if v is not None}
-    ZOO.transformers(name, model, settings, inputs, fast=fast)
+    ZOO.transformers(name, model, varied(BART, changes), inputs, fast=fast)
 
 
 t5("t5", "T5ForConditionalGeneration", fast=True)

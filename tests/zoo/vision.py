@@ -30,7 +30,7 @@ def vision(name: str, model: str, inputs: Inputs, *, fast: bool = False, **setti
     ZOO.transformers(name, model, settings, inputs, fast=fast)
 
 
-vision("vit", "ViTForImageClassification", SMALL, **VIT, **CLASSES, fast=True)
+vision("vit", "ViTForImageClassification", SMALL, **VIT, **CLASSES)
 vision("vit_masked", "ViTForMaskedImageModeling", lambda step: (
     (), pictures()(step)[1] | {"bool_masked_pos": torch.rand(2, 4) < 0.5}), **VIT, encoder_stride=4)  # fmt: skip
 vision("vit_mae", "ViTMAEForPreTraining", pictures(), **VIT, decoder_num_attention_heads=2, decoder_hidden_size=16,

@@ -14,9 +14,9 @@ import megatrain
 from megatrain.errors import TraceError
 from megatrain.optim.masters import halves, narrow_model
 from megatrain.optim.masters.narrow_tensor import Narrowed
+from tests.comparing import assert_same_bits
 from tests.gradients import grad_of
 from tests.interrupting import Lines
-from tests.optim.reference import assert_same_bits
 
 FILES = ("optim/masters/narrow_model.py", "optim/masters/narrow_tensor.py")
 KINDS = ("exact", "rounded")

@@ -17,8 +17,9 @@ from megatrain.optim.block_update import MasterStep
 from megatrain.optim.fast.adamw import AdamWOptions, Moments, adamw_, native_reason
 from megatrain.optim.masters.halves import RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.saving import load, save
+from tests.comparing import assert_same_bits
 from tests.models import Gpt
-from tests.optim.reference import MAKERS, Loop, assert_same_bits, values_of
+from tests.optim.reference import MAKERS, Loop, values_of
 from tests.runtime.twins import seeded
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

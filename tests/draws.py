@@ -1,0 +1,13 @@
+"""How many examples a hypothesis test draws: a quarter of its number in `make test`, all of them in `make seeds`.
+
+The profile decides, in tests/conftest.py: its `max_examples` is a percentage.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+
+def draws(count: int) -> settings:
+    """Decorates a test that is to draw `count` examples where there is time for all of them."""
+    return settings(max_examples=max(1, count * settings().max_examples // 100))
