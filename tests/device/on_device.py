@@ -94,13 +94,3 @@ def eager_copy(model: nn.Module) -> nn.Module:
 def compiled_copy(model: nn.Module, **options: Any) -> tuple[megatrain.CompiledModule, nn.Module]:
     streamed = copy.deepcopy(model)
     return megatrain.compile(streamed, device=DEVICE, **options), streamed
-
-
-def assert_equal(
-    expected: Sequence[Sequence[torch.Tensor]], found: Sequence[Sequence[torch.Tensor]], what: str
-) -> None:
-    """Bit for bit, but NaN equals NaN."""
-    for step, (lefts, rights) in enumerate(zip(expected, found, strict=True)):
-        for index, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-            assert (left.shape, left.dtype) == (right.shape, right.dtype)
-            assert torch.equal(left.nan_to_num(), right.nan_to_num()), f"{what}: tensor {index} of step {step} differs"
