@@ -20,6 +20,7 @@ class Accelerator(Device):
     """
 
     repeats_itself = False  # kernels with atomic additions sum in another order each time
+    launching_threads = 3  # the caller's, autograd's, and one for both transfers, which mostly sleep
 
     def __init__(self, kind: str, index: int | None = None) -> None:
         if index is None:

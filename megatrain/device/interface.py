@@ -61,11 +61,14 @@ class Device:
             may stay where they are made. False where every block's weights must be copied into a slot.
         alignment: The first byte that `allocate` gives lies at a multiple of so many bytes.
         repeats_itself: Two eager runs of the same step, with the same random numbers, have the same bits.
+        launching_threads: Threads that launch work and transfers at the same time as the host updates parameters.
+            Updates leave each a processor.
     """
 
     can_bind: bool = False
     alignment: int = 256
     repeats_itself: bool = True
+    launching_threads: int = 1
 
     def __init__(self, torch_device: torch.device, kind: str | None = None) -> None:
         self.torch_device = torch_device
@@ -98,7 +101,10 @@ class Device:
         raise AssertionError(f"{self} has no streams")
 
     def synchronize(self) -> None:
-        """Blocks the host until the calling thread's current stream has done all its work."""
+        """Blocks the host until the calling thread's current stream has done all its work; asleep, if the device can.
+
+        A thread that spins instead takes a processor from those that launch work.
+        """
         stream = self.current_stream()
         if stream is not None:
             stream.synchronize()

@@ -14,7 +14,8 @@ from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.interrupts import Interrupts
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.impostor import Optimizer
-from megatrain.optim.updates import Updates, update_threads
+from megatrain.optim.processors import update_threads
+from megatrain.optim.updates import Updates
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.schedule import Schedule
@@ -87,8 +88,8 @@ class Setup:
     def threads(self) -> int:
         """How many threads the work of the host takes."""
         # On the CPU sums must be split as the caller's own are, to have the same bits.
-        is_host = self._compiled.options.device.is_host
-        return torch.get_num_threads() if is_host else update_threads()
+        device = self._compiled.options.device
+        return torch.get_num_threads() if device.is_host else update_threads(device.launching_threads)
 
     @property
     def is_due(self) -> bool:
