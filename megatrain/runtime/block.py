@@ -113,13 +113,13 @@ class BlockRunner:
             outputs = self._run(leaves)
         return tuple(t.detach() for t in outputs)
 
-    def _run(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _run(self, arguments: Sequence[torch.Tensor], *, is_checked: bool = True) -> tuple[torch.Tensor, ...]:
         """Runs the code and compares the shapes of its outputs, because a shape may depend on values.
 
         Raises:
             GuardFailedError: If a shape differs: this call needs another capture.
         """
-        outputs = self._code(arguments)
+        outputs = self._code(arguments, is_checked=is_checked)
         for tensor, (name, shape) in zip(outputs, self._ends, strict=True):
             if tensor.shape != shape:
                 raise GuardFailedError(f"`{name}` has the shape {list(shape)}", str(list(tensor.shape)), ("",))
@@ -138,6 +138,8 @@ class BlockRunner:
         needs_grad: Sequence[bool],
         is_carried: Sequence[bool],
         read_state: StateReader,
+        *,
+        is_checked: bool = True,
     ) -> LocalGraph:
         """Runs the code under autograd, from fresh leaves.
 
@@ -147,6 +149,7 @@ class BlockRunner:
             needs_grad: One per input and then one per state tensor.
             is_carried: One per input: whether later blocks may leave it a gradient.
             read_state: Returns the block's state again when its backward runs, wherever it lies by then.
+            is_checked: See `Code`.
         """
         is_own = any(call.needs_own_state for call in self._code.opaque)
         state = [t.clone() for t in state] if is_own else state
@@ -154,7 +157,7 @@ class BlockRunner:
         with torch.enable_grad(), self._device.without_autocast():
             saved: list[weakref.ref[torch.Tensor]] = []
             with nullcontext() if is_own else rebound_state(leaves[len(inputs) :], read_state, saved):
-                outputs = self._run(leaves)
+                outputs = self._run(leaves, is_checked=is_checked)
             own = leaves[: len(inputs)]
             carries = [
                 torch.ops.aten.alias.default(t) if c and t.requires_grad else None

@@ -124,11 +124,9 @@ class Setup:
         """
         own = [untrained(self._compiled.model, batch) for batch in batches]
         arguments = [self._compiled.cast(given) for given in own]
-        variants: list[Variant] = []
-        for given, unfit in zip(arguments, failed, strict=True):
-            if self._compiled.known_variant(given, unfit) is None:
-                self.complete()  # a capture may read the parameters
-            variants.append(self._compiled.variant_for(given, unfit))
+        pairs = zip(arguments, failed, strict=True)
+        # A capture may read the parameters.
+        variants = [self._compiled.variant_for(given, unfit, before_capture=self.complete) for given, unfit in pairs]
         programs, kind = [variant.program for variant in variants], self._kind(len(variants))
         return Setting(batches, own, arguments, variants, kind, self._tables.schedule(programs, kind))
 
