@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -82,28 +82,15 @@ class Accelerator(Device):
         """Sets the state of this device's generator."""
         self._module.set_rng_state(state, self.torch_device)
 
-    def generator_states(self) -> list[torch.Tensor] | None:
-        """By the module's own call for all devices; by that for one, where there is one."""
-        module = self._module
-        if hasattr(module, "get_rng_state_all"):
-            return list(module.get_rng_state_all())
-        if hasattr(module, "get_rng_state") and torch.accelerator.device_count() == 1:
-            return [module.get_rng_state()]
-        return None
+    def seeded_state(self, seed: int) -> torch.Tensor:
+        """From a generator that nobody else draws from."""
+        return torch.Generator(self.torch_device).manual_seed(seed).get_state()
 
-    def set_generator_states(self, states: Sequence[torch.Tensor]) -> None:
-        """The reverse of `generator_states`."""
-        module = self._module
-        if hasattr(module, "set_rng_state_all"):
-            module.set_rng_state_all(states)
-        else:
-            module.set_rng_state(states[0])
-
-    @contextmanager
-    def kept_generators(self) -> Generator[None]:
-        """Puts torch's generator on the CPU back as well."""
-        with torch.random.fork_rng(range(torch.accelerator.device_count()), device_type=self.kind):
-            yield
+    @property
+    def is_initialized(self) -> bool:
+        """Asks the module, if it can tell."""
+        ask = getattr(self._module, "is_initialized", None)
+        return ask is None or bool(ask())
 
     # -- modes -----------------------------------------------------------------------------------------------
 

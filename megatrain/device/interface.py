@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import psutil
@@ -169,17 +169,14 @@ class Device:
         """Sets its generator to a state that `generator_state` returned."""
         raise AssertionError(f"{self} draws from torch's generator on the CPU")
 
-    def generator_states(self) -> list[torch.Tensor] | None:
-        """The states of all devices of its kind in this process, in order; None if they can't be told."""
-        return []
+    def seeded_state(self, seed: int) -> torch.Tensor | None:
+        """The state that `torch.manual_seed(seed)` would give its generator, which stays as it is; None as above."""
+        return None
 
-    def set_generator_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Sets the generators of all devices of its kind to states from `generator_states`."""
-
-    @contextmanager
-    def kept_generators(self) -> Generator[None]:
-        """Puts the generators of all devices of its kind back after the body."""
-        yield
+    @property
+    def is_initialized(self) -> bool:
+        """Whether this process uses it already: before, nothing was drawn, and to ask for a state would take memory."""
+        return True
 
     # -- modes -----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ from megatrain.checks import Rule, checked, function
 from megatrain.device.accelerator import Accelerator
 from megatrain.device.cpu import Cpu
 from megatrain.device.cuda import Cuda
-from megatrain.device.interface import Device
+from megatrain.device.interface import Device, is_on_host
 from megatrain.errors import OptionError
 
 HOST: Device = Cpu()
@@ -84,6 +84,11 @@ def present_accelerator() -> Device | None:
     """The accelerator that this machine has, the current one if there are several; None without any."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else find(found)
+
+
+def used_device(tensors: Iterable[torch.Tensor]) -> Device:
+    """The device of the first tensor that an accelerator holds; the host if there is none."""
+    return find(next((t.device for t in tensors if not (is_on_host(t) or t.is_meta)), HOST.torch_device))
 
 
 def autocast_kinds() -> tuple[str, ...]:
