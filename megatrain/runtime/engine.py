@@ -17,6 +17,7 @@ from megatrain.memory.block_image import image, state_image
 from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
 from megatrain.runtime.block import BlockRunner
+from megatrain.runtime.stores.buffer_copies import BufferCopies
 from megatrain.runtime.stores.device_arena import DeviceArena, Meter
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
 from megatrain.runtime.stores.parks import ParkPool
@@ -77,6 +78,7 @@ class Engine:
         self.arena = DeviceArena(self.device)
         self.store: HostStore | None = None
         self.parks = ParkPool(self.device)
+        self.buffers = BufferCopies(self.device)
         # The call whose forward last used the slots; only its backward may find weights in them.
         self._slot_owner: weakref.ref[Any] | None = None
         self.turn = turn or Turn()
