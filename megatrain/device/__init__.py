@@ -10,7 +10,16 @@ from megatrain.device.accelerator import Accelerator
 from megatrain.device.cpu import Cpu
 from megatrain.device.cuda import Cuda
 from megatrain.device.interface import Device, DeviceEvent, DeviceStream, Memory, is_on_host, is_same_kind
-from megatrain.device.kinds import HOST, autocast_kinds, find, present_accelerator, register, unregister, used_device
+from megatrain.device.kinds import (
+    HOST,
+    autocast_kinds,
+    find,
+    present_accelerator,
+    register,
+    unregister,
+    usable,
+    used_device,
+)
 
 __all__ = [
     "HOST",
@@ -28,5 +37,6 @@ __all__ = [
     "present_accelerator",
     "register",
     "unregister",
+    "usable",
     "used_device",
 ]

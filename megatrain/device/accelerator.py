@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -30,6 +30,28 @@ class Accelerator(Device):
     @property
     def _module(self) -> Any:
         return torch.get_device_module(self.torch_device)
+
+    def lacking(self) -> Sequence[str]:
+        """Tries everything once: of an interface that is generic, each backend has some part."""
+        attempts: Sequence[tuple[str, Callable[[], object]]] = (
+            ("streams", self.new_stream),
+            ("events", self._try_event),
+            ("copies that don't block the host", self._try_copy),
+            ("the size of its free memory", self.memory),
+            ("the state of its random generator", lambda: self.set_generator_state(self.generator_state())),
+        )
+        return [what for what, attempt in attempts if _fails(attempt)]
+
+    def _try_event(self) -> None:
+        event = self.new_stream().record_event()
+        stream = self.current_stream()
+        stream.wait_event(event)
+        self.enter(stream)
+        event.synchronize()
+
+    def _try_copy(self) -> None:
+        self.copy(self.allocate(1), torch.zeros(1, dtype=torch.uint8))
+        self.synchronize()
 
     # -- streams and copies ----------------------------------------------------------------------------------
 
@@ -60,8 +82,9 @@ class Accelerator(Device):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def memory(self) -> Memory:
-        """The figures of the driver."""
-        free, total = self._module.mem_get_info(self.torch_device)
+        """The figures of the driver, from the device's own module or, where it has none, from torch's generic one."""
+        ask = getattr(self._module, "mem_get_info", None) or torch.accelerator.get_memory_info
+        free, total = ask(self.torch_device)
         return Memory(free, total)
 
     def peak_bytes(self) -> int:
@@ -104,3 +127,11 @@ class Accelerator(Device):
         """Switches both off."""
         with torch.autocast("cpu", enabled=False), torch.autocast(self.torch_device.type, enabled=False):
             yield
+
+
+def _fails(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except (AttributeError, TypeError, RuntimeError):
+        return True
+    return False

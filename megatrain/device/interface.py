@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -85,6 +85,10 @@ class Device:
     def is_host(self) -> bool:
         """Whether its tensors are ordinary tensors of the host: they take host memory, and the host's cores compute."""
         return is_on_host(self.torch_device)
+
+    def lacking(self) -> Sequence[str]:
+        """Lists what it lacks of all that a run asks of a device, in words; `compile` refuses such a device."""
+        return ()
 
     # -- streams and copies ----------------------------------------------------------------------------------
 

@@ -65,19 +65,38 @@ def unregister(kind: str) -> None:
 
 
 def find(given: Device | torch.device | str | int | None) -> Device:
-    """Returns the device of a name; None means the accelerator if there is one, else the CPU.
+    """Returns the device of a name; None means the accelerator if there is one that lacks nothing, else the CPU.
 
-    An accelerator without a number is the current one of its kind. `find` doesn't check that the device exists.
+    An accelerator without a number is the current one of its kind. `find` doesn't check that a named device exists.
 
     Raises:
         RuntimeError: If torch has no device of that name.
     """
     if given is None:
-        return present_accelerator() or HOST
+        present = present_accelerator()
+        return HOST if present is None or present.lacking() else present
     if isinstance(given, Device):
         return given
     kind, index = _named(given)
     return _makers.get(kind, partial(Accelerator, kind))(index)
+
+
+def usable(given: Device | torch.device | str | None) -> Device:
+    """Returns the device of a name, as `find`, for a run.
+
+    Raises:
+        OptionError: If it lacks something that a run needs.
+    """
+    found = find(given)
+    missing = found.lacking()
+    if missing:
+        raise OptionError(
+            f"device {found} lacks {', '.join(missing)}.\n"
+            "  A run copies weights while it computes, within the free memory of the device, and repeats random "
+            "numbers.\n"
+            '  Use device="cpu", a CUDA device, or another accelerator for which torch has these.'
+        )
+    return found
 
 
 def present_accelerator() -> Device | None:

@@ -12,8 +12,8 @@ from megatrain.memory.control_groups import control_groups
 def update_threads(leave: int = 1, root: Path = Path("/")) -> int:
     """Returns how many threads updates take: as many as this process has processors, less those left to others.
 
-    Inside a container the process may see all processors of the machine, and get the time of a few. Whoever starts more
-    threads is stopped until the next period, with the threads that launch the device's work.
+    Inside a container the process may see all processors of the machine, and get the time of a few. A process with more
+    threads is stopped until the next period, and with it those that launch the device's work.
 
     Args:
         leave: Processors left to the threads that launch and transfer; at most half of all are left.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatrain.checks import Rule, checked, optional
-from megatrain.device import Device, find, is_on_host
+from megatrain.device import Device, is_on_host, usable
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import image, state_image
 from megatrain.passes.dedup import template_key
@@ -71,7 +71,7 @@ class Engine:
         self.tensors: dict[str, torch.Tensor] = {}
         self._holders: list[tuple[Mapping[str, torch.Tensor | None], str, str]] = []
         self._has_replaced = False
-        self.device = find(device)
+        self.device = usable(device)
         self._recording = recording
         self.set_chaos(chaos)
         self.meter = Meter()
