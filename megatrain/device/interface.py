@@ -194,6 +194,11 @@ class Device:
         return torch.autocast(self.torch_device.type, enabled=False)
 
 
+def is_late(error: BaseException) -> bool:
+    """Tells whether an error is a device's own, of work that may have been issued long before it was raised."""
+    return isinstance(error, torch.AcceleratorError)
+
+
 def is_on_host(place: torch.Tensor | torch.device) -> bool:
     """Tells whether a tensor is in host memory, as a tensor of the CPU."""
     device = place.device if isinstance(place, torch.Tensor) else place

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
+from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Template
 from megatrain.runtime.call_start import version
@@ -69,10 +70,15 @@ class LocalGraph:
         leaves = [t for t in everything if t.requires_grad]
         if not pairs or not leaves:
             return [None] * len(self.inputs), [None] * len(self.state)
-        found = torch.autograd.grad(
-            [root for root, _ in pairs], leaves, [gradient for _, gradient in pairs], allow_unused=True
+        found: list[torch.Tensor | None] = list(
+            torch.autograd.grad(
+                [root for root, _ in pairs], leaves, [gradient for _, gradient in pairs], allow_unused=True
+            )
         )
-        rest = iter(map(_compact, found))
+        num_inputs = sum(t.requires_grad for t in self.inputs)
+        for index, leaf in enumerate(leaves):  # each copy takes the place of the original at once
+            found[index] = _compact(found[index]) if index < num_inputs else _as_stored(found[index], leaf)
+        rest = iter(found)
         gradients = [next(rest) if t.requires_grad else None for t in everything]
         return gradients[: len(self.inputs)], gradients[len(self.inputs) :]
 
@@ -226,6 +232,13 @@ def _compact(gradient: torch.Tensor | None) -> torch.Tensor | None:
     if gradient is None or gradient.layout != torch.strided:
         return gradient
     return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
+
+
+def _as_stored(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Gives a parameter's gradient its strides here, as autograd does: a transfer would take memory for that."""
+    if gradient is None or gradient.dtype != parameter.dtype or has_strides_of(gradient, parameter):
+        return _compact(gradient)
+    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
 
 def _refuse_unpack(_: Any) -> torch.Tensor:

@@ -31,7 +31,7 @@ def generators_now(device: Device | torch.device | str | None = None) -> dict[st
     """Reads torch's generators, of the CPU and of the compute device, Python's and NumPy's.
 
     Args:
-        device: The compute device, as in `compile`; None takes the accelerator if there is one, else the CPU.
+        device: The compute device, as in `compile`; None takes the same.
     """
     target = find(device)
     own = target.generator_state()

@@ -16,6 +16,7 @@ from megatrain.demo.course import Course
 from megatrain.demo.demonstrate import demonstrate
 from megatrain.device import Accelerator, Cuda, find, register, unregister
 from megatrain.errors import OptionError
+from megatrain.saving import generators_now
 from tests.test_demo import TINY
 
 
@@ -51,7 +52,7 @@ def test_mps_is_refused_in_words_and_the_cpu_is_the_default():
     compiled = megatrain.compile(nn.Linear(2, 2))
     assert str(compiled.megatrain.options.device) == "cpu"
     compiled(torch.ones(1, 2)).sum().backward()
-    assert megatrain.saving.generators_now()["device"] is None
+    assert generators_now()["device"] is None
 
 
 @pytest.mark.usefixtures("mps")

@@ -27,8 +27,7 @@ def batches(name: str, number: int, count: int) -> list[Any]:
     return [on_device(TASKS[name].batch(10 * number + i, 2)) for i in range(count)]
 
 
-def stepping(name: str, mode: str, model: nn.Module | None = None, **options: Any) -> Any:
-    model = TASKS[name].build() if model is None else model
+def stepping(name: str, mode: str, model: nn.Module, **options: Any) -> tuple[nn.Module, megatrain.TrainStep]:
     compiled = megatrain.compile(model, device="sim", memory="8MiB", activations="offload")
     return model, megatrain.TrainStep(compiled, adamw(model), loss=TASKS[name].loss, **options, **MODES[mode])
 
@@ -40,7 +39,7 @@ def on_launching_threads(found: list[Synchronization]) -> list[str]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "count"), [("gpt", 1), ("llama", 2), ("cnn", 1), ("cnn", 3)])
 def test_the_launching_thread_waits_at_the_end_alone(sim: Simulator, name: str, count: int, mode: str):
-    _, step = stepping(name, mode)
+    _, step = stepping(name, mode, TASKS[name].build())
     for number in range(2):
         step(batches(name, number, count))
     given = batches(name, 2, count)
