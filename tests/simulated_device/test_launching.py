@@ -53,6 +53,57 @@ def test_the_launching_thread_waits_at_the_end_alone(sim: Simulator, name: str, 
     assert not any("run.py" in wait or "call.py" in wait for wait in waits)
 
 
+def num_labels(batch: Any) -> torch.Tensor:
+    return (batch["labels"] > 5).sum()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_on_the_device_are_not_waited_for(sim: Simulator, mode: str):
+    def on_host(batch: Any) -> int:
+        return int(num_labels(batch))
+
+    begun, found = TASKS["llama"].build(), list[Any]()
+    for weight in (num_labels, on_host):
+        model, step = stepping("llama", mode, copy.deepcopy(begun), weight=weight)
+        torch.manual_seed(3)
+        result = [step(batches("llama", number, 3)).item() for number in range(2)]
+        given = batches("llama", 2, 3)
+        with sim.synchronizations() as waits:
+            loss = step(given)
+        assert len(on_launching_threads(waits)) == (0 if weight is num_labels else 3)
+        step.flush()
+        found.append(([*result, loss.item()], [p.detach().clone() for p in model.parameters()]))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("mode", "counts"),
+    [*((mode, (NAN, 1.0)) for mode in MODES), *(("overlap", one) for one in ((0.0, 0.0), (-1.0, 2.0)))],
+)
+def test_wrong_weights_on_the_device_are_refused_and_leave_no_trace(
+    sim: Simulator, mode: str, counts: tuple[float, float]
+):
+    rest: list[float] = []
+    model, step = stepping(
+        "llama", mode, TASKS["llama"].build(), weight=lambda batch: torch.full((), rest.pop(0), device="sim")
+    )
+    rest[:] = [1.0, 2.0]
+    step(batches("llama", 0, 2))
+    step.flush()
+    before = [p.detach().clone() for p in model.parameters()]
+    rest[:] = counts
+    with pytest.raises(megatrain.OptionError, match=r"^weight= counts the micro-batches as"):
+        step(batches("llama", 1, 2))
+    assert step.progress.count == 1
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    rest[:] = [1.0, 0.0]
+    step(batches("llama", 2, 2))
+
+
 @pytest.mark.parametrize("mode", ["overlap", "deferred"])
 def test_buffers_have_the_same_bits_in_any_order_of_the_streams(sim: Simulator, mode: str):
     found: list[dict[str, torch.Tensor]] = []
