@@ -39,6 +39,10 @@ class CheckpointError(MegatrainError):
     """A checkpoint of training can't be written, is damaged, or doesn't fit the objects that it is read into."""
 
 
+class ResumeWarning(UserWarning):
+    """A training goes on where its random numbers can't: on another kind of device than it was saved from."""
+
+
 class ScheduleError(MegatrainError):
     """A schedule doesn't fit into the given memory, can't be read, or isn't safe."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatrain.checks import PATHS, Rule, one_of, optional
-from megatrain.device import Device, find
+from megatrain.device import Device, usable
 from megatrain.errors import OptionError
 from megatrain.files.replace import present
 from megatrain.files.weight_files import WeightFiles, read_paths
@@ -85,9 +85,9 @@ class Options:
         """Resolves the options of `compile`; each option has been checked alone.
 
         Raises:
-            OptionError: If two of them exclude each other, or the device isn't there.
+            OptionError: If two of them exclude each other, or the device lacks something.
         """
-        target = find(device)
+        target = usable(device)
         if masters == "rounded" and precision != "bf16":
             raise OptionError(
                 'masters="rounded" needs precision="bf16".\n'

@@ -163,23 +163,23 @@ class Compiled:
         with self._turn.hold(what, in_child=in_child), ordinary_tensors(), explained(self._masters):
             yield
 
-    def known_variant(self, arguments: Arguments, failed: Mapping[Variant, str]) -> Variant | None:
-        """Returns the variant for a call if there is one already; see `variant_for`."""
-        return self._variants.known(arguments, failed)
-
-    def variant_for(self, arguments: Arguments, failed: Mapping[Variant, str]) -> Variant:
+    def variant_for(
+        self, arguments: Arguments, failed: Mapping[Variant, str], before_capture: Callable[[], object]
+    ) -> Variant:
         """Returns the variant for a call, captured now if none fits.
 
         Args:
             arguments: Of the call, checked here.
             failed: Variants that failed in the middle of a step for this call, with the failures.
+            before_capture: Called if none fits.
 
         Raises:
             ExecuteError: If an input is on another device.
             TraceError: If the call can't be captured.
         """
         check_device(arguments, self.options.device)
-        return self._variant_for(arguments, failed)
+        self._latest = self._variants.find(arguments, failed, before_capture)
+        return self._latest
 
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
         """See `Variants.learn`."""

@@ -167,12 +167,18 @@ class Variants:
         """In the order in which they were captured."""
         return iter(sorted(chain.from_iterable(self._known.values()), key=lambda variant: variant.number))
 
-    def find(self, arguments: Arguments, failed: Mapping[Variant, str] | None = None) -> Variant:
-        """Returns the variant for a call, captured now if none fits.
+    def find(
+        self,
+        arguments: Arguments,
+        failed: Mapping[Variant, str] | None = None,
+        before_capture: Callable[[], object] = lambda: None,
+    ) -> Variant:
+        """Returns the variant for a call, captured now if none fits. Each guard is read once: it waits for the device.
 
         Args:
             arguments: Of the call.
             failed: Variants that failed in the middle of a step for this call, with the failures.
+            before_capture: Called if none fits.
 
         Raises:
             TraceError: If the call can't be captured.
@@ -180,6 +186,7 @@ class Variants:
         known = self._of_signature(arguments)
         variant, failures = first_fitting(known, arguments.tensors, self.tree_version, failed or {})
         if variant is None:
+            before_capture()
             with _undisturbed():
                 variant = self._capture(arguments, known)
             self._count += 1
@@ -187,11 +194,6 @@ class Variants:
             add_variant(known, variant)
             self.written.update(key for _, key in variant.program.buffers)
         return variant
-
-    def known(self, arguments: Arguments, failed: Mapping[Variant, str]) -> Variant | None:
-        """Returns the variant that `find` would return, if that needs no capture."""
-        known = self._of_signature(arguments)
-        return first_fitting(known, arguments.tensors, self.tree_version, failed)[0]
 
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
         """Makes the code around a check opaque after the check has selected too many variants.

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, default=FOLDER, help=f"folder of the checkpoint (default: {FOLDER})")
     add("--resume", action="store_true", help="continue from the checkpoint, with its recipe")
     add("--interrupt-at", type=float, metavar="PART", help="press Ctrl-C after this part of the steps, between 0 and 1")
-    _add("--device", str, "compute device; None is the accelerator if there is one", parser)
+    _add("--device", str, "compute device; None is the accelerator if it has what a run needs", parser)
     _add("--memory", str, "device-memory budget", parser)
     _add("--steps", int, "optimizer steps", parser)
     _add("--seconds", float, "training ends after this many seconds at the latest", parser)

@@ -38,7 +38,7 @@ class Recipe:
     """The model, data and options of the demo's training.
 
     Args:
-        device: Compute device; None takes the accelerator if there is one, else the CPU.
+        device: Compute device; None takes the accelerator if it has what a run needs, else the CPU.
         memory: Device-memory budget, an int of bytes or a text such as `"10MiB"`.
         steps: Optimizer steps.
         seconds: Training ends after this time even if steps are left.

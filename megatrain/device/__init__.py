@@ -9,8 +9,17 @@ docs/extending.md writes one.
 from megatrain.device.accelerator import Accelerator
 from megatrain.device.cpu import Cpu
 from megatrain.device.cuda import Cuda
-from megatrain.device.interface import Device, DeviceEvent, DeviceStream, Memory, is_on_host, is_same_kind
-from megatrain.device.kinds import HOST, autocast_kinds, find, present_accelerator, register, unregister
+from megatrain.device.interface import Device, DeviceEvent, DeviceStream, Memory, is_late, is_on_host, is_same_kind
+from megatrain.device.kinds import (
+    HOST,
+    autocast_kinds,
+    find,
+    present_accelerator,
+    register,
+    unregister,
+    usable,
+    used_device,
+)
 
 __all__ = [
     "HOST",
@@ -23,9 +32,12 @@ __all__ = [
     "Memory",
     "autocast_kinds",
     "find",
+    "is_late",
     "is_on_host",
     "is_same_kind",
     "present_accelerator",
     "register",
     "unregister",
+    "usable",
+    "used_device",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ class Accelerator(Device):
     """
 
     repeats_itself = False  # kernels with atomic additions sum in another order each time
+    launching_threads = 3  # the caller's, autograd's, and one for both transfers, which mostly sleep
 
     def __init__(self, kind: str, index: int | None = None) -> None:
         if index is None:
@@ -29,6 +30,28 @@ class Accelerator(Device):
     @property
     def _module(self) -> Any:
         return torch.get_device_module(self.torch_device)
+
+    def lacking(self) -> Sequence[str]:
+        """Tries everything once: of an interface that is generic, each backend has some part."""
+        attempts: Sequence[tuple[str, Callable[[], object]]] = (
+            ("streams", self.new_stream),
+            ("events", self._try_event),
+            ("copies that don't block the host", self._try_copy),
+            ("the size of its free memory", self.memory),
+            ("the state of its random generator", lambda: self.set_generator_state(self.generator_state())),
+        )
+        return [what for what, attempt in attempts if _fails(attempt)]
+
+    def _try_event(self) -> None:
+        event = self.new_stream().record_event()
+        stream = self.current_stream()
+        stream.wait_event(event)
+        self.enter(stream)
+        event.synchronize()
+
+    def _try_copy(self) -> None:
+        self.copy(self.allocate(1), torch.zeros(1, dtype=torch.uint8))
+        self.synchronize()
 
     # -- streams and copies ----------------------------------------------------------------------------------
 
@@ -55,8 +78,9 @@ class Accelerator(Device):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def memory(self) -> Memory:
-        """The figures of the driver."""
-        free, total = self._module.mem_get_info(self.torch_device)
+        """The figures of the driver, from the device's own module or, where it has none, from torch's generic one."""
+        ask = getattr(self._module, "mem_get_info", None) or torch.accelerator.get_memory_info
+        free, total = ask(self.torch_device)
         return Memory(free, total)
 
     def peak_bytes(self) -> int:
@@ -77,28 +101,15 @@ class Accelerator(Device):
         """Sets the state of this device's generator."""
         self._module.set_rng_state(state, self.torch_device)
 
-    def generator_states(self) -> list[torch.Tensor] | None:
-        """By the module's own call for all devices; by that for one, where there is one."""
-        module = self._module
-        if hasattr(module, "get_rng_state_all"):
-            return list(module.get_rng_state_all())
-        if hasattr(module, "get_rng_state") and torch.accelerator.device_count() == 1:
-            return [module.get_rng_state()]
-        return None
+    def seeded_state(self, seed: int) -> torch.Tensor:
+        """From a generator that nobody else draws from."""
+        return torch.Generator(self.torch_device).manual_seed(seed).get_state()
 
-    def set_generator_states(self, states: Sequence[torch.Tensor]) -> None:
-        """The reverse of `generator_states`."""
-        module = self._module
-        if hasattr(module, "set_rng_state_all"):
-            module.set_rng_state_all(states)
-        else:
-            module.set_rng_state(states[0])
-
-    @contextmanager
-    def kept_generators(self) -> Generator[None]:
-        """Puts torch's generator on the CPU back as well."""
-        with torch.random.fork_rng(range(torch.accelerator.device_count()), device_type=self.kind):
-            yield
+    @property
+    def is_initialized(self) -> bool:
+        """Asks the module, if it can tell."""
+        ask = getattr(self._module, "is_initialized", None)
+        return ask is None or bool(ask())
 
     # -- modes -----------------------------------------------------------------------------------------------
 
@@ -112,3 +123,11 @@ class Accelerator(Device):
         """Switches both off."""
         with torch.autocast("cpu", enabled=False), torch.autocast(self.torch_device.type, enabled=False):
             yield
+
+
+def _fails(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except (AttributeError, TypeError, RuntimeError):
+        return True
+    return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,16 @@ class Cuda(Accelerator):
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__(self.name, index)
+
+    def lacking(self) -> Sequence[str]:
+        """Nothing: CUDA has all of the generic interface."""
+        return ()
+
+    def synchronize(self) -> None:
+        """Sleeps, with an event of CUDA's own kind: a wait for a stream spins, and `torch.Event` ignores `blocking`."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        event.synchronize()
 
     def lock(self, address: int, nbytes: int) -> Callable[[], None]:
         """Registers the memory with the driver: copies from and to pageable memory would block the host."""

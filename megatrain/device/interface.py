@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import psutil
@@ -61,11 +61,14 @@ class Device:
             may stay where they are made. False where every block's weights must be copied into a slot.
         alignment: The first byte that `allocate` gives lies at a multiple of so many bytes.
         repeats_itself: Two eager runs of the same step, with the same random numbers, have the same bits.
+        launching_threads: Threads that launch work and transfers at the same time as the host updates parameters.
+            Updates leave each a processor.
     """
 
     can_bind: bool = False
     alignment: int = 256
     repeats_itself: bool = True
+    launching_threads: int = 1
 
     def __init__(self, torch_device: torch.device, kind: str | None = None) -> None:
         self.torch_device = torch_device
@@ -83,6 +86,10 @@ class Device:
         """Whether its tensors are ordinary tensors of the host: they take host memory, and the host's cores compute."""
         return is_on_host(self.torch_device)
 
+    def lacking(self) -> Sequence[str]:
+        """Lists what it lacks of all that a run asks of a device, in words; `compile` refuses such a device."""
+        return ()
+
     # -- streams and copies ----------------------------------------------------------------------------------
 
     def new_stream(self) -> DeviceStream | None:
@@ -98,7 +105,10 @@ class Device:
         raise AssertionError(f"{self} has no streams")
 
     def synchronize(self) -> None:
-        """Blocks the host until the calling thread's current stream has done all its work."""
+        """Blocks the host until the calling thread's current stream has done all its work; asleep, if the device can.
+
+        A thread that spins instead takes a processor from those that launch work.
+        """
         stream = self.current_stream()
         if stream is not None:
             stream.synchronize()
@@ -160,17 +170,14 @@ class Device:
         """Sets its generator to a state that `generator_state` returned."""
         raise AssertionError(f"{self} draws from torch's generator on the CPU")
 
-    def generator_states(self) -> list[torch.Tensor] | None:
-        """The states of all devices of its kind in this process, in order; None if they can't be told."""
-        return []
+    def seeded_state(self, seed: int) -> torch.Tensor | None:
+        """The state that `torch.manual_seed(seed)` would give its generator, which stays as it is; None as above."""
+        return None
 
-    def set_generator_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Sets the generators of all devices of its kind to states from `generator_states`."""
-
-    @contextmanager
-    def kept_generators(self) -> Generator[None]:
-        """Puts the generators of all devices of its kind back after the body."""
-        yield
+    @property
+    def is_initialized(self) -> bool:
+        """Whether this process uses it already: before, nothing was drawn, and to ask for a state would take memory."""
+        return True
 
     # -- modes -----------------------------------------------------------------------------------------------
 
@@ -182,6 +189,11 @@ class Device:
     def without_autocast(self) -> AbstractContextManager[object]:
         """Switches autocast off during the body, under each of `autocast_kinds`."""
         return torch.autocast(self.torch_device.type, enabled=False)
+
+
+def is_late(error: BaseException) -> bool:
+    """Tells whether an error is a device's own, of work that may have been issued long before it was raised."""
+    return isinstance(error, torch.AcceleratorError)
 
 
 def is_on_host(place: torch.Tensor | torch.device) -> bool:

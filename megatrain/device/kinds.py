@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ from megatrain.checks import Rule, checked, function
 from megatrain.device.accelerator import Accelerator
 from megatrain.device.cpu import Cpu
 from megatrain.device.cuda import Cuda
-from megatrain.device.interface import Device
+from megatrain.device.interface import Device, is_on_host
 from megatrain.errors import OptionError
 
 HOST: Device = Cpu()
@@ -65,25 +65,49 @@ def unregister(kind: str) -> None:
 
 
 def find(given: Device | torch.device | str | int | None) -> Device:
-    """Returns the device of a name; None means the accelerator if there is one, else the CPU.
+    """Returns the device of a name; None means the accelerator if there is one that lacks nothing, else the CPU.
 
-    An accelerator without a number is the current one of its kind. `find` doesn't check that the device exists.
+    An accelerator without a number is the current one of its kind. `find` doesn't check that a named device exists.
 
     Raises:
         RuntimeError: If torch has no device of that name.
     """
     if given is None:
-        return present_accelerator() or HOST
+        present = present_accelerator()
+        return HOST if present is None or present.lacking() else present
     if isinstance(given, Device):
         return given
     kind, index = _named(given)
     return _makers.get(kind, partial(Accelerator, kind))(index)
 
 
+def usable(given: Device | torch.device | str | None) -> Device:
+    """Returns the device of a name, as `find`, for a run.
+
+    Raises:
+        OptionError: If it lacks something that a run needs.
+    """
+    found = find(given)
+    missing = found.lacking()
+    if missing:
+        raise OptionError(
+            f"device {found} lacks {', '.join(missing)}.\n"
+            "  A run copies weights while it computes, within the free memory of the device, and repeats random "
+            "numbers.\n"
+            '  Use device="cpu", a CUDA device, or another accelerator for which torch has these.'
+        )
+    return found
+
+
 def present_accelerator() -> Device | None:
     """The accelerator that this machine has, the current one if there are several; None without any."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else find(found)
+
+
+def used_device(tensors: Iterable[torch.Tensor]) -> Device:
+    """The device of the first tensor that an accelerator holds; the host if there is none."""
+    return find(next((t.device for t in tensors if not (is_on_host(t) or t.is_meta)), HOST.torch_device))
 
 
 def autocast_kinds() -> tuple[str, ...]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 
+from megatrain.memory.control_groups import control_groups
+
 # Files of a control group: its limit, its use, and what of that are pages of files, which the system takes back first.
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
@@ -24,25 +26,10 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount, names = (root / "sys/fs/cgroup", _VERSION_2) if not controllers else (_mount_1(root), _VERSION_1)
-        group = Path(path.lstrip("/"))
-        # Every group above is a limit too. A container that doesn't see its own path finds its own group at the top.
-        for inner in dict.fromkeys([group, *group.parents]):
-            left = _left(mount / inner, *names)
-            if left is not None:
-                yield left
-
-
-def _mount_1(root: Path) -> Path:
-    return root / "sys/fs/cgroup/memory"
+    for version, group in control_groups("memory", root):
+        left = _left(group, *(_VERSION_1 if version == 1 else _VERSION_2))
+        if left is not None:
+            yield left
 
 
 def _left(group: Path, limit: str, use: str, reclaimable: str) -> int | None:

@@ -116,6 +116,14 @@ def stored_stride(spec: TensorSpec) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def has_strides_of(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Tells whether a gradient lies as its parameter does; a sparse one has no strides."""
+    return gradient.layout != torch.strided or all(
+        size == 1 or mine == its
+        for size, mine, its in zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    )
+
+
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     step = 1
     for size, jump in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):

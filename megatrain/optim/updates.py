@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +15,6 @@ from megatrain.optim.masters.halves import Master
 from megatrain.optim.norm import GradientNorm, NonFinite
 from megatrain.optim.undo import Undo
 from megatrain.torch_private import pytree
-
-
-def update_threads(leave: int = 1) -> int:
-    """Returns how many processors this process may use, less those left to compute and issue transfers; at least 1."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, allowed - leave)
 
 
 @dataclass(slots=True, eq=False)

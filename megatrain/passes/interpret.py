@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.node_meta import autocast_state
 from megatrain.tracer.recording.opaque import Opaque
 
@@ -27,6 +28,7 @@ class _GraphCall:
     dead: tuple[int, ...]
     has_grad: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
+    is_check: bool
     node: fx.Node
 
 
@@ -62,8 +64,14 @@ class Code:
         self.opaque = opaque_calls(graph)
         self.has_inner_grad = has_inner_grad(graph)
 
-    def __call__(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Runs the graph; differentiable where the caller's grad mode and the recorded one both allow it."""
+    def __call__(self, arguments: Sequence[torch.Tensor], *, is_checked: bool = True) -> tuple[torch.Tensor, ...]:
+        """Runs the graph; differentiable where the caller's grad mode and the recorded one both allow it.
+
+        Args:
+            arguments: One per placeholder.
+            is_checked: Whether values are compared with those of the capture; each comparison waits for the device.
+                False repeats a run that was checked.
+        """
         assert len(arguments) == self._num_inputs
         values: list[Any] = [*arguments, *([None] * (self._size - self._num_inputs))]
         del arguments
@@ -73,12 +81,13 @@ class Code:
             for device, _ in autocast_state():
                 stack.enter_context(torch.autocast(device, enabled=False))
             for step in self._steps:
-                args, kwargs = _resolve(step.args, values), _resolve(step.kwargs, values)
-                if step.has_grad and not step.autocast and outer:
-                    values[step.result] = step.function(*args, **kwargs)
-                else:
-                    values[step.result] = _run_in_modes(step, args, kwargs, outer)
-                del args, kwargs
+                if is_checked or not step.is_check:
+                    args, kwargs = _resolve(step.args, values), _resolve(step.kwargs, values)
+                    if step.has_grad and not step.autocast and outer:
+                        values[step.result] = step.function(*args, **kwargs)
+                    else:
+                        values[step.result] = _run_in_modes(step, args, kwargs, outer)
+                    del args, kwargs
                 for dead in step.dead:
                     values[dead] = None
         return tuple(values[i] for i in self._outputs)
@@ -120,7 +129,15 @@ def _step(node: fx.Node, index: dict[fx.Node, int], dead: tuple[int, ...], is_un
     function = _method(target) if node.op == "call_method" else target
     dead = (*dead, index[node]) if is_unused else dead
     return _GraphCall(
-        function, tuple(args), dict(kwargs), index[node], dead, node.meta["grad"], node.meta["autocast"], node
+        function,
+        tuple(args),
+        dict(kwargs),
+        index[node],
+        dead,
+        node.meta["grad"],
+        node.meta["autocast"],
+        isinstance(target, Expectation),
+        node,
     )
 
 

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.errors import LowerError
 from megatrain.interrupts import Interrupts
+from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.cost import TemplateCost
 from megatrain.passes.interpret import Code, opaque_calls
@@ -101,7 +102,8 @@ def _measured(template: Template, differentiable: list[bool], program: Program) 
         with torch.set_grad_enabled(code.has_inner_grad):
             forward_peak, flops = _measure_forward(code, leaves if code.has_inner_grad else arguments)
         watched = code.watched(_check_history)
-        saved, backward_peak = _measure_backward(watched, leaves, runs_backward=not _has_users_backward(template))
+        runs_backward = not _has_users_backward(template)
+        saved, backward_peak = _measure_backward(watched, leaves, len(template.inputs), runs_backward=runs_backward)
     if backward_peak is None:
         backward_peak = 2 * _result_bytes(template)
     return TemplateCost(saved, forward_peak, backward_peak, flops)
@@ -173,7 +175,9 @@ def _measure_forward(code: Code, arguments: list[torch.Tensor]) -> tuple[int, in
     return max(0, live.peak - own), int(counter.get_total_flops())
 
 
-def _measure_backward(code: Code, arguments: list[torch.Tensor], *, runs_backward: bool) -> tuple[int, int | None]:
+def _measure_backward(
+    code: Code, arguments: list[torch.Tensor], num_inputs: int, *, runs_backward: bool
+) -> tuple[int, int | None]:
     saved: list[weakref.ref[torch.Tensor]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -198,7 +202,11 @@ def _measure_backward(code: Code, arguments: list[torch.Tensor], *, runs_backwar
         if roots and leaves:
             gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
     produced = sum(part.untyped_storage().nbytes() for g in gradients if g is not None for part in _parts(g))
-    return saved_bytes, max(0, live.peak - produced)
+    pairs = zip(gradients, leaves, strict=False)
+    state = {id(a) for a in arguments[num_inputs:]}
+    # The runtime gives them the strides of their parameters, one after the other.
+    copied = [g.nbytes for g, leaf in pairs if g is not None and id(leaf) in state and not has_strides_of(g, leaf)]
+    return saved_bytes, max(0, live.peak - produced, *copied)
 
 
 def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:

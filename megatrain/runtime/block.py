@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
+from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Template
 from megatrain.runtime.call_start import version
@@ -69,10 +70,15 @@ class LocalGraph:
         leaves = [t for t in everything if t.requires_grad]
         if not pairs or not leaves:
             return [None] * len(self.inputs), [None] * len(self.state)
-        found = torch.autograd.grad(
-            [root for root, _ in pairs], leaves, [gradient for _, gradient in pairs], allow_unused=True
+        found: list[torch.Tensor | None] = list(
+            torch.autograd.grad(
+                [root for root, _ in pairs], leaves, [gradient for _, gradient in pairs], allow_unused=True
+            )
         )
-        rest = iter(map(_compact, found))
+        num_inputs = sum(t.requires_grad for t in self.inputs)
+        for index, leaf in enumerate(leaves):  # each copy takes the place of the original at once
+            found[index] = _compact(found[index]) if index < num_inputs else _as_stored(found[index], leaf)
+        rest = iter(found)
         gradients = [next(rest) if t.requires_grad else None for t in everything]
         return gradients[: len(self.inputs)], gradients[len(self.inputs) :]
 
@@ -113,13 +119,13 @@ class BlockRunner:
             outputs = self._run(leaves)
         return tuple(t.detach() for t in outputs)
 
-    def _run(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _run(self, arguments: Sequence[torch.Tensor], *, is_checked: bool = True) -> tuple[torch.Tensor, ...]:
         """Runs the code and compares the shapes of its outputs, because a shape may depend on values.
 
         Raises:
             GuardFailedError: If a shape differs: this call needs another capture.
         """
-        outputs = self._code(arguments)
+        outputs = self._code(arguments, is_checked=is_checked)
         for tensor, (name, shape) in zip(outputs, self._ends, strict=True):
             if tensor.shape != shape:
                 raise GuardFailedError(f"`{name}` has the shape {list(shape)}", str(list(tensor.shape)), ("",))
@@ -138,6 +144,8 @@ class BlockRunner:
         needs_grad: Sequence[bool],
         is_carried: Sequence[bool],
         read_state: StateReader,
+        *,
+        is_checked: bool = True,
     ) -> LocalGraph:
         """Runs the code under autograd, from fresh leaves.
 
@@ -147,6 +155,7 @@ class BlockRunner:
             needs_grad: One per input and then one per state tensor.
             is_carried: One per input: whether later blocks may leave it a gradient.
             read_state: Returns the block's state again when its backward runs, wherever it lies by then.
+            is_checked: See `Code`.
         """
         is_own = any(call.needs_own_state for call in self._code.opaque)
         state = [t.clone() for t in state] if is_own else state
@@ -154,7 +163,7 @@ class BlockRunner:
         with torch.enable_grad(), self._device.without_autocast():
             saved: list[weakref.ref[torch.Tensor]] = []
             with nullcontext() if is_own else rebound_state(leaves[len(inputs) :], read_state, saved):
-                outputs = self._run(leaves)
+                outputs = self._run(leaves, is_checked=is_checked)
             own = leaves[: len(inputs)]
             carries = [
                 torch.ops.aten.alias.default(t) if c and t.requires_grad else None
@@ -223,6 +232,13 @@ def _compact(gradient: torch.Tensor | None) -> torch.Tensor | None:
     if gradient is None or gradient.layout != torch.strided:
         return gradient
     return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
+
+
+def _as_stored(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Gives a parameter's gradient its strides here, as autograd does: a transfer would take memory for that."""
+    if gradient is None or gradient.dtype != parameter.dtype or has_strides_of(gradient, parameter):
+        return _compact(gradient)
+    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
 
 def _refuse_unpack(_: Any) -> torch.Tensor:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import stored_stride
 from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.call_start import Start, version
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.rng import OwnGenerators, RngState
+from megatrain.runtime.stores.buffer_copies import BufferCopies
 from megatrain.runtime.stores.device_arena import Meter
 from megatrain.runtime.stores.parks import Parks
 from megatrain.scheduler.instructions import Bytes
@@ -73,13 +73,17 @@ class Call:
         self.status = OPEN
         self._versions: list[tuple[str, torch.Tensor, int]] = []
 
-    def begin(self, device: Device, *, is_first: bool = True) -> None:
-        """Puts inputs, constants and, of the first micro-batch, buffers that the forward writes, on the device."""
+    def begin(self, copies: BufferCopies | None) -> None:
+        """Puts inputs, constants and, of the first micro-batch, buffers that the forward writes, on the device.
+
+        Args:
+            copies: Copies these buffers; None for a later micro-batch, which gets them from the one before.
+        """
         assert self.start is not None
         for name, tensor in self.start.inputs.items():
             self.set_value(name, tensor)
-        for name, buffer in self.start.buffers.items() if is_first else ():
-            self.set_value(name, buffer.to(device.torch_device, copy=True))
+        for name, buffer in copies.upload(self.start.buffers).items() if copies is not None else ():
+            self.set_value(name, buffer)
         for name, constant in self.loaded.program.constants.items():
             self.set_value(name, constant)
 

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from megatrain.checks import Rule, checked, optional
-from megatrain.device import Device, find, is_on_host
+from megatrain.device import Device, is_on_host, usable
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import image, state_image
 from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
 from megatrain.runtime.block import BlockRunner
+from megatrain.runtime.stores.buffer_copies import BufferCopies
 from megatrain.runtime.stores.device_arena import DeviceArena, Meter
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
 from megatrain.runtime.stores.parks import ParkPool
@@ -70,13 +71,14 @@ class Engine:
         self.tensors: dict[str, torch.Tensor] = {}
         self._holders: list[tuple[Mapping[str, torch.Tensor | None], str, str]] = []
         self._has_replaced = False
-        self.device = find(device)
+        self.device = usable(device)
         self._recording = recording
         self.set_chaos(chaos)
         self.meter = Meter()
         self.arena = DeviceArena(self.device)
         self.store: HostStore | None = None
         self.parks = ParkPool(self.device)
+        self.buffers = BufferCopies(self.device)
         # The call whose forward last used the slots; only its backward may find weights in them.
         self._slot_owner: weakref.ref[Any] | None = None
         self.turn = turn or Turn()

@@ -193,7 +193,9 @@ class Operations:
         if instruction.micro_batch + 1 < len(taken.calls):
             call.pass_on(block.outputs, taken.calls[instruction.micro_batch + 1])
 
-    def _graph(self, call: Call, block: Block, instruction: Instruction, inputs: Any, state: Any) -> LocalGraph:
+    def _graph(
+        self, call: Call, block: Block, instruction: Instruction, inputs: Any, state: Any, *, is_repeated: bool = False
+    ) -> LocalGraph:
         # The graph keeps this function; it must not keep the call, which keeps the graph.
         states = call.state_of
         states[block.index] = instruction.state
@@ -203,6 +205,7 @@ class Operations:
             call.loaded.facts.needs_grad[block.index],
             call.loaded.facts.is_carried[block.index],
             lambda: self._slots.state(block.index, states[block.index]),
+            is_checked=not is_repeated,
         )
 
     def backward(self, taken: Taken, instruction: Instruction) -> None:
@@ -231,7 +234,8 @@ class Operations:
     def _recomputed(self, call: Call, block: Block, instruction: Instruction) -> LocalGraph:
         inputs = call.backward_inputs(block.inputs)
         with call.loaded.runners[block.index].repeated(call.rng.get(block.index)):
-            return self._graph(call, block, instruction, inputs, self._slots.state(block.index, instruction.state))
+            state = self._slots.state(block.index, instruction.state)
+            return self._graph(call, block, instruction, inputs, state, is_repeated=True)
 
     def _add_gradients(self, taken: Taken, instruction: Instruction, gradients: Sequence[torch.Tensor | None]) -> None:
         """Adds one micro-batch's gradients of a block's parameters to those before, in their order."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from megatrain.device import Device, find
@@ -50,6 +48,11 @@ class RngState:
     host: torch.Tensor
     device: torch.Tensor | None
     python: PythonState | None
+
+    @staticmethod
+    def seeded(seed: int, device: Device) -> RngState:
+        """The state after `torch.manual_seed(seed)`; no generator moves."""
+        return RngState(torch.Generator().manual_seed(seed).get_state(), device.seeded_state(seed), None)
 
     @staticmethod
     def now(device: Device, opaque: Sequence[Opaque | Observer] = ()) -> RngState:
@@ -94,11 +97,8 @@ class OwnGenerators:
 
     def __init__(self, seed: int, device: Device):
         self._device = device
-        with _kept(device):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            self._state = _Generators.now(device)
+        # torch.manual_seed would reseed the generators of all devices.
+        self._state = _Generators(RngState.seeded(seed, device), HostRng.seeded(seed))
 
     @contextmanager
     def drawing(self) -> Generator[None]:

@@ -64,7 +64,7 @@ class Run:
         engine.reserve_slots(self._operations.instructions.slot_bytes)
         engine.give_slots(None)
         for number, call in enumerate(self.calls):
-            call.begin(engine.device, is_first=number == 0)
+            call.begin(engine.buffers if number == 0 else None)
         for call, later in pairwise(self.calls):
             call.pass_on(call.loaded.program.inputs, later)
 
@@ -106,9 +106,9 @@ class Run:
     @torch.no_grad()
     def write_buffers(self) -> None:
         """Writes the buffers as the last micro-batch left them."""
-        last = self.calls[-1]
-        for key, name in last.loaded.program.commits:
-            self._operations.engine.tensors[key].copy_(last.values[name])
+        engine, last = self._operations.engine, self.calls[-1]
+        commits = last.loaded.program.commits
+        engine.buffers.download([(engine.tensors[key], last.values[name]) for key, name in commits])
 
     def commit(self) -> None:
         """Writes the buffers, and ends a training step."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatrain.checks import shown
-from megatrain.errors import ExecuteError, OptionError
+from megatrain.errors import ExecuteError
 from megatrain.tracer.arguments import Arguments
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Makes a scalar of the model's result and the micro-batch."""
-Weight = Callable[[Any], Any]
-"""Says how much a micro-batch counts: a number, or a tensor with one element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,34 +71,6 @@ def untrained(model: nn.Module, batch: MicroBatch) -> Arguments:
                 "  Detach the input, or make it a parameter of the model to train it."
             )
     return arguments
-
-
-def shares(batches: Sequence[MicroBatch], weight: Weight | None) -> list[float]:
-    """Returns the factor of each micro-batch's loss; they add up to 1.
-
-    Raises:
-        OptionError: If weights aren't finite and positive in sum.
-    """
-    if weight is None:
-        return [1.0 / len(batches)] * len(batches)
-    counts = [_count_of(weight(batch.given)) for batch in batches]
-    total = sum(counts)
-    if min(counts) < 0 or not 0 < total < float("inf"):
-        raise OptionError(
-            f"weight= counts the micro-batches as {counts}.\n  The loss is an average weighted by these numbers.\n"
-            "  Count the items that each loss averages over, such as the targets that aren't ignored."
-        )
-    return [count / total for count in counts]
-
-
-def _count_of(count: Any) -> float:
-    try:
-        return float(count)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise OptionError(
-            f"weight= counts a micro-batch as {shown(count)}.\n  A count is a number, or a tensor with one element.\n"
-            "  Return for example the number of targets."
-        ) from error
 
 
 def loss_of(result: Any, batch: MicroBatch, loss: Loss | None) -> torch.Tensor:

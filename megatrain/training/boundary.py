@@ -72,6 +72,7 @@ class Boundary:
         """
         try:
             run.go(running)
+            running.shares.check()  # there may have been no gradient
             self._end(run, running, updates)
         except BaseException as error:
             if running.has_updated:

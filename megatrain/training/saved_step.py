@@ -71,7 +71,7 @@ def save(
         tensors={**compiled.masters.sources(), **state.hidden},
         extra={
             "progress": asdict(progress),
-            "generators": saving.generators_now(),
+            "generators": saving.generators_now(compiled.options.device),
             "scheduler": schedule,
             "scheduler_class": None if scheduler is None else _class_of(scheduler),
             "modules": dict(state.others),
@@ -86,7 +86,7 @@ def save(
 def restore(
     folder: str | os.PathLike[str], compiled: Compiled, optimizer: Optimizer, scheduler: Scheduler | None
 ) -> tuple[Progress, dict[str, Any]]:
-    """Reads a checkpoint into a model, an optimizer, a scheduler and all generators.
+    """Reads a checkpoint into a model, an optimizer, a scheduler and the generators.
 
     Returns:
         The progress of training, and the user's values.
@@ -97,7 +97,7 @@ def restore(
     checkpoint = saving.load(folder)
     extra = _extra(checkpoint)
     _check_scheduler(checkpoint, extra, scheduler)
-    saving.check_generators(extra["generators"])
+    saving.check_generators(extra["generators"], compiled.options.device)
     names = _parameters(compiled, optimizer)
     checkpoint.check_optimizer(optimizer, names)
     hidden = {name: saved for name, saved in checkpoint.tensors.items() if name.startswith(HIDDEN)}
@@ -123,7 +123,7 @@ def restore(
     checkpoint.read_optimizer(optimizer, names)
     if scheduler is not None:
         _restore_scheduler(checkpoint, scheduler, extra["scheduler"])
-    saving.restore_generators(extra["generators"])
+    saving.restore_generators(extra["generators"], compiled.options.device)
     return Progress(**extra["progress"]), extra["user"]
 
 

@@ -14,7 +14,8 @@ from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.interrupts import Interrupts
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.impostor import Optimizer
-from megatrain.optim.updates import Updates, update_threads
+from megatrain.optim.processors import update_threads
+from megatrain.optim.updates import Updates
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.schedule import Schedule
@@ -87,8 +88,8 @@ class Setup:
     def threads(self) -> int:
         """How many threads the work of the host takes."""
         # On the CPU sums must be split as the caller's own are, to have the same bits.
-        is_host = self._compiled.options.device.is_host
-        return torch.get_num_threads() if is_host else update_threads()
+        device = self._compiled.options.device
+        return torch.get_num_threads() if device.is_host else update_threads(device.launching_threads)
 
     @property
     def is_due(self) -> bool:
@@ -123,11 +124,9 @@ class Setup:
         """
         own = [untrained(self._compiled.model, batch) for batch in batches]
         arguments = [self._compiled.cast(given) for given in own]
-        variants: list[Variant] = []
-        for given, unfit in zip(arguments, failed, strict=True):
-            if self._compiled.known_variant(given, unfit) is None:
-                self.complete()  # a capture may read the parameters
-            variants.append(self._compiled.variant_for(given, unfit))
+        pairs = zip(arguments, failed, strict=True)
+        # A capture may read the parameters.
+        variants = [self._compiled.variant_for(given, unfit, before_capture=self.complete) for given, unfit in pairs]
         programs, kind = [variant.program for variant in variants], self._kind(len(variants))
         return Setting(batches, own, arguments, variants, kind, self._tables.schedule(programs, kind))
 

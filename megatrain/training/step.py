@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ from megatrain.scheduler.timing.costs import Measured
 from megatrain.sizes import SIZE
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.training import saved_step as checkpoint
-from megatrain.training.batch import Loss, Weight, micro_batches, shares
+from megatrain.training.batch import Loss, micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
 from megatrain.training.setup import NO_STEP, OPTIMIZER, Setting, Setup
+from megatrain.training.shares import Shares, Weight
 from megatrain.training.trainer import Running
 
 
@@ -172,7 +173,7 @@ class TrainStep:
 
     def _take(self, batch: Any, watch: Stopwatch | None) -> torch.Tensor:
         self._boundary.check_whole()
-        factors = shares(batches := micro_batches(batch), self._weight)
+        shares = Shares(batches := micro_batches(batch), self._weight)
         failed: list[dict[Variant, str]] = [{} for _ in batches]
         with self._compiled.exclusively("the step"), torch.enable_grad(), self._completion.suspended():
             self._compiled.complete_updates(besides=self._completion)  # of other steps over this model
@@ -183,21 +184,22 @@ class TrainStep:
                     self._setup.complete()
                     continue
                 try:
-                    return self._run(setting, executor, factors, watch)
+                    return self._run(setting, executor, shares, watch)
                 except GuardFailedError as failure:
                     at = self._failed_at
                     failed[at][setting.variants[at]] = str(failure)
                     self._compiled.learn(failure, setting.arguments[at], failed[at])
+                except ExecuteError:
+                    shares.check()  # if they are wrong, this is the error
+                    raise
 
-    def _run(
-        self, setting: Setting, executor: Executor, factors: Sequence[float], watch: Stopwatch | None
-    ) -> torch.Tensor:
+    def _run(self, setting: Setting, executor: Executor, shares: Shares, watch: Stopwatch | None) -> torch.Tensor:
         self._setting = setting
         engine, updates = executor.engine, self._setup.updates
         assert updates is not None
         running = Running(
             setting,
-            factors,
+            shares,
             self._loss,
             updates,
             {key: tensor for key, tensor in engine.tensors.items() if isinstance(tensor, nn.Parameter)},

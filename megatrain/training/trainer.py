@@ -15,6 +15,7 @@ from megatrain.runtime.gradients import check_kind, hooked, kind_of, laid_out
 from megatrain.training.batch import Loss, loss_of
 from megatrain.training.handing import handed
 from megatrain.training.setup import Setting
+from megatrain.training.shares import Shares
 
 
 class Running:
@@ -22,7 +23,7 @@ class Running:
 
     Args:
         setting: Everything that the step runs.
-        shares: Factors of the micro-batches' losses.
+        shares: Factors of the micro-batches' losses, checked before anything is updated.
         loss: Computes a loss from a result; None if the result is the loss.
         updates: Takes the gradients.
         parameters: All of the model's, by key.
@@ -35,12 +36,13 @@ class Running:
         micro_batch: The micro-batch of the present operation.
         kind: The kind of the step.
         interrupts: Lets Ctrl-C through between operations.
+        shares: See above.
     """
 
     def __init__(
         self,
         setting: Setting,
-        shares: Sequence[float],
+        shares: Shares,
         loss: Loss | None,
         updates: Updates,
         parameters: Mapping[str, torch.Tensor],
@@ -56,7 +58,7 @@ class Running:
         self._setting = setting
         self._hooking: int | None = None
         self._losses: list[torch.Tensor] = []
-        self._shares = shares
+        self.shares = shares
         self._loss = loss
         self._updates = updates
         self._parameters = parameters
@@ -98,8 +100,7 @@ class Running:
             variant.traced.leave(given, own.tensors)
             result = variant.traced.result(given, own.tensors)
             loss = loss_of(result, self._setting.batches[micro_batch], self._loss)
-            share = self._shares[micro_batch]
-            shared = loss if share == 1.0 else loss * share
+            shared = self.shares.share(loss, micro_batch)
             if not shared.requires_grad:
                 raise ExecuteError(
                     "the loss doesn't depend on the model's result.\n"
@@ -130,6 +131,7 @@ class Running:
 
     def receive(self, key: str, gradient: torch.Tensor) -> None:
         """See `Trainer`. Hooks on the parameter run as in a backward."""
+        self.shares.check()
         parameter = self._parameters[key]
         post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
         if parameter._backward_hooks or post:  # pyright: ignore[reportPrivateUsage]

@@ -19,6 +19,7 @@ from megatrain.errors import OptionError
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.given import MODEL
 from megatrain.tracer.recording.own_code import original
+from megatrain.tracer.recording.random_numbers import kept_rng
 from megatrain.verification.bisect import find_first_difference
 from megatrain.verification.compare import Tolerance, compare, has_nan
 from megatrain.verification.owners import Owners
@@ -144,8 +145,10 @@ def verify_call(
         tried = copied_model(model) if compiled is None else model
         compiled = compiled or compile_model(tried, **options)
         arguments = compiled.megatrain.cast(Arguments.of(tried, args, dict(kwargs)))
-        trial = Trial(tried, arguments, options, compiled.megatrain.options.device, seed, learning_rate, loss)
-        return _report(trial, steps, tolerance)
+        target = compiled.megatrain.options.device
+        with kept_rng(target):
+            trial = Trial(tried, arguments, options, target, seed, learning_rate, loss)
+            return _report(trial, steps, tolerance)
 
 
 def _is_narrowing(model: object, options: Mapping[str, Any]) -> bool:

@@ -16,7 +16,9 @@ from megatrain.compiled.compiling import compile as compile_model
 from megatrain.compiled.module import CompiledModule
 from megatrain.device import Device, is_on_host
 from megatrain.errors import OptionError
+from megatrain.runtime.rng import RngState
 from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.verification.leaves import named_leaves
 from megatrain.verification.untouched import copied_model, copied_tensors
 
@@ -135,10 +137,9 @@ class Trial:
         return Observation(values, result)
 
     def set_seed(self, step: int) -> None:
-        """Seeds all generators for a step."""
-        torch.manual_seed(self.seed + step)
-        random.seed(self.seed + step)
-        np.random.seed((self.seed + step) % 2**32)  # the generator that models share
+        """Seeds the generators for a step, as `torch.manual_seed` and its like would; other devices' keep theirs."""
+        RngState.seeded(self.seed + step, self.device).restore(self.device)
+        HostRng.seeded(self.seed + step).restore()
 
 
 def update(model: nn.Module, learning_rate: float) -> None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from megatrain.device import present_accelerator
+from megatrain.device import HOST
 from megatrain.errors import ExecuteError
 from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.python.outer import Outer
@@ -18,7 +18,7 @@ from megatrain.tracer.recording.random_numbers import kept_rng
 
 @contextmanager
 def left_alone(model: nn.Module) -> Generator[None]:
-    """Puts back what the body changes around the model: all random generators, attributes, gradients.
+    """Puts back what the body changes around the model: the host's random generators, attributes, gradients.
 
     The body works on copies; what it can still reach are globals, and the model itself by way of a closure.
 
@@ -30,10 +30,7 @@ def left_alone(model: nn.Module) -> Generator[None]:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
-        accelerator = present_accelerator()
-        if accelerator is not None:
-            stack.enter_context(accelerator.kept_generators())
-        stack.enter_context(kept_rng())
+        stack.enter_context(kept_rng(HOST))
         stack.callback(Attributes(model, Outer.of(model)).restore)
         gradients = [(p, p.grad) for p in model.parameters()]
         stack.callback(_give_back, gradients)

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what `megatrain verify` takes."""
     add = parser.add_argument
     add("target", help="module:function or path/to/file.py:function; the function returns (model, inputs)")
-    add("--device", help="compute device; the accelerator if there is one, else the CPU")
+    add("--device", help="compute device; the accelerator if it has what a run needs, else the CPU")
     add("--memory", help="device-memory budget, such as 10GiB")
     add("--activations", help="auto, keep, recompute or offload")
     add("--transfer", help="auto, copy or bind")

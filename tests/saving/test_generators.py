@@ -1,9 +1,10 @@
-"""Generators of any kind of device come back; a state that is none is refused before anything is set."""
+"""Generators of any kind of device go on; a state that is none is refused before anything is set."""
 
 from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,94 +13,140 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.saving import check_generators, generators_now, load, restore_generators, save
+from megatrain.device import Accelerator
+from megatrain.errors import ResumeWarning
+from megatrain.saving import generators_now, load, restore_generators, save
 from tests.saving.training import refusal, same
 
 
-class Device:
+class Devices:
     """The module of an accelerator, as far as random generators go: each draws from torch's generator for CPUs."""
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, current: int = 0):
         self.generators = [torch.Generator().manual_seed(i) for i in range(count)]
+        self.current = current
 
-    def get_rng_state(self) -> torch.Tensor:
-        return self.generators[0].get_state()
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        return self.generators[device.index].get_state()
 
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        self.generators[0].set_state(state)
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.generators[device.index].set_state(state)
 
     def draw(self) -> list[float]:
         return [torch.rand(1, generator=generator).item() for generator in self.generators]
-
-
-class Devices(Device):
-    def get_rng_state_all(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self.generators]
-
-    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self.generators, states, strict=True):
-            generator.set_state(state)
 
 
 def put_in(patch: pytest.MonkeyPatch, kind: str | None, module: Any) -> Any:
     """Makes `module` what torch has for the accelerator."""
     accelerator = None if kind is None else torch.device(kind)
     patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
-    patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    patch.setattr(torch.accelerator, "current_device_index", lambda: getattr(module, "current", 0))
     patch.setattr(torch.accelerator, "device_count", lambda: len(getattr(module, "generators", [])))
     patch.setattr(torch, "get_device_module", lambda device=None: module)
+    # torch on the CPU has no generators of other kinds.
+    patch.setattr(Accelerator, "seeded_state", lambda self, seed: torch.Generator().manual_seed(seed).get_state())
     return module
 
 
-@pytest.mark.parametrize("module", [Devices(2), Device(1)], ids=["all at once", "one"])
-@pytest.mark.parametrize("kind", ["xpu", "cuda", "mps"])
-def test_the_generators_of_any_accelerator_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, module: Any
-):
-    put_in(monkeypatch, kind, module)
-    save(tmp_path / "run", {}, extra={"generators": generators_now()})
+KINDS = ["xpu", "cuda"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_compute_device_s_generator_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
+    module = put_in(monkeypatch, kind, Devices(2, current=1))
+    save(tmp_path / "run", {}, extra={"generators": generators_now(kind)})
     drawn = module.draw(), torch.rand(1).item(), random.random(), np.random.rand()
-    assert module.draw() != drawn[0]
-    restore_generators(load(tmp_path / "run").extra["generators"])
+    other = module.generators[0].get_state()
+    restore_generators(load(tmp_path / "run").extra["generators"], kind)
+    assert torch.equal(module.generators[0].get_state(), other), "only that of the compute device is set"
+    module.generators[0] = torch.Generator().manual_seed(0)
     assert (module.draw(), torch.rand(1).item(), random.random(), np.random.rand()) == drawn
 
 
-def test_generators_of_another_kind_or_number_of_devices_are_refused(monkeypatch: pytest.MonkeyPatch):
-    put_in(monkeypatch, "xpu", Devices(2))
-    state = generators_now()
-    put_in(monkeypatch, "xpu", Devices(3))
-    text = refusal(lambda: check_generators(state))
-    assert text.startswith("the checkpoint has random states of 2 XPU devices, this machine has 3 XPU devices.")
-    for kind in ("cuda", None):
-        put_in(monkeypatch, kind, Devices(2))
-        text = refusal(lambda: check_generators(state))
-        assert text.startswith("the checkpoint has random states of 2 XPU devices, this machine has none of that kind.")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_the_number_of_devices_does_not_matter(monkeypatch: pytest.MonkeyPatch, kind: str, count: int):
+    module = put_in(monkeypatch, kind, Devices(2))
+    state = generators_now(f"{kind}:1")
+    drawn = module.draw()[1]
+    elsewhere = put_in(monkeypatch, kind, Devices(count))
+    before = elsewhere.generators[0].get_state()
+    restore_generators(state, f"{kind}:{count - 1}")
+    assert elsewhere.draw()[-1] == drawn
+    assert count == 1 or torch.equal(before, torch.Generator().manual_seed(0).get_state())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("cuda", "cpu"), ("cpu", "cuda"), ("xpu", "cuda"), ("cuda:1", "cpu"), ("cpu", "xpu:1")]
+)
+def test_on_another_kind_of_device_a_run_says_that_its_numbers_differ_and_repeats_itself(
+    monkeypatch: pytest.MonkeyPatch, before: str, after: str
+):
+    put_in(monkeypatch, before.split(":")[0], Devices(2))
+    state = generators_now(before)
+    cpu = torch.rand(1).item()
+    drawn: list[list[float]] = []
+    for seed in range(2):
+        module = put_in(monkeypatch, after.split(":")[0], Devices(2))
+        for generator in module.generators:
+            generator.manual_seed(10 + seed)
+        name = "the CPU" if before == "cpu" else before.split(":")[0]
+        match = f"^the checkpoint's random numbers were drawn on {name}, and {after}.* draws others: dropout differs"
+        with pytest.warns(ResumeWarning, match=match) as caught:
+            restore_generators(state, after)
+        assert re.fullmatch(rf".* resume on {name}\.", str(caught[0].message)), "one line"
+        assert torch.rand(1).item() == cpu
+        drawn.append(module.draw())
+    if after != "cpu":
+        number = int(after[-1]) if ":" in after else 0
+        assert drawn[0][number] == drawn[1][number]
+        assert drawn[0][1 - number] != drawn[1][1 - number], "those of other devices stay"
+
+
+def test_the_cpu_goes_on_on_the_cpu_whatever_else_a_machine_has(monkeypatch: pytest.MonkeyPatch):
     put_in(monkeypatch, None, None)
-    without = generators_now()
-    put_in(monkeypatch, "xpu", Devices(2))
-    check_generators(without)
+    state = generators_now("cpu")
+    drawn = torch.rand(1).item()
+    put_in(monkeypatch, "cuda", Devices(2))
+    restore_generators(state, "cpu")
+    assert torch.rand(1).item() == drawn
+    assert state["device"] is None
 
 
-def test_an_accelerator_that_tells_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):
-    put_in(monkeypatch, "xpu", object())
-    assert "torch.xpu doesn't give the state of its random generators" in refusal(generators_now)
-    put_in(monkeypatch, "xpu", Device(2))
-    assert "torch.xpu doesn't give the state of its random generators" in refusal(generators_now)
+def earlier(states: list[torch.Tensor], schema: int) -> dict[str, Any]:
+    """A state as earlier versions saved it: with those of all devices of the machine."""
+    state = {key: value for key, value in generators_now("cpu").items() if key != "device"}
+    return {**state, "cuda": states} if schema == 1 else {**state, "devices": {"type": "cuda", "states": states}}
 
 
-def test_states_that_had_only_cuda_are_read(monkeypatch: pytest.MonkeyPatch):
-    devices = put_in(monkeypatch, "cuda", Devices(2))
-    state = generators_now()
-    old = {**{key: value for key, value in state.items() if key != "devices"}, "cuda": state["devices"]["states"]}
-    drawn = devices.draw()
-    restore_generators(old)
-    assert devices.draw() == drawn
-    put_in(monkeypatch, "xpu", Devices(2))
-    assert "random states of 2 CUDA devices, this machine has none of that kind" in refusal(
-        lambda: restore_generators(old)
-    )
-    put_in(monkeypatch, None, None)
-    restore_generators({**old, "cuda": []})
+@pytest.mark.parametrize("schema", [1, 2])
+def test_states_of_earlier_versions_are_read(monkeypatch: pytest.MonkeyPatch, schema: int):
+    states = [torch.Generator().manual_seed(100 + i).get_state() for i in range(2)]
+    expected = [torch.rand(1, generator=torch.Generator().manual_seed(100 + i)).item() for i in range(2)]
+    for number in range(2):
+        module = put_in(monkeypatch, "cuda", Devices(2))
+        restore_generators(earlier(states, schema), f"cuda:{number}")
+        assert module.draw()[number] == expected[number]
+    module = put_in(monkeypatch, "cuda", Devices(8))
+    restore_generators(earlier(states[:1], schema), "cuda:7")
+    assert module.draw()[7] == expected[0], "the only device computed"
+    with pytest.warns(ResumeWarning, match="were drawn on another cuda device, and cuda:7 draws others"):
+        restore_generators(earlier(states, schema), "cuda:7")
+    with pytest.warns(ResumeWarning, match="were drawn on cuda, and cpu draws others"):
+        restore_generators(earlier(states, schema), "cpu")
+    restore_generators(earlier([], schema), "cpu")
+    restore_generators({**earlier([], 2), "devices": None}, "cpu")
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [[], {"type": 7, "states": []}, {"type": "xpu", "states": ["evil"]},
+     {"type": "xpu", "states": [torch.zeros(3, dtype=torch.uint8)]}],
+)  # fmt: skip
+def test_a_state_of_an_earlier_version_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, devices: Any):
+    put_in(monkeypatch, "xpu", Devices(1))
+    state = {**earlier([], 2), "devices": devices}
+    assert "generators.devices" in refusal(lambda: restore_generators(state, "xpu"))
 
 
 def with_value(*place: Any, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -125,10 +172,10 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "torch floats": with_value("torch", value=torch.ones(5056)),
     "torch short": with_value("torch", value=torch.zeros(16, dtype=torch.uint8)),
     "torch zeros": with_value("torch", value=torch.zeros(5056, dtype=torch.uint8)),
-    "devices list": with_value("devices", value=[]),
-    "devices type": with_value("devices", value={"type": 7, "states": []}),
-    "devices states": with_value("devices", value={"type": "xpu", "states": ["evil"]}),
-    "devices short": with_value("devices", value={"type": "xpu", "states": [torch.zeros(3, dtype=torch.uint8)]}),
+    "device list": with_value("device", value=[]),
+    "device kind": with_value("device", value={"kind": 7, "state": torch.zeros(16, dtype=torch.uint8)}),
+    "device state": with_value("device", value={"kind": "xpu", "state": "evil"}),
+    "device short": with_value("device", value={"kind": "xpu", "state": torch.zeros(3, dtype=torch.uint8)}),
     "python None": with_value("python", value=None),
     "python version": with_value("python", value=python_state(version=9)),
     "python word": with_value("python", value=python_state(word=-1)),
@@ -150,14 +197,14 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
 @pytest.mark.parametrize("change", WRONG)
 def test_a_state_that_is_none_is_refused_before_anything_is_set(monkeypatch: pytest.MonkeyPatch, change: str):
     put_in(monkeypatch, "xpu", Devices(1))
-    before = generators_now()
+    before = generators_now("xpu")
     state = copy.deepcopy(before)
     WRONG[change](state)
-    text = refusal(lambda: restore_generators(state))
+    text = refusal(lambda: restore_generators(state, "xpu"))
     assert text.startswith("the checkpoint's random states are invalid, in ")
     assert f"generators.{change.split()[0]}" in text or change == "more"
     assert len(text.splitlines()) > 3
-    assert same(generators_now(), before)
+    assert same(generators_now("xpu"), before)
 
 
 def test_another_generator_of_numpy_goes_on(monkeypatch: pytest.MonkeyPatch):

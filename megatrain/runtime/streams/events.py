@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from megatrain.device import DeviceEvent
+from megatrain.device import DeviceEvent, is_late
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.turn import turns_here
 
@@ -90,7 +90,7 @@ class Failure:
     Args:
         label: Operation that failed, `d2h:G3`; None if it happened between operations.
         error: The error that it raised.
-        is_callers: It was raised on the caller's thread, where it surfaces by itself, unharmed.
+        is_callers: It was raised on the thread that submits, where it surfaces by itself, unharmed.
     """
 
     label: str | None
@@ -102,9 +102,20 @@ class Failure:
         if self.is_callers:
             return self.error
         reason = f"{type(self.error).__name__}: {self.error}".rstrip(": ")
-        error = ExecuteError(f"{self.label} failed: {reason}")
+        late = "" if not is_late(self.error) else f"\n{late_words(self.label)}"
+        error = ExecuteError(f"{self.label} failed: {reason}{late}")
         error.__cause__ = self.error
         return error
+
+
+def late_words(label: str | None) -> str:
+    """Says of a device's own error that the op at which it was raised may not be the one that failed."""
+    return (
+        f"  A device reports its errors later: what failed is {label or 'this'}, or an op issued before.\n"
+        "  Often a kernel got an index beyond its table (a token, a label); the device then runs no more work of this "
+        "process.\n"
+        '  Start again with device="cpu", or with CUDA_LAUNCH_BLOCKING=1 on CUDA: then the op itself raises the error.'
+    )
 
 
 class Session:

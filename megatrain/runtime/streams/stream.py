@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain.device import Device, DeviceEvent, DeviceStream
+from megatrain.device import Device, DeviceEvent, DeviceStream, is_late
 from megatrain.runtime.streams.chaos import Chaos, Probe, Recording
-from megatrain.runtime.streams.events import CALLER, Aborted, Event, Failure, Session
+from megatrain.runtime.streams.events import CALLER, Aborted, Event, Failure, Session, late_words
 from megatrain.runtime.streams.turn import work_for
 
 
@@ -68,6 +68,8 @@ class Lane:
             done.settle(failed=True)
             raise
         except BaseException as error:
+            if self.name == CALLER and is_late(error):
+                error.add_note(late_words(f"{self.name}:{label}"))
             step.abort(Failure(f"{self.name}:{label}", error, is_callers=self.name == CALLER))
             done.settle(failed=True)
             raise
@@ -207,7 +209,9 @@ class StreamThread:
 
 
 class ComputeStream:
-    """The compute stream: operations run at once, on the caller's thread and its current stream of the device.
+    """The compute stream: operations run at once, on the thread that submits them and its current stream of the device.
+
+    That is the caller's thread; in `loss.backward()` on an accelerator, autograd's own thread for the device.
 
     Args:
         device: Where compute runs.

@@ -2,8 +2,9 @@
 
 Where the device has streams (an accelerator), a stream also owns one of them: its thread issues work there, and
 waiting for an event means waiting until it is issued, then having the device's stream wait for its mark. On the CPU
-the same threads do the work itself. Compute is the exception: it runs on the caller's thread, so that autocast, grad
-mode, profilers and tracebacks behave as they do without megatrain.
+the same threads do the work itself. Compute is the exception: it runs on the thread that submits, so that autocast,
+grad mode, profilers and tracebacks behave as they do without megatrain. That is the caller's thread; but in
+`loss.backward()` on an accelerator autograd runs backwards on a thread of its own for each device, there as in eager.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class StreamSet:
         h2d: Host to device: prefetches.
         d2h: Device to host: offloads and parks.
         host: Work on the host, such as optimizer updates; waits until the bytes it waits for have arrived.
-        compute: Compute, on the caller's thread.
+        compute: Compute, on the thread that submits.
     """
 
     def __init__(self, device: Device, *, chaos: Chaos | None = None, recording: Recording | None = None) -> None:

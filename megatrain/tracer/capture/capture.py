@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from megatrain.device import find
 from megatrain.errors import TraceError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensorMode
@@ -96,7 +97,7 @@ class Capture:
             self._model, self._attempt.runs_again, running_hooks(self._model, self._attempt), self._outer.variables
         )
         with (
-            kept_rng(others_draw=True) as moved,
+            kept_rng(find(self._device), others_draw=True) as moved,
             swapped_state(self._model, self._by_id, self._outer) as start,
             self._host_drawer() as drawer,
         ):

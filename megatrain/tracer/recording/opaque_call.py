@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from megatrain.device import used_device
 from megatrain.torch_private import pytree
 from megatrain.tracer.python.contents import VALUES
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle
@@ -66,7 +67,7 @@ class OpaqueCall:
         """
         memory = [_memory(t) for t in tensors]
         before = pytree.tree_flatten(self._arguments)
-        with kept_rng():
+        with kept_rng(used_device(tensors)):
             results, result, rebound = self.opaque.capture(
                 tensors, dict(more), lambda tensor: escapes.note(tensor, self._calls)
             )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatrain.device import present_accelerator
+from megatrain.device import Device
 from megatrain.torch_private import disable_current_modes
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, refuse
 
@@ -102,6 +102,11 @@ class HostRng:
     numpy: Any
 
     @staticmethod
+    def seeded(seed: int) -> HostRng:
+        """The state after both were seeded, NumPy's with the lower 32 bits."""
+        return HostRng(random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state())
+
+    @staticmethod
     def now() -> HostRng:
         """Reads the generators."""
         return HostRng(random.getstate(), np.random.get_state())
@@ -121,17 +126,18 @@ class HostRng:
 
 
 @contextmanager
-def kept_rng(*, others_draw: bool = False) -> Generator[list[str]]:
-    """Restores every random generator at the end; the list then names what moved besides torch's stream.
+def kept_rng(device: Device, *, others_draw: bool = False) -> Generator[list[str]]:
+    """Restores the random generators at the end; the list then names what moved besides torch's stream.
 
     Args:
+        device: The compute device, whose own generator is restored as well. It isn't initialized for that: a plan
+            needs no memory there, and a forked process can't.
         others_draw: What other threads drew meanwhile stays drawn. The body draws nothing from torch's generator on the
             CPU then, and its caller sees to those of Python and NumPy.
     """
     host, cpu = HostRng.now(), torch.get_rng_state()
     seed = torch.initial_seed()
-    accelerator = present_accelerator()
-    device = None if accelerator is None else accelerator.generator_state()
+    own = device.generator_state() if device.is_initialized else None
     moved: list[str] = []
     try:
         yield moved
@@ -144,5 +150,5 @@ def kept_rng(*, others_draw: bool = False) -> Generator[list[str]]:
             host.restore()
         if not (others_draw and is_ahead(cpu, torch.get_rng_state())):
             torch.set_rng_state(cpu)
-        if accelerator is not None and device is not None:
-            accelerator.set_generator_state(device)
+        if own is not None:
+            device.set_generator_state(own)

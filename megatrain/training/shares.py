@@ -1,0 +1,91 @@
+"""Shares: how much of a step's loss each micro-batch is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatrain.checks import shown
+from megatrain.device import is_on_host
+from megatrain.errors import OptionError
+from megatrain.training.batch import MicroBatch
+
+Weight = Callable[[Any], Any]
+"""Says how much a micro-batch counts: a number, or a tensor with one element."""
+
+
+class Shares:
+    """The factors of the micro-batches' losses; they add up to 1.
+
+    Counts that are on the device stay there: to read them here, the launching thread would have to wait. Then `check`
+    reads them, on another thread, before anything is updated.
+
+    Args:
+        batches: The micro-batches.
+        weight: Counts each; None lets all count the same.
+
+    Raises:
+        OptionError: If counts on the host aren't finite and positive in sum, or a count is no number.
+    """
+
+    def __init__(self, batches: Sequence[MicroBatch], weight: Weight | None) -> None:
+        found: list[Any] = [1] * len(batches) if weight is None else [weight(batch.given) for batch in batches]
+        self._unread: torch.Tensor | None = None
+        self._factors: Sequence[float | torch.Tensor]
+        if _are_on_device(found):
+            self._unread = torch.stack([count.detach().reshape(()).double() for count in found])
+            counts = self._unread.unbind()
+            total = functools.reduce(torch.add, counts)
+            self._factors = [1.0] if len(counts) == 1 else [count / total for count in counts]
+        else:
+            numbers = [_number_of(count) for count in found]
+            total = _checked_sum(numbers)
+            self._factors = [number / total for number in numbers]
+
+    def check(self) -> None:
+        """Reads counts that are on the device, if nobody did; waits for the calling thread's current stream.
+
+        Raises:
+            OptionError: If they aren't finite and positive in sum.
+        """
+        if self._unread is not None:
+            _checked_sum(self._unread.tolist())
+            self._unread = None
+
+    def share(self, loss: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """Returns a micro-batch's loss times its factor."""
+        factor = self._factors[micro_batch]
+        if isinstance(factor, torch.Tensor):
+            # As with a number, the product is computed in fp32 at least, and has the dtype of the loss.
+            dtype = torch.promote_types(loss.dtype, torch.float32)
+            return (loss.to(dtype) * factor.to(loss.device, dtype)).to(loss.dtype)
+        return loss if factor == 1.0 else loss * factor
+
+
+def _are_on_device(counts: Sequence[Any]) -> bool:
+    tensors = [count for count in counts if isinstance(count, torch.Tensor) and count.numel() == 1]
+    is_same = len({tensor.device for tensor in tensors}) == 1 and not any(tensor.is_complex() for tensor in tensors)
+    return len(tensors) == len(counts) and is_same and not is_on_host(tensors[0])
+
+
+def _number_of(count: Any) -> float:
+    try:
+        return float(count)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionError(
+            f"weight= counts a micro-batch as {shown(count)}.\n  A count is a number, or a tensor with one element.\n"
+            "  Return for example the number of targets."
+        ) from error
+
+
+def _checked_sum(counts: list[float]) -> float:
+    total = sum(counts)
+    if min(counts) < 0 or not 0 < total < float("inf"):
+        raise OptionError(
+            f"weight= counts the micro-batches as {counts}.\n  The loss is an average weighted by these numbers.\n"
+            "  Count the items that each loss averages over, such as the targets that aren't ignored."
+        )
+    return total

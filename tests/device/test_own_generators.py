@@ -1,0 +1,111 @@
+"""Only the compute device's generator is read and moved, and none is read where nothing was drawn yet."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.device import Accelerator, Cpu
+from megatrain.runtime.rng import OwnGenerators, RngState
+from megatrain.tracer.recording.random_numbers import HostRng, kept_rng
+
+
+class Module:
+    """The module of an accelerator with two devices; device 0 is the current one."""
+
+    def __init__(self, *, is_used: bool) -> None:
+        self.is_used = is_used
+        self.generators = [torch.Generator().manual_seed(i) for i in range(2)]
+        self.asked: list[int] = []
+
+    def is_initialized(self) -> bool:
+        return self.is_used
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        self.asked.append(device.index)
+        return self.generators[device.index].get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.asked.append(device.index)
+        self.generators[device.index].set_state(state)
+
+
+def put_in(patch: pytest.MonkeyPatch, *, is_used: bool) -> Module:
+    module = Module(is_used=is_used)
+    patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    patch.setattr(torch.accelerator, "device_count", lambda: 2)
+    patch.setattr(torch, "get_device_module", lambda device=None: module)
+    return module
+
+
+def test_the_generator_of_the_compute_device_is_put_back_not_that_of_the_current_one(monkeypatch: pytest.MonkeyPatch):
+    module = put_in(monkeypatch, is_used=True)
+    before = [generator.get_state() for generator in module.generators]
+    with kept_rng(Accelerator("xpu", 1)):
+        for generator in module.generators:
+            torch.rand(1, generator=generator)
+    same = [torch.equal(now.get_state(), then) for now, then in zip(module.generators, before, strict=True)]
+    assert same == [False, True]
+
+
+def test_a_device_that_nobody_used_is_not_asked(monkeypatch: pytest.MonkeyPatch):
+    module = put_in(monkeypatch, is_used=False)
+    with kept_rng(Accelerator("xpu", 1)):
+        pass
+    assert module.asked == []
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_work_on_the_cpu_asks_no_accelerator(monkeypatch: pytest.MonkeyPatch, is_used: bool):
+    module = put_in(monkeypatch, is_used=is_used)
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Dropout()), torch.ones(1, 2)
+    with monkeypatch.context() as patch:
+        # Of torch, not of a generator: other kinds aren't built in.
+        patch.setattr(torch.accelerator, "is_available", lambda: False)
+        megatrain.trace(model, (x,), device="cpu")
+        megatrain.plan(model, x, device_memory="1GiB")
+        megatrain.compile(model, device="cpu")(x).sum().backward()
+        megatrain.verify(model, x, device="cpu")
+    assert module.asked == []
+
+
+def test_a_micro_batch_seeds_no_generator_but_its_own(monkeypatch: pytest.MonkeyPatch):
+    before = torch.get_rng_state(), random.getstate()
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    expected = [(torch.rand(3).tolist(), random.random(), np.random.rand()) for _ in range(2)]
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+    numpy = HostRng.now()
+
+    def seed_all(seed: Any) -> None:
+        raise AssertionError("the generators of all devices are seeded")
+
+    monkeypatch.setattr(torch, "manual_seed", seed_all)
+    own = OwnGenerators(7, Cpu())
+    drawn: list[Any] = []
+    for _ in range(2):
+        with own.drawing():
+            drawn.append((torch.rand(3).tolist(), random.random(), np.random.rand()))
+    assert drawn == expected
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert HostRng.now() == numpy
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**40 + 3, -5])
+def test_a_seeded_state_is_that_after_seeding(seed: int):
+    before = torch.get_rng_state()
+    seeded = RngState.seeded(seed, Cpu())
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(seed)
+    assert torch.equal(torch.get_rng_state(), seeded.host)
+    torch.set_rng_state(before)
