@@ -17,6 +17,8 @@ from megatrain.errors import ExecuteError
 from megatrain.sizes import format_bytes
 
 _HUGE_PAGE = 2 << 20
+# Memory of at least so many bytes is for long; less comes and goes, and would cost more to make than to look up.
+_HUGE_FROM = 64 << 20
 # Of Linux, also where Python doesn't name them.
 _MADV_POPULATE_WRITE = 23
 _MAP_FIXED_NOREPLACE = 0x100000
@@ -48,7 +50,7 @@ class HostPages(mmap.mmap):
             pages = HostPages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
             raise ExecuteError(f"the host can't allocate {format_bytes(nbytes)} of memory: {error}") from error
-        if nbytes >= _HUGE_PAGE:
+        if nbytes >= _HUGE_FROM:
             pages._advise("MADV_HUGEPAGE")
         return pages
 

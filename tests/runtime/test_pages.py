@@ -79,7 +79,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @linux
 def test_pages_are_private_and_may_be_huge():
-    arena = HostArena(4 << 20)
+    arena = HostArena(64 << 20)
     found = smaps(arena.tensor.data_ptr())
     assert found["Rights"] == "rw-p"
     assert "hg" in found["VmFlags"].split() or not Path("/sys/kernel/mm/transparent_hugepage").exists()
