@@ -27,6 +27,10 @@ class OpaqueModelWarning(UserWarning):
     """The outermost module runs its own code at each step, as one block."""
 
 
+class PageLockWarning(UserWarning):
+    """The system refuses to page-lock as much host memory as transfers use, so they are slower."""
+
+
 class LowerError(MegatrainError):
     """A captured model can't be cut into blocks, or a pass broke the program."""
 

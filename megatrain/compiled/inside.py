@@ -67,7 +67,8 @@ class Compiled:
 
     def __str__(self) -> str:
         """Lists the options of the model and its captures; see `megatrain.compiled.printed`."""
-        return compiled_text(self.options, list(self._variants), self._latest)
+        note = "" if self._engine is None else self._engine.bus.note
+        return compiled_text(self.options, list(self._variants), self._latest, note)
 
     # -- what was compiled --------------------------------------------------------------------------------
 

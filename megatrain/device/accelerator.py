@@ -67,6 +67,10 @@ class Accelerator(Device):
         """Sets the calling thread's device and stream."""
         torch.accelerator.set_stream(cast("torch.Stream", stream))
 
+    def settle(self) -> None:
+        """Waits for all streams of this device."""
+        torch.accelerator.synchronize(self.torch_device)
+
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Issues a copy; it runs at the same time as the host if the host's memory is page-locked."""
         return out.copy_(source, non_blocking=True)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatrain.device.accelerator import Accelerator
+from megatrain.device.host_pages import populate
 from megatrain.errors import ExecuteError
 from megatrain.sizes import format_bytes
+
+# How the file of CUDA's runtime begins, or of AMD's, and its function of this purpose.
+_LAST_ERROR = {"libcudart": "cudaGetLastError", "libamdhip64": "hipGetLastError"}
 
 
 class Cuda(Accelerator):
@@ -21,6 +28,8 @@ class Cuda(Accelerator):
     """
 
     name = "cuda"
+    # Drivers fail from 512 GiB on: what they note of each page is one array of less than 2 GiB.
+    lock_bytes = 64 << 30
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__(self.name, index)
@@ -37,20 +46,55 @@ class Cuda(Accelerator):
 
     def lock(self, address: int, nbytes: int) -> Callable[[], None]:
         """Registers the memory with the driver: copies from and to pageable memory would block the host."""
+        populate(address, nbytes)
         with torch.cuda.device(self.torch_device):
             code = int(_cudart().cudaHostRegister(address, nbytes, 0))
+            if code != 0:
+                self._forget_error()
         if code != 0:
             raise ExecuteError(
-                f"{format_bytes(nbytes)} of host memory can't be page-locked: CUDA error {code}.\n"
+                f"the system can't page-lock {format_bytes(nbytes)} of host memory: CUDA error {code}.\n"
                 "  Transfers that overlap with compute need page-locked memory.\n"
-                "  Raise the limit on locked memory (ulimit -l), or free host memory."
+                f"  {HOW_TO_LOCK_MORE}"
             )
-        return partial(_unlock, address)
+        return partial(self._unlock, address)
+
+    def _unlock(self, address: int) -> None:
+        if int(_cudart().cudaHostUnregister(address)) != 0:
+            self._forget_error()
+
+    def _forget_error(self) -> None:
+        """Clears this thread's last error: the next launch of a kernel would report it as its own."""
+        forget = _last_error()
+        if forget is not None:
+            forget()
+            return
+        # The runtime is a part of torch's own library. So let a launch report it that nobody waits for.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.torch_device)
 
 
-def _unlock(address: int) -> None:
-    _cudart().cudaHostUnregister(address)
+HOW_TO_LOCK_MORE = "WSL2 and containers limit it: raise `memory` in .wslconfig, or the container's own limit of memory."
 
 
 def _cudart() -> Any:
     return torch.cuda.cudart()
+
+
+def _last_error() -> Callable[[], int] | None:
+    """The loaded runtime's function that returns a thread's last error and forgets it, which torch doesn't expose."""
+    for path in loaded_libraries():
+        for library, function in _LAST_ERROR.items():
+            if path.name.startswith(library):
+                with contextlib.suppress(OSError, AttributeError):
+                    return getattr(ctypes.CDLL(str(path)), function)
+    return None
+
+
+def loaded_libraries() -> list[Path]:
+    """The files that are mapped into this process, libraries among them; empty where the system doesn't tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    return [Path(name) for name in dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if "/" in line)]

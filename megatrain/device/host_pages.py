@@ -1,18 +1,32 @@
-"""HostPages: memory of the host straight from the system, of an exact size."""
+"""HostPages: memory of the host straight from the system, of an exact size, in huge pages where the system has them."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
+import os
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
 from megatrain.errors import ExecuteError
 from megatrain.sizes import format_bytes
 
+_HUGE_PAGE = 2 << 20
+# Memory of at least so many bytes is for long; less comes and goes, and would cost more to make than to look up.
+_HUGE_FROM = 64 << 20
+# Of Linux, also where Python doesn't name them.
+_MADV_POPULATE_WRITE = 23
+_MAP_FIXED_NOREPLACE = 0x100000
+_MOST_THREADS = 8
+
 
 class HostPages(mmap.mmap):
-    """Anonymous memory, zeroed, that is unlocked before it is unmapped.
+    """Anonymous memory of this process, zeroed, that is unlocked before it is unmapped.
 
     A weakref callback would come too late: `mmap` unmaps first and clears its weak references then.
 
@@ -21,6 +35,8 @@ class HostPages(mmap.mmap):
     """
 
     unlock: Callable[[], None] | None = None
+    _address: int = 0
+    _process: int = 0
 
     @staticmethod
     def of(nbytes: int) -> HostPages:
@@ -30,14 +46,98 @@ class HostPages(mmap.mmap):
             ExecuteError: If the host has no more.
         """
         try:
-            return HostPages(-1, nbytes)
+            # Shared memory would be in pages of 4 KiB, which take longer to lock and to look up.
+            pages = HostPages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
             raise ExecuteError(f"the host can't allocate {format_bytes(nbytes)} of memory: {error}") from error
+        if nbytes >= _HUGE_FROM:
+            pages._advise("MADV_HUGEPAGE")
+        return pages
 
     def tensor(self) -> torch.Tensor:
         """All of it as `uint8`. The storage of this tensor, and so every view of it, keeps the pages alive."""
         return torch.frombuffer(self, dtype=torch.uint8)
 
-    def __del__(self) -> None:
-        if self.unlock is not None:
-            self.unlock()
+    def keep_from_children(self) -> None:
+        """Leaves these pages out of processes that are forked from now on. Called before they are page-locked.
+
+        After a fork the first write into a private page gives the writer a copy. If that were this process, the device
+        would go on with the original, which this process no longer sees.
+        """
+        self._process, self._address = os.getpid(), ctypes.addressof(ctypes.c_char.from_buffer(self))
+        _KEPT[self._address] = len(self)
+        self._advise("MADV_DONTFORK")
+
+    def share_with_children(self) -> None:
+        """The reverse, when the pages aren't page-locked any more."""
+        self._advise("MADV_DOFORK")
+        _KEPT.pop(self._address, None)
+
+    def _advise(self, name: str) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # where there is no such advice, nothing depends on it
+            self.madvise(getattr(mmap, name))
+
+    def __del__(
+        self, is_ending: Callable[[], bool] = sys.is_finalizing, process: Callable[[], int] = os.getpid
+    ) -> None:
+        # A forked child has locked nothing, and at its end a process gives back all it has. The device's own functions
+        # may fail by then.
+        if is_ending() or self.unlock is None or process() != self._process:
+            return
+        _KEPT.pop(self._address, None)
+        self.unlock()
+
+
+_KEPT: dict[int, int] = {}
+"""Sizes of pages that are kept from children, by address."""
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Makes pages resident, with several threads, and leaves their contents alone.
+
+    Page-locking would do that on one thread. A kernel without this advice (Linux before 5.14) leaves it to the locking.
+
+    Args:
+        address: Of the first byte, which begins a page.
+        nbytes: Number of bytes.
+    """
+    madvise = _c_function("madvise")
+    if madvise is None:
+        return
+
+    def touch(start: int) -> None:
+        madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(min(share, nbytes - start)), _MADV_POPULATE_WRITE)
+
+    num_threads = min(_MOST_THREADS, torch.get_num_threads())
+    share = max(1, -(-nbytes // (num_threads * _HUGE_PAGE))) * _HUGE_PAGE
+    starts = range(0, nbytes, share)
+    if len(starts) == 1:
+        touch(0)
+        return
+    with ThreadPoolExecutor(num_threads) as pool:  # calls through ctypes let other threads run
+        list(pool.map(touch, starts))
+
+
+def _reserve() -> None:
+    """In a forked child: keeps the addresses of pages that it doesn't have from being used for anything else.
+
+    Reading there then ends the child, instead of reading something else, and unmapping them unmaps nothing else.
+    """
+    reserve = _c_function("mmap")
+    if reserve is None:
+        return
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
+    for address, nbytes in _KEPT.items():
+        reserve(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 0, flags, -1, ctypes.c_long(0))
+    _KEPT.clear()
+
+
+def _c_function(name: str) -> Any:
+    """A function of the C library; None where there is none of this name."""
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (OSError, TypeError, AttributeError):
+        return None
+
+
+os.register_at_fork(after_in_child=_reserve)

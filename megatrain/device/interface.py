@@ -60,6 +60,8 @@ class Device:
         can_bind: The host's memory is the device's own: weights can be used in place in the host store, and gradients
             may stay where they are made. False where every block's weights must be copied into a slot.
         alignment: The first byte that `allocate` gives lies at a multiple of so many bytes.
+        lock_bytes: Most bytes that one `lock` takes, in whole pages. Larger memory is locked in several pieces, and
+            no copy spans two of them. 0 if transfers don't gain from page-locking.
         repeats_itself: Two eager runs of the same step, with the same random numbers, have the same bits.
         launching_threads: Threads that launch work and transfers at the same time as the host updates parameters.
             Updates leave each a processor.
@@ -67,6 +69,7 @@ class Device:
 
     can_bind: bool = False
     alignment: int = 256
+    lock_bytes: int = 1 << 62
     repeats_itself: bool = True
     launching_threads: int = 1
 
@@ -113,6 +116,9 @@ class Device:
         if stream is not None:
             stream.synchronize()
 
+    def settle(self) -> None:
+        """Blocks the host until the device has done all the work that it has, of all streams."""
+
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Copies `source` into `out`, one of which is the host's, as work of the calling thread's current stream.
 
@@ -151,12 +157,16 @@ class Device:
     def lock(self, address: int, nbytes: int) -> Callable[[], None] | None:
         """Page-locks host memory for transfers with the device; makes all pages resident.
 
+        Args:
+            address: Of the first byte, which begins a page.
+            nbytes: At most `lock_bytes`.
+
         Returns:
-            A function that unlocks it, to be called once, while it is still mapped; None if transfers don't gain from
-            locking.
+            A function that unlocks it, to be called once, while it is still mapped and when no copy is under way; None
+            if transfers don't gain from locking.
 
         Raises:
-            ExecuteError: If the system refuses.
+            ExecuteError: If the system refuses. Transfers then go through a small ring of locked memory.
         """
         return None
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,21 +23,23 @@ class HostArena:
 
     Args:
         nbytes: Size in bytes; 0 is allowed.
-        pin: Device whose transfers may gain from page-locked memory; None leaves it pageable.
+
+    Attributes:
+        is_locked: Whether it is page-locked.
+        is_refused: The system refused to page-lock it.
 
     Raises:
-        ExecuteError: If the memory can't be allocated or locked.
+        ExecuteError: If the memory can't be allocated.
     """
 
-    def __init__(self, nbytes: int, *, pin: Device | None = None) -> None:
-        self.is_pinned = False
+    def __init__(self, nbytes: int) -> None:
+        self.is_locked = self.is_refused = False
         self._pages: HostPages | None = None
+        self._cuts: range = range(0)
         self.tensor = torch.empty(0, dtype=torch.uint8)
         if nbytes:
             self._pages = HostPages.of(nbytes)
             self.tensor = self._pages.tensor()
-        if pin is not None:
-            self.pin(pin)
 
     @property
     def nbytes(self) -> int:
@@ -46,27 +52,91 @@ class HostArena:
         Tools that save tensors go by storages: a slice of `tensor` would take the whole arena along, and two of them
         would count as one tensor under two names.
         """
-        if start == end:
-            return torch.empty(0, dtype=torch.uint8)  # there is no buffer of no bytes
-        assert self._pages is not None
-        return torch.frombuffer(self._pages, dtype=torch.uint8, count=end - start, offset=start)
+        return self.lent_part(start, end)[0]
 
-    def pin(self, device: Device) -> None:
+    def lent_part(self, start: int, end: int) -> tuple[torch.Tensor, weakref.ref[Any]]:
+        """As `part`, with a reference that dies when nobody holds that storage any more, in whatever form."""
+        if start == end:  # there is no buffer of no bytes
+            empty = torch.empty(0, dtype=torch.uint8)
+            return empty, weakref.ref(empty)
+        assert self._pages is not None
+        # The storage holds this view, and the view holds the pages.
+        view = memoryview(self._pages)[start:end]
+        return torch.frombuffer(view, dtype=torch.uint8), weakref.ref(view)
+
+    def lock(self, device: Device) -> None:
         """Page-locks the memory for transfers with `device`, if they gain from that; makes all pages resident then.
 
         Raises:
-            ExecuteError: If the system refuses.
+            ExecuteError: If the system refuses; nothing of the arena is locked then.
         """
-        if self._pages is None or self.is_pinned:
+        pages, most = self._pages, device.lock_bytes
+        if pages is None or self.is_locked or most == 0:
             return
-        self._pages.unlock = device.lock(self.tensor.data_ptr(), self.nbytes)
-        self.is_pinned = self._pages.unlock is not None
+        address, unlocks = self.tensor.data_ptr(), list[Callable[[], None]]()
+        pages.keep_from_children()
+        try:
+            for start in range(0, self.nbytes, most):
+                unlock = device.lock(address + start, min(most, self.nbytes - start))
+                if unlock is None:
+                    break
+                unlocks.append(unlock)
+        finally:
+            pages.unlock = partial(_unlock, unlocks, device)
+            self._cuts = range(most, self.nbytes, most)
+            self.is_locked = len(unlocks) > len(self._cuts)
+            if not self.is_locked:
+                self.unlock()
+
+    def unlock(self) -> None:
+        """Unlocks the memory, when all that the device has to do is done."""
+        self.is_locked, self._cuts = False, range(0)
+        if self._pages is not None and self._pages.unlock is not None:
+            self._pages.unlock()
+            self._pages.unlock = None
+            self._pages.share_with_children()
+
+    def cuts(self, tensor: torch.Tensor) -> list[int]:
+        """Returns the bytes of a tensor of this memory, without gaps, at which another piece is locked."""
+        start = tensor.data_ptr() - self.tensor.data_ptr()
+        return [cut - start for cut in self._cuts if start < cut < start + tensor.nbytes]
 
     def close(self) -> None:
         """Lets go of the memory; tensors that view it keep it until they are gone."""
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self._pages = None
-        self.is_pinned = False
+        self._cuts = range(0)
+        self.is_locked = False
+
+
+def _unlock(unlocks: Sequence[Callable[[], None]], device: Device) -> None:
+    """Unlocks the pieces of an arena. What the device still copies out of it or into it is waited for."""
+    with contextlib.suppress(RuntimeError):  # a device that is broken copies nothing
+        if unlocks:
+            device.settle()
+    for unlock in unlocks:
+        unlock()
+
+
+def together(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Groups neighbours whose memory can be locked in one piece; what is larger alone stays alone.
+
+    Args:
+        sizes: Bytes of each.
+        most: Bytes of one piece; 0 for any number.
+
+    Returns:
+        The places of each group's members in `sizes`; members without bytes belong to the group before them.
+    """
+    groups: list[list[int]] = []
+    nbytes = 0
+    for index, size in enumerate(sizes):
+        if not groups or (most and nbytes and size and nbytes + size > most):
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(index)
+        nbytes += size
+    return groups
 
 
 def scratch(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -239,8 +239,10 @@ def _step_rows(
         gradients = schedule.landing_bytes + _wholes_bytes(programs[0], entries)
     elif is_train:
         trained = {key for program in programs for keys in _trained(program) for key in keys}
-        gradients = sum(entries[key].spec.nbytes for key in trained)
-        # On the host they are copied without a page-locked place to land in.
+        sizes = [entries[key].spec.nbytes for key in trained]
+        # On the host gradients stay where they are made. Elsewhere they have page-locked rooms; those that are added to
+        # others land in the slab.
+        gradients = sum(sizes if on_host else map(aligned, sizes))
         slab = 0 if on_host else schedule.landing_bytes
     yield "gradients", gradients
     yield "slab", slab

@@ -39,7 +39,7 @@ class _CallNode(torch.autograd.Function):
             everything[index] = gradient
         nodes = [node for node, _ in ctx.next_functions[-len(ctx.parameters) :]] if ctx.parameters else []
         demand = Demand(executor.facts.trained, ctx.parameters, nodes)
-        found = executor.backward(ctx.call, everything, keep_graph=keeps_graph(), take=demand.take)
+        found = executor.backward(ctx.call, everything, keep_graph=keeps_graph(), take=demand)
         return None, None, None, None, *found, *demand.returned()
 
 

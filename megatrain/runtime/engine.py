@@ -14,11 +14,13 @@ from megatrain.checks import Rule, checked, optional
 from megatrain.device import Device, is_on_host, usable
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import image, state_image
+from megatrain.memory.bus import Bus
 from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
 from megatrain.runtime.block import BlockRunner
 from megatrain.runtime.stores.buffer_copies import BufferCopies
 from megatrain.runtime.stores.device_arena import DeviceArena, Meter
+from megatrain.runtime.stores.gradient_memory import GradientMemory
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
 from megatrain.runtime.stores.parks import ParkPool
 from megatrain.runtime.stores.weights import Weights
@@ -77,8 +79,10 @@ class Engine:
         self.meter = Meter()
         self.arena = DeviceArena(self.device)
         self.store: HostStore | None = None
-        self.parks = ParkPool(self.device)
-        self.buffers = BufferCopies(self.device)
+        self.bus = Bus(self.device)
+        self.parks = ParkPool(self.bus)
+        self.buffers = BufferCopies(self.bus)
+        self.gradients = GradientMemory(self.bus)
         # The call whose forward last used the slots; only its backward may find weights in them.
         self._slot_owner: weakref.ref[Any] | None = None
         self.turn = turn or Turn()
@@ -159,12 +163,14 @@ class Engine:
             if self._weights is not None:
                 self._load(images, self._weights)
             elif self.store is None:
-                self.store = HostStore(images, self.tensors, self.device)
+                self.store = HostStore(images, self.tensors, self.bus)
             else:
                 self.store.forget_resized(self.tensors)
                 self.store.extend(images, self.tensors)
                 # A comparison with this inventory can't find tensors that were replaced before it.
                 self._has_replaced = True
+            assert self.store is not None
+            self.store.lock()
         return images
 
     def _load(self, images: list[BlockImage], weights: Weights) -> None:
@@ -173,7 +179,7 @@ class Engine:
         used = {entry.owner for layout in images for entry in layout.entries}
         unused = image([(key, TensorSpec.of(self.tensors[key])) for key in weights.keys if key not in used])
         try:
-            self.store = HostStore([*images, unused], self.tensors, self.device, weights)
+            self.store = HostStore([*images, unused], self.tensors, self.bus, weights)
         finally:
             weights.remember(self._model)  # after a failure the next call reads everything again
         self._weights = None

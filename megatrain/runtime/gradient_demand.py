@@ -9,7 +9,7 @@ import torch
 
 from megatrain import torch_private
 from megatrain.errors import ExecuteError
-from megatrain.runtime.gradients import accumulate
+from megatrain.runtime.gradients import accumulate, keeps_gradient
 
 
 def keeps_graph() -> bool:
@@ -46,7 +46,11 @@ class Demand:
             else:
                 self._own[key] = parameter
 
-    def take(self, key: str, gradient: torch.Tensor) -> None:
+    def keeps(self, key: str) -> bool:
+        """Tells whether somebody will keep the memory of a parameter's gradient."""
+        return keeps_gradient(self._own[key]) if key in self._own else key in self._returned
+
+    def __call__(self, key: str, gradient: torch.Tensor) -> None:
         """Takes the whole gradient of a parameter; runs on the stream that brings it to the host."""
         if key in self._own:
             accumulate(self._own[key], gradient)

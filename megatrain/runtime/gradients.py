@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,16 +10,15 @@ import torch
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.landing import Landing
+from megatrain.runtime.landing import Landed, Landing, PlainLanding
 from megatrain.runtime.loaded import Loaded
-from megatrain.runtime.stores.host_store import HostArena
 from megatrain.scheduler.instructions import Bytes
-from megatrain.sizes import aligned
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
 
 Take = Callable[[str, torch.Tensor], None]
-"""Takes a parameter's key and its whole gradient."""
+"""Takes a parameter's key and its whole gradient, and may keep it. A taker that doesn't keep all has a method
+`keeps(key) -> bool`: whether it, or somebody that it gives them to, will keep the memory of the next gradient."""
 
 
 class GradientSink:
@@ -31,49 +30,50 @@ class GradientSink:
     Args:
         parameter_of: Returns the parameter of a key, which the user may replace between calls.
         device: Compute device.
-        slab_bytes: Size of the page-locked landing area; the largest block's gradients. Unused where gradients are
-            made in host memory.
         parts: Parts of parameters; the gradient of each becomes rows of the parameter's, whose other rows are zero.
-        landing: Places that gradients are copied to, and stay in; None makes new tensors.
+        landing: Where gradients are copied to; None if they are made in host memory, and stay there.
     """
 
     def __init__(
         self,
         parameter_of: Callable[[str], torch.Tensor],
         device: Device,
-        slab_bytes: int,
         parts: Sequence[StateEntry] = (),
         *,
-        landing: Landing | None = None,
+        landing: Landing | PlainLanding | None = None,
     ):
         self._parameter_of = parameter_of
         self._device = device
         self._parts = {part.key: part for part in parts}
         self._landing = landing
         self._reuses_places = True
-        needs_slab = not device.can_bind and landing is None
-        self._slab = HostArena(max(1, slab_bytes), pin=device) if needs_slab else None
         self._sums: dict[str, torch.Tensor] = {}
+        # Of these sums the memory takes the next block's gradients.
+        self._lent: set[str] = set()
         self._received: set[int] = set()
         self._take: Take = self._accumulate
+        self._keeps: Callable[[str], bool] = self._accumulate_keeps
 
     @staticmethod
-    def of(loaded: Loaded, engine: Engine, slab_bytes: int = 0, landing: Landing | None = None) -> GradientSink:
-        """Makes the sink of a backward whose gradients go through a slab, or stay where they land."""
-        return GradientSink(
-            lambda key: engine.tensors[key],
-            engine.device,
-            slab_bytes=slab_bytes,
-            parts=loaded.facts.parts,
-            landing=landing,
-        )
+    def of(loaded: Loaded, engine: Engine, landing: Landing | PlainLanding | None) -> GradientSink:
+        """Makes the sink of a backward."""
+        return GradientSink(lambda key: engine.tensors[key], engine.device, parts=loaded.facts.parts, landing=landing)
 
     def begin(self, take: Take | None = None) -> None:
-        """Starts a backward, whose gradients `take` gets; None adds them to `.grad`."""
+        """Starts a backward, whose gradients `take` gets; None adds them to `.grad`.
+
+        Raises:
+            ExecuteError: If the host lacks the memory where they land.
+        """
         self._sums.clear()  # of a backward that failed
         self._reuses_places = True
         self._received.clear()
         self._take = take or self._accumulate
+        self._keeps = self._accumulate_keeps if take is None else getattr(take, "keeps", _always)
+        if isinstance(self._landing, PlainLanding):
+            self._landing.begin(self._keeps)
+        elif self._landing is not None:
+            self._landing.begin()
 
     def stop_reuse(self) -> None:
         """Lets all further gradients of this backward have new memory: updates don't keep up with them any more."""
@@ -82,12 +82,15 @@ class GradientSink:
     def _accumulate(self, key: str, gradient: torch.Tensor) -> None:
         accumulate(self._parameter_of(key), gradient)
 
+    def _accumulate_keeps(self, key: str) -> bool:
+        return keeps_gradient(self._parameter_of(key))
+
     def receive(
         self,
         block: int,
         keys: Sequence[str],
         gradients: Sequence[tuple[torch.Tensor | None, bool]],
-        completes: Iterable[str],
+        completes: Collection[str],
         landing: Bytes | None,
     ) -> None:
         """Takes one block's gradients. If a hook on a parameter fails, the same block may come again.
@@ -101,32 +104,40 @@ class GradientSink:
             landing: Where the gradients land on the host; None if they stay where they are made, to be adopted there.
         """
         if block not in self._received:
-            self._add(keys, self._land(block, landing, gradients))
+            self._add(keys, self._land(block, keys, landing, gradients), completes)
             self._received.add(block)
         for key in completes:
             total = self._sums.get(key)
             if total is None:
                 continue
+            if key in self._lent and self._keeps(key):
+                total = self._sums[key] = total.clone()
+                self._lent.remove(key)
             if key in self._parts:
                 self._fill_rows(self._parts[key], total)
             else:
                 self._take(key, total)
             del self._sums[key]
 
-    def _add(self, keys: Sequence[str], landed: Sequence[torch.Tensor | None]) -> None:
+    def _add(self, keys: Sequence[str], landed: Sequence[Landed], completes: Collection[str]) -> None:
         """Adds gradients to the sums, in place where that gives the same; if it fails, none is added."""
         made: dict[str, torch.Tensor] = {}
         in_place: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for key, gradient in zip(keys, landed, strict=True):
+        lent: set[str] = set()
+        for key, (gradient, is_lent) in zip(keys, landed, strict=True):
             if gradient is None:
                 continue
             total = made.get(key, self._sums.get(key))
             if total is None:
-                made[key] = gradient
+                # What is lent lasts until this block's sums are taken.
+                is_last = key in completes
+                made[key] = gradient.clone() if is_lent and not is_last else gradient
+                lent.update([key] if is_lent and is_last else [])
             elif total.layout == gradient.layout == torch.strided and total.dtype == gradient.dtype:
                 in_place.append((total, gradient))
             else:
                 made[key] = _sum(total, gradient)
+        self._lent = lent
         for total, gradient in in_place:
             total.add_(gradient)
         self._sums.update(made)
@@ -141,58 +152,45 @@ class GradientSink:
         whole[start:end] = gradient.to_dense() if gradient.layout != torch.strided else gradient
 
     def _land(
-        self, block: int, where: Bytes | None, gradients: Sequence[tuple[torch.Tensor | None, bool]]
-    ) -> list[torch.Tensor | None]:
+        self,
+        block: int,
+        keys: Sequence[str],
+        where: Bytes | None,
+        gradients: Sequence[tuple[torch.Tensor | None, bool]],
+    ) -> list[Landed]:
+        tensors = [gradient for gradient, _ in gradients]
+        if isinstance(self._landing, PlainLanding):
+            return self._landing.land(keys, tensors, self._stays)
         if self._landing is not None and self._reuses_places and where is not None:
-            return _copied(self._device, self._landing.places(block, where), [gradient for gradient, _ in gradients])
-        if self._slab is not None:
-            return self._land_through_slab([gradient for gradient, _ in gradients])
-        if not self._device.can_bind:  # gradients with places don't use a slab
-            return [gradient if gradient is None else self._device.to_host(gradient) for gradient, _ in gradients]
+            return self._landing.land(block, where, tensors)
+        if not self._device.can_bind:
+            return [Landed(gradient if gradient is None else self._device.to_host(gradient)) for gradient in tensors]
         seen: set[int] = set()
-        landed: list[torch.Tensor | None] = []
+        landed: list[Landed] = []
         for gradient, is_shared in gradients:
             if gradient is None or gradient.layout != torch.strided:
-                landed.append(gradient)
+                landed.append(Landed(gradient))
                 continue
             storage = gradient.untyped_storage()
             is_own = not is_shared and storage.data_ptr() not in seen and storage.nbytes() == gradient.nbytes
             seen.add(storage.data_ptr())
-            landed.append(gradient if where is None and is_own else gradient.clone())
+            landed.append(Landed(gradient if where is None and is_own else gradient.clone()))
         return landed
 
-    def _land_through_slab(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Copies device gradients into page-locked memory in one burst, then out of it."""
-        assert self._slab is not None
-        places: list[torch.Tensor | None] = []
-        offset = 0
-        for gradient in gradients:
-            if gradient is None or gradient.layout != torch.strided:
-                places.append(gradient if gradient is None else self._device.to_host(gradient))
-                continue
-            place = self._slab.tensor[offset : offset + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
-            self._device.copy(place, gradient)
-            places.append(place)
-            offset += aligned(gradient.nbytes)
-        self._device.synchronize()
-        return [p.clone() if p is not None and p.layout == torch.strided else p for p in places]
+    def _stays(self, key: str) -> bool:
+        """Whether a gradient may stay where it lands: it is kept, and neither a part nor added to others."""
+        return key not in self._parts and key not in self._sums and self._keeps(key)
 
 
-def _copied(
-    device: Device, places: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Copies gradients to their places, in one burst; sparse ones, and those of another dtype, have none."""
-    landed: list[torch.Tensor | None] = []
-    for place, gradient in zip(places, gradients, strict=True):
-        if gradient is None or gradient.layout != torch.strided:
-            landed.append(gradient if gradient is None or device.can_bind else device.to_host(gradient))
-        elif place is None or place.dtype != gradient.dtype:
-            landed.append(device.to_host(gradient))
-        else:
-            landed.append(device.copy(place, gradient))
-    if any(gradient is not None for gradient in gradients):
-        device.synchronize()
-    return landed
+def _always(key: str) -> bool:
+    del key
+    return True
+
+
+def keeps_gradient(parameter: torch.Tensor) -> bool:
+    """Tells whether `accumulate` will keep a gradient's memory, in `.grad` or in a hook; otherwise it only adds."""
+    grad = parameter.grad
+    return grad is None or grad.is_sparse or bool(parameter._backward_hooks)  # pyright: ignore
 
 
 def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

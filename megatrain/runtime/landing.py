@@ -1,47 +1,65 @@
-"""Landing: host memory where the gradients of a step arrive, and wait for their update."""
+"""Landing: where the gradients of a backward arrive on the host, those of a block in one burst."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-from megatrain.device import Device
 from megatrain.memory.block_image import BlockImage, image, views
+from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena
+from megatrain.runtime.engine import Engine
 from megatrain.runtime.loaded import Loaded
+from megatrain.runtime.stores.gradient_memory import GradientMemory
 from megatrain.scheduler.instructions import Bytes
+from megatrain.sizes import aligned
+from megatrain.tracer.spec import TensorSpec
+
+
+class Landed(NamedTuple):
+    """A gradient on the host.
+
+    Args:
+        gradient: None where nothing flowed.
+        is_lent: Its memory takes the next block's gradients.
+    """
+
+    gradient: torch.Tensor | None
+    is_lent: bool = False
 
 
 class LandingArena:
-    """The memory, allocated once and kept from step to step; grows if a later schedule needs more.
+    """The memory where gradients of training steps wait, kept from step to step; grows if a later schedule needs more.
 
     Args:
-        device: Compute device; page-locked for its transfers where they gain from that.
+        bus: Brings gradients to the host.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._arena = HostArena(0)
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.memory = HostArena(0)
 
     @property
     def nbytes(self) -> int:
         """Its size."""
-        return self._arena.nbytes
+        return self.memory.nbytes
 
-    def ensure(self, nbytes: int) -> torch.Tensor:
-        """Returns the memory, at least so large. Views of an earlier, smaller memory keep that memory alive.
+    def ensure(self, nbytes: int) -> HostArena:
+        """Returns the memory, at least `nbytes`; other memory than before if it had to grow.
 
         Raises:
             ExecuteError: If the host can't give it.
         """
-        if nbytes > self._arena.nbytes:
-            self._arena = HostArena(nbytes, pin=self._device)
-        return self._arena.tensor
+        if nbytes > self.memory.nbytes:
+            self.memory = self.bus.arena(nbytes)
+        return self.memory
 
 
 class Landing:
-    """Each block's gradients as tensors where they land on the host.
+    """The gradients of a training step: each block's have a place, where they wait for their updates.
 
     Args:
         nbytes: Bytes of all of them; some may use the same bytes one after another.
@@ -54,26 +72,139 @@ class Landing:
         self._nbytes = nbytes
         self._layouts = _layouts(loaded)
         self._keys = [block.binding for block in loaded.program.blocks]
-        self._memory: torch.Tensor | None = None
+        self._memory: HostArena | None = None
         self._places: dict[int, list[torch.Tensor | None]] = {}
 
-    def places(self, block: int, where: Bytes) -> Sequence[torch.Tensor | None]:
-        """Returns where the gradients of a block's state go, in its order; None for what isn't trained.
+    def begin(self) -> None:
+        """Has the memory there before the step begins.
 
-        Args:
-            block: Whose gradients.
-            where: Their bytes, the same each time.
+        Raises:
+            ExecuteError: See `LandingArena.ensure`.
         """
         memory = self._arena.ensure(self._nbytes)
         if memory is not self._memory:
             self._memory = memory
             self._places.clear()
+
+    def land(self, block: int, where: Bytes, gradients: Sequence[torch.Tensor | None]) -> list[Landed]:
+        """Copies a block's gradients to their places.
+
+        Args:
+            block: Whose gradients.
+            where: The bytes of its places, the same each time.
+            gradients: Of the block's state, in its order.
+        """
+        bus, places = self._arena.bus, self.places(block, where)
+        found = [Landed(_brought(bus, g, place, self._memory)) for place, g in zip(places, gradients, strict=True)]
+        bus.device.synchronize()
+        return found
+
+    def places(self, block: int, where: Bytes) -> Sequence[torch.Tensor | None]:
+        """Returns where the gradients of a block's state go, in its order; None for what isn't trained."""
+        assert self._memory is not None
         if block not in self._places:
             layout = self._layouts[block]
-            found = views(layout, memory[where.offset : where.offset + layout.nbytes])
+            found = views(layout, self._memory.tensor[where.offset : where.offset + layout.nbytes])
             by_key = {entry.key: tensor for entry, tensor in zip(layout.entries, found, strict=True)}
             self._places[block] = [by_key.get(key) for key in self._keys[block]]
         return self._places[block]
+
+
+class PlainLanding:
+    """The gradients of a call: those that stay go to rooms of their own, all others through the slab.
+
+    Args:
+        loaded: What runs.
+        memory: Has the rooms and the slab.
+        bus: Brings gradients to the host.
+        slab_bytes: The largest block's gradients.
+    """
+
+    def __init__(self, loaded: Loaded, memory: GradientMemory, bus: Bus, slab_bytes: int):
+        self._memory = memory
+        self._bus = bus
+        self._slab_bytes = slab_bytes
+        self._slab = HostArena(0)
+        state = loaded.program.state
+        owners = {part.owner for part in loaded.facts.parts}
+        self._specs: Mapping[str, TensorSpec] = {
+            key: state[key].spec for key in loaded.facts.trained if key not in owners
+        }
+        uses = Counter(key for block in loaded.program.blocks for key in block.binding)
+        # Only the first of several terms can stay where it lands.
+        self._has_sums = bool(owners) or any(uses[key] > 1 for key in self._specs)
+
+    def begin(self, keeps: Callable[[str], bool]) -> None:
+        """Has all memory there before the backward begins.
+
+        Args:
+            keeps: Whether somebody will keep the memory of a parameter's gradient.
+
+        Raises:
+            ExecuteError: If the host can't give it.
+        """
+        kept = {key: spec for key, spec in self._specs.items() if keeps(key)}
+        self._memory.reserve(kept)
+        is_slab_used = self._has_sums or any(
+            key not in kept or not self._memory.is_free(key, spec) for key, spec in self._specs.items()
+        )
+        self._slab = self._memory.slab(self._slab_bytes) if is_slab_used else HostArena(0)
+
+    def land(
+        self, keys: Sequence[str], gradients: Sequence[torch.Tensor | None], stays: Callable[[str], bool]
+    ) -> list[Landed]:
+        """Copies a block's gradients to the host.
+
+        Args:
+            keys: Of the parameters, in the order of `gradients`.
+            gradients: Of the block's state.
+            stays: Whether a gradient may stay where it lands.
+        """
+        found: list[Landed] = []
+        offset = 0
+        for key, gradient in zip(keys, gradients, strict=True):
+            spec, place, arena, is_lent = self._specs.get(key), None, None, False
+            if gradient is not None and gradient.layout == torch.strided:
+                if spec is not None and stays(key):
+                    place, arena = self._memory.room(key, spec) or (None, None)
+                if place is None and offset + gradient.nbytes <= self._slab.nbytes:
+                    place, arena, is_lent = _flat(self._slab, offset, gradient), self._slab, True
+                    offset += aligned(gradient.nbytes)
+            found.append(Landed(_brought(self._bus, gradient, place, arena), is_lent))
+        self._bus.device.synchronize()
+        return found
+
+
+def landing_of(
+    loaded: Loaded, engine: Engine, nbytes: int, arena: LandingArena | None
+) -> Landing | PlainLanding | None:
+    """Returns where gradients land: of a training step in `arena`; None for calls whose gradients are made on the host.
+
+    Args:
+        loaded: What runs.
+        engine: Holds the memory of calls.
+        nbytes: The schedule's bytes for them.
+        arena: Of a training step.
+    """
+    if arena is not None:
+        return Landing(nbytes, loaded, arena)
+    return None if engine.device.can_bind else PlainLanding(loaded, engine.gradients, engine.bus, nbytes)
+
+
+def _flat(slab: HostArena, offset: int, gradient: torch.Tensor) -> torch.Tensor:
+    """The bytes of a slab from `offset` on, as a contiguous tensor like a gradient."""
+    return slab.tensor[offset : offset + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
+
+
+def _brought(
+    bus: Bus, gradient: torch.Tensor | None, place: torch.Tensor | None, arena: HostArena | None
+) -> torch.Tensor | None:
+    """Issues the copy of a gradient to its place. Sparse ones, and those of another dtype, get new memory at once."""
+    if gradient is None or (gradient.layout != torch.strided and bus.device.can_bind):
+        return gradient
+    if place is None or arena is None or gradient.layout != torch.strided or place.dtype != gradient.dtype:
+        return bus.device.to_host(gradient)
+    return bus.to_host(place, gradient, arena)
 
 
 def _layouts(loaded: Loaded) -> list[BlockImage]:

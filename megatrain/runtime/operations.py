@@ -14,7 +14,7 @@ from megatrain.runtime.call import Call, ParameterGradient
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients import GradientSink
-from megatrain.runtime.landing import Landing, LandingArena
+from megatrain.runtime.landing import LandingArena, landing_of
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stopwatch import Stopwatch
@@ -48,9 +48,7 @@ class Operations:
         self.instructions = instructions
         self.engine = engine
         self._slots = Slots(loaded[0].images, engine)
-        landing = None if arena is None else Landing(instructions.landing_bytes, loaded[0], arena)
-        slab_bytes = instructions.landing_bytes if arena is None else 0
-        self.sink = GradientSink.of(loaded[0], engine, slab_bytes, landing=landing)
+        self.sink = GradientSink.of(loaded[0], engine, landing_of(loaded[0], engine, instructions.landing_bytes, arena))
         blocks = {what: {i.op.block for i in instructions.all if i.op.what == what} for what in "BG"}
         self._without_offload = blocks["B"] - blocks["G"]
 

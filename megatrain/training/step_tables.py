@@ -28,7 +28,7 @@ class StepTables:
 
     def __init__(self, options: Options):
         self._options = options
-        self._arena = LandingArena(options.device)
+        self._arena: LandingArena | None = None
         self._schedules: OrderedDict[object, tuple[Sequence[Program], Schedule]] = OrderedDict()
         self._executors: dict[object, Executor] = {}
 
@@ -64,6 +64,9 @@ class StepTables:
         """Returns the executor of this schedule; the first one moves the model into the engine's store."""
         planned, key = self.schedule(programs, kind), self._key(programs, kind)
         if key not in self._executors:
+            if self._arena is None:
+                self._arena = LandingArena(engine.bus)
+                engine.gradients.clear()  # gradients land there from now on
             self._executors[key] = Executor(programs, planned, engine, arena=self._arena)
         return self._executors[key]
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from megatrain.device import Device, find
 from megatrain.errors import ExecuteError
+from megatrain.memory.bus import Bus
 from megatrain.runtime.stores.device_arena import DeviceArena
-from megatrain.runtime.stores.host_store import HostArena, HostStore, image
+from megatrain.runtime.stores.host_store import HostStore, image
 from megatrain.runtime.stores.parks import ParkPool
 from megatrain.runtime.streams.stream_set import Chaos, Event, StreamSet
 from megatrain.sizes import aligned
@@ -34,15 +35,15 @@ def blocks_of(size: int) -> list[dict[str, nn.Parameter]]:
 
 
 def test_an_arena_is_page_locked_until_its_last_view_goes():
-    arena = HostArena(100_001, pin=accelerator())
-    assert arena.is_pinned
+    arena = Bus(accelerator()).arena(100_001)
+    assert arena.is_locked
     assert arena.tensor.is_pinned()
     view = arena.tensor[64:]
     del arena
     gc.collect()
     assert view.is_pinned()
     for _ in range(50):
-        HostArena(1 << 22, pin=accelerator()).close()
+        Bus(accelerator()).arena(1 << 22).close()
 
 
 class Chain:
@@ -52,9 +53,11 @@ class Chain:
         self.blocks = blocks_of(512)
         self.device = device
         self.images = [image([(k, TensorSpec.of(t)) for k, t in block.items()]) for block in self.blocks]
+        bus = Bus(device)
         self.start = torch.ones(4, 512, device=device.torch_device)
-        self.store = HostStore(self.images, {k: t for block in self.blocks for k, t in block.items()}, device)
-        self.arena, self.pool = DeviceArena(device), ParkPool(device)
+        self.store = HostStore(self.images, {k: t for block in self.blocks for k, t in block.items()}, bus)
+        self.store.lock()
+        self.arena, self.pool = DeviceArena(device), ParkPool(bus)
         self.slot_bytes = -(-self.images[0].nbytes // 256) * 256
         self.arena.ensure(2 * self.slot_bytes)
         self.streams = StreamSet(device, chaos=chaos)

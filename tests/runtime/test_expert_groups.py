@@ -174,7 +174,7 @@ def test_the_sink_completes_a_parameter_with_its_last_part():
     parameter = nn.Parameter(torch.zeros(6, 2))
     whole = StateEntry("w", "parameter", TensorSpec((6, 2), torch.float32), True)
     parts = [whole.part(0, 2), whole.part(2, 6)]
-    sink = GradientSink(lambda _: parameter, HOST, 0, parts)
+    sink = GradientSink(lambda _: parameter, HOST, parts)
     landing = Bytes(0, 64)
     sink.begin()
     sink.receive(0, ["w[2:6]"], [(None, False)], ["w[2:6]"], landing)

@@ -32,7 +32,7 @@ COPIED = Bytes(0, 64)
 
 
 def sink(take: Any) -> GradientSink:
-    made = GradientSink(lambda _: nn.Parameter(torch.zeros(3)), HOST, 0)
+    made = GradientSink(lambda _: nn.Parameter(torch.zeros(3)), HOST)
     made.begin(take)
     return made
 

@@ -18,11 +18,12 @@ from torch import nn
 
 from megatrain.device import Cpu
 from megatrain.errors import ExecuteError
+from megatrain.memory.bus import Bus
 from megatrain.runtime.stores.host_store import BlockImage, HostStore, image
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 
-CPU = Cpu()
+CPU = Bus(Cpu())
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:

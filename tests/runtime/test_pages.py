@@ -1,17 +1,25 @@
-"""Host memory by pages: zero, exact in size, page-locked where there is CUDA, gone with its last view."""
+"""Host memory by pages: zero, exact in size, gone with its last view, not in children if locked."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
+import platform
+import re
+import subprocess
+import sys
 import weakref
-from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 
-from megatrain.device import Accelerator, Cpu, Cuda, cuda
+from megatrain.device.host_pages import populate
 from megatrain.errors import ExecuteError
-from megatrain.runtime.stores.host_store import HostArena
+from megatrain.memory.host_arena import HostArena
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 5000, 3_000_001])
@@ -20,7 +28,7 @@ def test_an_arena_has_its_exact_size_and_is_zero(nbytes: int):
     assert arena.nbytes == arena.tensor.untyped_storage().nbytes() == nbytes
     assert arena.tensor.dtype == torch.uint8
     assert not arena.tensor.any()
-    assert not arena.is_pinned
+    assert not arena.is_locked
 
 
 def test_views_outlive_the_arena():
@@ -50,52 +58,128 @@ def test_an_arena_beyond_reason_is_refused_with_its_size():
         HostArena(1 << 60)
 
 
-def test_only_cuda_is_page_locked():
-    assert not HostArena(64, pin=Cpu()).is_pinned
-    assert not HostArena(64, pin=Accelerator("mps", 0)).is_pinned
+def smaps(address: int) -> dict[str, str]:
+    """What Linux says of the mapping at an address."""
+    found: dict[str, str] = {}
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            start, end = (int(number, 16) for number in name.split("-"))
+            is_inside = start <= address < end
+            if is_inside:
+                found["Rights"] = rest.split()[0]
+        elif is_inside:
+            found[name[:-1]] = rest.strip()
+    return found
 
 
-class FakeCudart:
-    def __init__(self, code: int = 0) -> None:
-        self.code, self.locked, self.log = code, {}, []
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.log.append(("register", nbytes, flags))
-        if self.code == 0:
-            self.locked[address] = nbytes
-        return self.code
-
-    def cudaHostUnregister(self, address: int) -> int:
-        # Still mapped: reading it would crash otherwise.
-        self.log.append(("unregister", self.locked.pop(address)))
-        return 0
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@pytest.fixture
-def cudart(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
-    fake = FakeCudart()
-    monkeypatch.setattr(cuda, "_cudart", lambda: fake)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    return fake
+@linux
+def test_pages_are_private_and_may_be_huge():
+    arena = HostArena(64 << 20)
+    found = smaps(arena.tensor.data_ptr())
+    assert found["Rights"] == "rw-p"
+    assert "hg" in found["VmFlags"].split() or not Path("/sys/kernel/mm/transparent_hugepage").exists()
 
 
-def test_a_pinned_arena_is_unlocked_with_its_last_view(cudart: FakeCudart):
-    arena = HostArena(5000, pin=Cuda(0))
-    assert arena.is_pinned
-    arena.pin(Cuda(0))
-    assert cudart.log == [("register", 5000, 0)]
-    view = arena.tensor[:8]
-    arena.close()
-    del arena
-    assert cudart.locked
-    del view
-    assert not cudart.locked
-    assert cudart.log[-1] == ("unregister", 5000)
+@linux
+@pytest.mark.skipif(tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (5, 14), reason="an older kernel")
+def test_populated_pages_are_resident_and_keep_their_contents():
+    nbytes, num_threads = (9 << 20) + 5, torch.get_num_threads()
+    arena = HostArena(nbytes)
+    arena.tensor[5_000_000] = 7
+    torch.set_num_threads(3)
+    try:
+        populate(arena.tensor.data_ptr(), nbytes)
+    finally:
+        torch.set_num_threads(num_threads)
+    resident = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(arena.tensor.data_ptr()), ctypes.c_size_t(nbytes), resident) == 0
+    assert all(flags & 1 for flags in resident)
+    assert (int(arena.tensor.count_nonzero()), int(arena.tensor[5_000_000])) == (1, 7)
 
 
-def test_an_arena_that_cant_be_locked_is_refused(cudart: FakeCudart):
-    cudart.code = 2
-    with pytest.raises(ExecuteError, match=r"can't be page-locked: CUDA error 2(.|\n)*ulimit"):
-        HostArena(5000, pin=Cuda(0))
+# -- forked children -------------------------------------------------------------------------------------------
+
+CHILDREN = """
+import gc, os, sys, torch
+from torch.utils.data import DataLoader, Dataset
+from megatrain.device import Device
+from megatrain.memory.host_arena import HostArena
+
+class Locking(Device):
+    def lock(self, address, nbytes):
+        def unlock(process=os.getpid()):
+            if sys.is_finalizing() or os.getpid() != process:
+                raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+            print("unlocked", flush=True)
+        return unlock
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.full((1 << 18,), float(index))  # the worker maps and unmaps memory
+
+device = Locking(torch.device("cpu"))
+arena, plain = HostArena(1 << 24), HostArena(1 << 20)
+arena.tensor.fill_(3)
+plain.tensor.fill_(4)
+arena.lock(device)
+view = arena.part(0, 64)
+batches = [batch[:, 0].tolist() for batch in DataLoader(Numbers(), 2, num_workers=2, multiprocessing_context="fork")]
+print(batches, flush=True)
+
+def drop():
+    global arena, view
+    more = [torch.ones(1 << 22) for _ in range(8)]
+    del arena, view
     gc.collect()
-    assert cudart.log == [("register", 5000, 0)], "what was never locked must not be unlocked"
+    print("dropped", float(sum(x.sum() for x in more)), flush=True)
+
+def map_there():
+    import mmap
+    address = arena.tensor.data_ptr()
+    others = [mmap.mmap(-1, 1 << 24) for _ in range(20)]
+    starts = [torch.frombuffer(other, dtype=torch.uint8).data_ptr() for other in others]
+    print("apart", all(start + (1 << 24) <= address or address + (1 << 24) <= start for start in starts), flush=True)
+
+def grandchild():
+    print("read", int(plain.tensor.sum()) >> 20, flush=True)
+    child = os.fork()
+    if child == 0:
+        drop()
+        os._exit(0)
+    os.waitpid(child, 0)
+
+for use in (drop, map_there, grandchild, lambda: print("locked", view.sum(), flush=True), lambda: None):
+    child = os.fork()
+    if child == 0:
+        use()
+        sys.exit(0)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+arena.tensor.fill_(5)
+print("parent", int(view.sum()), flush=True)
+HostArena(64).lock(device)
+"""
+
+
+@linux
+def test_a_forked_child_lacks_what_is_locked_and_nothing_else():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHILDREN], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]",
+        *("dropped 33554432.0", "child 0"),
+        *("apart True", "child 0"),
+        *("read 4", "dropped 33554432.0", "child 0"),
+        *("child -11",),
+        *("child 0",),
+        "parent 320",
+        "unlocked",
+    ]

@@ -286,7 +286,7 @@ def test_views_of_one_storage_on_meta_are_refused(tmp_path: Path):
 def test_too_little_host_memory_is_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = on_meta()
     compiled = megatrain.compile(model, device="cpu", weights=save(tmp_path / "a.safetensors", state_of(gpt())))
-    monkeypatch.setattr("megatrain.runtime.stores.host_store.available_bytes", lambda: 1000)
+    monkeypatch.setattr("megatrain.runtime.stores.moving.available_bytes", lambda: 1000)
     with pytest.raises(ExecuteError, match=r"needs .* more host memory, 1000 B are available"):
         compiled(IDS)
     assert all(p.is_meta for p in model.parameters())

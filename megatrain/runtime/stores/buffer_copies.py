@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from megatrain.device import Device, DeviceEvent
+from megatrain.device import DeviceEvent
 from megatrain.memory.block_image import stored_stride
+from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena
 from megatrain.tracer.spec import TensorSpec
 
@@ -23,11 +24,12 @@ class BufferCopies:
     the device, buffer by buffer.
 
     Args:
-        device: Compute device.
+        bus: To the compute device.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._device = bus.device
         self._image = HostArena(0)
         # The latest copy out of the image, if nothing has waited for it yet.
         self._uploaded: DeviceEvent | None = None
@@ -64,7 +66,7 @@ class BufferCopies:
         nbytes = sum(sizes)
         if nbytes > self._image.nbytes:
             self._wait()
-            self._image = HostArena(nbytes, pin=self._device)
+            self._image = self._bus.arena(nbytes)
         return self._image.tensor[:nbytes]
 
     def _spread(self, image: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -74,7 +76,8 @@ class BufferCopies:
         for piece in _pieces(sizes):
             source = image[start : start + sum(piece)]
             start += source.nbytes
-            data = device.copy(torch.empty(source.nbytes, dtype=torch.uint8, device=device.torch_device), source)
+            data = torch.empty(source.nbytes, dtype=torch.uint8, device=device.torch_device)
+            self._bus.to_device(data, source, self._image)
             if len(piece) == 1:
                 found.append(data)
                 continue
@@ -99,7 +102,7 @@ class BufferCopies:
             for piece in _pieces(sizes):
                 parts = [next(flat) for _ in piece]
                 end = start + sum(piece)
-                self._device.copy(image[start:end], parts[0] if len(parts) == 1 else torch.cat(parts))
+                self._bus.to_host(image[start:end], parts[0] if len(parts) == 1 else torch.cat(parts), self._image)
                 start = end
             self._device.synchronize()
             self._uploaded = None  # it was earlier work of this stream

@@ -1,20 +1,20 @@
-"""HostStore: the model's state on the host, in one arena, each block's state contiguous."""
+"""HostStore: the model's state on the host, in one arena or a few, each block's state contiguous."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 
-from megatrain.device import Device
 from megatrain.errors import ExecuteError
-from megatrain.memory.available import available_bytes
 from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride, views
-from megatrain.memory.host_arena import HostArena
-from megatrain.memory.unshared import check_unshared
-from megatrain.runtime.stores.weights import Weights, check_replaceable, replace_memory
-from megatrain.sizes import aligned, format_bytes
+from megatrain.memory.bus import Bus
+from megatrain.memory.host_arena import HostArena, together
+from megatrain.runtime.stores.moving import check_movable, check_room
+from megatrain.runtime.stores.weights import Weights, replace_memory
+from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
 
 __all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "image", "stored_stride", "views"]
@@ -26,7 +26,7 @@ class _Home:
 
     key: str
     spec: TensorSpec
-    arena: torch.Tensor
+    arena: HostArena
     offset: int
     tensor: torch.Tensor
     view: torch.Tensor
@@ -42,6 +42,7 @@ class _Run:
     start: int
     end: int
     source: torch.Tensor
+    arena: HostArena
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +62,7 @@ class HostStore:
         images: Layout of each block's state, in block order.
         tensors: The state by key: the model's own parameters and buffers, on the CPU. Tensors that `images`
             do not name stay as they are; a later `extend` may take them.
-        device: Compute device; the arena is page-locked for its transfers where they gain from that.
+        bus: Takes the state to the compute device.
         weights: Files that hold the values of these tensors; with them, tensors may be on meta.
 
     Raises:
@@ -74,10 +75,10 @@ class HostStore:
         self,
         images: Sequence[BlockImage],
         tensors: Mapping[str, torch.Tensor],
-        device: Device,
+        bus: Bus,
         weights: Weights | None = None,
     ) -> None:
-        self._device = device
+        self._bus = bus
         self._tensors = dict(tensors)
         self._homes: dict[str, _Home] = {}
         self._arenas: list[HostArena] = []
@@ -105,15 +106,19 @@ class HostStore:
         """
         self._tensors.update(tensors or {})
         fresh: dict[str, TensorSpec] = {}
-        for entry in (entry for layout in images for entry in layout.entries):
-            home = self._homes.get(entry.owner)
-            spec = entry.spec if entry.base is None else TensorSpec.of(self._tensors[entry.base])
-            known = fresh.setdefault(entry.owner, spec) if home is None else home.spec
-            assert _is_alike(known, spec), f"{entry.owner} is {known} in one block and {spec} in another"
+        blocks: list[list[str]] = []
+        for layout in images:
+            num_known = len(fresh)
+            for entry in layout.entries:
+                home = self._homes.get(entry.owner)
+                spec = entry.spec if entry.base is None else TensorSpec.of(self._tensors[entry.base])
+                known = fresh.setdefault(entry.owner, spec) if home is None else home.spec
+                assert _is_alike(known, spec), f"{entry.owner} is {known} in one block and {spec} in another"
+            blocks.append(list(islice(fresh, num_known, None)))
         if fresh:
-            _check_movable({key: self._tensors[key] for key in fresh}, fresh, weights)
-            _check_memory([(self._tensors[key], spec) for key, spec in fresh.items()])
-            self._move(fresh, weights)
+            check_movable({key: self._tensors[key] for key in fresh}, fresh, weights)
+            check_room([(self._tensors[key], spec) for key, spec in fresh.items()])
+            self._move(fresh, blocks, weights)
         for layout in images:
             self._place(layout)
 
@@ -133,26 +138,37 @@ class HostStore:
             del self._by_value[placed.layout]
             self._by_id = {key: p for key, p in self._by_id.items() if p.layout != placed.layout}
 
-    def _move(self, fresh: Mapping[str, TensorSpec], weights: Weights | None) -> None:
-        """Copies or reads tensors into a new arena one by one; each frees its old memory before the next."""
-        arena = HostArena(sum(aligned(spec.nbytes) for spec in fresh.values()))
-        self._arenas.append(arena)
-        offset = 0
-        for key, spec in fresh.items():
-            tensor = self._tensors[key]
-            # A fresh image of this one tensor: the view is the same as in any block.
-            (view,) = views(image([(key, spec)]), arena.part(offset, offset + spec.nbytes))
-            if weights is not None and key in weights:
-                weights.read(key, view)
-            else:
-                view.copy_(tensor.detach())
-            replace_memory(key, tensor, view)
-            self._homes[key] = _Home(
-                key, spec, arena.tensor, offset, tensor, view, view.data_ptr(), view.shape, view.stride()
-            )
-            offset += aligned(spec.nbytes)
-        # Locking makes all pages resident: if done first, model and arena would both be fully resident.
-        arena.pin(self._device)
+    def lock(self) -> None:
+        """Page-locks what isn't yet, where transfers gain from that.
+
+        Locking makes all pages resident: if done first, model and arena would both be fully resident. If it fails, the
+        model is here and whole, and can be locked later.
+        """
+        self._bus.lock(self._arenas)
+
+    def _move(self, fresh: Mapping[str, TensorSpec], blocks: Sequence[Sequence[str]], weights: Weights | None) -> None:
+        """Copies or reads tensors into new arenas one by one; each frees its old memory before the next."""
+        sizes = [sum(aligned(fresh[key].nbytes) for key in keys) for keys in blocks]
+        groups = together(sizes, self._bus.device.lock_bytes)
+        # The host may lack memory for the last of them; no tensor has moved then.
+        arenas = [HostArena(sum(sizes[index] for index in group)) for group in groups]
+        self._arenas += arenas
+        for group, arena in zip(groups, arenas, strict=True):
+            offset = 0
+            for key in (key for index in group for key in blocks[index]):
+                offset = self._move_one(key, fresh[key], arena, offset, weights)
+
+    def _move_one(self, key: str, spec: TensorSpec, arena: HostArena, offset: int, weights: Weights | None) -> int:
+        tensor = self._tensors[key]
+        # A fresh image of this one tensor: the view is the same as in any block.
+        (view,) = views(image([(key, spec)]), arena.part(offset, offset + spec.nbytes))
+        if weights is not None and key in weights:
+            weights.read(key, view)
+        else:
+            view.copy_(tensor.detach())
+        replace_memory(key, tensor, view)
+        self._homes[key] = _Home(key, spec, arena, offset, tensor, view, view.data_ptr(), view.shape, view.stride())
+        return offset + aligned(spec.nbytes)
 
     def _place(self, layout: BlockImage) -> None:
         placed = self._by_value.get(layout)
@@ -191,7 +207,7 @@ class HostStore:
             out: The slot, `uint8`, at least as large as the image.
         """
         for run in self._placed(layout).runs:
-            self._device.copy(out[run.start : run.end], run.source)
+            self._bus.to_device(out[run.start : run.end], run.source, run.arena)
 
     def bound(self, layout: BlockImage) -> list[torch.Tensor]:
         """Returns a block's state in place: views of the arena that need no gradient, in image order."""
@@ -255,65 +271,19 @@ def _take_in(home: _Home) -> None:
 def _runs(entries: Iterable[Entry], homes: Iterable[_Home]) -> Iterable[_Run]:
     """Joins neighbours that have the same distance in the arena as in the image."""
     start = end = source = 0
-    arena: torch.Tensor | None = None
+    arena: HostArena | None = None
     for entry, home in zip(entries, homes, strict=True):
         if not entry.spec.nbytes:
             continue
         if arena is not home.arena or home.offset - entry.offset != source - start:
             if arena is not None:
-                yield _Run(start, end, arena[source : source + end - start])
+                yield _Run(start, end, arena.tensor[source : source + end - start], arena)
             arena, start, source = home.arena, entry.offset, home.offset
         end = entry.offset + entry.spec.nbytes
     if arena is not None:
-        yield _Run(start, end, arena[source : source + end - start])
+        yield _Run(start, end, arena.tensor[source : source + end - start], arena)
 
 
 def _is_alike(one: TensorSpec, other: TensorSpec) -> bool:
     """Tells whether two specs are stored alike: a tensor that isn't dense becomes contiguous in the store."""
     return (one.shape, one.dtype, stored_stride(one)) == (other.shape, other.dtype, stored_stride(other))
-
-
-def _check_movable(
-    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], weights: Weights | None
-) -> None:
-    """Refuses tensors that can't be moved faithfully: no values, another spec, or memory shared by two keys."""
-    for key, tensor in tensors.items():
-        spec = specs[key]
-        if tensor.is_meta and (weights is None or key not in weights):
-            raise ExecuteError(f"`{key}` is on the meta device and has no values; load it before the first call.")
-        check_replaceable(key, tensor)
-        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-            raise ExecuteError(f"`{key}` is {TensorSpec.of(tensor)}, but the model was compiled for {spec}.")
-    check_unshared(tensors)
-
-
-def _check_memory(moves: Sequence[tuple[torch.Tensor, TensorSpec]]) -> None:
-    """Compares the memory that moving takes, beyond the tensors' present memory, with the host's.
-
-    Each tensor is copied and then frees its own memory, so that the most that is needed at once is padding
-    plus the largest tensor, unless several tensors share one storage: that is freed with the last of them.
-
-    Raises:
-        ExecuteError: With both numbers.
-    """
-    left: dict[int, list[int]] = {}
-    for tensor, _ in moves:
-        storage = tensor.untyped_storage()
-        nbytes, count = left.setdefault(storage.data_ptr(), [0 if tensor.is_meta else storage.nbytes(), 0])
-        left[storage.data_ptr()] = [nbytes, count + 1]
-    surplus = needed = total = 0
-    for tensor, spec in moves:
-        total += aligned(spec.nbytes)
-        surplus += aligned(spec.nbytes)
-        needed = max(needed, surplus)
-        entry = left[tensor.untyped_storage().data_ptr()]
-        entry[1] -= 1
-        surplus -= entry[0] if entry[1] == 0 else 0
-    available = available_bytes()
-    if needed > available:
-        raise ExecuteError(
-            f"moving the model's state into the host store needs {format_bytes(needed)} more host memory, "
-            f"{format_bytes(available)} are available.\n"
-            f"  The store takes {format_bytes(total)}; the present memory of the state is freed tensor by tensor.\n"
-            "  Free host memory, or use a machine with more."
-        )

@@ -1,0 +1,160 @@
+"""Bus: copies between arenas of the host and the device, straight if the arena is page-locked, else through a ring."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from megatrain.device import Device
+from megatrain.errors import ExecuteError, PageLockWarning
+from megatrain.memory.host_arena import HostArena
+from megatrain.memory.ring import BUFFERS, Ring
+from megatrain.sizes import format_bytes
+
+# Bytes of both rings together: the first size that is tried, and the smallest.
+MOST_BYTES, LEAST_BYTES = 256 << 20, 1 << 20
+
+
+class Bus:
+    """All copies of one engine between its host memory and its device.
+
+    Some systems (WSL2, containers) page-lock no more than a few GiB. There memory stays as it is, and copies go through
+    two small rings of page-locked buffers, one for each direction: each byte is copied once more, by the host. If the
+    system refuses even these, copies are ordinary ones, which the host waits for.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._rings: tuple[Ring, Ring] | None = None
+        self._refused_bytes: int | None = None
+
+    @property
+    def note(self) -> str:
+        """How copies pass, in words; empty if nothing was refused."""
+        if self._refused_bytes is None:
+            return ""
+        refused = f"the system refused to page-lock {format_bytes(self._refused_bytes)} of host memory"
+        if self._rings is None:
+            return f"{refused}, and even a ring of {format_bytes(LEAST_BYTES)}: transfers wait for one another"
+        nbytes = sum(ring.nbytes for ring in self._rings)
+        return f"{refused}: transfers pass through a ring of {format_bytes(nbytes)}, copied once more"
+
+    def arena(self, nbytes: int) -> HostArena:
+        """Returns new memory for transfers.
+
+        Raises:
+            ExecuteError: If the host can't give it.
+        """
+        arena = HostArena(nbytes)
+        self.lock([arena])
+        return arena
+
+    def lock(self, arenas: Sequence[HostArena]) -> None:
+        """Page-locks arenas for transfers, all or none; if the system refuses, copies of these go through the rings."""
+        fresh = [arena for arena in arenas if not (arena.is_locked or arena.is_refused)]
+        try:
+            _lock(fresh, self.device)
+        except ExecuteError as error:
+            for arena in fresh:
+                arena.is_refused = True
+            if self._refused_bytes is None:
+                self._refused_bytes = sum(arena.nbytes for arena in fresh)
+                self._rings = _rings(self.device)
+                way_out = str(error).splitlines()[-1].strip()
+                warnings.warn(f"{self.note}. {way_out}", PageLockWarning, stacklevel=2)
+
+    def to_device(self, out: torch.Tensor, source: torch.Tensor, arena: HostArena) -> None:
+        """Copies to the device, as work of the current stream.
+
+        Args:
+            out: Of the device, of the layout of `source`.
+            source: A tensor of `arena`, without gaps.
+            arena: Some arena that was locked here.
+        """
+        cuts = arena.cuts(source)
+        if arena.is_refused:
+            self._through(out, source, is_out=False)
+        elif cuts:
+            self._in_pieces(out, source, cuts)
+        else:
+            self.device.copy(out, source)
+
+    def to_host(self, out: torch.Tensor, source: torch.Tensor, arena: HostArena) -> torch.Tensor:
+        """Copies to the host, as work of the current stream; what passes through a ring is there on return.
+
+        Args:
+            out: A tensor of `arena`, without gaps.
+            source: Of the device, of the same shape and dtype.
+            arena: See `to_device`.
+
+        Returns:
+            `out`.
+        """
+        cuts = arena.cuts(out)
+        if not (arena.is_refused or cuts):
+            return self.device.copy(out, source)
+        source = _laid_out_like(out, source)
+        if arena.is_refused:
+            self._through(out, source, is_out=True)
+        else:
+            self._in_pieces(out, source, cuts)
+        return out
+
+    def _in_pieces(self, out: torch.Tensor, source: torch.Tensor, cuts: Sequence[int]) -> None:
+        """No copy may span two pieces that were locked apart."""
+        to, of = _bytes(out), _bytes(source)
+        for start, end in pairwise([0, *cuts, of.numel()]):
+            self.device.copy(to[start:end], of[start:end])
+
+    def _through(self, out: torch.Tensor, source: torch.Tensor, *, is_out: bool) -> None:
+        to, of = _bytes(out), _bytes(source)
+        if self._rings is None:
+            self.device.copy(to, of)
+            self.device.synchronize()
+        elif is_out:
+            self._rings[1].to_host(to, of)
+        else:
+            self._rings[0].to_device(to, of)
+
+
+def _lock(arenas: Sequence[HostArena], device: Device) -> None:
+    """Locks all or none."""
+    try:
+        for arena in arenas:
+            arena.lock(device)
+    except BaseException:
+        for arena in arenas:
+            arena.unlock()
+        raise
+
+
+def _rings(device: Device) -> tuple[Ring, Ring] | None:
+    """The largest rings that the system lets lock; None if there are none."""
+    nbytes = MOST_BYTES
+    while nbytes >= LEAST_BYTES:
+        buffers = [HostArena(min(nbytes // (2 * BUFFERS), device.lock_bytes)) for _ in range(2 * BUFFERS)]
+        try:
+            _lock(buffers, device)
+        except ExecuteError:
+            nbytes //= 2
+            continue
+        return Ring(device, buffers[:BUFFERS]), Ring(device, buffers[BUFFERS:])
+    return None
+
+
+def _laid_out_like(out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the device with the strides of `out`, a copy if need be."""
+    if source.stride() == out.stride() and not (source.is_conj() or source.is_neg()):
+        return source
+    return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=source.device).copy_(source)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor without gaps, as `uint8`."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
