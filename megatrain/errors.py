@@ -27,6 +27,10 @@ class OpaqueModelWarning(UserWarning):
     """The outermost module runs its own code at each step, as one block."""
 
 
+class DeviceMemoryWarning(UserWarning):
+    """The device has less free memory than the budget, or ran out of memory in a step that was then repeated."""
+
+
 class LowerError(MegatrainError):
     """A captured model can't be cut into blocks, or a pass broke the program."""
 

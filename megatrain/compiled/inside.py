@@ -17,6 +17,7 @@ from megatrain.compiled.dumping import dump
 from megatrain.compiled.printed import compiled_text
 from megatrain.compiled.variants import Variant, Variants
 from megatrain.errors import ExecuteError
+from megatrain.memory.device_budget import DeviceBudget
 from megatrain.optim.masters.from_files import MasterWeights
 from megatrain.optim.masters.narrow_model import explained, masters_of
 from megatrain.optim.masters.registry import Masters
@@ -48,6 +49,7 @@ class Compiled:
     Attributes:
         model: The user's model.
         options: The options of `compile`.
+        budget: The bound of the device memory that schedules take.
     """
 
     def __init__(self, model: nn.Module, options: Options, chaos: Chaos | None, recording: Recording | None):
@@ -59,7 +61,8 @@ class Compiled:
         files = options.weights
         self._weights = None if files is None else MasterWeights(model, files, self._masters)
         self._engine: Engine | None = None
-        self._variants = Variants(model, options)
+        self.budget = DeviceBudget(options.device, options.memory)
+        self._variants = Variants(model, options, self.budget)
         self._latest: Variant | None = None
         self._bound_version = 0
         self._turn = Turn()
@@ -67,7 +70,7 @@ class Compiled:
 
     def __str__(self) -> str:
         """Lists the options of the model and its captures; see `megatrain.compiled.printed`."""
-        return compiled_text(self.options, list(self._variants), self._latest)
+        return compiled_text(self.options, self.budget, list(self._variants), self._latest)
 
     # -- what was compiled --------------------------------------------------------------------------------
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
+from megatrain.device import reserve
 from megatrain.device.accelerator import Accelerator
 from megatrain.errors import ExecuteError
 from megatrain.sizes import format_bytes
@@ -25,6 +27,17 @@ class Cuda(Accelerator):
     def __init__(self, index: int | None = None) -> None:
         super().__init__(self.name, index)
 
+    def uncounted(self) -> tuple[tuple[str, int], ...]:
+        """Adds the workspaces of cuBLAS, one for each thread that computes: the caller's and autograd's."""
+        capability = torch.cuda.get_device_capability(self.torch_device)
+        nbytes = reserve.cublas_workspace(capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        return (("cuBLAS workspaces", 2 * nbytes), *super().uncounted())
+
+    def ran_out(self, error: BaseException) -> bool:
+        """Knows the errors of libraries that couldn't get memory of their own, too."""
+        is_librarys = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+        return is_librarys or super().ran_out(error)
+
     def lock(self, address: int, nbytes: int) -> Callable[[], None]:
         """Registers the memory with the driver: copies from and to pageable memory would block the host."""
         with torch.cuda.device(self.torch_device):
@@ -36,6 +49,9 @@ class Cuda(Accelerator):
                 "  Raise the limit on locked memory (ulimit -l), or free host memory."
             )
         return partial(_unlock, address)
+
+
+_NO_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 def _unlock(address: int) -> None:

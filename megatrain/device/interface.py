@@ -59,12 +59,13 @@ class Device:
         kind: See above.
         can_bind: The host's memory is the device's own: weights can be used in place in the host store, and gradients
             may stay where they are made. False where every block's weights must be copied into a slot.
-        alignment: The first byte that `allocate` gives lies at a multiple of so many bytes.
+        alignment: Tensors of a block's state begin at multiples of so many bytes in the device's memory, and so does
+            what `allocate` gives. Kernels may be chosen by the alignment of what they read.
         repeats_itself: Two eager runs of the same step, with the same random numbers, have the same bits.
     """
 
     can_bind: bool = False
-    alignment: int = 256
+    alignment: int = 64
     repeats_itself: bool = True
 
     def __init__(self, torch_device: torch.device, kind: str | None = None) -> None:
@@ -133,6 +134,21 @@ class Device:
         """Tells how much memory is free, and how much there is."""
         found = psutil.virtual_memory()
         return Memory(int(found.available), int(found.total))
+
+    def reserve(self, nbytes: int) -> int:
+        """Tells how many of `nbytes`, all of its memory or what is free of that, no schedule should count on."""
+        return nbytes // 10
+
+    def uncounted(self) -> tuple[tuple[str, int], ...]:
+        """Names what the reserve is for, with bytes, as far as they are known."""
+        return ()
+
+    def ran_out(self, error: BaseException) -> bool:
+        """Tells whether an error says that the device had too little memory."""
+        return isinstance(error, torch.OutOfMemoryError)
+
+    def empty_cache(self) -> None:
+        """Gives memory that nothing uses, but that torch's allocator keeps for later, back to the device."""
 
     def peak_bytes(self) -> int | None:
         """Most bytes that torch's allocator gave out at once since `reset_peak`; None if it doesn't count them."""

@@ -143,7 +143,8 @@ class Engine:
         self.tensors = inventory(self._model)[1]
         self._holders = _holders(self._model, self.tensors)
         self._check_state(program)
-        layouts = (state_image([program.state[key] for key in block.binding]) for block in program.blocks)
+        states = ([program.state[key] for key in block.binding] for block in program.blocks)
+        layouts = (state_image(state, program.alignment) for state in states)
         images = [self._images.setdefault(layout, layout) for layout in layouts]
         with self._moving():
             if self._weights is not None:

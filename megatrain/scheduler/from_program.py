@@ -204,7 +204,7 @@ def _block_work(program: Program, block: Block, update: _Update, update_traffic:
     gradients = [program.state[k].spec.nbytes for k in trained] if is_differentiable else []
     return BlockWork(
         name=block.name,
-        state_bytes=sum(aligned(program.state[k].spec.nbytes) for k in block.binding),
+        state_bytes=sum(aligned(program.state[k].spec.nbytes, program.alignment) for k in block.binding),
         gradient_bytes=sum(gradients),
         gradient_padding=sum(map(aligned, gradients)) - sum(gradients),
         saved_bytes=cost.saved_bytes,

@@ -77,7 +77,7 @@ class Setup:
         self._max_norm = max_norm
         self._overlap = overlap
         self._needs_norm = needs_norm
-        self._tables = StepTables(compiled.options)
+        self._tables = StepTables(compiled.options, compiled.budget)
         self._blocks: list[list[torch.Tensor]] = []
         self._shapes: dict[str, torch.Size] = {}
         self.updates: Updates | None = None

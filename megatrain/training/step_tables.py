@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from megatrain.errors import ExecuteError
+from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.passes.program import Program
 from megatrain.runtime.engine import Engine
@@ -24,10 +25,12 @@ class StepTables:
 
     Args:
         options: The options of `compile`.
+        budget: The bound of the device memory that schedules take.
     """
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Options, budget: DeviceBudget):
         self._options = options
+        self._budget = budget
         self._arena = LandingArena(options.device)
         self._schedules: OrderedDict[object, tuple[Sequence[Program], Schedule]] = OrderedDict()
         self._executors: dict[object, Executor] = {}
@@ -72,7 +75,7 @@ class StepTables:
         return tuple(map(id, programs)), kind
 
     def _planned(self, programs: Sequence[Program], kind: StepKind) -> Schedule:
-        planned = step_schedule(programs, kind, memory=self._options.budget(), activations=self._options.activations)
+        planned = step_schedule(programs, kind, memory=self._budget.nbytes, activations=self._options.activations)
         if not any(op.what == "G" for op in planned.ops):
             raise ExecuteError(
                 "no parameter of the model gets a gradient.\n  A step trains parameters that require grad and that "

@@ -112,8 +112,10 @@ class HostStore:
             assert _is_alike(known, spec), f"{entry.owner} is {known} in one block and {spec} in another"
         if fresh:
             _check_movable({key: self._tensors[key] for key in fresh}, fresh, weights)
-            _check_memory([(self._tensors[key], spec) for key, spec in fresh.items()])
-            self._move(fresh, weights)
+            # As in the images: then neighbours in a block are neighbours here, and cross in one copy.
+            alignment = max(layout.alignment for layout in images)
+            _check_memory([(self._tensors[key], spec) for key, spec in fresh.items()], alignment)
+            self._move(fresh, alignment, weights)
         for layout in images:
             self._place(layout)
 
@@ -133,9 +135,9 @@ class HostStore:
             del self._by_value[placed.layout]
             self._by_id = {key: p for key, p in self._by_id.items() if p.layout != placed.layout}
 
-    def _move(self, fresh: Mapping[str, TensorSpec], weights: Weights | None) -> None:
+    def _move(self, fresh: Mapping[str, TensorSpec], alignment: int, weights: Weights | None) -> None:
         """Copies or reads tensors into a new arena one by one; each frees its old memory before the next."""
-        arena = HostArena(sum(aligned(spec.nbytes) for spec in fresh.values()))
+        arena = HostArena(sum(aligned(spec.nbytes, alignment) for spec in fresh.values()))
         self._arenas.append(arena)
         offset = 0
         for key, spec in fresh.items():
@@ -150,7 +152,7 @@ class HostStore:
             self._homes[key] = _Home(
                 key, spec, arena.tensor, offset, tensor, view, view.data_ptr(), view.shape, view.stride()
             )
-            offset += aligned(spec.nbytes)
+            offset += aligned(spec.nbytes, alignment)
         # Locking makes all pages resident: if done first, model and arena would both be fully resident.
         arena.pin(self._device)
 
@@ -287,7 +289,7 @@ def _check_movable(
     check_unshared(tensors)
 
 
-def _check_memory(moves: Sequence[tuple[torch.Tensor, TensorSpec]]) -> None:
+def _check_memory(moves: Sequence[tuple[torch.Tensor, TensorSpec]], alignment: int) -> None:
     """Compares the memory that moving takes, beyond the tensors' present memory, with the host's.
 
     Each tensor is copied and then frees its own memory, so that the most that is needed at once is padding
@@ -303,8 +305,8 @@ def _check_memory(moves: Sequence[tuple[torch.Tensor, TensorSpec]]) -> None:
         left[storage.data_ptr()] = [nbytes, count + 1]
     surplus = needed = total = 0
     for tensor, spec in moves:
-        total += aligned(spec.nbytes)
-        surplus += aligned(spec.nbytes)
+        total += aligned(spec.nbytes, alignment)
+        surplus += aligned(spec.nbytes, alignment)
         needed = max(needed, surplus)
         entry = left[tensor.untyped_storage().data_ptr()]
         entry[1] -= 1
