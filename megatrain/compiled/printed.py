@@ -11,9 +11,7 @@ from megatrain.options import Options
 NOTHING = "nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)"
 
 
-def compiled_text(
-    options: Options, budget: DeviceBudget, variants: Sequence[Variant], latest: Variant | None
-) -> str:
+def compiled_text(options: Options, budget: DeviceBudget, variants: Sequence[Variant], latest: Variant | None) -> str:
     """Prints a line for the options, and two for each capture.
 
     Args:

@@ -203,7 +203,9 @@ def find_peak(table: Table) -> Peak:
         return sum(books.effects.workspace(*op.key) for op in table.ticks[tick].values())
 
     tick = max(range(len(table.ticks)), key=lambda t: (table.live_bytes[t] + workspace(t), -t))
-    parts = {"weights": table.arena_bytes, "workspace": workspace(tick)}
+    ops = [op.key for op in table.ticks[tick].values()]
+    is_loss = any(0 < books.effects.workspace(*op) == books.effects.loss_workspace(*op[1:]) for op in ops)
+    parts = {"weights": table.arena_bytes, "loss" if is_loss else "workspace": workspace(tick)}
     storages: set[tuple[int, int]] = set()
     for life in books.lifetimes:
         start, end = span(life, len(table.ticks))

@@ -11,10 +11,9 @@ from torch import nn
 
 from megatrain.checks import shown
 from megatrain.errors import ExecuteError, OptionError
+from megatrain.planning.loss_bytes import Loss
 from megatrain.tracer.arguments import Arguments
 
-Loss = Callable[[Any, Any], torch.Tensor]
-"""Makes a scalar of the model's result and the micro-batch."""
 Weight = Callable[[Any], Any]
 """Says how much a micro-batch counts: a number, or a tensor with one element."""
 

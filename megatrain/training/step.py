@@ -18,6 +18,7 @@ from megatrain.errors import ExecuteError
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.planning.host_plan import HostPlan
+from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.streams.stopwatch import Stopwatch
@@ -26,7 +27,7 @@ from megatrain.scheduler.timing.costs import Measured
 from megatrain.sizes import SIZE
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.training import saved_step as checkpoint
-from megatrain.training.batch import Loss, Weight, micro_batches, shares
+from megatrain.training.batch import Weight, micro_batches, shares
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
 from megatrain.training.setup import NO_STEP, OPTIMIZER, Setting, Setup
@@ -101,6 +102,7 @@ class TrainStep:
             max_norm=max_grad_norm,
             overlap=overlap,
             needs_norm=max_grad_norm is not None or on_nonfinite is not None,
+            loss=loss,
         )
         self._boundary = Boundary(on_nonfinite)
         self._optimizer = optimizer

@@ -95,6 +95,6 @@ def test_a_block_of_aligned_state_crosses_in_one_copy():
 @pytest.mark.parametrize("alignment", [0, 63, 96, 8192, True, "512"])
 def test_an_alignment_is_a_power_of_two(alignment: Any):
     traced = megatrain.trace(nn.Linear(3, 3), (torch.ones(2, 3),))
-    with pytest.raises(OptionError, match="^alignment"):
+    with pytest.raises(OptionError, match=r"^alignment"):
         megatrain.lower(traced, alignment=alignment)
     assert megatrain.lower(traced, alignment=128).alignment == 128

@@ -34,7 +34,7 @@ class Card(Device):
 
 
 def test_memory_is_asked_once_for_all_schedules():
-    """After the first step "free" is what the model itself has left: later shapes would be planned for next to nothing."""
+    """After the first step "free" is what the model itself has left, and later shapes would get next to nothing."""
     model, args, kwargs = MODELS["gpt_loss"]()
     card = Card(100_000, 100_000)
     compiled = megatrain.compile(model, device=card)
@@ -50,7 +50,12 @@ def test_memory_is_asked_once_for_all_schedules():
     batch = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     step([batch, batch])
     assert card.num_asked == 1
-    assert 60_000 < min(first.device_bytes, step.schedule.device_bytes) <= max(first.device_bytes, step.schedule.device_bytes) <= 90_000
+    assert (
+        60_000
+        < min(first.device_bytes, step.schedule.device_bytes)
+        <= max(first.device_bytes, step.schedule.device_bytes)
+        <= 90_000
+    )
 
 
 def test_a_plan_asks_no_device_and_changes_no_budget():
