@@ -18,6 +18,7 @@ from megatrain.compiled.printed import compiled_text
 from megatrain.compiled.variants import Variant, Variants
 from megatrain.errors import ExecuteError
 from megatrain.memory.device_budget import DeviceBudget
+from megatrain.memory.out_of_memory import Attempts
 from megatrain.optim.masters.from_files import MasterWeights
 from megatrain.optim.masters.narrow_model import explained, masters_of
 from megatrain.optim.masters.registry import Masters
@@ -231,18 +232,26 @@ class Compiled:
 
     def _run(self, arguments: Arguments) -> tuple[Variant, list[torch.Tensor]]:
         """Runs the variant whose assumptions hold; some are checked in the middle of the step, before any commit."""
-        variant = self._variant_for(arguments)
+        variant, device = self._variant_for(arguments), self.options.device
         failed: dict[Variant, str] = {}
+        attempts = Attempts("the call", device)
         while True:
             executor = self._executor(variant)
-            start = RngState.now(self.options.device, variant.opaque)
+            start = RngState.now(device, variant.opaque)
             try:
-                return variant, run_step(executor, variant.traced.written_inputs.given(arguments.tensors))
+                found = run_step(executor, variant.traced.written_inputs.given(arguments.tensors))
             except GuardFailedError as failure:
-                start.restore(self.options.device)
+                start.restore(device)
                 failed[variant] = str(failure)
                 self._variants.learn(failure, arguments, failed)
                 variant = self._variant_for(arguments, failed)
+            except Exception as error:
+                if not attempts.may_repeat(error, executor.memory_figures):
+                    raise
+                start.restore(device)
+            else:
+                attempts.over(executor.memory_figures)
+                return variant, found
 
     @property
     def has_unread_weights(self) -> bool:
@@ -283,6 +292,7 @@ class Compiled:
                 weights=self._weights,
                 moving=self._masters.moving,
                 turn=self._turn,
+                budget=self.budget,
             )
             self._weights = None
         return self._engine

@@ -14,6 +14,8 @@ from megatrain.checks import Rule, checked, optional
 from megatrain.device import Device, find, is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import image, state_image
+from megatrain.memory.device_budget import DeviceBudget
+from megatrain.memory.out_of_memory import MemoryFigures
 from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
 from megatrain.runtime.block import BlockRunner
@@ -50,6 +52,7 @@ class Engine:
         weights: Files that hold the model's state; read once, when the first program is adopted.
         moving: Entered while parameters get other memory, and while the user's changes are taken over.
         turn: Of the model.
+        budget: The bound of the device memory that schedules take; for errors.
     """
 
     @checked(device=_DEVICE)
@@ -63,8 +66,10 @@ class Engine:
         weights: Weights | None = None,
         moving: Callable[[], AbstractContextManager[None]] = nullcontext,
         turn: Turn | None = None,
+        budget: DeviceBudget | None = None,
     ):
         self._model = model
+        self._budget = budget
         self._moving = moving
         self._weights = weights
         self.tensors: dict[str, torch.Tensor] = {}
@@ -88,6 +93,11 @@ class Engine:
     def has_unread_weights(self) -> bool:
         """Whether there are files whose values no program has needed yet, or that couldn't be read."""
         return self._weights is not None
+
+    def memory_figures(self, scheduled: int) -> MemoryFigures:
+        """What is known of the device's memory, for a schedule that takes so many bytes."""
+        budget = None if self._budget is None else self._budget.nbytes
+        return MemoryFigures(self.device, budget, scheduled, self.meter.peak)
 
     @checked(owner=optional(_OWNER))
     def give_slots(self, owner: Any) -> None:

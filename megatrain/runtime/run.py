@@ -61,9 +61,9 @@ class Run:
     def begin(self) -> None:
         """Puts the inputs of the forward on the device."""
         engine = self._operations.engine
+        engine.give_slots(None)  # growing loses what they hold, also if it fails
         engine.arena.ensure(self._operations.instructions.slot_bytes)
         engine.meter.set_arena(engine.arena.nbytes)
-        engine.give_slots(None)
         for number, call in enumerate(self.calls):
             call.begin(engine.device, is_first=number == 0)
         for call, later in pairwise(self.calls):

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatrain.checks import PATH, checked, number, one_of, optional
 from megatrain.compiled.inside import Variant
 from megatrain.compiled.module import COMPILED, CompiledModule
 from megatrain.errors import ExecuteError
+from megatrain.memory.out_of_memory import Attempts
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.planning.host_plan import HostPlan
@@ -96,13 +96,9 @@ class TrainStep:
         self._loss = loss
         self._weight = weight
         self._on_nonfinite = on_nonfinite
+        needs_norm = max_grad_norm is not None or on_nonfinite is not None
         self._setup = Setup(
-            self._compiled,
-            optimizer,
-            max_norm=max_grad_norm,
-            overlap=overlap,
-            needs_norm=max_grad_norm is not None or on_nonfinite is not None,
-            loss=loss,
+            self._compiled, optimizer, max_norm=max_grad_norm, overlap=overlap, needs_norm=needs_norm, loss=loss
         )
         self._boundary = Boundary(on_nonfinite)
         self._optimizer = optimizer
@@ -176,6 +172,7 @@ class TrainStep:
         self._boundary.check_whole()
         factors = shares(batches := micro_batches(batch), self._weight)
         failed: list[dict[Variant, str]] = [{} for _ in batches]
+        attempts = Attempts("the step", self._compiled.options.device)
         with self._compiled.exclusively("the step"), torch.enable_grad(), self._completion.suspended():
             self._compiled.complete_updates(besides=self._completion)  # of other steps over this model
             while True:
@@ -185,11 +182,17 @@ class TrainStep:
                     self._setup.complete()
                     continue
                 try:
-                    return self._run(setting, executor, factors, watch)
+                    loss = self._run(setting, executor, factors, watch)
                 except GuardFailedError as failure:
                     at = self._failed_at
                     failed[at][setting.variants[at]] = str(failure)
                     self._compiled.learn(failure, setting.arguments[at], failed[at])
+                except Exception as error:
+                    if not attempts.may_repeat(error, executor.memory_figures, is_undone=self._boundary.is_undone):
+                        raise
+                else:
+                    attempts.over(executor.memory_figures, is_half=self._boundary.has_recovered)
+                    return loss
 
     def _run(
         self, setting: Setting, executor: Executor, factors: Sequence[float], watch: Stopwatch | None
@@ -197,14 +200,9 @@ class TrainStep:
         self._setting = setting
         engine, updates = executor.engine, self._setup.updates
         assert updates is not None
+        looks = self._on_nonfinite is not None
         running = Running(
-            setting,
-            factors,
-            self._loss,
-            updates,
-            {key: tensor for key, tensor in engine.tensors.items() if isinstance(tensor, nn.Parameter)},
-            self._setup.threads,
-            looks_for_nonfinite=self._on_nonfinite is not None,
+            setting, factors, self._loss, updates, engine.tensors, self._setup.threads, looks_for_nonfinite=looks
         )
         before = RngState.now(engine.device, [call for variant in setting.variants for call in variant.opaque])
         with engine.turn.run(differentiates=True), running.interrupts:

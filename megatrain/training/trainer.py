@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from megatrain.errors import ExecuteError
 from megatrain.interrupts import Interrupts
@@ -26,7 +27,7 @@ class Running:
         shares: Factors of the micro-batches' losses.
         loss: Computes a loss from a result; None if the result is the loss.
         updates: Takes the gradients.
-        parameters: All of the model's, by key.
+        tensors: The model's state, by key.
         threads: How many threads the work of the host may take.
         looks_for_nonfinite: Whether a gradient that isn't finite prevents the updates.
 
@@ -44,7 +45,7 @@ class Running:
         shares: Sequence[float],
         loss: Loss | None,
         updates: Updates,
-        parameters: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
         threads: int,
         *,
         looks_for_nonfinite: bool,
@@ -60,7 +61,7 @@ class Running:
         self._shares = shares
         self._loss = loss
         self._updates = updates
-        self._parameters = parameters
+        self._parameters = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
         self._threads = threads
         self._looks_for_nonfinite = looks_for_nonfinite
 
