@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from megatrain.scheduler.effects import Effect, Effects, Stream, kind_of
-from megatrain.scheduler.items import ITEMS, Item
+from megatrain.scheduler.effects import Effects, Stream, kind_of
+from megatrain.scheduler.items import ITEMS, Effect, Item
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Position, Table

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.items import Item
+from megatrain.scheduler.items import Effect, Item
 from megatrain.scheduler.parking import turn_block
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
@@ -31,25 +31,6 @@ class Stream(str):
 
 
 Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST = map(Stream, ("h2d", "compute", "d2h", "host"))
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """The effect of one op.
-
-    Args:
-        reads: Items that must be there when it starts, and that nothing may overwrite before it ends.
-        makes: Items that exist when it ends; their former contents are overwritten from its start.
-        adds: Items that are sums: it makes the first summand, or adds another.
-        moves: Bytes that it moves or, on the host, reads and writes.
-        flops: Floating-point operations.
-    """
-
-    reads: tuple[Item, ...] = ()
-    makes: tuple[Item, ...] = ()
-    adds: tuple[Item, ...] = ()
-    moves: int = 0
-    flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +225,8 @@ def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
     retained graph they are live already and not counted twice. The first to hand in a gradient adds nothing. Later
     micro-batches make gradients of the parameters in addition to the sum of the earlier ones.
     """
-    work = step.workload.blocks[block]
+    work, summands = step.workload.blocks[block], _gradients_made(step, block, micro_batch)[1]
     saved = work.saved_bytes if block in step.saves else 0
-    _, summands = _gradients_made(step, block, micro_batch)
     own = max(0, work.backward_workspace_bytes - saved) + summands
     return max(own, step.loss_workspace("B", block, micro_batch))
 

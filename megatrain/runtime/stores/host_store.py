@@ -112,8 +112,7 @@ class HostStore:
             assert _is_alike(known, spec), f"{entry.owner} is {known} in one block and {spec} in another"
         if fresh:
             _check_movable({key: self._tensors[key] for key in fresh}, fresh, weights)
-            # As in the images: then neighbours in a block are neighbours here, and cross in one copy.
-            alignment = max(layout.alignment for layout in images)
+            alignment = max(layout.alignment for layout in images)  # so that neighbours in a block cross in one copy
             _check_memory([(self._tensors[key], spec) for key, spec in fresh.items()], alignment)
             self._move(fresh, alignment, weights)
         for layout in images:
