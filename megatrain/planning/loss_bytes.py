@@ -70,9 +70,8 @@ def _measured(program: Program, traced: TracedModule, inputs: Sequence[torch.Ten
         known = [t for t in pytree.tree_leaves((given, fakes, outputs)) if isinstance(t, torch.Tensor)]
         with torch.enable_grad(), LiveBytes(known) as live:
             found = loss(traced.result(outputs, fakes), given)
-            gradients = torch.autograd.grad(found.reshape(()), results, allow_unused=True)
-            kept: tuple[torch.Tensor | None, ...] = tuple(gradients)
-            made = sum(g.untyped_storage().nbytes() for g in kept if g is not None)
+            gradients: Any = torch.autograd.grad(found.reshape(()), results, allow_unused=True)
+            made = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
     return max(0, live.peak - made)
 
 
