@@ -11,6 +11,7 @@ from megatrain.compiled.compiling import compile  # the name torch users expect
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import (
     CheckpointError,
+    DeviceMemoryWarning,
     ExecuteError,
     LowerError,
     MegatrainError,
@@ -24,6 +25,7 @@ from megatrain.errors import (
     TraceError,
     WeightsError,
 )
+from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Block, Program, Template
 from megatrain.passes.rewrite import Rewriter
@@ -50,6 +52,8 @@ __all__ = [
     "Chaos",
     "CheckpointError",
     "CompiledModule",
+    "DeviceMemoryError",
+    "DeviceMemoryWarning",
     "Engine",
     "ExecuteError",
     "Executor",

@@ -31,6 +31,10 @@ class PageLockWarning(UserWarning):
     """The system refuses to page-lock as much host memory as transfers use, so they are slower."""
 
 
+class DeviceMemoryWarning(UserWarning):
+    """The device has less free memory than the budget, or ran out of memory in a step that was then repeated."""
+
+
 class LowerError(MegatrainError):
     """A captured model can't be cut into blocks, or a pass broke the program."""
 

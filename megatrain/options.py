@@ -17,7 +17,7 @@ from megatrain.opaque_model import OPAQUE
 from megatrain.optim.masters.registry import Kind
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.scheduler.builder.build import STEP
-from megatrain.sizes import SIZE, parse_bytes
+from megatrain.sizes import SIZE, format_bytes, parse_bytes
 from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 
 PRECISION = one_of("fp32", "bf16")
@@ -38,7 +38,6 @@ COMPILE: Mapping[str, Rule] = {
     "passes": PASSES,
 }
 """What the options of `compile` may be, one by one."""
-_MARGIN = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Options:
 
     Args:
         device: Compute device.
-        memory: Device-memory budget in bytes; None until the first call, which sets it to the free memory.
+        memory: Device-memory budget in bytes, as given; None for what is free before the first schedule.
         precision: `"fp32"` or `"bf16"`.
         activations: What happens to saved values.
         transfer: `"copy"` or `"bind"`.
@@ -85,7 +84,7 @@ class Options:
         """Resolves the options of `compile`; each option has been checked alone.
 
         Raises:
-            OptionError: If two of them exclude each other, or the device lacks something.
+            OptionError: If two of them exclude each other, or the device isn't there, lacks something or has less memory.
         """
         target = usable(device)
         if masters == "rounded" and precision != "bf16":
@@ -100,6 +99,7 @@ class Options:
                 '  Weights are used in place, in host memory.\n  Use transfer="copy" or "auto".'
             )
         budget = None if memory is None else parse_bytes(memory, "memory")
+        _check_budget(budget, target)
         if transfer == "auto":
             # A budget on the host is a rehearsal of a device: only copies into slots can respect it.
             transfer = "bind" if target.can_bind and budget is None else "copy"
@@ -109,8 +109,15 @@ class Options:
         kind: Kind = "whole" if precision == "fp32" else "rounded" if masters == "rounded" else "exact"
         return Options(target, budget, precision, activations, transfer, size, paths, kind, opaque, tuple(passes))
 
-    def budget(self) -> int:
-        """The device-memory budget in bytes: as given, or nine tenths of the free memory."""
-        if self.memory is not None:
-            return self.memory
-        return int(self.device.memory().free * _MARGIN)
+
+def _check_budget(budget: int | None, device: Device) -> None:
+    """Refuses a budget that no state of the device could meet; on the host a budget is a rehearsal of any device."""
+    if budget is None or device.can_bind:
+        return
+    total = device.memory().total
+    if budget > total:
+        raise OptionError(
+            f"memory={format_bytes(budget)} is more than {device} has: {format_bytes(total)}.\n"
+            "  The budget bounds what blocks, activations and gradients take of the device's memory.\n"
+            "  Give at most that, or leave memory= out to take what is free."
+        )

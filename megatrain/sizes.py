@@ -9,8 +9,14 @@ from fractions import Fraction
 from megatrain.checks import Rule
 
 ALIGNMENT = 64
-"""Tensors begin at multiples of this many bytes, wherever megatrain lays them out: a cache line, and enough for vector
-loads of any dtype."""
+"""Tensors begin at multiples of this many bytes in host memory: a cache line, and enough for vector loads of any dtype.
+The state of blocks has the alignment of its program, which is the device's."""
+
+ALIGNMENTS = Rule(
+    "a power of two, from 64 to 4096 bytes",
+    "{name}=512",
+    lambda value: None if type(value) is int and value in {64 << n for n in range(7)} else "is no alignment",
+)
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _TEXT = re.compile(r"(?P<number>\d+(\.\d+)?)\s*((?P<prefix>[kmgtp]?)(?P<binary>i?)b)?", re.ASCII)
@@ -19,9 +25,9 @@ _MOST_BYTES = 2**63 - 1
 _MOST_CHARACTERS = 40
 
 
-def aligned(nbytes: int) -> int:
-    """Returns `nbytes` rounded up to a multiple of `ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    """Returns `nbytes` rounded up to a multiple of `alignment`."""
+    return -(-nbytes // alignment) * alignment
 
 
 def parse_bytes(size: int | float | str, option: str = "size") -> int:

@@ -43,6 +43,7 @@ device: 479.75 KiB of 500.00 KiB: fits, 20.25 KiB left
   slots: 130.75 KiB
   keeps: graphs of 2 of 5 blocks, inputs of the last 5; parks 0 activations
   moves: 817.00 KiB to the device, 412.75 KiB to the host
+  reserve: 1.00 GiB of a card besides, assumed: a tenth of its memory, at least 1 GiB
 host: 940.25 KiB of 976.56 KiB: fits, 36.31 KiB left
   what         bytes        size  B/parameter
   parameters  414464  404.75 KiB         4.00

@@ -17,6 +17,8 @@ from megatrain.compiled.dumping import dump
 from megatrain.compiled.printed import compiled_text
 from megatrain.compiled.variants import Variant, Variants
 from megatrain.errors import ExecuteError
+from megatrain.memory.device_budget import DeviceBudget
+from megatrain.memory.out_of_memory import Attempts
 from megatrain.optim.masters.from_files import MasterWeights
 from megatrain.optim.masters.narrow_model import explained, masters_of
 from megatrain.optim.masters.registry import Masters
@@ -48,6 +50,7 @@ class Compiled:
     Attributes:
         model: The user's model.
         options: The options of `compile`.
+        budget: The bound of the device memory that schedules take.
     """
 
     def __init__(self, model: nn.Module, options: Options, chaos: Chaos | None, recording: Recording | None):
@@ -59,7 +62,8 @@ class Compiled:
         files = options.weights
         self._weights = None if files is None else MasterWeights(model, files, self._masters)
         self._engine: Engine | None = None
-        self._variants = Variants(model, options)
+        self.budget = DeviceBudget(options.device, options.memory)
+        self._variants = Variants(model, options, self.budget)
         self._latest: Variant | None = None
         self._bound_version = 0
         self._turn = Turn()
@@ -68,7 +72,7 @@ class Compiled:
     def __str__(self) -> str:
         """Lists the options of the model and its captures; see `megatrain.compiled.printed`."""
         note = "" if self._engine is None else self._engine.bus.note
-        return compiled_text(self.options, list(self._variants), self._latest, note)
+        return compiled_text(self.options, self.budget, list(self._variants), self._latest, note)
 
     # -- what was compiled --------------------------------------------------------------------------------
 
@@ -229,18 +233,26 @@ class Compiled:
 
     def _run(self, arguments: Arguments) -> tuple[Variant, list[torch.Tensor]]:
         """Runs the variant whose assumptions hold; some are checked in the middle of the step, before any commit."""
-        variant = self._variant_for(arguments)
+        variant, device = self._variant_for(arguments), self.options.device
         failed: dict[Variant, str] = {}
+        attempts = Attempts("the call", device)
         while True:
             executor = self._executor(variant)
-            start = RngState.now(self.options.device, variant.opaque)
+            start = RngState.now(device, variant.opaque)
             try:
-                return variant, run_step(executor, variant.traced.written_inputs.given(arguments.tensors))
+                found = run_step(executor, variant.traced.written_inputs.given(arguments.tensors))
             except GuardFailedError as failure:
-                start.restore(self.options.device)
+                start.restore(device)
                 failed[variant] = str(failure)
                 self._variants.learn(failure, arguments, failed)
                 variant = self._variant_for(arguments, failed)
+            except Exception as error:
+                if not attempts.may_repeat(error, executor.memory_figures):
+                    raise
+                start.restore(device)
+            else:
+                attempts.over(executor.memory_figures)
+                return variant, found
 
     @property
     def has_unread_weights(self) -> bool:
@@ -281,6 +293,7 @@ class Compiled:
                 weights=self._weights,
                 moving=self._masters.moving,
                 turn=self._turn,
+                budget=self.budget,
             )
             self._weights = None
         return self._engine

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatrain.compiled.variants import Variant
+from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
-from megatrain.sizes import format_bytes
 
 NOTHING = "nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)"
 
 
-def compiled_text(options: Options, variants: Sequence[Variant], latest: Variant | None, note: str = "") -> str:
+def compiled_text(
+    options: Options, budget: DeviceBudget, variants: Sequence[Variant], latest: Variant | None, note: str = ""
+) -> str:
     """Prints a line for the options, and two for each capture.
 
     Args:
         options: Of `compile`.
+        budget: The bound of the device memory that schedules take.
         variants: The captures that are kept, in the order of their making.
         latest: The capture of the latest call.
         note: What the system refused.
     """
-    memory = "what is free" if options.memory is None else format_bytes(options.memory)
     precision = f"{options.precision}, masters rounded" if options.masters == "rounded" else options.precision
     first = (
-        f"compiled by megatrain for {options.device}, memory {memory}, {precision}, activations {options.activations}"
+        f"compiled by megatrain for {options.device}, memory {budget}, {precision}, activations {options.activations}"
     )
     first += f"\n  {note}" if note else ""
     if not variants:

@@ -13,6 +13,7 @@ from torch import nn
 
 from megatrain.errors import TraceError
 from megatrain.garbage import paused_collection
+from megatrain.memory.device_budget import DeviceBudget
 from megatrain.opaque_model import check_opaque
 from megatrain.options import Options
 from megatrain.passes.pipeline import AfterPass, lower
@@ -123,7 +124,13 @@ def _undisturbed() -> Generator[None]:
 def lowered(traced: TracedModule, options: Options, after_pass: AfterPass | None = None) -> Program:
     """Lowers a capture by the options of `compile`; see `lower`."""
     with _undisturbed():
-        return lower(traced, block_bytes=options.block_bytes, rewrites=options.passes, after_pass=after_pass)
+        return lower(
+            traced,
+            block_bytes=options.block_bytes,
+            rewrites=options.passes,
+            after_pass=after_pass,
+            alignment=options.device.alignment,
+        )
 
 
 def add_variant(variants: list[Variant], variant: Variant) -> None:
@@ -142,14 +149,16 @@ class Variants:
     Args:
         model: The model.
         options: The options of `compile`.
+        budget: Of the schedules of calls.
 
     Attributes:
         written: State that forwards write, by key: in any capture so far, including dropped ones.
     """
 
-    def __init__(self, model: nn.Module, options: Options):
+    def __init__(self, model: nn.Module, options: Options, budget: DeviceBudget):
         self._model = model
         self._options = options
+        self._budget = budget
         self._known: dict[Hashable, list[Variant]] = {}
         self._watch = ModelWatch(model)
         self._shapes_version = self._watch.shapes_version
@@ -238,13 +247,14 @@ class Variants:
                     traced, other.program, other.plan, guards, assumptions, other.executor, planned=other.planned
                 )
         program = lowered(traced, self._options)
-        plan = functools.partial(_planned, program, self._options, is_training=torch.is_grad_enabled())
+        is_training = torch.is_grad_enabled()
+        plan = functools.partial(_planned, program, self._options, self._budget, is_training=is_training)
         return Variant(traced, program, plan, guards, assumptions)
 
 
-def _planned(program: Program, options: Options, *, is_training: bool) -> Schedule:
+def _planned(program: Program, options: Options, budget: DeviceBudget, *, is_training: bool) -> Schedule:
     is_differentiable = any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs)
     kind = StepKind("train" if is_training and is_differentiable else "forward", options.transfer)
-    planned = step_schedule([program], kind, memory=options.budget(), activations=options.activations)
+    planned = step_schedule([program], kind, memory=budget.nbytes, activations=options.activations)
     planned.check()
     return planned

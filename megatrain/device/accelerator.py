@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from megatrain.device import reserve
 from megatrain.device.interface import Device, DeviceStream, Memory
 
 
@@ -19,6 +20,8 @@ class Accelerator(Device):
         index: Its number; None takes the current one.
     """
 
+    # torch's allocator gives such addresses to tensors of eager PyTorch; CUDA's matrix products look at up to 256.
+    alignment = 512
     repeats_itself = False  # kernels with atomic additions sum in another order each time
     launching_threads = 3  # the caller's, autograd's, and one for both transfers, which mostly sleep
 
@@ -78,14 +81,28 @@ class Accelerator(Device):
     # -- memory ----------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Takes memory from torch's allocator, which aligns to 256 bytes or more."""
+        """Takes memory from torch's allocator, which aligns to 512 bytes."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def memory(self) -> Memory:
-        """The figures of the driver, from the device's own module or, where it has none, from torch's generic one."""
+        """The figures of the driver, and as free also what torch's allocator keeps for later."""
+        # From the device's own module or, where it has none, from torch's generic one.
         ask = getattr(self._module, "mem_get_info", None) or torch.accelerator.get_memory_info
         free, total = ask(self.torch_device)
-        return Memory(free, total)
+        kept = torch.accelerator.memory_reserved(self.torch_device)
+        return Memory(free + kept - torch.accelerator.memory_allocated(self.torch_device), total)
+
+    def reserve(self, nbytes: int) -> int:
+        """A tenth, and at least 1 GiB; of a device with less than 4 GiB, which no accelerator is, a quarter."""
+        return reserve.of_card(nbytes)
+
+    def uncounted(self) -> tuple[tuple[str, int], ...]:
+        """What torch's allocator keeps in parts of segments, in the pools of three streams."""
+        return (("allocator's segments", reserve.SEGMENTS),)
+
+    def empty_cache(self) -> None:
+        """Empties the cache of torch's allocator."""
+        torch.accelerator.empty_cache()
 
     def peak_bytes(self) -> int:
         """The peak of torch's allocator, in which each block is rounded up."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatrain.device import reserve
 from megatrain.device.accelerator import Accelerator
 from megatrain.device.host_pages import populate
 from megatrain.errors import ExecuteError
@@ -44,6 +46,18 @@ class Cuda(Accelerator):
         event.record(torch.cuda.current_stream(self.torch_device))
         event.synchronize()
 
+    def uncounted(self) -> tuple[tuple[str, int], ...]:
+        """Adds the workspaces of cuBLAS, one for each thread that computes: the caller's and autograd's."""
+        capability = torch.cuda.get_device_capability(self.torch_device)
+        config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")  # noqa: TID251  # torch reads it, so it says what torch takes
+        nbytes = reserve.cublas_workspace(capability, config)
+        return (("cuBLAS workspaces", 2 * nbytes), *super().uncounted())
+
+    def ran_out(self, error: BaseException) -> bool:
+        """Knows the errors of libraries that couldn't get memory of their own, too."""
+        is_librarys = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+        return is_librarys or super().ran_out(error)
+
     def lock(self, address: int, nbytes: int) -> Callable[[], None]:
         """Registers the memory with the driver: copies from and to pageable memory would block the host."""
         populate(address, nbytes)
@@ -75,6 +89,7 @@ class Cuda(Accelerator):
 
 
 HOW_TO_LOCK_MORE = "WSL2 and containers limit it: raise `memory` in .wslconfig, or the container's own limit of memory."
+_NO_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 def _cudart() -> Any:

@@ -59,7 +59,8 @@ class Device:
         kind: See above.
         can_bind: The host's memory is the device's own: weights can be used in place in the host store, and gradients
             may stay where they are made. False where every block's weights must be copied into a slot.
-        alignment: The first byte that `allocate` gives lies at a multiple of so many bytes.
+        alignment: Tensors of a block's state begin at multiples of so many bytes in the device's memory, and so does
+            what `allocate` gives. Kernels may be chosen by the alignment of what they read.
         lock_bytes: Most bytes that one `lock` takes, in whole pages. Larger memory is locked in several pieces, and
             no copy spans two of them. 0 if transfers don't gain from page-locking.
         repeats_itself: Two eager runs of the same step, with the same random numbers, have the same bits.
@@ -68,7 +69,7 @@ class Device:
     """
 
     can_bind: bool = False
-    alignment: int = 256
+    alignment: int = 64
     lock_bytes: int = 1 << 62
     repeats_itself: bool = True
     launching_threads: int = 1
@@ -146,6 +147,21 @@ class Device:
         """Tells how much memory is free, and how much there is."""
         found = psutil.virtual_memory()
         return Memory(int(found.available), int(found.total))
+
+    def reserve(self, nbytes: int) -> int:
+        """Tells how many of `nbytes`, all of its memory or what is free of that, no schedule should count on."""
+        return nbytes // 10
+
+    def uncounted(self) -> tuple[tuple[str, int], ...]:
+        """Names what the reserve is for, with bytes, as far as they are known."""
+        return ()
+
+    def ran_out(self, error: BaseException) -> bool:
+        """Tells whether an error says that the device had too little memory."""
+        return isinstance(error, torch.OutOfMemoryError)
+
+    def empty_cache(self) -> None:
+        """Gives memory that nothing uses, but that torch's allocator keeps for later, back to the device."""
 
     def peak_bytes(self) -> int | None:
         """Most bytes that torch's allocator gave out at once since `reset_peak`; None if it doesn't count them."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from megatrain.sizes import aligned
+from megatrain.sizes import ALIGNMENT, aligned
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
 
@@ -46,36 +46,39 @@ class BlockImage:
 
     Args:
         entries: In the order of the template's state.
-        nbytes: Bytes in all, a multiple of `ALIGNMENT`.
+        nbytes: Bytes in all, a multiple of `alignment`.
+        alignment: Entries begin at multiples of so many bytes.
     """
 
     entries: tuple[Entry, ...]
     nbytes: int
+    alignment: int = ALIGNMENT
 
     def __str__(self) -> str:
         return "\n".join([f"image: {self.nbytes} B", *(f"  {entry}" for entry in self.entries)])
 
 
-def image(specs: Sequence[tuple[str, TensorSpec]]) -> BlockImage:
+def image(specs: Sequence[tuple[str, TensorSpec]], alignment: int = ALIGNMENT) -> BlockImage:
     """Lays tensors out one after the other.
 
     Args:
         specs: Key and spec of each; a key occurs once.
+        alignment: As in `BlockImage`.
     """
     assert len({key for key, _ in specs}) == len(specs), "a key occurs twice in one block's state"
     entries: list[Entry] = []
     offset = 0
     for key, spec in specs:
         entries.append(Entry(key, spec, offset))
-        offset += aligned(spec.nbytes)
-    return BlockImage(tuple(entries), offset)
+        offset += aligned(spec.nbytes, alignment)
+    return BlockImage(tuple(entries), offset, alignment)
 
 
-def state_image(state: Sequence[StateEntry]) -> BlockImage:
+def state_image(state: Sequence[StateEntry], alignment: int = ALIGNMENT) -> BlockImage:
     """Lays a block's state out; parts of tensors are separate entries that name their whole on the host."""
-    layout = image([(entry.key, entry.spec) for entry in state])
+    layout = image([(entry.key, entry.spec) for entry in state], alignment)
     entries = (replace(e, base=s.base, first_row=s.rows[0]) for e, s in zip(layout.entries, state, strict=True))
-    return BlockImage(tuple(entries), layout.nbytes)
+    return replace(layout, entries=tuple(entries))
 
 
 def views(layout: BlockImage, buffer: torch.Tensor) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.cost import TemplateCost
 from megatrain.passes.interpret import Code, opaque_calls
+from megatrain.passes.kernel_buffers import private_bytes
 from megatrain.passes.program import Program, Template
 from megatrain.torch_private import FakeTensorMode, TorchDispatchMode, disable_fake_tensor_cache, pytree
 from megatrain.tracer.calls import call_text
@@ -46,7 +47,7 @@ def _differentiable_ports(program: Program) -> dict[str, list[bool]]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the bytes of storages made while it is active."""
+    """Follows the bytes of storages made while it is active, and those of kernels' own buffers."""
 
     def __init__(self, known: list[torch.Tensor]) -> None:
         super().__init__()
@@ -60,6 +61,7 @@ class LiveBytes(TorchDispatchMode):
         for item in result if isinstance(result, tuple | list) else (result,):
             if isinstance(item, torch.Tensor) and item.layout == torch.strided:
                 self._add(item.untyped_storage())
+        self.peak = max(self.peak, self.current + private_bytes(func, args))
         return result
 
     def _add(self, storage: Any) -> None:

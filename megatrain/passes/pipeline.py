@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from megatrain.checks import checked, function, named, optional, sequence_of
+from megatrain.device import find
 from megatrain.errors import LowerError, OptionError, TraceError
 from megatrain.passes.canonicalize import canonicalize
 from megatrain.passes.check import verify_program
@@ -17,7 +18,7 @@ from megatrain.passes.measure import measure
 from megatrain.passes.partition import partition
 from megatrain.passes.program import Program
 from megatrain.passes.split.split_state import split_state
-from megatrain.sizes import SIZE, parse_bytes
+from megatrain.sizes import ALIGNMENTS, SIZE, parse_bytes
 from megatrain.tracer.traced import TracedModule
 
 Pass = Callable[[Any], Any]
@@ -31,7 +32,7 @@ PASSES = sequence_of(function(1), (tuple, list), "a list of passes")
 """What a list of passes may be, wherever it enters."""
 
 
-@checked(block_bytes=optional(SIZE), passes=optional(PASSES), rewrites=PASSES)
+@checked(block_bytes=optional(SIZE), passes=optional(PASSES), rewrites=PASSES, alignment=optional(ALIGNMENTS))
 def lower(
     traced: TracedModule,
     *,
@@ -39,6 +40,7 @@ def lower(
     rewrites: Sequence[Rewrite] = (),
     passes: Sequence[Pass] | None = None,
     after_pass: AfterPass | None = None,
+    alignment: int | None = None,
 ) -> Program:
     """Turns a capture into blocks over shared, parameter-free templates.
 
@@ -50,6 +52,8 @@ def lower(
         passes: Replaces the default order canonicalize, your rewrites, split_state (with `block_bytes` only),
             partition, lift_state, dedup, measure.
         after_pass: Called with the pass's name and its result, after the checker; for dumps and timing.
+        alignment: Tensors of a block's state begin at multiples of so many bytes; None is what the capture's device
+            wants, 64 on the CPU and 512 on an accelerator.
 
     Returns:
         A program that passes `verify_program`, and whose `provenance` names the passes that ran.
@@ -59,8 +63,9 @@ def lower(
         LowerError: If a pass breaks a rule, or the passes don't end in a program whose state is lifted.
     """
     limit = None if block_bytes is None else parse_bytes(block_bytes)
+    alignment = find(traced.device).alignment if alignment is None else alignment
     if passes is None:
-        splits = () if limit is None else (partial(split_state, limit=limit),)
+        splits = () if limit is None else (partial(split_state, limit=limit, alignment=alignment),)
         passes = (canonicalize, *rewrites, *splits, partial(partition, block_bytes=limit), *PROGRAM_PASSES)
     elif rewrites or limit is not None:
         raise OptionError(
@@ -68,7 +73,7 @@ def lower(
             "  `passes` is the whole sequence of passes; the other option is for the default sequence.\n"
             "  Put your rewrites, and partial(partition, block_bytes=...), among the passes."
         )
-    value = _run(traced, passes, rewrites, after_pass)
+    value = _run(traced, passes, rewrites, after_pass, alignment)
     if not isinstance(value, Program):
         raise LowerError(
             f"the passes end in {named(value)}.\n  The last pass must return a program.\n"
@@ -84,7 +89,11 @@ def lower(
 
 
 def _run(
-    traced: TracedModule, passes: Sequence[Pass], rewrites: Sequence[Rewrite], after_pass: AfterPass | None
+    traced: TracedModule,
+    passes: Sequence[Pass],
+    rewrites: Sequence[Rewrite],
+    after_pass: AfterPass | None,
+    alignment: int,
 ) -> TracedModule | Program:
     value: TracedModule | Program = traced
     traced.check()
@@ -95,7 +104,9 @@ def _run(
         _check_kind(name, made, value, is_rewrite=any(step is rewrite for rewrite in rewrites))
         _check(name, made, value)
         provenance.append(name)
-        value = dataclasses.replace(made, provenance=tuple(provenance)) if isinstance(made, Program) else made
+        value = made
+        if isinstance(made, Program):
+            value = dataclasses.replace(made, provenance=tuple(provenance), alignment=alignment)
         if after_pass is not None:
             after_pass(name, value)
     return value

@@ -12,6 +12,7 @@ from torch import fx
 from megatrain.checks import checked, count
 from megatrain.passes.cost import TemplateCost
 from megatrain.passes.interpret import opaque_calls
+from megatrain.sizes import ALIGNMENT
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.recording.observer import Observer
@@ -134,6 +135,8 @@ class Program:
         state: All state the program reads, by key.
         device: The compute device that the capture assumed.
         provenance: Names of the passes that made it, in order; the pipeline writes them down.
+        alignment: Tensors of a block's state begin at multiples of so many bytes, in a slot and in the host's image of
+            it; the pipeline writes it down.
     """
 
     name: str
@@ -148,6 +151,7 @@ class Program:
     state: Mapping[str, StateEntry]
     device: torch.device
     provenance: tuple[str, ...] = ()
+    alignment: int = ALIGNMENT
 
     @property
     def is_lifted(self) -> bool:
@@ -227,8 +231,9 @@ def _program_text(program: Program) -> str:
     for block in program.blocks:
         users[block.template].append(block.index)
     passes = f"; from {', '.join(program.provenance)}" if program.provenance else ""
+    alignment = f"; state at multiples of {program.alignment} B" if program.alignment != ALIGNMENT else ""
     lines = [
-        f"program {program.name}: {len(program.blocks)} blocks, {len(program.templates)} templates{passes}",
+        f"program {program.name}: {len(program.blocks)} blocks, {len(program.templates)} templates{alignment}{passes}",
         f"  inputs {_list(program.inputs)}; outputs {_list(tuple(o.name for o in program.outputs))}",
     ]
     lines += [f"  buffer {value} = {key}" for value, key in program.buffers]

@@ -183,12 +183,14 @@ def _is_trained_bf16(entry: StateEntry) -> bool:
 
 
 def _state_rows(programs: Sequence[Program], entries: Mapping[str, StateEntry]) -> Iterator[tuple[str, int]]:
-    """The arenas of the store, where each tensor begins at a multiple of 64 bytes, and the state outside of them."""
+    """The arenas of the store, where each tensor begins at a multiple of the alignment, and the state outside."""
+    alignment = max(program.alignment for program in programs)
     bound = {p.state[key].owner for p in programs for block in p.blocks for key in block.binding}
     stored = [entry for key, entry in entries.items() if key in bound]
     for kind in ("parameter", "buffer"):
-        yield f"{kind}s", sum(aligned(entry.spec.nbytes) for entry in stored if entry.kind == kind)
-    yield "state of no block", sum(aligned(e.spec.nbytes) for key, e in entries.items() if key not in bound)
+        yield f"{kind}s", sum(aligned(entry.spec.nbytes, alignment) for entry in stored if entry.kind == kind)
+    unbound = [entry.spec.nbytes for key, entry in entries.items() if key not in bound]
+    yield "state of no block", sum(aligned(nbytes, alignment) for nbytes in unbound)
     constants = [tensor for program in programs for tensor in program.constants.values() if is_on_host(tensor)]
     yield "constants", _held_bytes(constants)
 

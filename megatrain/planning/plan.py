@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatrain.checks import checked, count, number, optional
+from megatrain.device import HOST, Device, find
+from megatrain.device.reserve import beside
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.garbage import paused_collection
 from megatrain.interrupts import Interrupts
@@ -20,6 +23,7 @@ from megatrain.options import PRECISION
 from megatrain.passes.pipeline import PASSES, Rewrite, lower
 from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan, in_columns, narrow_entries
+from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.runtime.block import outer_hooks_off
 from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.build import STEP
@@ -29,10 +33,11 @@ from megatrain.scheduler.step_kind import StepKind
 from megatrain.sizes import SIZE, format_bytes, parse_bytes
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.capture.sandbox import swapped_state
-from megatrain.tracer.given import EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
+from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.recording.own_code import original
 from megatrain.tracer.trace import trace
+from megatrain.tracer.traced import TracedModule
 
 
 @checked(device_memory=optional(count(1)), host_memory=optional(count(1)), precision=PRECISION)
@@ -48,6 +53,7 @@ class Plan:
         host_memory: Bytes of the host for the step, or None.
         precision: `"fp32"` or `"bf16"`.
         too_small: Why the device's memory isn't enough, or None.
+        reserve: What the device needs besides, in words.
     """
 
     program: Program
@@ -57,6 +63,7 @@ class Plan:
     host_memory: int | None
     precision: str
     too_small: str | None = field(default=None, repr=False)
+    reserve: str = ""
 
     @property
     def fits(self) -> bool:
@@ -88,6 +95,7 @@ class Plan:
                 f"plan: {model}; {self.precision}, {batches}, {updates}",
                 f"device: {_verdict(table.device_bytes, self.device_memory)}",
                 *(f"  {line}" for line in _device_lines(table)),
+                *([f"  reserve: {self.reserve}"] if self.reserve else []),
                 f"host: {_verdict(self.host.total_bytes, self.host_memory)}",
                 *(f"  {line}" for line in self.host.lines()),
             ]
@@ -96,6 +104,7 @@ class Plan:
 
 @checked(
     model=MODEL,
+    device=optional(DEVICE),
     device_memory=optional(SIZE),
     host_memory=optional(SIZE),
     optimizer=optional(OPTIMIZER),
@@ -108,9 +117,10 @@ class Plan:
     example_args=EXAMPLE_ARGS,
     example_kwargs=EXAMPLE_KWARGS,
 )
-def plan(
+def plan(  # noqa: PLR0913  # as for `compile`
     model: nn.Module,
     *args: Any,
+    device: Device | torch.device | str | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     optimizer: OptimizerLike | None = None,
@@ -121,6 +131,7 @@ def plan(
     activations: str = "auto",
     block_bytes: int | str | None = None,
     passes: Sequence[Rewrite] = (),
+    loss: Loss | None = None,
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
@@ -133,7 +144,10 @@ def plan(
     Args:
         model: Any nn.Module.
         args: Example arguments of a call of one micro-batch.
-        device_memory: Memory of the device: bytes, or text like `"10GiB"`. None doesn't bound the step.
+        device: A device of this machine, whose layout of weights and whose reserve are planned for; as for `compile`.
+            None plans with the layout of the CPU, and states the reserve that a card needs.
+        device_memory: Memory of the device for the step, as `memory` of `compile`: bytes, or text like `"10GiB"`. None
+            doesn't bound the step.
         host_memory: Memory of the host, likewise. With None `Plan.check` asks this machine.
         optimizer: Over the model's parameters, or a class, or the name of one in `torch.optim`; None for none.
         precision: `"fp32"`, or `"bf16"` for bf16 compute over fp32 masters.
@@ -143,6 +157,7 @@ def plan(
         activations: As for `compile`.
         block_bytes: As for `compile`.
         passes: As for `compile`.
+        loss: As for `TrainStep`; it gets the example as its batch.
         example_args: Another way to give `args`.
         example_kwargs: Example keyword arguments.
 
@@ -168,18 +183,30 @@ def plan(
             "arguments after the model.\n"
             "  Leave out `example_args`, or the arguments after the model."
         )
-    arguments = Arguments.of(model, args or example_args, dict(example_kwargs or {}))
-    program = _captured(model, arguments, precision, target, passes)
+    given, named = args or example_args, dict(example_kwargs or {})
+    arguments = Arguments.of(model, given, named)
+    place = None if device is None else find(device)
+    traced, program = _captured(model, arguments, precision, target, passes, place or HOST)
+    loss_bytes = 0
+    if loss is not None:
+        batch = given[0] if len(given) == 1 and not named else given or named
+        loss_bytes = measure_loss(program, traced, arguments.tensors, batch, loss, place or HOST)
     kind = _step_kind(program, optimizer is not None, micro_batches, max_grad_norm, overlap)
-    table, too_small = _scheduled(program, kind, device_limit, activations)
+    table, too_small = _scheduled(program, kind, device_limit, activations, loss_bytes)
     table.check()
     host = host_plan(program, table, model, optimizer, precision=precision)
-    return Plan(program, table, host, device_limit, host_limit, precision, too_small)
+    reserve = _reserve_text(place, table.device_bytes if device_limit is None else device_limit)
+    return Plan(program, table, host, device_limit, host_limit, precision, too_small, reserve)
 
 
 def _captured(
-    model: nn.Module, arguments: Arguments, precision: str, block_bytes: int | None, passes: Sequence[Rewrite]
-) -> Program:
+    model: nn.Module,
+    arguments: Arguments,
+    precision: str,
+    block_bytes: int | None,
+    passes: Sequence[Rewrite],
+    device: Device,
+) -> tuple[TracedModule, Program]:
     tensors = list(arguments.tensors)
     entries, state = inventory(model)
     narrow = narrow_entries(entries) if precision == "bf16" else entries
@@ -191,9 +218,9 @@ def _captured(
     swapped = _in_bf16(model, {key: state[key] for key in replaced})
     with Interrupts() as interrupts, swapped, interrupts.released(), paused_collection(), outer_hooks_off():
         with torch.autograd.set_detect_anomaly(False), torch.enable_grad():
-            traced = trace(model, args, kwargs)
+            traced = trace(model, args, kwargs, device=device.torch_device)
             check_opaque(traced, "warn", set())
-            return lower(traced, block_bytes=block_bytes, rewrites=passes)
+            return traced, lower(traced, block_bytes=block_bytes, rewrites=passes, alignment=device.alignment)
 
 
 @contextmanager
@@ -225,21 +252,36 @@ def _step_kind(
     )
 
 
-def _scheduled(program: Program, kind: StepKind, memory: int | None, activations: str) -> tuple[Schedule, str | None]:
+def _scheduled(
+    program: Program, kind: StepKind, memory: int | None, activations: str, loss_bytes: int
+) -> tuple[Schedule, str | None]:
     """Returns the schedule; if none fits, the schedule that takes the least memory, and the reason."""
     programs = [program] * kind.micro_batches
-    free = step_schedule(programs, kind, activations=activations)  # raises errors that have nothing to do with memory
+    made = partial(step_schedule, programs, kind, loss_bytes=loss_bytes)
+    free = made(activations=activations)  # raises errors that have nothing to do with memory
     if memory is None:
         return free, None
     try:
-        return step_schedule(programs, kind, memory=memory, activations=activations), None
+        return made(memory=memory, activations=activations), None
     except ScheduleError as error:
         least = _LEAST.get(activations, activations)
-        return step_schedule(programs, kind, num_slots=1, activations=least), str(error)
+        return made(num_slots=1, activations=least), str(error)
 
 
 # The last resort of "auto" and "recompute" is to do the same as "offload".
 _LEAST = {"auto": "offload", "recompute": "offload"}
+
+
+def _reserve_text(device: Device | None, nbytes: int) -> str:
+    """Says what a device needs besides the memory that a schedule may take."""
+    if device is None:
+        # Without a device there is no figure of a card: the smallest on which so much may be planned.
+        return f"{format_bytes(beside(nbytes))} of a card besides, assumed: a tenth of its memory, at least 1 GiB"
+    if device.can_bind:
+        return ""
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in device.uncounted())
+    total = format_bytes(device.reserve(device.memory().total))
+    return f"{total} of {device} besides{f', of which {parts}' if parts else ''}"
 
 
 def _verdict(nbytes: int, memory: int | None) -> str:

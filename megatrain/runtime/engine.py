@@ -15,6 +15,8 @@ from megatrain.device import Device, is_on_host, usable
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import image, state_image
 from megatrain.memory.bus import Bus
+from megatrain.memory.device_budget import DeviceBudget
+from megatrain.memory.out_of_memory import MemoryFigures
 from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
 from megatrain.runtime.block import BlockRunner
@@ -53,6 +55,7 @@ class Engine:
         weights: Files that hold the model's state; read once, when the first program is adopted.
         moving: Entered while parameters get other memory, and while the user's changes are taken over.
         turn: Of the model.
+        budget: The bound of the device memory that schedules take; for errors.
     """
 
     @checked(device=_DEVICE)
@@ -66,8 +69,10 @@ class Engine:
         weights: Weights | None = None,
         moving: Callable[[], AbstractContextManager[None]] = nullcontext,
         turn: Turn | None = None,
+        budget: DeviceBudget | None = None,
     ):
         self._model = model
+        self._budget = budget
         self._moving = moving
         self._weights = weights
         self.tensors: dict[str, torch.Tensor] = {}
@@ -94,6 +99,11 @@ class Engine:
     def has_unread_weights(self) -> bool:
         """Whether there are files whose values no program has needed yet, or that couldn't be read."""
         return self._weights is not None
+
+    def memory_figures(self, scheduled: int) -> MemoryFigures:
+        """What is known of the device's memory, for a schedule that takes so many bytes."""
+        budget = None if self._budget is None else self._budget.nbytes
+        return MemoryFigures(self.device, budget, scheduled, self.meter.peak)
 
     @checked(owner=optional(_OWNER))
     def give_slots(self, owner: Any) -> None:
@@ -157,7 +167,8 @@ class Engine:
         self.tensors = inventory(self._model)[1]
         self._holders = _holders(self._model, self.tensors)
         self._check_state(program)
-        layouts = (state_image([program.state[key] for key in block.binding]) for block in program.blocks)
+        states = ([program.state[key] for key in block.binding] for block in program.blocks)
+        layouts = (state_image(state, program.alignment) for state in states)
         images = [self._images.setdefault(layout, layout) for layout in layouts]
         with self._moving():
             if self._weights is not None:

@@ -9,11 +9,13 @@ from torch import nn
 
 from megatrain.checks import checked, shown
 from megatrain.errors import ExecuteError, ScheduleError
+from megatrain.memory.out_of_memory import Attempts, MemoryFigures
 from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.gradients import Take
+from megatrain.runtime.gradient_demand import Once
+from megatrain.runtime.gradients import Take, accumulate
 from megatrain.runtime.landing import LandingArena
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.operations import Operations
@@ -65,6 +67,11 @@ class Executor:
         self.facts = self.loaded.facts
         self.differentiable_outputs = self.facts.differentiable_outputs
         self.differentiable_inputs = self.facts.differentiable_inputs
+
+    @property
+    def memory_figures(self) -> MemoryFigures:
+        """What is known of the device's memory, for errors."""
+        return self.engine.memory_figures(self.schedule.device_bytes)
 
     # -- training steps ------------------------------------------------------------------------------------
 
@@ -174,14 +181,37 @@ class Executor:
             running = call if call.status == OPEN else self._replay(start)
             if not keep_graph:
                 call.spend(outputs, self.differentiable_outputs)
-            try:
-                found = self._run_backward(running, gradients, take)
-            except BaseException:
-                running.close(FAILED)
-                call.close(FAILED)
-                raise
-            running.close(DONE)
+            kept = call.start
+            found = self._repeatable(call, running, start, gradients, take)
+            call.status, call.start = DONE, kept
             return found
+
+    def _repeatable(
+        self,
+        call: Call,
+        running: Call | None,
+        start: Start,
+        gradients: Sequence[torch.Tensor | None],
+        take: Take | None,
+    ) -> list[torch.Tensor | None]:
+        """Runs a backward; if it runs out of memory again from the start of the call, which needs no retained graph."""
+        once = Once(take or (lambda key, gradient: accumulate(self.engine.tensors[key], gradient)))
+        attempts = Attempts("the backward", self.engine.device)
+        while True:
+            try:
+                running = self._replay(start) if running is None else running
+                found = self._run_backward(running, gradients, once)
+            except BaseException as error:
+                for failed in (call, running):
+                    if failed is not None:
+                        failed.close(FAILED)
+                running = failed = None
+                if not attempts.may_repeat(error, self.memory_figures):
+                    raise
+            else:
+                running.close(DONE)
+                attempts.over(self.memory_figures)
+                return found
 
     def _replay(self, start: Start) -> Call:
         """Runs the forward half once more, for the backward alone: no buffer is written, no random number consumed."""

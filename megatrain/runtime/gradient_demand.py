@@ -9,7 +9,7 @@ import torch
 
 from megatrain import torch_private
 from megatrain.errors import ExecuteError
-from megatrain.runtime.gradients import accumulate, keeps_gradient
+from megatrain.runtime.gradients import Take, accumulate, keeps_gradient
 
 
 def keeps_graph() -> bool:
@@ -71,6 +71,20 @@ class Demand:
                     "  Remove the hook, or differentiate the outputs that depend on the parameter as well."
                 )
         return [self._returned.get(key) for key in self._keys]
+
+
+class Once:
+    """Hands each parameter's gradient on once: a backward that is repeated makes those again that came before."""
+
+    def __init__(self, take: Take):
+        self._take = take
+        self._known: set[str] = set()
+
+    def __call__(self, key: str, gradient: torch.Tensor) -> None:
+        """See `Take`."""
+        if key not in self._known:
+            self._take(key, gradient)
+            self._known.add(key)
 
 
 def _is_captured(node: Any) -> bool:

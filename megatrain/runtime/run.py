@@ -61,8 +61,8 @@ class Run:
     def begin(self) -> None:
         """Puts the inputs of the forward on the device."""
         engine = self._operations.engine
+        engine.give_slots(None)  # growing loses what they hold, also if it fails
         engine.reserve_slots(self._operations.instructions.slot_bytes)
-        engine.give_slots(None)
         for number, call in enumerate(self.calls):
             call.begin(engine.buffers if number == 0 else None)
         for call, later in pairwise(self.calls):

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from megatrain.scheduler.effects import Effect, Effects, Stream, kind_of
-from megatrain.scheduler.items import ITEMS, Item
+from megatrain.scheduler.effects import Effects, Stream, kind_of
+from megatrain.scheduler.items import ITEMS, Effect, Item
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Position, Table
@@ -236,7 +236,9 @@ def find_peak(table: Table) -> Peak:
         return sum(books.effects.workspace(*op.key) for op in table.ticks[tick].values())
 
     tick = max(range(len(table.ticks)), key=lambda t: (table.live_bytes[t] + workspace(t), -t))
-    parts = {"weights": table.arena_bytes, "workspace": workspace(tick)}
+    ops = [op.key for op in table.ticks[tick].values()]
+    is_loss = any(0 < books.effects.workspace(*op) == books.effects.loss_workspace(*op[1:]) for op in ops)
+    parts = {"weights": table.arena_bytes, "loss" if is_loss else "workspace": workspace(tick)}
     storages: set[tuple[int, int]] = set()
     for life in books.lifetimes:
         start, end = span(life, len(table.ticks))

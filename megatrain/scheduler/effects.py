@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.items import Item
+from megatrain.scheduler.items import Effect, Item
 from megatrain.scheduler.parking import turn_block
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
@@ -31,25 +31,6 @@ class Stream(str):
 
 
 Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST = map(Stream, ("h2d", "compute", "d2h", "host"))
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """The effect of one op.
-
-    Args:
-        reads: Items that must be there when it starts, and that nothing may overwrite before it ends.
-        makes: Items that exist when it ends; their former contents are overwritten from its start.
-        adds: Items that are sums: it makes the first summand, or adds another.
-        moves: Bytes that it moves or, on the host, reads and writes.
-        flops: Floating-point operations.
-    """
-
-    reads: tuple[Item, ...] = ()
-    makes: tuple[Item, ...] = ()
-    adds: tuple[Item, ...] = ()
-    moves: int = 0
-    flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +157,15 @@ class Effects:
         values = enumerate(self.workload.values)
         return [Item("value", i, micro_batch) for i, v in values if v.is_output and not v.is_committed]
 
+    def loss_workspace(self, what: str, block: int, micro_batch: int) -> int:
+        """Device bytes that the caller's loss takes before an op, beyond the items of this op.
+
+        The op begins when the loss is over, so its own gradients are not there yet.
+        """
+        if self.kind.mode != "train" or self.kind.outputs == "keep" or self.turn != (what, block) or what != "B":
+            return 0
+        return max(0, self.workload.loss_bytes - _gradients_made(self, block, micro_batch)[0])
+
     def copied(self, nbytes: int) -> int:
         """Bytes that a transfer moves: none where weights are used in place."""
         return 0 if self.kind.transfer == "bind" else nbytes
@@ -235,14 +225,25 @@ def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
     retained graph they are live already and not counted twice. The first to hand in a gradient adds nothing. Later
     micro-batches make gradients of the parameters in addition to the sum of the earlier ones.
     """
-    work = step.workload.blocks[block]
+    work, summands = step.workload.blocks[block], _gradients_made(step, block, micro_batch)[1]
     saved = work.saved_bytes if block in step.saves else 0
-    summands = work.gradient_bytes if micro_batch > 0 else 0
+    own = max(0, work.backward_workspace_bytes - saved) + summands
+    return max(own, step.loss_workspace("B", block, micro_batch))
+
+
+def _gradients_made(step: Effects, block: int, micro_batch: int) -> tuple[int, int]:
+    """Bytes of the gradients that a B makes: those that are sums from now on, and those that it adds to such sums."""
+    work = step.workload.blocks[block]
+    first, further = (0, work.gradient_bytes) if micro_batch > 0 else (work.gradient_bytes, 0)
     for index in step.inputs[block] if work.has_backward else ():
         value = step.workload.values[index]
-        if step.has_gradient[index] and (value.is_output or step.workload.backward_readers(index)[-1] != block):
-            summands += value.nbytes
-    return max(0, work.backward_workspace_bytes - saved) + summands
+        if not step.has_gradient[index]:
+            continue
+        if value.is_output or step.workload.backward_readers(index)[-1] != block:
+            further += value.nbytes
+        else:
+            first += value.nbytes
+    return first, further
 
 
 def _parked(step: Effects, kind: str, block: int, micro_batch: int) -> tuple[Item, ...]:

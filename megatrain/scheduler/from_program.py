@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatrain.checks import checked, optional
 from megatrain.errors import ScheduleError
@@ -103,6 +103,7 @@ def step_schedule(
     keep: int | None = None,
     memory: int | None = None,
     activations: str = "auto",
+    loss_bytes: int = 0,
 ) -> Schedule:
     """Places one step whose micro-batches are captures of one model.
 
@@ -113,6 +114,7 @@ def step_schedule(
         keep: See there.
         memory: Device bytes; see there.
         activations: See there.
+        loss_bytes: As in `Workload`.
 
     Raises:
         ScheduleError: If they differ in more, `memory` is too small, or a buffer can't go from one to the next.
@@ -121,7 +123,7 @@ def step_schedule(
     if kind.micro_batches > 1:
         for program in distinct:
             check_buffers(program)
-    works = merged([workload(program) for program in distinct])
+    works = replace(merged([workload(program) for program in distinct]), loss_bytes=loss_bytes)
     return build(works, kind, num_slots=num_slots, keep=keep, memory=memory, activations=activations)
 
 
@@ -204,7 +206,7 @@ def _block_work(program: Program, block: Block, update: _Update, update_traffic:
     gradients = [program.state[k].spec.nbytes for k in trained] if is_differentiable else []
     return BlockWork(
         name=block.name,
-        state_bytes=sum(aligned(program.state[k].spec.nbytes) for k in block.binding),
+        state_bytes=sum(aligned(program.state[k].spec.nbytes, program.alignment) for k in block.binding),
         gradient_bytes=sum(gradients),
         gradient_padding=sum(map(aligned, gradients)) - sum(gradients),
         saved_bytes=cost.saved_bytes,

@@ -1,4 +1,4 @@
-"""Items: the things that ops read and make, and the memory of each."""
+"""Items: the things that ops read and make, and the memory of each; Effect: what one op does to them."""
 
 from __future__ import annotations
 
@@ -38,6 +38,25 @@ class ItemKind:
     memory: str | None = None
     edge: str = "data"
     part: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """The effect of one op.
+
+    Args:
+        reads: Items that must be there when it starts, and that nothing may overwrite before it ends.
+        makes: Items that exist when it ends; their former contents are overwritten from its start.
+        adds: Items that are sums: it makes the first summand, or adds another.
+        moves: Bytes that it moves or, on the host, reads and writes.
+        flops: Floating-point operations.
+    """
+
+    reads: tuple[Item, ...] = ()
+    makes: tuple[Item, ...] = ()
+    adds: tuple[Item, ...] = ()
+    moves: int = 0
+    flops: int = 0
 
 
 ITEMS: dict[str, ItemKind] = {

@@ -98,11 +98,14 @@ class Workload:
         blocks: In execution order; index in the tuple is the block's index.
         values: In order of definition, the model's inputs first.
         storages: Device bytes of each storage.
+        loss_bytes: Device bytes that the caller's loss of one micro-batch and its backward take, beyond the outputs and
+            their gradients; in a training step, whose schedule has the loss between forward and backward.
     """
 
     blocks: tuple[BlockWork, ...]
     values: tuple[ValueWork, ...]
     storages: tuple[int, ...]
+    loss_bytes: int = 0
 
     def inputs(self) -> list[list[int]]:
         """Values that each block reads, ascending."""
@@ -170,6 +173,7 @@ class Workload:
             _check_counts(f"block {index} ({block.name})", asdict(block))
             self._check_update(index, block)
         _check_counts("a storage", dict(enumerate(self.storages)))
+        _check_counts("the loss", {"loss_bytes": self.loss_bytes})
         sharers = [0] * len(self.storages)
         for value in self.values:
             self._check_value(value)
@@ -224,6 +228,7 @@ class Workload:
                 blocks=tuple(_read_block(**block) for block in data["blocks"]),
                 values=tuple(_read_value(**value) for value in data["values"]),
                 storages=tuple(data["storages"]),
+                loss_bytes=data.get("loss_bytes", 0),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ScheduleError(
@@ -263,6 +268,7 @@ def merged(workloads: Sequence[Workload]) -> Workload:
         blocks=tuple(_largest(same, _BLOCK_SIZES) for same in zip(*(w.blocks for w in workloads), strict=True)),
         values=tuple(_largest(same, ("nbytes",)) for same in zip(*(w.values for w in workloads), strict=True)),
         storages=tuple(max(same) for same in zip(*(w.storages for w in workloads), strict=True)),
+        loss_bytes=max(w.loss_bytes for w in workloads),
     )
 
 

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from megatrain.errors import ExecuteError
+from megatrain.planning.loss_bytes import Loss
 from megatrain.tracer.arguments import Arguments
-
-Loss = Callable[[Any, Any], torch.Tensor]
-"""Makes a scalar of the model's result and the micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.errors import ExecuteError
+from megatrain.memory.out_of_memory import let_go, ran_out
 from megatrain.optim.updates import Updates
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.run import Run
@@ -39,12 +40,15 @@ class Boundary:
     Attributes:
         progress: The progress of training.
         broken: Why no step can follow; None as long as one can.
+        is_undone: The latest step failed and left no trace, so that it may run again.
+        has_recovered: The latest step ran out of the device's memory behind its first update, and was completed.
     """
 
     def __init__(self, on_nonfinite: str | None):
         self._on_nonfinite = on_nonfinite
         self.progress = Progress()
         self.broken: str | None = None
+        self.is_undone = self.has_recovered = False
 
     def check_whole(self) -> None:
         """Tells whether a step can follow.
@@ -56,7 +60,7 @@ class Boundary:
             raise ExecuteError(self.broken)
 
     def run(self, run: Run, running: Running, updates: Updates, before: RngState) -> None:
-        """Runs a step.
+        """Runs a step. One that runs out of the device's memory behind its first update is completed, without an error.
 
         Args:
             run: The operations.
@@ -70,17 +74,23 @@ class Boundary:
             BaseException: An error of the caller's code. If the step had begun to update parameters, notes on the error
                 say where it ended.
         """
+        self.is_undone = self.has_recovered = False
         try:
             run.go(running)
             running.shares.check()  # there may have been no gradient
             self._end(run, running, updates)
         except BaseException as error:
-            if running.has_updated:
-                self._go_on(run, running, updates, error)
-            else:
+            lacks_memory = ran_out(error, run.device)
+            if not running.has_updated:
                 self._go_back(run, running, updates, error)
                 before.restore(run.device)
-            raise
+                self.is_undone = True
+                raise
+            if lacks_memory:
+                let_go(error, run.device)
+            self.has_recovered = self._go_on(run, running, updates, error) and lacks_memory
+            if not self.has_recovered:
+                raise
 
     def _end(self, run: Run, running: Running, updates: Updates) -> None:
         """Does what follows the last operation."""
@@ -124,20 +134,24 @@ class Boundary:
         except BaseException as again:
             error.add_note(_still_due(updates, again))
 
-    def _go_on(self, run: Run, running: Running, updates: Updates, error: BaseException) -> None:
-        """Completes a step after some of its updates."""
+    def _go_on(self, run: Run, running: Running, updates: Updates, error: BaseException) -> bool:
+        """Completes a step after some of its updates; tells whether nothing of it is still due."""
         try:
             run.complete(running)
         except BaseException as again:
+            if ran_out(again, run.device):
+                let_go(again, run.device)
             self._give_up(run, updates, again)
             error.add_note(f"  {self.broken}")
-            return
+            return False
         try:
             self._end(run, running, updates)
             error.add_note("  Parameters had been updated before it failed, so the step was completed.")
         except BaseException as again:
             self._close(run, running, updates)
             error.add_note(_still_due(updates, again))
+            return False
+        return True
 
     def _give_up(self, run: Run, updates: Updates, error: BaseException) -> None:
         self.broken = (

@@ -17,6 +17,7 @@ from megatrain.optim.impostor import Optimizer
 from megatrain.optim.processors import update_threads
 from megatrain.optim.updates import Updates
 from megatrain.planning.host_plan import HostPlan, host_plan
+from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
@@ -58,6 +59,7 @@ class Setup:
         max_norm: Largest norm of all gradients, or None.
         overlap: Whether updates may run at the same time as the device's work.
         needs_norm: Whether updates wait for a norm.
+        loss: The caller's, or None if the model's result is the loss.
 
     Attributes:
         updates: Take the gradients of the blocks; None before the first step.
@@ -72,13 +74,15 @@ class Setup:
         max_norm: float | None,
         overlap: bool,
         needs_norm: bool,
+        loss: Loss | None = None,
     ):
         self._compiled = compiled
         self._optimizer = optimizer
         self._max_norm = max_norm
         self._overlap = overlap
         self._needs_norm = needs_norm
-        self._tables = StepTables(compiled.options)
+        self._loss = loss
+        self._tables = StepTables(compiled.options, compiled.budget)
         self._blocks: list[list[torch.Tensor]] = []
         self._shapes: dict[str, torch.Size] = {}
         self.updates: Updates | None = None
@@ -124,11 +128,28 @@ class Setup:
         """
         own = [untrained(self._compiled.model, batch) for batch in batches]
         arguments = [self._compiled.cast(given) for given in own]
-        pairs = zip(arguments, failed, strict=True)
-        # A capture may read the parameters.
-        variants = [self._compiled.variant_for(given, unfit, before_capture=self.complete) for given, unfit in pairs]
-        programs, kind = [variant.program for variant in variants], self._kind(len(variants))
-        return Setting(batches, own, arguments, variants, kind, self._tables.schedule(programs, kind))
+        variants: list[Variant] = []
+        for given, unfit in zip(arguments, failed, strict=True):
+            # A capture may read the parameters.
+            variants.append(self._compiled.variant_for(given, unfit, before_capture=self.complete))
+        kind = self._kind(len(variants))
+        schedule = self._schedule(batches, own, variants, kind)
+        return Setting(batches, own, arguments, variants, kind, schedule)
+
+    def _schedule(
+        self, batches: Sequence[MicroBatch], own: Sequence[Arguments], variants: Sequence[Variant], kind: StepKind
+    ) -> Schedule:
+        def loss_bytes() -> int:
+            if self._loss is None:
+                return 0  # it is in the program
+            given = {
+                id(v.program): (v.program, v.traced, a.tensors, b.given)
+                for v, a, b in zip(variants, own, batches, strict=True)
+            }
+            device = self._compiled.options.device
+            return max(measure_loss(*each, self._loss, device) for each in given.values())
+
+        return self._tables.schedule([variant.program for variant in variants], kind, loss_bytes)
 
     def _kind(self, micro_batches: int) -> StepKind:
         # Work between the gradients and the updates that may fail must come before the first update.
@@ -164,7 +185,7 @@ class Setup:
         options = self._compiled.options
         return host_plan(
             programs,
-            self._tables.schedule([variant.program for variant in setting.variants], kind),
+            self._schedule(setting.batches, setting.own, setting.variants, kind),
             self._compiled.model,
             self._optimizer,
             precision=options.precision,

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatrain.checks import PATH, checked, number, one_of, optional
 from megatrain.compiled.inside import Variant
 from megatrain.compiled.module import COMPILED, CompiledModule
 from megatrain.errors import ExecuteError
+from megatrain.memory.out_of_memory import Attempts
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.planning.host_plan import HostPlan
+from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.streams.stopwatch import Stopwatch
@@ -26,7 +27,7 @@ from megatrain.scheduler.timing.costs import Measured
 from megatrain.sizes import SIZE
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.training import saved_step as checkpoint
-from megatrain.training.batch import Loss, micro_batches
+from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
 from megatrain.training.setup import NO_STEP, OPTIMIZER, Setting, Setup
@@ -96,12 +97,9 @@ class TrainStep:
         self._loss = loss
         self._weight = weight
         self._on_nonfinite = on_nonfinite
+        needs_norm = max_grad_norm is not None or on_nonfinite is not None
         self._setup = Setup(
-            self._compiled,
-            optimizer,
-            max_norm=max_grad_norm,
-            overlap=overlap,
-            needs_norm=max_grad_norm is not None or on_nonfinite is not None,
+            self._compiled, optimizer, max_norm=max_grad_norm, overlap=overlap, needs_norm=needs_norm, loss=loss
         )
         self._boundary = Boundary(on_nonfinite)
         self._optimizer = optimizer
@@ -175,6 +173,7 @@ class TrainStep:
         self._boundary.check_whole()
         shares = Shares(batches := micro_batches(batch), self._weight)
         failed: list[dict[Variant, str]] = [{} for _ in batches]
+        attempts = Attempts("the step", self._compiled.options.device)
         with self._compiled.exclusively("the step"), torch.enable_grad(), self._completion.suspended():
             self._compiled.complete_updates(besides=self._completion)  # of other steps over this model
             while True:
@@ -184,14 +183,19 @@ class TrainStep:
                     self._setup.complete()
                     continue
                 try:
-                    return self._run(setting, executor, shares, watch)
+                    loss = self._run(setting, executor, shares, watch)
                 except GuardFailedError as failure:
                     at = self._failed_at
                     failed[at][setting.variants[at]] = str(failure)
                     self._compiled.learn(failure, setting.arguments[at], failed[at])
-                except ExecuteError:
-                    shares.check()  # if they are wrong, this is the error
-                    raise
+                except Exception as error:
+                    if isinstance(error, ExecuteError):
+                        shares.check()  # if they are wrong, this is the error
+                    if not attempts.may_repeat(error, executor.memory_figures, is_undone=self._boundary.is_undone):
+                        raise
+                else:
+                    attempts.over(executor.memory_figures, is_half=self._boundary.has_recovered)
+                    return loss
 
     def _run(self, setting: Setting, executor: Executor, shares: Shares, watch: Stopwatch | None) -> torch.Tensor:
         self._setting = setting

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from megatrain.errors import ExecuteError
 from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
+from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.gradients import check_kind, hooked, kind_of, laid_out
-from megatrain.training.batch import Loss, loss_of
+from megatrain.training.batch import loss_of
 from megatrain.training.handing import handed
 from megatrain.training.setup import Setting
 from megatrain.training.shares import Shares
@@ -26,7 +28,7 @@ class Running:
         shares: Factors of the micro-batches' losses, checked before anything is updated.
         loss: Computes a loss from a result; None if the result is the loss.
         updates: Takes the gradients.
-        parameters: All of the model's, by key.
+        tensors: The model's state, by key.
         threads: How many threads the work of the host may take.
         looks_for_nonfinite: Whether a gradient that isn't finite prevents the updates.
 
@@ -45,7 +47,7 @@ class Running:
         shares: Shares,
         loss: Loss | None,
         updates: Updates,
-        parameters: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
         threads: int,
         *,
         looks_for_nonfinite: bool,
@@ -61,7 +63,7 @@ class Running:
         self.shares = shares
         self._loss = loss
         self._updates = updates
-        self._parameters = parameters
+        self._parameters = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
         self._threads = threads
         self._looks_for_nonfinite = looks_for_nonfinite
 

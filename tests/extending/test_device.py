@@ -106,8 +106,9 @@ def test_the_budget_is_what_the_device_has():
 
 def test_memory_that_the_device_lacks_is_its_own_error_and_the_next_call_runs():
     model, args, kwargs = MODELS["gpt_loss"]()
-    toy = Toy(capacity=1000)
-    compiled = megatrain.compile(model, device=toy, memory="1GiB")
+    toy = Toy()
+    compiled = megatrain.compile(model, device=toy, memory="1GiB", example_args=args, example_kwargs=kwargs)
+    toy.capacity = 1000
     with pytest.raises(torch.OutOfMemoryError, match="the toy has 1000 B"):
         compiled(*args, **kwargs)
     toy.capacity, eager = 1 << 30, copy.deepcopy(model)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatrain.passes.kernel_buffers import private_bytes
+from megatrain.passes.measure import LiveBytes
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program, TemplateCost
 from megatrain.tracer.trace import trace
@@ -99,3 +102,43 @@ def test_a_cost_prints_bytes_in_full_and_work_in_three_digits():
     }
     for flops, text in texts.items():
         assert str(TemplateCost(1, 2, 3, flops)) == f"saves 1 B, workspace 3 B, {text}"
+
+
+ATTENTION = torch.ops.aten
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient"])
+def test_the_fp32_sums_of_attentions_backward_are_counted(kind: str):
+    """The kernel makes them for itself, so a run on fake tensors alone shows half of the gradient's memory."""
+    batch, heads, rows, width = 2, 4, 1000, 64
+    query, key, value, out, gradient = (
+        torch.empty(batch, heads, rows, width, device="meta", dtype=torch.bfloat16) for _ in range(5)
+    )
+    softmax, seed = torch.empty(batch, heads, rows, device="meta"), torch.empty((), device="meta", dtype=torch.int64)
+    given = (gradient, query, key, value)
+    with LiveBytes([*given, out, softmax, seed]) as live:
+        if kind == "flash":
+            op = ATTENTION._scaled_dot_product_flash_attention_backward.default
+            op(*given, out, softmax, None, None, rows, rows, 0.0, True, seed, seed)
+        else:
+            op = ATTENTION._scaled_dot_product_efficient_attention_backward.default
+            op(*given, None, out, softmax, seed, seed, 0.0, [True, True, True, False])
+    gradients = 3 * query.nbytes
+    assert live.peak == gradients + 4 * batch * heads * 1024 * (width + 1)
+
+
+def test_heads_that_share_keys_have_gradients_of_their_own_at_first():
+    query = torch.empty(1, 8, 256, 64, device="meta", dtype=torch.bfloat16)
+    key = torch.empty(1, 2, 256, 64, device="meta", dtype=torch.bfloat16)
+    op = ATTENTION._scaled_dot_product_flash_attention_backward.default
+    alone = private_bytes(op, (query, query, query, query))
+    assert private_bytes(op, (query, query, key, key)) == alone + 2 * 4 * key.nbytes
+    packed = torch.empty(1000, 8, 64, device="meta", dtype=torch.bfloat16)
+    bounds = torch.empty(4, device="meta", dtype=torch.int32)
+    varying = ATTENTION._flash_attention_backward.default
+    found = private_bytes(varying, (packed, packed, packed, packed, packed, None, bounds))
+    assert found == 4 * 8 * (1000 + 3 * 128 + 128 - 104) * (64 + 1)
+
+
+def test_other_kernels_have_no_such_buffers():
+    assert private_bytes(ATTENTION.mm.default, (torch.ones(2, 2), torch.ones(2, 2))) == 0

@@ -222,6 +222,9 @@ class Machine:
         for index, value in enumerate(self.workload.values):
             if value.is_output and self.workload.has_value_gradient(index):
                 self.allocate_gradient(index, number)
+        if self.kind.outputs == "release":  # the loss runs now: the gradients of this op aren't there yet
+            needed = self.live_bytes() + self.workload.loss_bytes
+            self.expect(needed <= self.schedule.device_bytes, f"too little memory for the loss ahead of {op}")
 
     def start_B_of_value(self, op: Op, index: int, *, is_saved: bool) -> None:
         value, number = self.workload.values[index], op.micro_batch or 0

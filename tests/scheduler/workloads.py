@@ -96,7 +96,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         replace(v, is_parkable=v.producer is not None and not v.is_output and used.count(v.storage) == 1)
         for v in values
     )
-    return Workload(works, final, tuple(storages))
+    return Workload(works, final, tuple(storages), draw(st.sampled_from([0, 0, 20, 90])))
 
 
 @dataclass(frozen=True)

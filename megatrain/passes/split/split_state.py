@@ -21,7 +21,7 @@ _MOST_PARTS = 512
 """Each part costs calls in every step, so a table has at most so many parts, whatever the target."""
 
 
-def split_state(traced: TracedModule, *, limit: int) -> TracedModule:
+def split_state(traced: TracedModule, *, limit: int, alignment: int = ALIGNMENT) -> TracedModule:
     """Returns `traced` with each state tensor above `limit` bytes cut along its first dimension, where its uses allow.
 
     All experts of a layer are often one stacked parameter, so no module boundary separates them:
@@ -38,6 +38,7 @@ def split_state(traced: TracedModule, *, limit: int) -> TracedModule:
     Args:
         traced: The capture.
         limit: Target bytes of a block's state; a single row may be larger.
+        alignment: Parts begin at multiples of so many bytes where rows allow.
     """
     large = [entry for entry in traced.state.values() if entry.spec.nbytes > limit and _has_rows(entry)]
     large = _separable(traced, large) if large else []
@@ -52,7 +53,7 @@ def split_state(traced: TracedModule, *, limit: int) -> TracedModule:
         weight = weights[entry.key]
         uses = _uses(weight, kept)
         if uses is not None:
-            parts = _write(writer, weight, uses, [entry.part(*rows) for rows in _bounds(entry, limit)])
+            parts = _write(writer, weight, uses, [entry.part(*rows) for rows in _bounds(entry, limit, alignment)])
             state = _replaced(state, entry.key, {p.entry.key: p.entry for p in parts})
     return rewriter.done(state=state)
 
@@ -75,14 +76,14 @@ def _weights(graph: fx.Graph) -> dict[str, fx.Node]:
     return {str(node.target): node for node in graph.nodes if node.op == "get_attr"}
 
 
-def _bounds(entry: StateEntry, limit: int) -> Iterator[tuple[int, int]]:
+def _bounds(entry: StateEntry, limit: int, alignment: int) -> Iterator[tuple[int, int]]:
     """Yields the rows of each part: as many as `limit` allows, evenly spread."""
     total = entry.spec.shape[0]
     row_bytes = entry.spec.nbytes // total
     most = max(limit // row_bytes, math.ceil(total / _MOST_PARTS))
     size = math.ceil(total / math.ceil(total / most))
     # Parts start at such multiples where rows allow, as kernels see of whole tensors.
-    step = ALIGNMENT // math.gcd(ALIGNMENT, row_bytes)
+    step = alignment // math.gcd(alignment, row_bytes)
     if size > step:
         rounded = math.ceil(size / step) * step
         size = rounded if rounded <= most else size // step * step

@@ -117,8 +117,9 @@ class HostStore:
             blocks.append(list(islice(fresh, num_known, None)))
         if fresh:
             check_movable({key: self._tensors[key] for key in fresh}, fresh, weights)
-            check_room([(self._tensors[key], spec) for key, spec in fresh.items()])
-            self._move(fresh, blocks, weights)
+            alignment = max(layout.alignment for layout in images)  # so that neighbours in a block cross in one copy
+            check_room([(self._tensors[key], spec) for key, spec in fresh.items()], alignment)
+            self._move(fresh, blocks, alignment, weights)
         for layout in images:
             self._place(layout)
 
@@ -146,9 +147,15 @@ class HostStore:
         """
         self._bus.lock(self._arenas)
 
-    def _move(self, fresh: Mapping[str, TensorSpec], blocks: Sequence[Sequence[str]], weights: Weights | None) -> None:
+    def _move(
+        self,
+        fresh: Mapping[str, TensorSpec],
+        blocks: Sequence[Sequence[str]],
+        alignment: int,
+        weights: Weights | None,
+    ) -> None:
         """Copies or reads tensors into new arenas one by one; each frees its old memory before the next."""
-        sizes = [sum(aligned(fresh[key].nbytes) for key in keys) for keys in blocks]
+        sizes = [sum(aligned(fresh[key].nbytes, alignment) for key in keys) for keys in blocks]
         groups = together(sizes, self._bus.device.lock_bytes)
         # The host may lack memory for the last of them; no tensor has moved then.
         arenas = [HostArena(sum(sizes[index] for index in group)) for group in groups]
@@ -156,9 +163,10 @@ class HostStore:
         for group, arena in zip(groups, arenas, strict=True):
             offset = 0
             for key in (key for index in group for key in blocks[index]):
-                offset = self._move_one(key, fresh[key], arena, offset, weights)
+                self._move_one(key, fresh[key], arena, offset, weights)
+                offset += aligned(fresh[key].nbytes, alignment)
 
-    def _move_one(self, key: str, spec: TensorSpec, arena: HostArena, offset: int, weights: Weights | None) -> int:
+    def _move_one(self, key: str, spec: TensorSpec, arena: HostArena, offset: int, weights: Weights | None) -> None:
         tensor = self._tensors[key]
         # A fresh image of this one tensor: the view is the same as in any block.
         (view,) = views(image([(key, spec)]), arena.part(offset, offset + spec.nbytes))
@@ -168,7 +176,6 @@ class HostStore:
             view.copy_(tensor.detach())
         replace_memory(key, tensor, view)
         self._homes[key] = _Home(key, spec, arena, offset, tensor, view, view.data_ptr(), view.shape, view.stride())
-        return offset + aligned(spec.nbytes)
 
     def _place(self, layout: BlockImage) -> None:
         placed = self._by_value.get(layout)

@@ -28,7 +28,7 @@ def check_movable(
     check_unshared(tensors)
 
 
-def check_room(moves: Sequence[tuple[torch.Tensor, TensorSpec]]) -> None:
+def check_room(moves: Sequence[tuple[torch.Tensor, TensorSpec]], alignment: int) -> None:
     """Compares the memory that moving takes, beyond the tensors' present memory, with the host's.
 
     Each tensor is copied and then frees its own memory, so that the most that is needed at once is padding
@@ -44,8 +44,8 @@ def check_room(moves: Sequence[tuple[torch.Tensor, TensorSpec]]) -> None:
         left[storage.data_ptr()] = [nbytes, count + 1]
     surplus = needed = total = 0
     for tensor, spec in moves:
-        total += aligned(spec.nbytes)
-        surplus += aligned(spec.nbytes)
+        total += aligned(spec.nbytes, alignment)
+        surplus += aligned(spec.nbytes, alignment)
         needed = max(needed, surplus)
         entry = left[tensor.untyped_storage().data_ptr()]
         entry[1] -= 1

@@ -191,8 +191,24 @@ def _with_workspace(case: Case) -> Iterator[int]:
             workspace += added.get((block, row.compute.micro_batch or 0), 0)
             # The gradients of each backward except the first exist in addition to the sum.
             workspace += work.gradient_bytes if block in seen else 0
+            workspace = max(
+                workspace, _with_loss(case, block, row.compute.micro_batch or 0, is_first=block not in seen)
+            )
             seen.add(block)
         yield live + workspace
+
+
+def _with_loss(case: Case, block: int, number: int, *, is_first: bool) -> int:
+    """Bytes of the loss ahead of the first backward of a micro-batch, less the gradients that this one begins."""
+    kind, tick = case.schedule.kind, case.backward(block, number).tick
+    if kind.mode != "train" or kind.outputs == "keep" or tick != _turn(case, number):
+        return 0
+    begun = case.workload.blocks[block].gradient_bytes if is_first else 0
+    for index, value in enumerate(case.workload.values):
+        if case.workload.has_value_gradient(index) and not value.is_output:
+            readers = [case.backward(b, number).tick for b in case.workload.backward_readers(index)]
+            begun += value.nbytes if readers and min(readers) == tick else 0
+    return max(0, case.workload.loss_bytes - begun)
 
 
 def _summands(case: Case) -> dict[tuple[int, int], int]:

@@ -16,6 +16,7 @@ def workload_text(workload: Workload) -> str:
         [
             f"workload: {len(blocks)} blocks, {len(values)} values, {len(workload.storages)} storages",
             f"storages: {storages}",
+            *([f"loss: {workload.loss_bytes} B"] if workload.loss_bytes else []),
             *_aligned([_BLOCK, *blocks]),
             *_aligned([_VALUE, *values]),
         ]

@@ -1,0 +1,68 @@
+"""DeviceBudget: the device memory that schedules of a model may take, found out once."""
+
+from __future__ import annotations
+
+import warnings
+
+from megatrain.device import Device
+from megatrain.errors import DeviceMemoryWarning
+from megatrain.sizes import format_bytes
+
+
+class DeviceBudget:
+    """A bound of the device memory that schedules count, the same for all schedules of a compiled model.
+
+    Without a figure it is what is free before the first schedule, less the device's reserve. It is asked once: later
+    the model itself holds memory, and what torch's allocator keeps looks taken. Figures that are given stay as they
+    are, but leave the reserve of the whole device free.
+
+    Args:
+        device: The compute device.
+        given: Bytes, or None.
+    """
+
+    def __init__(self, device: Device, given: int | None) -> None:
+        self._device = device
+        self._given = given
+        self._nbytes: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bound in bytes; the first use asks the device.
+
+        It warns with a `DeviceMemoryWarning` if a given figure is more than is free.
+        """
+        if self._nbytes is None:
+            self._nbytes = self._found()
+        return self._nbytes
+
+    def _found(self) -> int:
+        device, given = self._device, self._given
+        if given is not None and device.can_bind:
+            return given  # the host's own memory: a rehearsal of a device
+        free, total = device.memory()
+        if given is None:
+            return free - device.reserve(free)
+        bound = min(given, total - device.reserve(total))
+        if bound > free:
+            warnings.warn(
+                f"memory={format_bytes(given)} is more than is free: {format_bytes(free)} of {device} are, of "
+                f"{format_bytes(total)}.\n"
+                "  Schedules may take as much as memory= says, and a step for which this isn't there runs out of "
+                "memory.\n"
+                "  End what else uses the device, or give a smaller memory=.",
+                DeviceMemoryWarning,
+                stacklevel=2,
+            )
+        return bound
+
+    def __str__(self) -> str:
+        """The bound, where it comes from, and the reserve; asks no device before the first schedule."""
+        if self._nbytes is None:
+            return "what is free" if self._given is None else format_bytes(self._given)
+        bound = format_bytes(self._nbytes)
+        if self._given is None:
+            return f"{bound} (what was free, less a reserve)"
+        if self._nbytes < self._given:
+            return f"{bound} ({format_bytes(self._given)} was given; the rest is a reserve)"
+        return bound

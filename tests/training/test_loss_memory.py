@@ -1,0 +1,150 @@
+"""The memory of a user's own loss is measured without any, and is a term of the schedule."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import megatrain
+from megatrain.errors import ScheduleError
+from megatrain.passes.measure import LiveBytes
+from megatrain.planning.loss_bytes import measure_loss
+from megatrain.scheduler.books import find_peak
+
+WORDS, WIDTH, TOKENS = 512, 8, 16
+LOGITS = TOKENS * WORDS  # elements
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    body = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)]
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *body, nn.Linear(WIDTH, WORDS, bias=False)).bfloat16()
+
+
+def ids(seed: int = 0) -> torch.Tensor:
+    return torch.randint(WORDS, (2, TOKENS // 2), generator=torch.Generator().manual_seed(seed))
+
+
+def wide_loss(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), batch.flatten())
+
+
+def step_of(loss: Any, **options: Any) -> megatrain.TrainStep:
+    model = build()
+    compiled = megatrain.compile(model, device="cpu", **{"memory": "4MiB", **options})
+    return megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+
+
+def test_the_term_is_what_the_loss_takes():
+    """Logits in fp32, their log-softmax and its gradient: not one of them is in the model's program."""
+    found: list[int] = []
+
+    def watched(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        leaf = logits.detach().requires_grad_()
+        with LiveBytes([leaf, batch]) as live:
+            (gradient,) = torch.autograd.grad(wide_loss(leaf, batch), leaf)
+        found.append(live.peak - gradient.nbytes)
+        return wide_loss(logits, batch)
+
+    step = step_of(wide_loss)
+    term = step.prepare(ids()).known_workload().loss_bytes
+    step_of(watched)(ids())
+    assert found[-1] == pytest.approx(term, rel=0.01)
+    assert term >= 2 * 4 * LOGITS
+    assert "loss" in dict(find_peak(step.schedule).parts)
+    assert step.schedule.device_bytes - step.schedule.peak_bytes >= 4 * LOGITS
+
+
+def test_a_model_that_has_its_own_loss_has_no_term():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = build()
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return wide_loss(self.body(ids), ids)
+
+    model = Own()
+    compiled = megatrain.compile(model, device="cpu", memory="4MiB")
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters()))
+    assert step.prepare(ids()).known_workload().loss_bytes == 0
+
+
+def test_a_budget_without_room_for_the_loss_is_refused():
+    needed = step_of(wide_loss, activations="offload").prepare(ids()).device_bytes
+    with_room = step_of(wide_loss, activations="offload", memory=needed)
+    with_room(ids())
+    with pytest.raises(ScheduleError, match=rf"a memory of {needed // 2} B is too small.*\n.*loss \d+ B"):
+        step_of(wide_loss, activations="offload", memory=needed // 2).prepare(ids())
+
+
+def test_measuring_leaves_no_trace():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            seen.append(logits.detach())
+            dropped = F.dropout(logits.float(), 0.1) * self.scale.detach()
+            random.random()
+            return F.cross_entropy(dropped.flatten(0, 1), batch.flatten())
+
+    seen: list[torch.Tensor] = []
+    loss = Loss()
+    step = step_of(loss)
+    random.seed(0)
+    before = torch.get_rng_state(), random.getstate()
+    assert step.prepare(ids()).known_workload().loss_bytes > 2 * 4 * LOGITS
+    assert (loss.count, seen, loss.scale.grad) == (0, [], None)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    step([ids(), ids(1)])
+    step(ids())
+    assert (loss.count, len(seen)) == (3, 3)
+    assert all(type(t) is torch.Tensor for t in seen)
+
+
+def test_a_loss_that_reads_values_counts_four_copies_of_the_results():
+    def reads(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return wide_loss(logits, batch) * (2.0 if logits.float().sum().item() > 0 else 1.0)
+
+    step = step_of(reads)
+    assert step.prepare(ids()).known_workload().loss_bytes == 4 * 4 * LOGITS
+    step(ids())
+
+
+def test_the_loss_is_measured_once_per_shape(monkeypatch: pytest.MonkeyPatch):
+    calls: list[object] = []
+
+    def counted(*given: Any) -> int:
+        calls.append(given)
+        return measure_loss(*given)
+
+    monkeypatch.setattr("megatrain.training.setup.measure_loss", counted)
+    model = build()
+    compiled = megatrain.compile(model, device="cpu", memory="4MiB")
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters()), loss=wide_loss, max_grad_norm=1.0)
+    for seed in range(3):
+        step(ids(seed))  # the first and the others have schedules of two kinds
+    assert len(calls) == 1
+    step([ids(3), ids(4)])
+    assert len(calls) == 2, "one for two micro-batches of one program"
+
+
+def test_a_plan_counts_the_loss_too():
+    model = build()
+    plans = [megatrain.plan(model, ids(), loss=loss, activations="recompute") for loss in (None, wide_loss)]
+    assert plans[0].schedule.known_workload().loss_bytes == 0
+    assert plans[1].schedule.device_bytes > plans[0].schedule.device_bytes
+    assert "  loss " in str(plans[1])
+    step = step_of(wide_loss)
+    term = step.prepare(ids()).known_workload().loss_bytes
+    assert plans[1].schedule.known_workload().loss_bytes == term

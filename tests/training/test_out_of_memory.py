@@ -1,0 +1,317 @@
+"""A device that runs out of memory in mid-step: the step is repeated or completed; if it can't be, the error says why.
+
+Each op of a step fails once, and then always, in each of the ways in which updates run, and so do calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+
+import megatrain
+from megatrain.device import Cuda
+from megatrain.errors import DeviceMemoryWarning, ExecuteError
+from megatrain.memory.out_of_memory import DeviceMemoryError, let_go, ran_out
+from megatrain.runtime.operations import HANDLERS
+from megatrain.sizes import format_bytes
+from tests.models import MODELS
+from tests.training.hazards import TRAP
+from tests.training.loops import MODES, Pair, assert_same, eager_step, sgd, snapshot, stack_batch
+from tests.training.test_failures import OwnError, Run, batches, first_update, tokens
+
+MODES_HERE = ("overlap", "deferred", "serial", "serial_clipped")
+NO_MEMORY = "the card has no 64 B left"
+
+
+@pytest.fixture(autouse=True)
+def _clear_trap() -> Generator[None]:
+    TRAP.clear()
+    yield
+    TRAP.clear()
+
+
+def lacks() -> None:
+    raise torch.OutOfMemoryError(NO_MEMORY)
+
+
+def behind(wait: Callable[[], None]) -> Callable[[], None]:
+    """Fails once a block of the step is updated."""
+
+    def fail() -> None:
+        with contextlib.suppress(OwnError):
+            wait()
+        lacks()
+
+    return fail
+
+
+def repeated(run: Run, what: str = "the step") -> None:
+    """Takes a step on both sides, of which something runs twice on one."""
+    torch.manual_seed(run.number)
+    with pytest.warns(DeviceMemoryWarning, match=f"{what} was repeated"):
+        run.pair.step(batches(run.number))
+    TRAP.clear()
+    torch.manual_seed(run.number)
+    run.pair.expect(batches(run.number))
+    run.number += 1
+
+
+class Lacking:
+    """Raises where an op would work, as often as it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.token, self.times, self.made = "", 0, list[weakref.ref[torch.Tensor]]()
+        for key, handler in list(HANDLERS.items()):
+            monkeypatch.setitem(HANDLERS, key, self._failing(handler))
+
+    def arm(self, token: str, *, times: int = 1) -> None:
+        self.token, self.times = token, times
+
+    def _failing(self, handler: Any) -> Any:
+        def run(operations: Any, taken: Any, instruction: Any) -> None:
+            if f"{instruction.op.stream}:{instruction.op}" == self.token and self.times:
+                self.times -= 1
+                workspace = torch.empty(64)
+                self.made.append(weakref.ref(workspace))
+                raise torch.OutOfMemoryError(NO_MEMORY)
+            handler(operations, taken, instruction)
+
+        return run
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> Lacking:
+    return Lacking(monkeypatch)
+
+
+@pytest.mark.parametrize("mode", MODES_HERE)
+def test_memory_that_lacks_once_changes_no_bit(mode: str, lacking: Lacking):
+    run = Run(mode)
+    run.take(2)
+    chosen = tokens(run.pair.step.schedule)
+    for token in chosen if mode in ("overlap", "deferred") else chosen[::3]:
+        run.take()
+        lacking.arm(token)
+        with pytest.warns(DeviceMemoryWarning, match=r"cpu ran out of memory; (the rest of )?the step was repeated"):
+            run.take()
+        assert lacking.times == 0, token
+        run.pair.assert_same(token)
+    run.take(2)
+    run.pair.assert_same(mode)
+
+
+@pytest.mark.parametrize("mode", MODES_HERE)
+def test_memory_that_always_lacks_ends_the_step_before_it_began(mode: str, lacking: Lacking):
+    """In `overlap`, too, as long as no parameter was updated."""
+    run = Run(mode)
+    run.take(2)
+    last = len(run.pair.compiled.program.blocks) - 1
+    for token in ("h2d:W1@1", "compute:F1.0", f"compute:B{last}.0", f"d2h:G{last}"):
+        run.take()
+        if token in tokens(run.pair.step.schedule):
+            lacking.arm(token, times=100)
+            assert not run.fail(DeviceMemoryError, token, heal=lambda: lacking.arm(""))
+    run.take(2)
+    run.pair.assert_same(mode)
+
+
+def test_the_error_has_the_figures_and_the_way_out(lacking: Lacking):
+    run = Run("deferred")
+    run.take(2)
+    lacking.arm("compute:B1.0", times=100)
+    with pytest.raises(DeviceMemoryError) as caught:
+        run.pair.step(batches(2))
+    text = str(caught.value)
+    assert text.startswith("cpu ran out of memory. It did again when the step was repeated with an empty cache: ")
+    assert NO_MEMORY in text
+    schedule, meter = run.pair.step.schedule, run.pair.compiled.megatrain.engine.meter
+    assert f"of which the schedule counts {format_bytes(schedule.device_bytes)}." in text
+    assert f"took {format_bytes(meter.peak)} at most" in text
+    assert f"There is a budget of {format_bytes(run.pair.compiled.megatrain.budget.nbytes)}" in text
+    assert "Give a smaller memory=" in text
+    assert isinstance(caught.value, torch.OutOfMemoryError)
+    assert isinstance(caught.value, ExecuteError)
+    assert " out of memory." in caught.value.args[0], "what accelerate's find_executable_batch_size looks for"
+    assert len(caught.value.args) == 1
+
+
+def test_an_error_keeps_no_tensor_alive(lacking: Lacking):
+    run = Run("overlap")
+    run.take(2)
+    lacking.arm("compute:B1.1", times=100)
+    gc.disable()
+    try:
+        with pytest.raises(DeviceMemoryError) as caught:
+            run.pair.step(batches(2))
+        assert len(lacking.made) == 2
+        assert [ref() for ref in lacking.made] == [None, None]
+        assert caught.value.__cause__ is not None
+        assert run.pair.compiled.megatrain.engine.meter.current == run.pair.compiled.megatrain.engine.arena.nbytes
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "deferred", "serial"])
+def test_a_loss_that_lacks_memory(mode: str):
+    pair = Pair.of("stack", sgd)
+    left = [0]
+
+    def loss(result: Any, batch: Any) -> torch.Tensor:
+        if left[0] > 0 and type(result) is torch.Tensor:
+            left[0] -= 1
+            raise torch.OutOfMemoryError(NO_MEMORY)
+        return result.square().mean()
+
+    step = megatrain.TrainStep(pair.compiled, pair.optimizer, loss=loss, **MODES[mode])
+    clip = MODES[mode].get("max_grad_norm")
+    for number in range(3):
+        given = [stack_batch(number, 2), stack_batch(number + 10, 2)]
+        expected, _ = eager_step(pair.eager, pair.eager_optimizer, given, loss=loss, max_norm=clip)
+        left[0] = number
+        if number == 2:
+            step.flush()
+            before = snapshot(pair.stepped, pair.optimizer)
+            with pytest.raises(DeviceMemoryError):
+                step(given)
+            step.flush()
+            assert_same(before, snapshot(pair.stepped, pair.optimizer))
+        with pytest.warns(DeviceMemoryWarning) if left[0] else contextlib.nullcontext():
+            assert_same(expected, step(given), number)
+    step.flush()
+    assert_same(snapshot(pair.eager, pair.eager_optimizer), snapshot(pair.stepped, pair.optimizer))
+
+
+@pytest.mark.parametrize("mode", ["overlap", "serial", "deferred"])
+@pytest.mark.parametrize("after", [0, 1])
+def test_an_update_that_lacks_memory_once(mode: str, after: int):
+    run = Run(mode)
+    run.take(2)
+    TRAP.arm("update", lacks, after=after)
+    repeated(run)
+    run.take(2)
+    run.pair.assert_same()
+
+
+def test_memory_that_lacks_once_behind_an_update_completes_the_step():
+    run = Run("overlap")
+    run.take(2)
+    with first_update() as fail:
+        TRAP.arm(("backward", 0), behind(fail))
+        repeated(run, "the rest of the step")
+    run.take(2)
+    run.pair.assert_same()
+
+
+def test_memory_that_always_lacks_behind_an_update_is_the_end_and_says_so():
+    run = Run("overlap")
+    run.take(2)
+    with first_update() as fail:
+        TRAP.arm(("backward", 0), behind(fail), always=True)
+        with pytest.raises(DeviceMemoryError, match="It did again when the step was repeated") as caught:
+            run.pair.step(batches(2))
+    assert "the model is in the middle of a step: blocks [0" in "\n".join(caught.value.__notes__)
+    with pytest.raises(ExecuteError, match=r"the model is in the middle of a step: blocks \[0"):
+        run.pair.step(batches(2))
+
+
+# -- calls ---------------------------------------------------------------------------------------------------
+
+
+def trained(model: Any, module: Any, args: Any, kwargs: Any, healed: Callable[[], object] = lambda: None) -> Any:
+    torch.manual_seed(1)
+    out = module(*args, **kwargs)[1]
+    out.backward()
+    healed()
+    found = [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None), torch.get_rng_state()]
+    model.zero_grad()
+    return found
+
+
+def test_calls_that_lack_memory_once_have_eagers_bits(lacking: Lacking):
+    model, args, kwargs = MODELS["gpt_loss"]()
+    model.train()
+    expected = trained(eager := copy.deepcopy(model), eager, args, kwargs)
+    compiled = megatrain.compile(model, device="cpu", memory="1MiB", activations="offload")
+    trained(model, compiled, args, kwargs)
+    for token in tokens(compiled.schedule):
+        lacking.arm(token)
+        with pytest.warns(DeviceMemoryWarning, match="the (call|backward) was repeated"):
+            found = trained(model, compiled, args, kwargs)
+        assert lacking.times == 0, token
+        assert_same(expected, found)
+
+
+@pytest.mark.parametrize("token", ["compute:F2", "compute:B2"])
+def test_calls_that_always_lack_memory_are_refused_and_the_next_runs(token: str, lacking: Lacking):
+    model, args, kwargs = MODELS["gpt_loss"]()
+    compiled = megatrain.compile(model, device="cpu", memory="1MiB", activations="offload")
+    lacking.arm(token, times=100)
+    what = "call" if token.startswith("compute:F") else "backward"
+    with pytest.raises(DeviceMemoryError, match=f"It did again when the {what} was repeated"):
+        trained(model, compiled, args, kwargs)
+    model.zero_grad()
+    assert [ref() for ref in lacking.made] == [None, None]
+    lacking.arm("")
+    eager = copy.deepcopy(model)
+    assert_same(trained(eager, eager, args, kwargs), trained(model, compiled, args, kwargs))
+
+
+def test_a_graph_that_is_kept_has_a_second_backward_after_a_repeated_one(lacking: Lacking):
+    model, args, kwargs = MODELS["gpt_loss"]()
+    eager = copy.deepcopy(model)
+    compiled = megatrain.compile(model, device="cpu", memory="1MiB", activations="recompute")
+    for module, of in ((eager, eager), (compiled, model)):
+        torch.manual_seed(1)
+        out = module(*args, **kwargs)[1]
+        if module is compiled:
+            lacking.arm("compute:B1")
+            with pytest.warns(DeviceMemoryWarning):
+                out.backward(retain_graph=True)
+        else:
+            out.backward(retain_graph=True)
+        out.backward()
+        assert all(p.grad is not None for p in of.parameters())
+    assert_same([p.grad for p in eager.parameters()], [p.grad for p in model.parameters()])
+
+
+# -- the parts -----------------------------------------------------------------------------------------------
+
+
+def test_what_counts_as_too_little_memory():
+    device = Cuda(0)
+    assert ran_out(torch.OutOfMemoryError("x"), device)
+    assert ran_out(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), device)
+    assert not ran_out(RuntimeError("CUDA error: an illegal memory access was encountered"), device)
+    wrapped = ExecuteError("h2d:A3 failed")
+    wrapped.__cause__ = torch.OutOfMemoryError("x")
+    assert ran_out(wrapped, device)
+
+
+def test_letting_go_frees_what_frames_keep():
+    def inner() -> None:
+        kept = torch.empty(3)
+        seen.append(weakref.ref(kept))
+        raise torch.OutOfMemoryError("x")
+
+    class Device:
+        emptied = 0
+
+        def empty_cache(self) -> None:
+            self.emptied += 1
+            assert seen[0]() is None, "the cache is emptied when nothing is kept any more"
+
+    seen: list[weakref.ref[torch.Tensor]] = []
+    device = Device()
+    try:
+        inner()
+    except torch.OutOfMemoryError as error:
+        assert seen[0]() is not None
+        let_go(error, device)  # type: ignore[arg-type]
+    assert device.emptied == 1
