@@ -157,7 +157,7 @@ def _add(total: dict[str, int], more: Mapping[str, int]) -> None:
 
 def _kind_of(optimizer: Optimizer, member: Updated, group: int) -> Hashable:
     """Returns a key that is equal for parameters whose updates take the same memory."""
-    held = pytree.tree_map_only(torch.Tensor, TensorSpec.of, optimizer.state.get(member.parameter, {}))
+    held = pytree.tree_map_only(torch.Tensor, lambda t: TensorSpec.of(t), optimizer.state.get(member.parameter, {}))
     return group, member.spec, member.master, str(held)
 
 

@@ -73,7 +73,7 @@ class Engine:
         self.device = find(device)
         self._recording = recording
         self.set_chaos(chaos)
-        self.meter = Meter()
+        self.meter = Meter(counts_host=self.device.is_host)
         self.arena = DeviceArena(self.device)
         self.store: HostStore | None = None
         self.parks = ParkPool(self.device)

@@ -151,10 +151,12 @@ class Effects:
         """Bytes that an item takes in its memory.
 
         Of a value those of its storage, which aliases share and which counts once; after a return, and of gradients,
-        those of the value itself.
+        those of the value itself. A value on the host takes none here, nor does its gradient: see `host_value_bytes`.
         """
         if item.kind in ("value", "original", "gradient"):
             value = self.workload.values[item.number]
+            if value.on_host:
+                return 0
             is_storage = item.kind == "original" or (item.kind == "value" and item.number not in self._parked_values)
             return self.workload.storages[value.storage] if is_storage else value.nbytes
         work = self.workload.blocks[item.number]
@@ -241,7 +243,7 @@ def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
     for index in step.inputs[block] if work.has_backward else ():
         value = step.workload.values[index]
         if step.has_gradient[index] and (value.is_output or step.workload.backward_readers(index)[-1] != block):
-            summands += value.nbytes
+            summands += value.device_bytes
     return max(0, work.backward_workspace_bytes - saved) + summands
 
 

@@ -8,7 +8,7 @@ from enum import Enum
 
 import torch
 
-from megatrain.device import Device
+from megatrain.device import HOST, Device, is_on_host
 from megatrain.errors import ExecuteError, TraceError
 from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.arguments import Arguments, holds_tensors
@@ -47,24 +47,26 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def check_device(arguments: Arguments, device: Device) -> None:
-    """Refuses a call whose tensors aren't where it computes.
+    """Refuses a call whose tensors are neither where it computes nor on the host.
+
+    Whether the model takes a tensor of the host as it is, a capture finds out: the model's own calls do or don't.
 
     Raises:
         ExecuteError: Naming the input.
     """
     for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
-        if tensor.device != device.torch_device:
+        if tensor.device != device.torch_device and not is_on_host(tensor):
             raise ExecuteError(
                 f"input `{name}` is on {tensor.device}, the compute device is {device}.\n"
-                "  Inputs must be on the compute device, as for any module on that device.\n"
+                "  Inputs must be on the compute device, as for any module on that device, or on the CPU.\n"
                 f'  Move it with .to("{device.torch_device}").'
             )
 
 
 def device_of(arguments: Arguments) -> torch.device:
-    """Returns the device of the first real input, else the CPU."""
-    real = [t.device for t in arguments.tensors if not t.is_meta]
-    return real[0] if real else torch.device("cpu")
+    """Returns the device of the first real input that isn't on the host, else the CPU."""
+    places = (t.device for t in arguments.tensors if not t.is_meta and not is_on_host(t))
+    return next(places, HOST.torch_device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ def _copied(
 ) -> torch.Tensor:
     if not tensor.is_meta and (uses_values or not tensor.requires_grad):
         return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
+    place = device if tensor.is_meta else tensor.device
     with fake_mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
     return fake.requires_grad_(tensor.requires_grad)
