@@ -15,6 +15,7 @@ from megatrain.tracer.arguments import Arguments, holds_tensors
 from megatrain.tracer.recording.attempt import Attempt
 from megatrain.tracer.recording.effect_watch import storage_key
 from megatrain.tracer.recording.recorder import Recorder
+from megatrain.tracer.spec import TensorSpec
 
 # Values of these types never change, and equal ones make equal captures.
 _IMMUTABLE = (
@@ -61,6 +62,26 @@ def check_device(arguments: Arguments, device: Device) -> None:
                 "  Inputs must be on the compute device, as for any module on that device, or on the CPU.\n"
                 f'  Move it with .to("{device.torch_device}").'
             )
+
+
+def note_host_inputs(error: Exception, arguments: Arguments, device: torch.device) -> None:
+    """Notes on an error of the model's own code which inputs are on the host, where it may have wanted them elsewhere.
+
+    Args:
+        error: What torch raised at a call of the model's; only one about devices gets a note.
+        arguments: Of the model.
+        device: Where the model computes.
+    """
+    specs = zip(arguments.names, (TensorSpec.of(t, device) for t in arguments.tensors), strict=True)
+    names = [f"`{name}`" for name, spec in specs if spec.on_host]
+        f"`{n}`" for n, t in zip(arguments.names, arguments.tensors, strict=True) if TensorSpec.of(t, device).on_host
+    ]
+    if names and "device" in str(error):
+        error.add_note(
+            f"on the CPU: {', '.join(names)}; the model computes on {device}.\n"
+            "  An input on the CPU stays there, as in eager, for calls that take it there.\n"
+            f'  Move what the model uses on the device with .to("{device}").'
+        )
 
 
 def device_of(arguments: Arguments) -> torch.device:
