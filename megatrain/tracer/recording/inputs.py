@@ -74,8 +74,6 @@ def note_host_inputs(error: Exception, arguments: Arguments, device: torch.devic
     """
     specs = zip(arguments.names, (TensorSpec.of(t, device) for t in arguments.tensors), strict=True)
     names = [f"`{name}`" for name, spec in specs if spec.on_host]
-        f"`{n}`" for n, t in zip(arguments.names, arguments.tensors, strict=True) if TensorSpec.of(t, device).on_host
-    ]
     if names and "device" in str(error):
         error.add_note(
             f"on the CPU: {', '.join(names)}; the model computes on {device}.\n"
