@@ -74,7 +74,7 @@ class Call:
         self._versions: list[tuple[str, torch.Tensor, int]] = []
 
     def begin(self, device: Device, *, is_first: bool = True) -> None:
-        """Puts inputs, constants and, of the first micro-batch, buffers that the forward writes, on the device."""
+        """Takes inputs and constants as they are; for the first micro-batch, written buffers as copies on the device."""
         assert self.start is not None
         for name, tensor in self.start.inputs.items():
             self.set_value(name, tensor)
@@ -89,7 +89,7 @@ class Call:
         self._meter.hold((id(self), kind, name), present, is_private=kind == "saved")
 
     def set_value(self, name: str, tensor: torch.Tensor) -> None:
-        """Keeps a value on the device."""
+        """Keeps a value, wherever it is."""
         self.values[name] = tensor
         self.hold("value", name, [tensor])
 

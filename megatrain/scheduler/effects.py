@@ -243,7 +243,7 @@ def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
     for index in step.inputs[block] if work.has_backward else ():
         value = step.workload.values[index]
         if step.has_gradient[index] and (value.is_output or step.workload.backward_readers(index)[-1] != block):
-            summands += value.device_bytes
+            summands += 0 if value.on_host else value.nbytes
     return max(0, work.backward_workspace_bytes - saved) + summands
 
 

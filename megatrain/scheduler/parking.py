@@ -50,7 +50,7 @@ def park_bytes(workload: Workload, kind: StepKind, parked: Mapping[int, Sequence
 
 def host_value_bytes(workload: Workload, kind: StepKind) -> int:
     """Host bytes of all values that lie on the host, of all micro-batches, and of their gradients, all at once."""
-    held = sum(workload.storages[storage] for storage in workload.host_storages())
+    held = sum(workload.storages[storage] for storage in {value.storage for value in workload.values if value.on_host})
     if kind.mode != "forward":
         gradients = (i for i, value in enumerate(workload.values) if value.on_host and workload.has_value_gradient(i))
         held += sum(workload.values[index].nbytes for index in gradients)

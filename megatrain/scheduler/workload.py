@@ -44,11 +44,6 @@ class ValueWork:
     is_committed: bool = False
     on_host: bool = False
 
-    @property
-    def device_bytes(self) -> int:
-        """The part of `nbytes` that takes memory of the device: none on the host."""
-        return 0 if self.on_host else self.nbytes
-
 
 @checked()
 @dataclass(frozen=True, slots=True)
@@ -111,10 +106,6 @@ class Workload:
     blocks: tuple[BlockWork, ...]
     values: tuple[ValueWork, ...]
     storages: tuple[int, ...]
-
-    def host_storages(self) -> frozenset[int]:
-        """Storages in host memory."""
-        return frozenset(value.storage for value in self.values if value.on_host)
 
     def inputs(self) -> list[list[int]]:
         """Values that each block reads, ascending."""
@@ -186,7 +177,7 @@ class Workload:
         for value in self.values:
             self._check_value(value)
             sharers[value.storage] += 1
-        on_host = self.host_storages()
+        on_host = {value.storage for value in self.values if value.on_host}
         for value in self.values:
             stays = value.producer is None or value.is_output or value.on_host
             if value.is_parkable and (stays or sharers[value.storage] > 1):

@@ -104,7 +104,7 @@ class Machine:
     def allocate_gradient(self, index: int, number: int) -> None:
         value = self.workload.values[index]
         needed = "end" if value.producer is None else f"B{value.producer}.{number}"
-        self.allocate(("gradient", index, number), value.device_bytes, [needed])
+        self.allocate(("gradient", index, number), 0 if value.on_host else value.nbytes, [needed])
 
     def release(self, name: str) -> None:
         for key in list(self.tensors):
@@ -229,7 +229,7 @@ class Machine:
         if op.block in value.readers:
             self.expect_ready(self.kind_in_backward(index), index, op)
             if has_gradient and ("gradient", index, number) in self.tensors:
-                self.workspace += value.device_bytes
+                self.workspace += 0 if value.on_host else value.nbytes
             elif has_gradient:
                 self.allocate_gradient(index, number)
         if value.producer == op.block:
