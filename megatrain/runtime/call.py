@@ -74,7 +74,7 @@ class Call:
         self._versions: list[tuple[str, torch.Tensor, int]] = []
 
     def begin(self, device: Device, *, is_first: bool = True) -> None:
-        """Takes inputs and constants as they are; for the first micro-batch, copies of written buffers on the device."""
+        """Takes inputs and constants as they are; for the first micro-batch copies of written buffers on the device."""
         assert self.start is not None
         for name, tensor in self.start.inputs.items():
             self.set_value(name, tensor)
