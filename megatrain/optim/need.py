@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatrain.device import HOST
 from megatrain.errors import OptimizerError
 from megatrain.optim.fast import FastPath, fast_path
 from megatrain.optim.impostor import Optimizer, own_copy, step_code
@@ -188,7 +189,7 @@ def _on_fakes(optimizer: Optimizer, members: Sequence[Updated]) -> OptimizerNeed
     given = [*stand_ins.values(), *gradients, *_tensors(states)]
     for tensor in given:
         forbid_memory(tensor)
-    with mode, WithoutValues(), LiveBytes(given) as live:
+    with mode, WithoutValues(), LiveBytes(given, HOST.torch_device) as live:
         for _ in range(_STEPS):
             step_code(optimizer)(runner)
     total: dict[str, int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from megatrain.device import is_same_kind
+from megatrain.device import is_on_host, is_same_kind
 from megatrain.errors import LowerError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensorMode, disable_current_modes, pytree
@@ -119,7 +119,7 @@ def tried(
             )
     operands = {storage_key(fake): node for node, fake in stand_ins.items()}
     _check_writes(target, watch.written, operands)
-    _check_device(target, result, device)
+    _check_device(target, result, device, stand_ins)
     same = next((node for node, fake in stand_ins.items() if fake is result), None)
     return Outcome(result, operands, same, watch.is_random)
 
@@ -159,20 +159,19 @@ def _called(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 def _empty(node: fx.Node, device: torch.device) -> torch.Tensor:
     spec: TensorSpec = node.meta["spec"]
-    if spec.stride is None:
-        made = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-    else:
-        made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
-    return made.requires_grad_(node.meta["requires_grad"])
+    return spec.empty(device).requires_grad_(node.meta["requires_grad"])
 
 
-def _check_device(target: Target, result: Any, device: torch.device) -> None:
+def _check_device(target: Target, result: Any, device: torch.device, operands: Collection[fx.Node]) -> None:
+    reads_host = any(node.meta["spec"].on_host for node in operands)
     for tensor in pytree.tree_leaves(result):
-        if isinstance(tensor, torch.Tensor) and not is_same_kind(tensor.device, device):
+        if not isinstance(tensor, torch.Tensor) or (reads_host and is_on_host(tensor)):
+            continue
+        if not is_same_kind(tensor.device, device):
             refuse_call(
                 target,
                 f"makes a tensor on {tensor.device}, and the model computes on {device}",
-                "Blocks compute on one device.",
+                "Blocks compute on one device; only what is made of tensors of the host may stay there.",
                 "Give the call device=rewriter.device.",
             )
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatrain.device import is_on_host
 from megatrain.errors import LowerError
 from megatrain.interrupts import Interrupts
 from megatrain.memory.block_image import has_strides_of
@@ -47,10 +48,11 @@ def _differentiable_ports(program: Program) -> dict[str, list[bool]]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the bytes of storages made while it is active, and those of kernels' own buffers."""
+    """Follows the bytes of storages made on the compute device while it is active, and of kernels' own buffers."""
 
-    def __init__(self, known: list[torch.Tensor]) -> None:
+    def __init__(self, known: list[torch.Tensor], device: torch.device) -> None:
         super().__init__()
+        self._device = device
         self._alive: dict[int, Any] = {}
         self._known = {t.untyped_storage()._cdata for t in known}  # pyright: ignore[reportPrivateUsage]
         self.current = 0
@@ -59,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for item in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(item, torch.Tensor) and item.layout == torch.strided:
+            if isinstance(item, torch.Tensor) and item.layout == torch.strided and _is_on(item, self._device):
                 self._add(item.untyped_storage())
         self.peak = max(self.peak, self.current + private_bytes(func, args))
         return result
@@ -77,6 +79,11 @@ class LiveBytes(TorchDispatchMode):
         self.current -= size
 
 
+def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Tells whether a tensor takes memory of the compute device, rather than of the host beside it."""
+    return is_on_host(device) or not is_on_host(tensor)
+
+
 def _cost(template: Template, differentiable: list[bool], program: Program) -> TemplateCost:
     if opaque_calls(template.graph) or _has_unknown_shapes(template.graph):
         return _upper_bound(template)
@@ -92,20 +99,23 @@ def _cost(template: Template, differentiable: list[bool], program: Program) -> T
 
 
 def _measured(template: Template, differentiable: list[bool], program: Program) -> TemplateCost:
-    code = Code(_with_known_shapes(template.graph, program.device))
+    device = program.device
+    code = Code(_with_known_shapes(template.graph, device))
     ports = (*template.inputs, *template.state)
     # With torch's cache, a kernel that returns one tensor twice gives two: figures would depend on earlier runs in the
     # process.
     with FakeTensorMode() as mode, disable_fake_tensor_cache(mode):
-        arguments = [_empty(program.device, port.spec) for port in ports]
+        arguments = [port.spec.empty(device) for port in ports]
         leaves = [
             t.detach().requires_grad_(needs_grad) for t, needs_grad in zip(arguments, differentiable, strict=True)
         ]
         with torch.set_grad_enabled(code.has_inner_grad):
-            forward_peak, flops = _measure_forward(code, leaves if code.has_inner_grad else arguments)
+            forward_peak, flops = _measure_forward(code, leaves if code.has_inner_grad else arguments, device)
         watched = code.watched(_check_history)
         runs_backward = not _has_users_backward(template)
-        saved, backward_peak = _measure_backward(watched, leaves, len(template.inputs), runs_backward=runs_backward)
+        saved, backward_peak = _measure_backward(
+            watched, leaves, len(template.inputs), device, runs_backward=runs_backward
+        )
     if backward_peak is None:
         backward_peak = 2 * _result_bytes(template)
     return TemplateCost(saved, forward_peak, backward_peak, flops)
@@ -129,12 +139,12 @@ def _upper_bound(template: Template) -> TemplateCost:
     """A bound of every execution: all results of all calls at once, in the backward with their gradients."""
     calls = opaque_calls(template.graph)
     total = _result_bytes(template) + sum(call.inner_bytes for call in calls)
-    owned = sum(p.spec.nbytes for p in template.state) if any(c.needs_own_state for c in calls) else 0
+    owned = sum(p.spec.device_bytes for p in template.state) if any(c.needs_own_state for c in calls) else 0
     return TemplateCost(total + owned, total, 2 * total + owned, 0)
 
 
 def _result_bytes(template: Template) -> int:
-    return sum(n.meta["spec"].nbytes for n in template.graph.nodes if "spec" in n.meta)
+    return sum(n.meta["spec"].device_bytes for n in template.graph.nodes if "spec" in n.meta)
 
 
 def _has_unknown_shapes(graph: fx.Graph) -> bool:
@@ -161,24 +171,19 @@ def _with_known_shapes(graph: fx.Graph, device: torch.device) -> fx.Graph:
 
 
 def _empty(device: torch.device, specs: Any) -> Any:
-    def of_spec(spec: TensorSpec) -> torch.Tensor:
-        if spec.stride is None:
-            return torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
-
-    return pytree.tree_map_only(TensorSpec, of_spec, specs)
+    return pytree.tree_map_only(TensorSpec, lambda spec: spec.empty(device), specs)
 
 
-def _measure_forward(code: Code, arguments: list[torch.Tensor]) -> tuple[int, int]:
+def _measure_forward(code: Code, arguments: list[torch.Tensor], device: torch.device) -> tuple[int, int]:
     counter = FlopCounterMode(display=False)
-    with LiveBytes(arguments) as live, counter:
+    with LiveBytes(arguments, device) as live, counter:
         outputs = code(arguments)
-    own = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs}.values())
+    own = _storage_bytes([t for t in outputs if _is_on(t, device)], beyond=[])
     return max(0, live.peak - own), int(counter.get_total_flops())
 
 
 def _measure_backward(
-    code: Code, arguments: list[torch.Tensor], num_inputs: int, *, runs_backward: bool
+    code: Code, arguments: list[torch.Tensor], num_inputs: int, device: torch.device, *, runs_backward: bool
 ) -> tuple[int, int | None]:
     saved: list[weakref.ref[torch.Tensor]] = []
 
@@ -187,11 +192,11 @@ def _measure_backward(
         saved.append(weakref.ref(kept))
         return kept
 
-    with LiveBytes(arguments) as live:
+    with LiveBytes(arguments, device) as live:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             outputs = code(arguments)
         # Tensors that only a dead branch had saved are gone by now.
-        alive = [t for t in (ref() for ref in saved) if t is not None]
+        alive = [t for t in (ref() for ref in saved) if t is not None and _is_on(t, device)]
         saved_bytes = _storage_bytes(alive, beyond=[*arguments, *outputs])
         del alive
         # A view of a weight made under no_grad says that it requires grad, but has no history.
@@ -203,7 +208,8 @@ def _measure_backward(
             return saved_bytes, None
         if roots and leaves:
             gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
-    produced = sum(part.untyped_storage().nbytes() for g in gradients if g is not None for part in _parts(g))
+    there = [g for g in gradients if g is not None and _is_on(g, device)]
+    produced = sum(part.untyped_storage().nbytes() for g in there for part in _parts(g))
     pairs = zip(gradients, leaves, strict=False)
     state = {id(a) for a in arguments[num_inputs:]}
     # The runtime gives them the strides of their parameters, one after the other.

@@ -259,7 +259,7 @@ class Rewriter:
                 if owner is node
                 else (owner.meta["storage"], owner.meta["storage_bytes"])
             )
-            self._describe(node, TensorSpec.of(result), result.requires_grad, storage, size)
+            self._describe(node, TensorSpec.of(result, self.device), result.requires_grad, storage, size)
             node.meta["has_history"] = result.requires_grad
             return node
         if not isinstance(result, tuple | list):

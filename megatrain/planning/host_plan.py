@@ -249,6 +249,7 @@ def _step_rows(
     yield "gradients", gradients
     yield "slab", slab
     yield "parks", schedule.park_bytes
+    yield "values on the host", schedule.host_value_bytes
     yield "device memory", schedule.device_bytes if on_host else 0
 
 

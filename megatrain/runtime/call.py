@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import stored_stride
 from megatrain.runtime.block import LocalGraph
@@ -74,7 +75,7 @@ class Call:
         self._versions: list[tuple[str, torch.Tensor, int]] = []
 
     def begin(self, copies: BufferCopies | None) -> None:
-        """Puts inputs, constants and, of the first micro-batch, buffers that the forward writes, on the device.
+        """Takes inputs and constants as they are, and copies buffers that the forward writes to the device.
 
         Args:
             copies: Copies these buffers; None for a later micro-batch, which gets them from the one before.
@@ -93,7 +94,7 @@ class Call:
         self._meter.hold((id(self), kind, name), present, is_private=kind == "saved")
 
     def set_value(self, name: str, tensor: torch.Tensor) -> None:
-        """Keeps a value on the device."""
+        """Keeps a value, wherever it is."""
         self.values[name] = tensor
         self.hold("value", name, [tensor])
 

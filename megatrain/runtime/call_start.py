@@ -44,7 +44,7 @@ class Start:
     """The inputs of a call, and the other state that its forward read or changed.
 
     Args:
-        inputs: The caller's tensors on the compute device, by the value they enter as.
+        inputs: The caller's tensors, where the capture had them, by the value they enter as.
         versions: Their version counters.
         buffers: Buffers that the forward writes, as they were, on the host, by the value they enter as.
         state: A stamp per tensor of state that some block reads.

@@ -81,7 +81,7 @@ class Engine:
         self.device = usable(device)
         self._recording = recording
         self.set_chaos(chaos)
-        self.meter = Meter()
+        self.meter = Meter(counts_host=self.device.is_host)
         self.arena = DeviceArena(self.device)
         self.store: HostStore | None = None
         self.bus = Bus(self.device)

@@ -86,7 +86,7 @@ class Executor:
         """Takes the inputs of a training step.
 
         Args:
-            inputs: Per micro-batch: the model's tensor inputs on the compute device, in order.
+            inputs: Per micro-batch: the model's tensor inputs, in order, each where `program.values` has it.
             watch: Takes the time of each operation.
 
         Raises:
@@ -114,7 +114,8 @@ class Executor:
         """Runs the forward half of the schedule.
 
         Args:
-            inputs: The model's tensor inputs on the compute device, in order.
+            inputs: The model's tensor inputs, in order, each on the compute device or, if `program.values` says so, on
+                the host.
 
         Returns:
             The call; `call.outputs` holds the model's output tensors, in order.

@@ -53,7 +53,7 @@ class Operations:
         self._without_offload = blocks["B"] - blocks["G"]
 
     def start(self, inputs: Sequence[torch.Tensor], number: int = 0) -> Start:
-        """Returns a micro-batch's starting state: its inputs on the compute device, and the present model."""
+        """Returns a micro-batch's starting state: its inputs, and the present model."""
         return Start.of(
             self.loaded[number].program, inputs, self.engine.tensors, self._slots.places, self.engine.device
         )

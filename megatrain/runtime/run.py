@@ -59,7 +59,7 @@ class Run:
         return self._operations.engine.device
 
     def begin(self) -> None:
-        """Puts the inputs of the forward on the device."""
+        """Makes everything that the forward starts from ready."""
         engine = self._operations.engine
         engine.give_slots(None)  # growing loses what they hold, also if it fails
         engine.reserve_slots(self._operations.instructions.slot_bytes)

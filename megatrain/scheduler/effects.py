@@ -133,10 +133,12 @@ class Effects:
         """Bytes that an item takes in its memory.
 
         Of a value those of its storage, which aliases share and which counts once; after a return, and of gradients,
-        those of the value itself.
+        those of the value itself. A value on the host takes none here, nor does its gradient: see `host_value_bytes`.
         """
         if item.kind in ("value", "original", "returned", "gradient"):
             value = self.workload.values[item.number]
+            if value.on_host:
+                return 0
             return self.workload.storages[value.storage] if item.kind in ("value", "original") else value.nbytes
         work = self.workload.blocks[item.number]
         if item.kind in ("landed", "waiting"):
@@ -237,7 +239,7 @@ def _gradients_made(step: Effects, block: int, micro_batch: int) -> tuple[int, i
     first, further = (0, work.gradient_bytes) if micro_batch > 0 else (work.gradient_bytes, 0)
     for index in step.inputs[block] if work.has_backward else ():
         value = step.workload.values[index]
-        if not step.has_gradient[index]:
+        if not step.has_gradient[index] or value.on_host:
             continue
         if value.is_output or step.workload.backward_readers(index)[-1] != block:
             further += value.nbytes

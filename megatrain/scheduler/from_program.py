@@ -237,9 +237,11 @@ def _value_works(program: Program) -> tuple[ValueWork, ...]:
             has_gradient=value.requires_grad,
             is_parkable=value.producer is not None
             and value.name not in ends
+            and not value.spec.on_host
             and sharers[value.storage] == 1
             and value.storage_bytes == value.spec.nbytes,
             is_committed=value.name in commits,
+            on_host=value.spec.on_host,
         )
         for value in program.values.values()
     )

@@ -283,12 +283,13 @@ def _parse(text: str) -> Instructions:
     split = int(header["forward"])
     if len(made) != split + int(header["backward"]):
         raise ScheduleError(f"the header announces {split + int(header['backward'])} instructions, found {len(made)}.")
-    halves = [
+    forward, backward = (
         Half(tuple(part), edges.get((end, "frees"), ()), edges.get((start, "takes"), ()))
         for part, start, end in zip((made[:split], made[split:]), _STARTS, _ENDS, strict=True)
-    ]
+    )
     return Instructions(
-        *halves,
+        forward,
+        backward,
         *(int(header[name]) for name in ("slot_bytes", "park_bytes", "landing_bytes")),
     )
 

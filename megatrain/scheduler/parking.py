@@ -1,4 +1,4 @@
-"""Which graphs are retained and which values leave the device between forward and backward."""
+"""Which graphs are retained, which values leave the device between forward and backward, and which are never there."""
 
 from __future__ import annotations
 
@@ -46,3 +46,12 @@ def parked_values(
 def park_bytes(workload: Workload, kind: StepKind, parked: Mapping[int, Sequence[int]]) -> int:
     """Host bytes of all parked values of all micro-batches, each in bytes of its own."""
     return kind.micro_batches * sum(aligned(workload.values[v].nbytes) for values in parked.values() for v in values)
+
+
+def host_value_bytes(workload: Workload, kind: StepKind) -> int:
+    """Host bytes of all values that lie on the host, of all micro-batches, and of their gradients, all at once."""
+    held = sum(workload.storages[storage] for storage in {value.storage for value in workload.values if value.on_host})
+    if kind.mode != "forward":
+        gradients = (i for i, value in enumerate(workload.values) if value.on_host and workload.has_value_gradient(i))
+        held += sum(workload.values[index].nbytes for index in gradients)
+    return kind.micro_batches * held

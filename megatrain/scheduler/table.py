@@ -10,7 +10,7 @@ from megatrain.checks import checked
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.effects import Stream, kind_of, streams
 from megatrain.scheduler.op import Op
-from megatrain.scheduler.parking import park_bytes, parked_values
+from megatrain.scheduler.parking import host_value_bytes, park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
@@ -162,7 +162,7 @@ class Table:
         host_bytes: Bytes of all parked values, each in its own bytes, plus those where gradients land: one slab as
             large as the largest gradients of a block, from which they become the caller's. Of a step with updates
             or a norm all `places`; where weights are used in place, the most bytes of gradients that wait for their
-            updates at any tick. State isn't counted.
+            updates at any tick. Also those of values that lie on the host, all at once. State isn't counted.
         num_blocks: Blocks of the model.
         kind: The kind of the step.
         places: Where gradients land and wait on the host, by block. None where they go to the caller at once, or
@@ -222,7 +222,12 @@ class Table:
     @property
     def landing_bytes(self) -> int:
         """The part of `host_bytes` where gradients of parameters land."""
-        return self.host_bytes - self.park_bytes
+        return self.host_bytes - self.park_bytes - self.host_value_bytes
+
+    @property
+    def host_value_bytes(self) -> int:
+        """The part of `host_bytes` that values on the host take, and their gradients."""
+        return host_value_bytes(self.known_workload(), self.kind)
 
     def parked(self) -> dict[int, tuple[int, ...]]:
         """Values that `A` parks and returns, by the block of the op."""

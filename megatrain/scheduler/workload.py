@@ -18,7 +18,7 @@ class ValueWork:
 
     Args:
         name: Unique name, for messages only.
-        nbytes: Bytes of its elements; what a transfer of it moves, and what its gradient takes.
+        nbytes: Bytes of its elements; what a transfer of it moves, and what its gradient takes, where the value lies.
         storage: Index into `Workload.storages`. Values that alias share one storage.
         producer: Block that computes it; None for an input of the model.
         readers: Blocks whose forward reads it, ascending, each once.
@@ -26,9 +26,11 @@ class ValueWork:
             release outputs.
         has_gradient: A gradient flows back through it.
         is_parkable: It may leave the device between forward and backward (not an input, not an output of the
-            model, shares its storage with nothing).
+            model, shares its storage with nothing, not on the host).
         is_committed: A buffer takes its content when the step ends; such a value is also an output, and nothing
             releases it.
+        on_host: It lies in host memory, and so does its gradient: in eager, too, it is a tensor of the CPU. It takes no
+            bytes of the device, and nothing moves it.
     """
 
     name: str
@@ -40,6 +42,7 @@ class ValueWork:
     has_gradient: bool
     is_parkable: bool
     is_committed: bool = False
+    on_host: bool = False
 
 
 @checked()
@@ -97,7 +100,7 @@ class Workload:
     Args:
         blocks: In execution order; index in the tuple is the block's index.
         values: In order of definition, the model's inputs first.
-        storages: Device bytes of each storage.
+        storages: Bytes of each storage, on the device, or on the host if its values are.
         loss_bytes: Device bytes that the caller's loss of one micro-batch and its backward take, beyond the outputs and
             their gradients; in a training step, whose schedule has the loss between forward and backward.
     """
@@ -178,12 +181,19 @@ class Workload:
         for value in self.values:
             self._check_value(value)
             sharers[value.storage] += 1
+        on_host = {value.storage for value in self.values if value.on_host}
         for value in self.values:
-            if value.is_parkable and (value.producer is None or value.is_output or sharers[value.storage] > 1):
+            stays = value.producer is None or value.is_output or value.on_host
+            if value.is_parkable and (stays or sharers[value.storage] > 1):
                 raise ScheduleError(
                     f"value {value.name} can't be parked.\n"
-                    "  A parkable value is computed by a block, isn't returned, and shares its storage with no "
-                    "other value."
+                    "  A parkable value is computed by a block, isn't returned, isn't on the host, and shares its "
+                    "storage with no other value."
+                )
+            if not value.on_host and value.storage in on_host:
+                raise ScheduleError(
+                    f"value {value.name} shares storage {value.storage} with a value on the host.\n"
+                    "  A storage is on the device or on the host, with all its values."
                 )
 
     def _check_update(self, index: int, block: BlockWork) -> None:

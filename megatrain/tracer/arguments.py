@@ -184,7 +184,8 @@ def tensors_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.
 def call_signature(arguments: Arguments, device: Device) -> Hashable:
     """What a capture assumes of a call: structure, specs, literals, modes, and torch's defaults."""
     has_grad = torch.is_grad_enabled()
-    specs = tuple((TensorSpec.of(t), t.requires_grad and has_grad) for t in arguments.tensors)
+    place = device.torch_device
+    specs = tuple((TensorSpec.of(t, place), t.requires_grad and has_grad) for t in arguments.tensors)
     literals = tuple(_literal_key(x) for x in arguments.literals)
     autocast = tuple((d, torch.get_autocast_dtype(d)) for d in device.autocast_kinds if torch.is_autocast_enabled(d))
     defaults = torch.get_default_dtype(), torch.get_default_device()

@@ -2,7 +2,7 @@
 
 Every tensor (an input, state, the result of a call) has
 
-* `spec`, a `TensorSpec`: its shape, dtype and strides;
+* `spec`, a `TensorSpec`: its shape, dtype and strides, and whether it is on the host beside the compute device;
 * `requires_grad`, a bool: whether a gradient flows back through it;
 * `has_history`, a bool: whether it did when the call was over. A later write may make a tensor require a gradient that
   the call itself gave none. `measure` refuses a program in which a result has lost its history. May be missing;

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.checks import checked, count, optional, sequence_of
+from megatrain.device import HOST, is_on_host
 from megatrain.errors import OptionError
 
 _SHORT_NAMES = {
@@ -37,17 +38,20 @@ _SIZES = sequence_of(count(), (tuple,), "a tuple")
 @checked(shape=_SIZES, stride=optional(_SIZES))
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, dtype and layout of a strided tensor; prints as `f32[2, 16, 64]`.
+    """Shape, dtype, layout and place of a strided tensor; prints as `f32[2, 16, 64]`, or `i64[3] cpu` on the host.
 
     Args:
         shape: Sizes, one per dimension.
         dtype: Element type.
         stride: Strides in elements, or None for a contiguous tensor.
+        on_host: A tensor of the CPU in a model that computes on another device. If the model computes on the CPU,
+            there is one kind of tensors only, and this is False.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...] | None = None
+    on_host: bool = False
 
     def __post_init__(self) -> None:
         if self.stride is not None and len(self.stride) != len(self.shape):
@@ -58,12 +62,27 @@ class TensorSpec:
 
     @staticmethod
     @checked()
-    def of(tensor: torch.Tensor) -> TensorSpec:
-        """Reads the spec of `tensor`, real or fake."""
+    def of(tensor: torch.Tensor, device: torch.device | None = None) -> TensorSpec:
+        """Reads the spec of `tensor`, real or fake.
+
+        Args:
+            tensor: The tensor.
+            device: Where the model computes; None where it doesn't matter, as for state, which is kept on the host and
+                read on the device.
+        """
         stride = None
         if tensor.layout == torch.strided and not tensor.is_contiguous():
             stride = tuple(tensor.stride())
-        return TensorSpec(tuple(tensor.shape), tensor.dtype, stride)
+        on_host = device is not None and is_on_host(tensor) and not is_on_host(device)
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, stride, on_host)
+
+    @checked()
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Makes a tensor of this spec without values: on `device`, where the model computes, or on the host."""
+        place = HOST.torch_device if self.on_host else device
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=place)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
 
     @property
     def numel(self) -> int:
@@ -75,6 +94,12 @@ class TensorSpec:
         """Bytes of the elements, stored densely."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def device_bytes(self) -> int:
+        """The part of `nbytes` that takes memory of the device: none on the host."""
+        return 0 if self.on_host else self.nbytes
+
     def __str__(self) -> str:
         text = f"{dtype_name(self.dtype)}[{', '.join(map(str, self.shape))}]"
-        return text if self.stride is None else f"{text} stride {self.stride}"
+        stride = "" if self.stride is None else f" stride {self.stride}"
+        return f"{text}{stride}{' cpu' if self.on_host else ''}"

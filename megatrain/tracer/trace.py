@@ -19,7 +19,7 @@ from megatrain.tracer.capture.capture import Capture
 from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.plain_tensors import check_plain_state
 from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, WrittenInputError
-from megatrain.tracer.recording.inputs import check_arguments, device_of
+from megatrain.tracer.recording.inputs import check_arguments, device_of, note_host_inputs
 from megatrain.tracer.recording.module_calls import (
     with_backward_hooks,
 )
@@ -53,9 +53,10 @@ def trace(
 
     Args:
         model: Any module; its parameters may be real or on the meta device.
-        args: Example positional arguments; tensors on `device`, or on meta.
+        args: Example positional arguments; tensors on `device`, on meta, or on the CPU where eager takes them there.
         kwargs: Example keyword arguments, likewise.
-        device: Compute device of the graph; default: that of the first real input, else the CPU.
+        device: Compute device of the graph; default: that of the first input that isn't on the CPU or meta, else
+            the CPU.
         opaque: Modules to make opaque from the start, with the reason; by name.
 
     Returns:
@@ -75,7 +76,11 @@ def trace(
     attempt = Attempt(opaque={**with_backward_hooks(model), **(opaque or {})})
     # What a capture puts in place and takes back is whole, wherever Ctrl-C comes; the model's own code it ends at once.
     with _capturing, Interrupts() as interrupts:
-        traced = _captured(model, arguments, target, attempt, interrupts)
+        try:
+            traced = _captured(model, arguments, target, attempt, interrupts)
+        except RuntimeError as error:
+            note_host_inputs(error, arguments, target)
+            raise
     traced.check()
     return traced
 

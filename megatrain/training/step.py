@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatrain.checks import PATH, checked, number, one_of, optional
 from megatrain.compiled.inside import Variant

@@ -32,7 +32,9 @@ class StepTables:
         self._options = options
         self._budget = budget
         self._arena: LandingArena | None = None
-        self._schedules: OrderedDict[object, tuple[Sequence[Program], Schedule]] = OrderedDict()
+        self._schedules: OrderedDict[tuple[tuple[int, ...], StepKind], tuple[Sequence[Program], Schedule]] = (
+            OrderedDict()
+        )
         self._executors: dict[object, Executor] = {}
 
     def kind(self, micro_batches: int, updates: str, *, clip: bool) -> StepKind:

@@ -59,7 +59,7 @@ def verify(  # the options of compile() and its own
 
     Args:
         model: Any module that `compile` takes; its mode, train or eval, is kept.
-        *args: Arguments of its forward, on the compute device.
+        *args: Arguments of its forward, on the compute device, or on the CPU where the model takes them there.
         steps: Training steps.
         seed: Seed set before each step, for dropout.
         learning_rate: Of the update between steps.

@@ -90,11 +90,13 @@ class Chain:
                 parked = [a]
                 free.append(f)
             back, end = Event("back"), Event("end")
-            streams.h2d.submit("back", lambda: values.update({99: parks.get(last)}), (a,), back)
-            streams.compute.run("end", lambda: found.append(values.pop(99) * 1), (back,), end)
-        parked = parks.get(last).cpu()
+            returned = torch.empty_like(self.start)
+            streams.h2d.submit("back", lambda: parks.get(last, returned), (a,), back)
+            streams.compute.run("end", lambda: found.append(returned * 1), (back,), end)
+        parked = torch.empty_like(self.start)
+        parks.get(last, parked)
         parks.give()
-        return found[0], parked
+        return found[0], parked.cpu()
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])

@@ -101,6 +101,13 @@ def test_a_meter_counts_the_real_size_of_a_storage():
     assert meter.current == 32 + 32
 
 
+def test_a_meter_of_another_device_leaves_the_host_out():
+    meter, tensor = Meter(counts_host=False), torch.empty(8)
+    meter.hold("a", [tensor])
+    assert (meter.current, meter.peak, meter.has(tensor)) == (0, 0, False)
+    meter.release("a")
+
+
 def test_holding_a_key_again_replaces_what_it_held():
     meter = Meter()
     old, new = torch.empty(100, dtype=torch.uint8), torch.empty(30, dtype=torch.uint8)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatrain.device import HOST
+from megatrain.memory.bus import Bus
 from megatrain.runtime.stores import buffer_copies
 from megatrain.runtime.stores.buffer_copies import BufferCopies
 from tests.extending.test_device import Toy
@@ -45,7 +46,7 @@ def assert_equal(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("piece", [1, 40, 1 << 20])
 def test_what_comes_back_is_what_went_there(monkeypatch: pytest.MonkeyPatch, device: Any, piece: int):
     monkeypatch.setattr(buffer_copies, "PIECE_BYTES", piece)
-    copies, given = BufferCopies(device()), buffers()
+    copies, given = BufferCopies(Bus(device())), buffers()
     for _ in range(2):
         there = copies.upload(given)
         assert_equal(given, there)
@@ -60,7 +61,7 @@ def test_what_comes_back_is_what_went_there(monkeypatch: pytest.MonkeyPatch, dev
 
 def test_many_are_one_copy_and_a_large_one_goes_by_itself():
     toy = Toy()
-    copies = BufferCopies(toy)
+    copies = BufferCopies(Bus(toy))
     small = {str(i): torch.full((100,), float(i)) for i in range(300)}
     there = copies.upload(small)
     copies.download([(small[key], tensor) for key, tensor in there.items()])
@@ -75,7 +76,7 @@ def test_many_are_one_copy_and_a_large_one_goes_by_itself():
 def test_the_image_is_not_overwritten_while_it_is_read():
     late = Toy()
     late.compute = late.new_stream()  # runs nothing before somebody waits
-    copies = BufferCopies(late)
+    copies = BufferCopies(Bus(late))
     first = copies.upload({"x": torch.ones(3)})
     second = copies.upload({"x": torch.full((3,), 2.0)})
     late.compute.synchronize()
@@ -86,7 +87,7 @@ def test_the_image_is_not_overwritten_while_it_is_read():
 
 def test_sparse_buffers_and_other_dtypes_are_copied_as_before():
     toy = Toy()
-    copies, sparse = BufferCopies(toy), torch.eye(3).to_sparse()
+    copies, sparse = BufferCopies(Bus(toy)), torch.eye(3).to_sparse()
     there = copies.upload({"sparse": sparse, "x": torch.ones(2)})
     assert torch.equal(there["sparse"].to_dense(), torch.eye(3))
     narrow, count = torch.zeros(2, dtype=torch.bfloat16), torch.tensor(0)

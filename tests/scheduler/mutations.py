@@ -55,7 +55,7 @@ def _host_figure(schedule: Schedule, books: Books) -> int:
     landing = [life for life in books.lifetimes if life.memory == "landing" and schedule.kind.transfer == "bind"]
     waiting = max(live_bytes(landing, len(schedule.ticks)), default=0)
     places = max((place.offset + place.nbytes for place in schedule.places), default=0)
-    return waiting + places + schedule.park_bytes
+    return waiting + places + schedule.park_bytes + schedule.host_value_bytes
 
 
 def mutants(schedule: Schedule, random: Random) -> Iterator[tuple[str, Schedule]]:

@@ -96,7 +96,7 @@ class Machine:
             if is_there:
                 return
             needed = [f"F{value.producer}.{number}"]
-        nbytes = self.workload.storages[value.storage]
+        nbytes = 0 if value.on_host else self.workload.storages[value.storage]
         self.allocate(("value", index, number), nbytes, needed, storage=(value.storage, number))
         if not is_there:
             self.ready.discard(("value", index, number))
@@ -104,7 +104,7 @@ class Machine:
     def allocate_gradient(self, index: int, number: int) -> None:
         value = self.workload.values[index]
         needed = "end" if value.producer is None else f"B{value.producer}.{number}"
-        self.allocate(("gradient", index, number), value.nbytes, [needed])
+        self.allocate(("gradient", index, number), 0 if value.on_host else value.nbytes, [needed])
 
     def release(self, name: str) -> None:
         for key in list(self.tensors):
@@ -232,7 +232,7 @@ class Machine:
         if op.block in value.readers:
             self.expect_ready(self.kind_in_backward(index), index, op)
             if has_gradient and ("gradient", index, number) in self.tensors:
-                self.workspace += value.nbytes
+                self.workspace += 0 if value.on_host else value.nbytes
             elif has_gradient:
                 self.allocate_gradient(index, number)
         if value.producer == op.block:

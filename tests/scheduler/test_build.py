@@ -233,6 +233,7 @@ def test_every_op_waits_only_for_other_streams():
         ValueWork("x", -8, 0, 0, (1,), False, True, False),
         ValueWork("x", 8, 0, 9, (), False, True, False),
         ValueWork("x", 8, 0, 0, (1,), True, True, True),
+        ValueWork("x", 8, 0, 0, (1,), False, True, True, on_host=True),
     ],
 )
 def test_an_inconsistent_workload_is_refused(value: ValueWork):

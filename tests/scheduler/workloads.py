@@ -59,7 +59,7 @@ def blocks(draw: st.DrawFn) -> tuple[BlockWork, ...]:
 
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
-    """Chains with skip links, several readers, far links, aliases, several outputs and unread values."""
+    """Chains with skip links, several readers, far links, aliases, several outputs, unread values, some on the host."""
     works = draw(blocks())
     count = len(works)
     values: list[ValueWork] = []
@@ -92,8 +92,16 @@ def workloads(draw: st.DrawFn) -> Workload:
             )
         )
     used = [value.storage for value in values]
+    on_host = {s for s in range(len(storages)) if draw(st.integers(0, 4)) == 0}
     final = tuple(
-        replace(v, is_parkable=v.producer is not None and not v.is_output and used.count(v.storage) == 1)
+        replace(
+            v,
+            is_parkable=v.producer is not None
+            and not v.is_output
+            and used.count(v.storage) == 1
+            and v.storage not in on_host,
+            on_host=v.storage in on_host,
+        )
         for v in values
     )
     return Workload(works, final, tuple(storages), draw(st.sampled_from([0, 0, 20, 90])))

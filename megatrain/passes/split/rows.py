@@ -69,7 +69,7 @@ def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
 def act_on(node: fx.Node, operand: fx.Node, dim: int) -> Act | None:
     """Tells what `node` does to the rows of `operand` along `dim`; None if they can't be told apart."""
     name = known_name(node)
-    if operands(node).count(operand) != 1 or "spec" not in node.meta or node.meta.get("writes"):
+    if operands(node).count(operand) != 1 or not _has_rows(node):
         return None
     if name in _VIEWS and node.args[0] is operand and operands(node) == [operand]:
         moved = _moved(node, operand, dim)
@@ -82,6 +82,11 @@ def act_on(node: fx.Node, operand: fx.Node, dim: int) -> Act | None:
         act = _broadcast(node, operand, dim)
         return None if act is None else Act(act.dim, act.aligned, is_product=True)
     return _einsum(node, operand, dim) if name == "einsum" else None
+
+
+def _has_rows(node: fx.Node) -> bool:
+    """Tells whether a call makes one tensor of the device, and writes into none."""
+    return "spec" in node.meta and not node.meta["spec"].on_host and not node.meta.get("writes")
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -170,7 +175,7 @@ def gather_of(node: fx.Node, table: fx.Node) -> Gather | None:
     if not isinstance(index, fx.Node) or index is table or operands(node).count(table) != 1:
         return None
     spec: TensorSpec | None = index.meta.get("spec")
-    if spec is None or spec.dtype not in _INTEGERS or not spec.shape:
+    if spec is None or spec.dtype not in _INTEGERS or not spec.shape or spec.on_host:
         return None
     return Gather(index, name == "__getitem__", padding)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.device import Device
+from megatrain.device import Device, is_on_host
 
 
 class DeviceArena:
@@ -89,13 +89,17 @@ class _Storage:
 
 
 class Meter:
-    """Counts the bytes held: each distinct storage once, by its real size, however many tensors view it.
+    """Counts the device bytes held: each distinct storage once, by its real size, however many tensors view it.
 
     Holds no tensor. The holder of a tensor under a key must release the key when it drops the tensor: a storage is
     identified by its address, which is unique only while the tensor exists. Thread-safe, also inside finalizers.
+
+    Args:
+        counts_host: Tensors of the CPU count too: the compute device is the host.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_host: bool = True) -> None:
+        self._counts_host = counts_host
         # Reentrant: a finalizer may release a key while this very thread is in here.
         self._lock = threading.RLock()
         self._held: dict[Hashable, set[tuple[str, int]]] = {}
@@ -134,7 +138,7 @@ class Meter:
             is_private: They may be freed before `key` is released (autograd frees what it saved one by one), so
                 other tensors may use their addresses by then. Only storages that aren't counted yet count for this key.
         """
-        found = dict(part for tensor in tensors for part in _storages(tensor))
+        found = dict(part for tensor in tensors if self._counts(tensor) for part in _storages(tensor))
         with self._lock:
             if is_private:
                 found = {
@@ -156,7 +160,7 @@ class Meter:
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Tells whether some key holds the memory of `tensor`."""
-        return any(name in self._storages for name, _ in _storages(tensor))
+        return self._counts(tensor) and any(name in self._storages for name, _ in _storages(tensor))
 
     def release(self, key: Hashable) -> None:
         """Stops counting what is held under `key`; nothing may be."""
@@ -168,6 +172,9 @@ class Meter:
         with self._lock:
             for key in list(self._held):
                 self.release(key)
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return self._counts_host or not is_on_host(tensor)
 
     def _let_go(self, names: set[tuple[str, int]]) -> None:
         for name in names:

@@ -12,7 +12,7 @@ from megatrain.scheduler.builder.order import Rows, assign_ticks
 from megatrain.scheduler.builder.residency import Residency, compute_stages, place_slots, residencies
 from megatrain.scheduler.effects import NO_BLOCK, Effects, Stream, kind_of
 from megatrain.scheduler.op import Op
-from megatrain.scheduler.parking import park_bytes, parked_values
+from megatrain.scheduler.parking import host_value_bytes, park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Position, Slot, Table, Tick
 from megatrain.scheduler.workload import Workload
@@ -109,6 +109,7 @@ class Builder:
             waiting = max(live_bytes(landing, len(draft.live)), default=0)
         h2d, d2h = moved_bytes(moves)
         parks = park_bytes(self.workload, self.kind, effects.parked)
+        values = host_value_bytes(self.workload, self.kind)
         return Table(
             ticks=ticks,
             slots=placed.slots,
@@ -119,7 +120,7 @@ class Builder:
             d2h_bytes=d2h,
             peak_bytes=max(draft.live, default=0),
             device_bytes=draft.device_bytes,
-            host_bytes=parks + waiting + slab_bytes(self.workload, self.kind),
+            host_bytes=parks + waiting + slab_bytes(self.workload, self.kind) + values,
             num_blocks=len(self.workload.blocks),
             kind=self.kind,
             places=places,

@@ -53,7 +53,7 @@ def check_figures(case: Case) -> None:
         "d2h_bytes": d2h,
         "peak_bytes": max(schedule.live_bytes, default=0),
         "device_bytes": max(_with_workspace(case), default=0),
-        "host_bytes": _recount_host(case) + _recount_waiting(case),
+        "host_bytes": _recount_host(case) + _recount_waiting(case) + _recount_host_values(case),
     }
     for name, figure in counted.items():
         if getattr(schedule, name) != figure:
@@ -70,6 +70,7 @@ def _recount(case: Case) -> list[int]:
     change = [0] * (num_ticks + 1)
     arena = max((slot.offset + slot.nbytes for slot in case.schedule.slots), default=0)
     spans = list(_gradient_spans(case))
+    on_host = {value.storage for value in case.workload.values if value.on_host}
     for number in case.micro_batches:
         spans += _other_spans(case, number)
         storages: dict[int, set[range]] = {}
@@ -80,7 +81,7 @@ def _recount(case: Case) -> list[int]:
             covered = -1
             for use in sorted(uses, key=lambda r: (r.start, r.stop)):
                 rest = range(max(use.start, covered + 1), use.stop)
-                spans.append((case.workload.storages[storage], rest))
+                spans.append((0 if storage in on_host else case.workload.storages[storage], rest))
                 covered = max(covered, use.stop - 1)
     for nbytes, span in spans:
         if len(span) > 0:
@@ -159,7 +160,8 @@ def _other_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
             end = num_ticks - 1 if value.producer is None else case.backward(value.producer, number).tick
             # The caller passes the gradient of an output: when the backward starts, or before a backward alone.
             handed_in = 0 if case.schedule.kind.mode == "backward" else turn
-            yield value.nbytes, range(handed_in if value.is_output else min(readers), end + 1)
+            nbytes = 0 if value.on_host else value.nbytes
+            yield nbytes, range(handed_in if value.is_output else min(readers), end + 1)
     for block in case.schedule.saves:
         start = 0 if case.schedule.kind.mode == "backward" else case.forward(block, number).tick
         yield case.workload.blocks[block].saved_bytes, range(start, case.backward(block, number).tick + 1)
@@ -218,6 +220,8 @@ def _summands(case: Case) -> dict[tuple[int, int], int]:
     for index, number in product(filter(case.workload.has_value_gradient, gradients), case.micro_batches):
         # The first gradient of a value is the sum itself: the caller's gradient, if there is one.
         value = case.workload.values[index]
+        if value.on_host:
+            continue
         readers = sorted(case.workload.backward_readers(index), key=lambda b: case.backward(b, number).tick)
         for block in readers if value.is_output else readers[1:]:
             added[block, number] = added.get((block, number), 0) + value.nbytes
@@ -244,6 +248,18 @@ def _recount_host(case: Case) -> int:
     places = max((place.offset + place.nbytes for place in case.schedule.places), default=0)
     parks = sum(aligned(case.workload.values[v].nbytes) for values in case.parked.values() for v in values)
     return slab + places + len(case.micro_batches) * parks
+
+
+def _recount_host_values(case: Case) -> int:
+    """Values that are tensors of the CPU, with their gradients: each memory once for each micro-batch."""
+    memories: dict[int, int] = {}
+    gradients = 0
+    for index, value in enumerate(case.workload.values):
+        if value.on_host:
+            memories[value.storage] = case.workload.storages[value.storage]
+            has_one = case.schedule.kind.mode != "forward" and case.workload.has_value_gradient(index)
+            gradients += value.nbytes if has_one else 0
+    return len(case.micro_batches) * (sum(memories.values()) + gradients)
 
 
 def _recount_waiting(case: Case) -> int:

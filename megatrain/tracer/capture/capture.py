@@ -72,7 +72,7 @@ class Capture:
 
     def _new_recorder(self, earlier: Recorder | None = None) -> Recorder:
         values = StateValues(self._fakes, self._tensors)
-        recorder = Recorder(self._fake_mode, values, self._by_id, self._attempt, earlier)
+        recorder = Recorder(self._fake_mode, values, self._by_id, self._device, self._attempt, earlier)
         self._recorders.append(recorder)
         return recorder
 
@@ -241,7 +241,8 @@ class Capture:
         recorder = self._recorder
         entries = dict(self._entries)
         for key, tensor in recorder.tape.constants.items():
-            entries[key] = StateEntry(key, "constant", TensorSpec.of(tensor), False, persistent=False)
+            spec = TensorSpec.of(tensor, self._device)
+            entries[key] = StateEntry(key, "constant", spec, False, persistent=False)
         read = {n.target: n for n in recorder.tape.graph.nodes if n.op == "get_attr"}
         return TracedModule(
             name=type(self._model).__name__,

@@ -8,13 +8,14 @@ from enum import Enum
 
 import torch
 
-from megatrain.device import Device
+from megatrain.device import HOST, Device, is_on_host
 from megatrain.errors import ExecuteError, TraceError
 from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.arguments import Arguments, holds_tensors
 from megatrain.tracer.recording.attempt import Attempt
 from megatrain.tracer.recording.effect_watch import storage_key
 from megatrain.tracer.recording.recorder import Recorder
+from megatrain.tracer.spec import TensorSpec
 
 # Values of these types never change, and equal ones make equal captures.
 _IMMUTABLE = (
@@ -47,24 +48,44 @@ def check_arguments(arguments: Arguments) -> None:
 
 
 def check_device(arguments: Arguments, device: Device) -> None:
-    """Refuses a call whose tensors aren't where it computes.
+    """Refuses a call whose tensors are neither where it computes nor on the host.
+
+    Whether the model takes a tensor of the host as it is, a capture finds out: the model's own calls do or don't.
 
     Raises:
         ExecuteError: Naming the input.
     """
     for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
-        if tensor.device != device.torch_device:
+        if tensor.device != device.torch_device and not is_on_host(tensor):
             raise ExecuteError(
                 f"input `{name}` is on {tensor.device}, the compute device is {device}.\n"
-                "  Inputs must be on the compute device, as for any module on that device.\n"
+                "  Inputs must be on the compute device, as for any module on that device, or on the CPU.\n"
                 f'  Move it with .to("{device.torch_device}").'
             )
 
 
+def note_host_inputs(error: Exception, arguments: Arguments, device: torch.device) -> None:
+    """Notes on an error of the model's own code which inputs are on the host, where it may have wanted them elsewhere.
+
+    Args:
+        error: What torch raised at a call of the model's; only one about devices gets a note.
+        arguments: Of the model.
+        device: Where the model computes.
+    """
+    specs = zip(arguments.names, (TensorSpec.of(t, device) for t in arguments.tensors), strict=True)
+    names = [f"`{name}`" for name, spec in specs if spec.on_host]
+    if names and "device" in str(error):
+        error.add_note(
+            f"on the CPU: {', '.join(names)}; the model computes on {device}.\n"
+            "  An input on the CPU stays there, as in eager, for calls that take it there.\n"
+            f'  Move what the model uses on the device with .to("{device}").'
+        )
+
+
 def device_of(arguments: Arguments) -> torch.device:
-    """Returns the device of the first real input, else the CPU."""
-    real = [t.device for t in arguments.tensors if not t.is_meta]
-    return real[0] if real else torch.device("cpu")
+    """Returns the device of the first real input that isn't on the host, else the CPU."""
+    places = (t.device for t in arguments.tensors if not t.is_meta and not is_on_host(t))
+    return next(places, HOST.torch_device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +147,7 @@ def _copied(
 ) -> torch.Tensor:
     if not tensor.is_meta and (uses_values or not tensor.requires_grad):
         return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
+    place = device if tensor.is_meta else tensor.device
     with fake_mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
     return fake.requires_grad_(tensor.requires_grad)

@@ -38,6 +38,7 @@ class CallRunner(TorchFunctionMode):
         fake_mode: Mode of the fake tensors.
         state: Where the values behind fake state come from.
         originals: Fake state by the id of the real tensor it replaces.
+        device: Where the model computes.
         attempt: What this run may do.
         earlier: The recorder of a first run of which this is the repetition.
     """
@@ -47,15 +48,15 @@ class CallRunner(TorchFunctionMode):
         fake_mode: FakeTensorMode,
         state: StateValues,
         originals: dict[int, torch.Tensor],
+        device: torch.device,
         attempt: Attempt,
         earlier: CallRunner | None = None,
     ):
         super().__init__()
         self._generator = GeneratorWatch()
         self.effects = EffectWatch(self._check_read, self._check_write, self._generator.draw)
-        self.tape = Tape(
-            self.effects, uses_values=attempt.uses_values, earlier=None if earlier is None else earlier.tape
-        )
+        earlier_tape = None if earlier is None else earlier.tape
+        self.tape = Tape(self.effects, device, uses_values=attempt.uses_values, earlier=earlier_tape)
         self.is_recording = False
         self._fake_mode = fake_mode
         self._state = state

@@ -39,20 +39,22 @@ class Tape:
 
     Args:
         effects: What the call being recorded does; cleared before each.
+        device: Where the model computes.
         uses_values: All tensors are real; what is known can't be told from their type.
         earlier: The tape of a first run of which this is the repetition.
     """
 
-    def __init__(self, effects: EffectWatch, *, uses_values: bool, earlier: Tape | None):
+    def __init__(self, effects: EffectWatch, device: torch.device, *, uses_values: bool, earlier: Tape | None):
         self.graph = fx.Graph()
         self.guards: list[Guard] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.module_stack: list[tuple[str, int]] = []
         self.escapes = Escapes()
-        self.table = TensorTable()
+        self.table = TensorTable(device)
         self.made_by: dict[fx.Node, Site] = {}
         self.site: Site = (None, "")
         self._effects = effects
+        self._device = device
         self._uses_values = uses_values
         self._earlier = earlier
         self._known: set[fx.Node] = set()
@@ -171,7 +173,7 @@ class Tape:
 
     def _fix_shapes(self, node: fx.Node, result: Any) -> None:
         """Fixes the shapes of results that depend on values, and what stands for the call without them."""
-        node.meta["results"] = pytree.tree_map_only(torch.Tensor, TensorSpec.of, result)
+        node.meta["results"] = pytree.tree_map_only(torch.Tensor, lambda t: TensorSpec.of(t, self._device), result)
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.fix("call_method", "size", (self.table.latest(tensor),), {}, tensor.size())

@@ -18,9 +18,13 @@ class TensorTable:
 
     Fake tensors and stand-ins are kept alive, so that no other object takes their identity. Real ones may be large:
     they are followed weakly and forgotten with the last name that the user's code has for them.
+
+    Args:
+        device: Where the model computes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._nodes: dict[int, fx.Node] = {}
         self._kept: dict[int, torch.Tensor | weakref.ref[torch.Tensor]] = {}
         self._numbers: dict[int, int] = {}
@@ -36,7 +40,7 @@ class TensorTable:
         number = self._number(tensor)
         self._names[number].append((node, kept))
         node.meta.update(
-            spec=TensorSpec.of(tensor),
+            spec=TensorSpec.of(tensor, self._device),
             requires_grad=tensor.requires_grad,
             has_history=tensor.requires_grad,  # from the call itself; a later write may make it require a gradient
             storage=number,
