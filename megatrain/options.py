@@ -84,7 +84,8 @@ class Options:
         """Resolves the options of `compile`; each option has been checked alone.
 
         Raises:
-            OptionError: If two of them exclude each other, or the device isn't there, lacks something or has less memory.
+            OptionError: If two of them exclude each other; if the device isn't there, lacks something, or has less
+                memory.
         """
         target = usable(device)
         if masters == "rounded" and precision != "bf16":
