@@ -20,6 +20,8 @@ class SimulatedDevice(Accelerator):
         index: Its number; None takes the current one.
     """
 
+    repeats_itself = True  # each kernel is the CPU's, on one thread
+
     def __init__(self, simulator: Simulator, index: int | None = None) -> None:
         super().__init__(NAME, index)
         self.simulator = simulator

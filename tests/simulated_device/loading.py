@@ -19,7 +19,7 @@ _loaded: list[Simulator] = []
 
 
 def unavailable() -> str | None:
-    """Why the device can't be had on this machine, or None if it can."""
+    """Why this machine can't have the device, or None if it can."""
     if _loaded:
         return None
     if sys.platform != "linux":
@@ -37,7 +37,9 @@ def is_loaded() -> bool:
 
 
 def load(*, range_bytes: int = 1 << 40) -> Simulator:
-    """Makes the device known to torch and megatrain as `"sim"`; compiles it first where it must. Repeated calls do nothing.
+    """Makes the device known to torch and megatrain as `"sim"`, compiled first where it must be.
+
+    Repeated calls return the same object.
 
     Args:
         range_bytes: Addresses of each device, less if the system doesn't give so many.

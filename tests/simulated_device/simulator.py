@@ -166,7 +166,10 @@ class Simulator:
     # -- what the host calls ---------------------------------------------------------------------------------
 
     def drop(self, kind: CallName, nth: int | None) -> None:
-        """Has the n-th call of a kind from now, counted from 0, do nothing; None drops none. Starts `count` anew."""
+        """Has the n-th call of a kind from now, counted from 0, do nothing; None drops none. Starts `count` anew.
+
+        Calls that return values can't be dropped, only counted: from `"item"` on in the list of kinds.
+        """
         self._library.sim_drop(_CALLS.index(kind), -1 if nth is None else nth)
 
     def drop_where(self, kind: CallName, is_there: Callable[[traceback.StackSummary], bool]) -> None:

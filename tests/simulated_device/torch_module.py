@@ -23,6 +23,7 @@ class SimModule(types.ModuleType):
 
     Stream = torch.Stream
     Event = torch.Event
+    _initialized = True  # asked by torch.utils.checkpoint, which otherwise keeps no state of a generator
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__(f"torch.{NAME}")

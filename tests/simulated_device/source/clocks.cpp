@@ -22,10 +22,8 @@ thread_local double left_at = -1;
 
 HostClock& clock_here() {
   if (auto* found = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::TEST_INFO)) return *static_cast<HostClock*>(found);
-  if (!own) {
-    own = std::make_shared<HostClock>();
-    c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::TEST_INFO, own);
-  }
+  if (!own) own = std::make_shared<HostClock>();
+  c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::TEST_INFO, own);
   return *own;
 }
 double cpu_seconds() {

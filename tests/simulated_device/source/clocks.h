@@ -40,6 +40,11 @@ void set_host_clock(double seconds);
 void spend_on_host(double seconds);
 void enter_clock();
 void leave_clock();
+// While it lives, the thread's time is the simulator's own and doesn't count as the host's.
+struct Uncounted {
+  Uncounted() { enter_clock(); }
+  ~Uncounted() { leave_clock(); }
+};
 
 struct Interval {
   double begin, end;

@@ -7,6 +7,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/bernoulli.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -143,6 +144,7 @@ void copy_results(const Stack& from, const std::vector<std::pair<size_t, IValue>
 }
 
 void call(const c10::OperatorHandle& op, Stack* stack) {
+  Uncounted here;
   const Form& form = form_of(op);
   const size_t n = op.schema().arguments().size();
   const Stack args(stack->end() - n, stack->end());
@@ -157,8 +159,8 @@ void call(const c10::OperatorHandle& op, Stack* stack) {
     for (size_t i : form.generators) meta[i] = IValue();
     try {
       op.callBoxed(&meta);
-    } catch (const c10::Error& e) {
-      // An argument that the op refuses is refused by the CPU's kernel as well.
+    } catch (const std::exception&) {
+      // No meta kernel, or one that needs values. An argument that it refused is refused by the CPU's kernel as well.
       known = false;
     }
     if (known)
@@ -221,14 +223,20 @@ void call(const c10::OperatorHandle& op, Stack* stack) {
     }
     Cost cost{Kind::kernel};
     if (profile().is_on) {
-      for (const Stack* values : {&args, static_cast<const Stack*>(&results)})
-        for (auto& v : *values) each_tensor(v, [&](const Tensor& t) { if (is_sim(t)) cost.bytes += nbytes_of(t); });
+      auto add = [&](const Tensor& t) { if (is_sim(t)) cost.bytes += nbytes_of(t); };
+      for (auto& v : args) each_tensor(v, add);
+      if (form.in_place) for (size_t i : form.written) each_tensor(args[i], add);  // read and written
+      for (size_t r = 0; r < results.size(); ++r) if (form.argument_of_return[r] < 0) each_tensor(results[r], add);
       cost.flops = flops_of(form.name, args, results);
       if (cost.flops > 0) each_tensor(args[0], [&](const Tensor& t) { cost.rate = rate_of(t.scalar_type()); });
     }
-    launch(device, form.name, cost, [op, cpu = std::move(cpu), places = std::move(places)] {
+    // The CPU's losses resize their out= to the shape before the reduction for a while, which an alias can't.
+    const bool is_loss = form.name.size() > 9 && form.name.ends_with("_loss.out");
+    launch(device, form.name, cost, [op, cpu = std::move(cpu), places = std::move(places), out = is_loss ? int(form.written[0]) : -1] {
       Stack s = cpu;
+      if (out >= 0) s[out] = at::empty({0}, cpu[out].toTensor().options());
       op.callBoxed(&s);
+      if (out >= 0) cpu[out].toTensor().copy_(s[0].toTensor());
       copy_results(s, places);
     });
   }

@@ -2,7 +2,8 @@
 //
 // An op is issued in three steps: meta tensors tell what its results look like, those are allocated, and a task gets
 // the CPU's kernel with aliases of all tensors. An op that meta tensors can't answer (nonzero, equal) waits for the
-// device, as on a GPU. A task owns no tensor that Python knows.
+// device, as on a GPU. A task owns no tensor that Python knows, and must not need Python's lock: an op whose kernel for
+// the CPU is written in Python (torch.library) can't run here; one written for all devices is taken apart at issue.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
