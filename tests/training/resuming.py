@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler
 
 import megatrain
 from megatrain.optim.masters.halves import read_
+from tests.captures import lowered_once
 from tests.models import MODELS, Gpt
 from tests.training.adapters import adapted_llama
 
@@ -397,8 +398,9 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[s
 def main(folder: Path, names: list[str]) -> None:
     """Goes on with each case from its checkpoint, and writes what it left to `<name>.json`."""
     torch.set_num_threads(int(names.pop(0)))
-    for name in names:
-        (folder / f"{name}.json").write_text(json.dumps(after(Run(CASES[name], folder / name))))
+    with lowered_once():
+        for name in names:
+            (folder / f"{name}.json").write_text(json.dumps(after(Run(CASES[name], folder / name))))
 
 
 if __name__ == "__main__":
