@@ -26,7 +26,7 @@ TORCH_VENV = .venv-torch-$(TORCH)
 PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
+.PHONY: simulated faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
 
 help:
 	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in minutes'
@@ -37,6 +37,7 @@ help:
 	@echo 'make accept  rewrite the golden texts, to be read as a diff'
 	@echo 'make bench   compare with eager PyTorch under activation checkpointing; PEERS=folder: with other trainers too'
 	@echo 'make gpu     the tests that need an accelerator'
+	@echo 'make simulated   the same on a simulated accelerator, which a C++ compiler makes once'
 	@echo 'make zoo     hundreds of models against eager PyTorch; writes docs/models.md'
 	@echo 'make faults  kills, interrupts at each line and random configurations, about 20 minutes; ARGS chooses pieces'
 	@echo 'make slow    measures the tests, and rewrites the list of those that make quick leaves out'
@@ -91,6 +92,10 @@ bench: $(READY)
 gpu: $(READY)
 	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.accelerator.is_available() else "make gpu: torch finds no accelerator here")'
 	$(PY) -m pytest tests/gpu $(ARGS)
+
+# The same tests on a simulated device with memory and streams of its own; needs a C++ compiler.
+simulated: $(READY)
+	$(PY) -m pytest -p tests.simulated_device.plugin tests/simulated_device tests/gpu $(ARGS)
 
 # Models of diffusers and peft are skipped where those aren't installed; `pip install -e .[zoo]` adds them.
 zoo: $(READY)

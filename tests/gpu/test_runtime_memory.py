@@ -1,4 +1,4 @@
-"""Streams, host store, parks and arena on a real accelerator."""
+"""Streams, host store, parks and arena on an accelerator."""
 
 from __future__ import annotations
 

@@ -1,0 +1,62 @@
+// Streams: queues of tasks that run in order, when the test's order for the stream says so. There are no threads.
+//
+// A task runs on the host thread whose call made it due, under the lock:
+//   early   as soon as what it waits for has run;
+//   late    when a host synchronisation, or a task of another stream that waits for it, demands it;
+//   seeded  at an issue to its stream whose dice say so, or when it is demanded.
+// A query that answers no makes one task run, so that a loop over queries ends.
+#pragma once
+#include <c10/core/Stream.h>
+
+#include <deque>
+#include <functional>
+#include <random>
+#include <string>
+
+#include "clocks.h"
+#include "machine.h"
+
+namespace sim {
+enum class Order { early, late, seeded };
+struct Stream;
+
+// A point between two tasks of a stream.
+struct Mark {
+  Stream* stream = nullptr;
+  int64_t seq = 0;
+  double time = 0;
+};
+struct Task {
+  std::string name;
+  std::function<void()> run;
+  Mark awaited;
+};
+struct Stream {
+  int device = 0;
+  int64_t id = 0;
+  std::deque<Task> tasks;
+  int64_t issued = 0, done = 0;
+  Order order = Order::early;
+  std::mt19937_64 dice;
+  double clock = 0;
+};
+
+Stream& stream_at(int device, int64_t id);
+Stream& current_stream(int device);
+int64_t new_stream(int device);
+void set_order(int device, int64_t id, Order order, uint64_t seed);  // -1: all devices, all streams
+
+// All of these are called under the lock, by way of an Entry.
+void issue(Stream& stream, std::string name, const Cost& cost, std::function<void()> run);
+Mark record(Stream& stream);
+void wait(Stream& stream, const Mark& mark);
+bool is_past(const Mark& mark);              // for the allocator; by virtual time where a profile is set
+bool query(const Mark& mark);                // for the host
+void finish(const Mark& mark);               // the host waits; moves its clock
+void finish_all(int device);
+void check_errors();                         // raises the first error of a task that ran
+
+// Spans of virtual time, while a test asks for them: "device stream begin end bytes flops name" a line.
+void record_spans(bool on);
+std::string take_spans();
+}  // namespace sim
