@@ -58,7 +58,9 @@ def check_figures(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any,
     outside = [t for t in state if not any(start <= t.data_ptr() < end for start, end in arenas)]
     assert 0 <= plan.bytes_of("state of no block") - bytes_of(outside) < 64 * (len(outside) + 1)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    assert 0 <= plan.bytes_of("gradients") - bytes_of(gradients) < 64 * (len(gradients) + 1)  # each in a room of its own
+    assert (
+        0 <= plan.bytes_of("gradients") - bytes_of(gradients) < 64 * (len(gradients) + 1)
+    )  # each in a room of its own
     exact = host_plan(variant.program, variant.schedule, model, optimizer, on_host=True)
     assert exact.bytes_of("gradients") == bytes_of(gradients)
     kept = [t for state in optimizer.state.values() for t in state.values()]

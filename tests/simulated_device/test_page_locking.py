@@ -9,7 +9,7 @@ import torch
 
 from megatrain.device import find
 from megatrain.errors import ExecuteError
-from megatrain.runtime.stores.host_store import HostArena
+from megatrain.memory.host_arena import HostArena
 from tests.simulated_device.adapter import SimulatedDevice
 from tests.simulated_device.simulator import Simulator
 
@@ -163,11 +163,12 @@ def test_megatrain_locks_by_the_registry(sim: Simulator):
     assert isinstance(device, SimulatedDevice)
     assert (str(device), device.torch_device) == ("sim:1", torch.device("sim", 1))
     held = sim.locked_bytes
-    arena = HostArena(100_000, pin=device)
+    arena = HostArena(100_000)
+    arena.lock(device)
     assert arena.tensor.is_pinned()
     assert sim.locked_bytes > held
     arena.close()
     assert sim.locked_bytes == held
     sim.fail_lock(0)
     with pytest.raises(ExecuteError, match="can't be page-locked: error 2"):
-        HostArena(100_000, pin=device)
+        HostArena(100_000).lock(device)
