@@ -9,7 +9,7 @@ import torch
 
 from megatrain.device import find
 from megatrain.errors import ExecuteError
-from megatrain.runtime.stores.host_store import HostArena
+from megatrain.memory.host_arena import HostArena
 from tests.simulated_device.adapter import SimulatedDevice
 from tests.simulated_device.simulator import Simulator
 
