@@ -68,7 +68,7 @@ def _measured(program: Program, traced: TracedModule, inputs: Sequence[torch.Ten
         outputs = [_output(program, ref.kind, ref.name) for ref in program.outputs]
         results = [t for t in outputs if t.requires_grad]
         known = [t for t in pytree.tree_leaves((given, fakes, outputs)) if isinstance(t, torch.Tensor)]
-        with torch.enable_grad(), LiveBytes(known) as live:
+        with torch.enable_grad(), LiveBytes(known, program.device) as live:
             found = loss(traced.result(outputs, fakes), given)
             gradients: Any = torch.autograd.grad(found.reshape(()), results, allow_unused=True)
             made = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)

@@ -157,8 +157,7 @@ class Call:
 
     def remember_versions(self, names: Collection[str]) -> None:
         """Notes how often the values `names`, and what graphs saved, were written; the caller gets hold of some."""
-        with self._lock:  # parked values may come back meanwhile
-            kept = [(n, t) for n, t in self.values.items() if n in names]
+        kept = [(n, t) for n, t in self.values.items() if n in names]
         kept += [("saved", t) for graph in self.graphs.values() for t in graph.saved_tensors()]
         self._versions = [(name, tensor, version(tensor)) for name, tensor in kept]
 

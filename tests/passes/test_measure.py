@@ -116,7 +116,7 @@ def test_the_fp32_sums_of_attentions_backward_are_counted(kind: str):
     )
     softmax, seed = torch.empty(batch, heads, rows, device="meta"), torch.empty((), device="meta", dtype=torch.int64)
     given = (gradient, query, key, value)
-    with LiveBytes([*given, out, softmax, seed]) as live:
+    with LiveBytes([*given, out, softmax, seed], gradient.device) as live:
         if kind == "flash":
             op = ATTENTION._scaled_dot_product_flash_attention_backward.default
             op(*given, out, softmax, None, None, rows, rows, 0.0, True, seed, seed)

@@ -46,7 +46,7 @@ def test_the_term_is_what_the_loss_takes():
 
     def watched(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
         leaf = logits.detach().requires_grad_()
-        with LiveBytes([leaf, batch]) as live:
+        with LiveBytes([leaf, batch], leaf.device) as live:
             (gradient,) = torch.autograd.grad(wide_loss(leaf, batch), leaf)
         found.append(live.peak - gradient.nbytes)
         return wide_loss(logits, batch)
