@@ -80,6 +80,8 @@ class Boundary:
             else:
                 self._go_back(run, running, updates, error)
                 before.restore(run.device)
+                if running.shares.fault is not None:
+                    raise running.shares.fault from None  # found on a transfer's thread
             raise
 
     def _end(self, run: Run, running: Running, updates: Updates) -> None:

@@ -189,9 +189,6 @@ class TrainStep:
                     at = self._failed_at
                     failed[at][setting.variants[at]] = str(failure)
                     self._compiled.learn(failure, setting.arguments[at], failed[at])
-                except ExecuteError:
-                    shares.check()  # if they are wrong, this is the error
-                    raise
 
     def _run(self, setting: Setting, executor: Executor, shares: Shares, watch: Stopwatch | None) -> torch.Tensor:
         self._setting = setting
