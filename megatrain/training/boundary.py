@@ -85,6 +85,8 @@ class Boundary:
                 self._go_back(run, running, updates, error)
                 before.restore(run.device)
                 self.is_undone = True
+                if running.shares.fault is not None:
+                    raise running.shares.fault from None  # found on a transfer's thread
                 raise
             if lacks_memory:
                 let_go(error, run.device)

@@ -29,10 +29,14 @@ class Shares:
 
     Raises:
         OptionError: If counts on the host aren't finite and positive in sum, or a count is no number.
+
+    Attributes:
+        fault: What `check` raised.
     """
 
     def __init__(self, batches: Sequence[MicroBatch], weight: Weight | None) -> None:
         found: list[Any] = [1] * len(batches) if weight is None else [weight(batch.given) for batch in batches]
+        self.fault: OptionError | None = None
         self._unread: torch.Tensor | None = None
         self._factors: Sequence[float | torch.Tensor]
         if _are_on_device(found):
@@ -51,9 +55,14 @@ class Shares:
         Raises:
             OptionError: If they aren't finite and positive in sum.
         """
-        if self._unread is not None:
+        if self._unread is None:
+            return
+        try:
             _checked_sum(self._unread.tolist())
-            self._unread = None
+        except OptionError as error:
+            self.fault = error
+            raise
+        self._unread = None
 
     def share(self, loss: torch.Tensor, micro_batch: int) -> torch.Tensor:
         """Returns a micro-batch's loss times its factor."""

@@ -190,8 +190,6 @@ class TrainStep:
                     failed[at][setting.variants[at]] = str(failure)
                     self._compiled.learn(failure, setting.arguments[at], failed[at])
                 except Exception as error:
-                    if isinstance(error, ExecuteError):
-                        shares.check()  # if they are wrong, this is the error
                     if not attempts.may_repeat(error, executor.memory_figures, is_undone=self._boundary.is_undone):
                         raise
                 else:
