@@ -25,6 +25,9 @@ TORCH_VENV = .venv-torch-$(TORCH)
 # Tests run on all cores where pytest-xdist is installed.
 PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
 
+# Tests on a simulated device with memory and streams of its own; skipped where there is no C++ compiler.
+SIMULATED = -p tests.simulated_device.plugin tests/simulated_device tests/device tests/gpu
+
 .DEFAULT_GOAL := help
 .PHONY: simulated faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
 
@@ -59,8 +62,10 @@ demo: $(READY)
 quick: $(READY)
 	$(PYTEST) --quick $(ARGS)
 
+# The simulated accelerator is torch's for a whole process, so its tests have one of their own.
 test: $(READY)
 	$(PYTEST) $(ARGS)
+	$(if $(ARGS),,$(PYTEST) $(SIMULATED))
 
 slow: $(READY)
 	$(PYTEST) --write-slow $(ARGS)
@@ -93,9 +98,8 @@ gpu: $(READY)
 	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.accelerator.is_available() else "make gpu: torch finds no accelerator here")'
 	$(PY) -m pytest tests/gpu $(ARGS)
 
-# The same tests on a simulated device with memory and streams of its own; needs a C++ compiler.
 simulated: $(READY)
-	$(PY) -m pytest -p tests.simulated_device.plugin tests/simulated_device tests/gpu $(ARGS)
+	$(PYTEST) $(SIMULATED) $(ARGS)
 
 # Models of diffusers and peft are skipped where those aren't installed; `pip install -e .[zoo]` adds them.
 zoo: $(READY)
