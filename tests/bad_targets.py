@@ -175,6 +175,8 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield "Engine.set_chaos", engine, {"chaos": None}
     yield "Engine.give_slots", engine, {"owner": engine}
     yield "Engine.has_slots", engine, {"owner": engine}
+    yield "Engine.reserve_slots", engine, {"nbytes": 64}
+    yield "Engine.memory_figures", engine, {"scheduled": 64}
     executor = megatrain.Executor(made.program, made.schedule, model())
     yield "Executor.forward", executor, {"inputs": [INPUT]}
     yield "Executor.state_output", executor, {"key": "0.weight"}
@@ -202,5 +204,6 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield "HostPlan.bytes_of", made.plan.host, {"name": "parameters"}
     yield "HostPlan.check", made.plan.host, {"available_bytes": 2**40}
     yield "TensorSpec.of", megatrain.TensorSpec, {"tensor": INPUT}
+    yield "TensorSpec.empty", megatrain.TensorSpec.of(INPUT), {"device": torch.device("cpu")}
     yield "TracedModule.result", made.traced, {"tensors": [INPUT], "inputs": [INPUT]}
     yield "TracedModule.leave", made.traced, {"tensors": [INPUT], "inputs": [INPUT]}

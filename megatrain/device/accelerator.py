@@ -128,7 +128,9 @@ class Accelerator(Device):
 
     @property
     def is_initialized(self) -> bool:
-        """Asks the module, if it can tell."""
+        """Asks the device's module, if it can tell; a kind of device without one has no generator either."""
+        if not hasattr(torch, self.torch_device.type):
+            return False
         ask = getattr(self._module, "is_initialized", None)
         return ask is None or bool(ask())
 

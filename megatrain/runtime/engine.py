@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import Rule, checked, optional
+from megatrain.checks import Rule, checked, count, optional
 from megatrain.device import Device, is_on_host, usable
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import image, state_image
@@ -100,6 +100,7 @@ class Engine:
         """Whether there are files whose values no program has needed yet, or that couldn't be read."""
         return self._weights is not None
 
+    @checked(scheduled=count())
     def memory_figures(self, scheduled: int) -> MemoryFigures:
         """What is known of the device's memory, for a schedule that takes so many bytes."""
         budget = None if self._budget is None else self._budget.nbytes
@@ -114,6 +115,7 @@ class Engine:
         """Tells whether the slots are as `owner`'s forward left them."""
         return self._slot_owner is not None and self._slot_owner() is owner
 
+    @checked(nbytes=count(0, 1 << 62))
     def reserve_slots(self, nbytes: int) -> None:
         """Makes the arena large enough for the slots of a schedule, and counts it."""
         if nbytes > self.arena.nbytes:

@@ -22,15 +22,12 @@ class ValueWork:
         storage: Index into `Workload.storages`. Values that alias share one storage.
         producer: Block that computes it; None for an input of the model.
         readers: Blocks whose forward reads it, ascending, each once.
-        is_output: The model returns it, so it stays on the device until the step ends, if the schedule doesn't
-            release outputs.
+        is_output: The model returns it, so it stays on the device until the step ends, or outputs are released.
         has_gradient: A gradient flows back through it.
-        is_parkable: It may leave the device between forward and backward (not an input, not an output of the
-            model, shares its storage with nothing, not on the host).
-        is_committed: A buffer takes its content when the step ends; such a value is also an output, and nothing
-            releases it.
-        on_host: It lies in host memory, and so does its gradient: in eager, too, it is a tensor of the CPU. It takes no
-            bytes of the device, and nothing moves it.
+        is_parkable: It may leave the device between forward and backward (no input or output of the model, shares its
+            storage with nothing, not on the host).
+        is_committed: A buffer takes its content when the step ends; it is also an output, and nothing releases it.
+        on_host: It and its gradient are in host memory, as in eager; they take no bytes of the device and never move.
     """
 
     name: str

@@ -200,15 +200,9 @@ class TrainStep:
         self._setting = setting
         engine, updates = executor.engine, self._setup.updates
         assert updates is not None
-        running = Running(
-            setting,
-            shares,
-            self._loss,
-            updates,
-            {key: tensor for key, tensor in engine.tensors.items() if isinstance(tensor, nn.Parameter)},
-            self._setup.threads,
-            looks_for_nonfinite=self._on_nonfinite is not None,
-        )
+        own = {key: tensor for key, tensor in engine.tensors.items() if isinstance(tensor, nn.Parameter)}
+        looks = self._on_nonfinite is not None
+        running = Running(setting, shares, self._loss, updates, own, self._setup.threads, looks_for_nonfinite=looks)
         before = RngState.now(engine.device, [call for variant in setting.variants for call in variant.opaque])
         with engine.turn.run(differentiates=True), running.interrupts:
             self._running = running

@@ -54,6 +54,7 @@ def streams(monkeypatch: pytest.MonkeyPatch, no_hang: None) -> Iterator[StreamSe
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_stream", enter)
+    monkeypatch.setattr(Cuda, "synchronize", lambda device: LOG.append(("sync", "device")))
     LOG.clear()
     found = StreamSet(Cuda())
     assert str(found.device) == "cuda:0"
@@ -149,4 +150,4 @@ def test_after_a_failure_the_device_comes_to_rest(streams: StreamSet):
     issue(streams, "h2d", "W0", lambda: 1 / 0)
     with pytest.raises(ExecuteError, match="h2d:W0 failed"):
         streams.finish()
-    assert LOG[-3:] == [("sync", "h"), ("sync", "d"), ("sync", "c")]
+    assert LOG[-3:] == [("sync", "h"), ("sync", "d"), ("sync", "device")]

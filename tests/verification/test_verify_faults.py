@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -167,7 +168,7 @@ def test_a_parked_value_that_comes_back_changed_is_found(monkeypatch):
 
 
 def test_a_recompute_with_other_random_numbers_is_found(monkeypatch):
-    monkeypatch.setattr("megatrain.runtime.rng.RngState.restore", lambda self, device: None)
+    monkeypatch.setattr("megatrain.runtime.block.repeated_rng", lambda state, device, opaque: nullcontext())
     found = first(report_of("random_path", activations="recompute"))
     assert (found.culprit, found.phase) == ("runtime", "recompute")
     assert found.what == "random state `cpu`"
@@ -209,8 +210,8 @@ def test_what_does_not_happen_again_is_said_to_be_unrepeatable(monkeypatch):
     real = Code.__call__
     calls = []
 
-    def once(self, arguments):
-        outputs = real(self, arguments)
+    def once(self, arguments, **options):
+        outputs = real(self, arguments, **options)
         calls.extend([self] * (type(outputs[0]) is torch.Tensor))
         return tuple(t * 2 for t in outputs) if len(calls) == 2 else outputs
 

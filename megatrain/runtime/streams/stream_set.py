@@ -198,12 +198,12 @@ class StreamSet:
 
     def _settle_device(self) -> None:
         """After a failure: waits until the device is done with what was issued; memory can be reused then."""
+        self._end_of_latest = None
         # A device that is broken raises here as well; the first failure is what the caller must see.
         with contextlib.suppress(Exception):
             for stream in self._device_streams():
                 stream.synchronize()
             self.device.synchronize()
-            self._end_of_latest = None
 
     def _device_streams(self) -> tuple[DeviceStream, ...]:
         streams = (self.h2d.device_stream, self.d2h.device_stream)
