@@ -26,7 +26,7 @@ TORCH_VENV = .venv-torch-$(TORCH)
 PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
 
 # Tests on a simulated device with memory and streams of its own; skipped where there is no C++ compiler.
-SIMULATED = -p tests.simulated_device.plugin tests/simulated_device tests/device tests/gpu
+SIMULATED = -p tests.simulated_device.plugin tests/simulated_device tests/simulated_runs tests/gpu
 
 .DEFAULT_GOAL := help
 .PHONY: simulated faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean

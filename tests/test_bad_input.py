@@ -72,6 +72,8 @@ RIGHT = {
     "Plan.host_memory": "None huge",
     "Plan.too_small": TEXTS,
     "Plan.reserve": TEXTS,
+    "Engine.memory_figures.scheduled": "zero huge",
+    "Engine.reserve_slots.nbytes": "zero",
     "HostPlan.rows": "tuple",
     "HostPlan.helps": "tuple",
     "HostPlan.num_parameters": "zero huge",

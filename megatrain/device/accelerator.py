@@ -89,8 +89,15 @@ class Accelerator(Device):
         # From the device's own module or, where it has none, from torch's generic one.
         ask = getattr(self._module, "mem_get_info", None) or torch.accelerator.get_memory_info
         free, total = ask(self.torch_device)
-        kept = torch.accelerator.memory_reserved(self.torch_device)
-        return Memory(free + kept - torch.accelerator.memory_allocated(self.torch_device), total)
+        return Memory(free + self._cached_bytes(), total)
+
+    def _cached_bytes(self) -> int:
+        """What torch's allocator holds and hands out again; a device that isn't torch's accelerator has another one."""
+        present = torch.accelerator.current_accelerator()
+        if present is None or present.type != self.torch_device.type:
+            return 0
+        held = torch.accelerator.memory_reserved(self.torch_device)
+        return held - torch.accelerator.memory_allocated(self.torch_device)
 
     def reserve(self, nbytes: int) -> int:
         """A tenth, and at least 1 GiB; of a device with less than 4 GiB, which no accelerator is, a quarter."""

@@ -85,8 +85,10 @@ class Operations:
         self.take(calls, half.takes)
         # Transfers first: each starts as soon as its waits are over, while compute runs on this thread.
         in_order = sorted(left, key=lambda instruction: instruction.op.stream == "compute")
+        # In a training step a G waits on its own thread behind the last weights that somebody reads.
+        waits_for = ("h2d",) if trainer is None else ()
         try:
-            with streams.step(synchronize=False, is_recovery=is_recovery):
+            with streams.step(waits_for=waits_for, is_recovery=is_recovery):
                 for instruction in in_order:
                     waits, over = self._waits(instruction, events), events[instruction.position]
                     work = self._work(taken, instruction)

@@ -106,7 +106,7 @@ def test_a_thread_enters_its_stream_once(streams: StreamSet):
 
 
 def test_without_synchronize_the_host_waits_until_nothing_reads_its_memory(streams: StreamSet):
-    with streams.step(synchronize=False):
+    with streams.step(waits_for=["h2d"]):
         issue(streams, "compute", "F0", nothing)
     assert after_begin() == [
         ("record", "c2"),
@@ -120,16 +120,16 @@ def test_without_synchronize_the_host_waits_until_nothing_reads_its_memory(strea
 
 
 def test_a_step_comes_after_the_step_before_on_whatever_stream(streams: StreamSet):
-    with streams.step(synchronize=False):
+    with streams.step(waits_for=["h2d"]):
         issue(streams, "compute", "F0", nothing)
     LOG.clear()
-    with streams.step(synchronize=False):
+    with streams.step(waits_for=["h2d"]):
         issue(streams, "compute", "F0", nothing)
     assert LOG[:4] == [("c waits", "c3"), ("record", "c4"), ("h waits", "c4"), ("d waits", "c4")]
 
 
 def test_settled_streams_wait_for_nothing_any_more(streams: StreamSet):
-    with streams.step(synchronize=False):
+    with streams.step(waits_for=["h2d"]):
         issue(streams, "compute", "F0", nothing)
     LOG.clear()
     streams.settle()

@@ -132,6 +132,7 @@ class Simulator:
         self.order("early")
         for index in range(COUNT):
             torch.accelerator.synchronize(index)
+        torch.accelerator.set_device_index(0)
         self.fail_lock(None)
         self.configure(capacity=2 * GIB, poison=True, segments=True, compute=True, item=0, lock_limit=1 << 60)
         self.set_profile(None)

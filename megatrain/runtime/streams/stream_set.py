@@ -10,7 +10,7 @@ grad mode, profilers and tracebacks behave as they do without megatrain. That is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 
 from megatrain.device import HOST, Device, DeviceEvent, DeviceStream
 from megatrain.runtime.streams.chaos import Chaos, InjectedFailure, Issued, Recording
@@ -29,6 +29,9 @@ __all__ = [
     "StreamSet",
     "StreamThread",
 ]
+
+
+TRANSFERS = ("h2d", "d2h")
 
 
 class StreamSet:
@@ -116,15 +119,13 @@ class StreamSet:
         self._steps.current.wait(CALLER, "wait", event)
         event.wait()
 
-    def finish(self, *, synchronize: bool = True) -> None:
+    def finish(self, *, waits_for: Collection[str] = TRANSFERS) -> None:
         """Waits until all queues are empty and raises the step's first failure, once.
 
-        On an accelerator it blocks until nothing reads the host's memory any more: the caller may write into weights
-        at once. In eager the same write would come behind the step in the order of the device's stream.
-
         Args:
-            synchronize: On an accelerator, also blocks until what leaves the device has arrived. If false, the
-                caller's current stream waits for that instead.
+            waits_for: On an accelerator, the transfers that must be complete on return; the caller's current stream
+                waits for all. Once `h2d` is, nothing reads the host's memory any more, so the caller may write into
+                weights at once. In eager the same write would come behind the step in the order of the device's stream.
 
         Raises:
             ExecuteError: `d2h:G3 failed: ...`, from what an operation raised on a stream's own thread.
@@ -143,8 +144,9 @@ class StreamSet:
         for stream in self._device_streams():
             compute.wait_event(stream.record_event())
         self._end_of_latest = compute.record_event()
-        for stream in self._device_streams() if synchronize else self._readers_of_host():
-            stream.synchronize()
+        for stream in (self.h2d, self.d2h):
+            if stream.name in waits_for and stream.device_stream is not None:
+                stream.device_stream.synchronize()
 
     def settle(self) -> None:
         """Blocks until the device is done with all steps so far: what they used may go to other streams."""
@@ -153,7 +155,7 @@ class StreamSet:
             self._end_of_latest = None
 
     @contextlib.contextmanager
-    def step(self, *, synchronize: bool = True, is_recovery: bool = False) -> Generator[None]:
+    def step(self, *, waits_for: Collection[str] = TRANSFERS, is_recovery: bool = False) -> Generator[None]:
         """Begins a step, and finishes it however the body ends.
 
         An exception of the body leaves as it is; but if an operation on another thread had failed first, that
@@ -171,7 +173,7 @@ class StreamSet:
                 self._end()
                 self._settle_device()
             raise
-        self.finish(synchronize=synchronize)
+        self.finish(waits_for=waits_for)
 
     def close(self) -> None:
         """Drops what is queued and ends the threads; a later step starts them again."""
@@ -208,6 +210,3 @@ class StreamSet:
     def _device_streams(self) -> tuple[DeviceStream, ...]:
         streams = (self.h2d.device_stream, self.d2h.device_stream)
         return tuple(stream for stream in streams if stream is not None)
-
-    def _readers_of_host(self) -> tuple[DeviceStream, ...]:
-        return () if self.h2d.device_stream is None else (self.h2d.device_stream,)

@@ -7,7 +7,9 @@ import torch
 
 import megatrain
 from tests.comparing import assert_same
-from tests.device.on_device import (
+from tests.models import MODELS
+from tests.simulated_device import Simulator
+from tests.simulated_runs.on_device import (
     DEVICE,
     compiled_copy,
     eager_copy,
@@ -16,8 +18,6 @@ from tests.device.on_device import (
     step_by_hand,
     trained,
 )
-from tests.models import MODELS
-from tests.simulated_device import Simulator
 from tests.training.loops import MODES, TASKS, adamw
 
 NAMES = ("gpt_loss", "mlp", "cnn", "llama_labels", "t5_labels", "torch_encoder", "encoder_decoder", "tied_blocks")

@@ -17,8 +17,8 @@ import megatrain
 from megatrain.device import DeviceEvent
 from megatrain.runtime.streams.stream import Lane, Queued
 from megatrain.runtime.streams.stream_set import Chaos
-from tests.device.on_device import DEVICE, on_device
 from tests.simulated_device import Simulator
+from tests.simulated_runs.on_device import DEVICE, on_device
 from tests.training.loops import TASKS
 
 TASK = TASKS["stack"]
@@ -118,12 +118,3 @@ def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
     known = [*REDUNDANT, OF_MEMORY]
     assert [name for name in unnoticed if not any(re.fullmatch(pattern, name) for pattern in known)] == []
     assert any(re.fullmatch(OF_MEMORY, name) for name in noticed)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_launching_thread_waits_for_the_device_once_in_a_step(sim: Simulator, mode: str):
-    trial = Trial(sim, mode)
-    with sim.synchronizations() as found:
-        trial.step(trial.batches[0])
-    assert [one.kind for one in found if one.thread == "MainThread"] == ["stream"]
-    assert {one.thread for one in found} == {"MainThread", "megatrain-d2h", "megatrain-host"}

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import megatrain
-from tests.device.on_device import DEVICE, compiled_copy, eager_copy
 from tests.simulated_device import Simulator
+from tests.simulated_runs.on_device import DEVICE, compiled_copy, eager_copy
 
 ORDERS = ["early", "late", "seeded"]
 
