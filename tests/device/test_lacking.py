@@ -98,6 +98,8 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         set_rng_state=lambda state, device: None,
     )
     put_in(monkeypatch, "xpu", module)
+    for held in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.accelerator, held, lambda device: 0)
     register("xpu", lambda index: Whole("xpu", index))
     yield module
     unregister("xpu")
