@@ -171,12 +171,13 @@ def test_a_lock_that_fails_loses_nothing_and_is_tried_again(monkeypatch: pytest.
     assert sum(toy.locked.values()) > sum(p.nbytes for p in model.parameters())
 
 
-def test_state_lies_in_one_piece_by_blocks():
+@pytest.mark.parametrize("num_pages", [3, 4, 5])
+def test_state_lies_in_one_piece_by_blocks(num_pages: int):
     model, args, kwargs = MODELS["gpt_loss"]()
-    toy = StrictToy(lock_bytes=4 * PAGE)
+    toy = StrictToy(lock_bytes=num_pages * PAGE)
     compiled = megatrain.compile(model, device=toy)
     compiled(*args, **kwargs)
-    assert sum(p.nbytes for p in model.parameters()) > 4 * PAGE
+    assert sum(p.nbytes for p in model.parameters()) > num_pages * PAGE
     for block in compiled.program.blocks:
         tensors = [compiled.megatrain.engine.tensors[compiled.program.state[key].owner] for key in block.binding]
         assert all(map(toy.is_within, tensors))
