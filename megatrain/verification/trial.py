@@ -16,7 +16,6 @@ from megatrain.compiled.compiling import compile as compile_model
 from megatrain.compiled.module import CompiledModule
 from megatrain.device import Device, is_on_host
 from megatrain.errors import OptionError
-from megatrain.runtime.rng import RngState
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.verification.leaves import named_leaves
@@ -138,8 +137,12 @@ class Trial:
 
     def set_seed(self, step: int) -> None:
         """Seeds the generators for a step, as `torch.manual_seed` and its like would; other devices' keep theirs."""
-        RngState.seeded(self.seed + step, self.device).restore(self.device)
-        HostRng.seeded(self.seed + step).restore()
+        seed = self.seed + step
+        torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
+        own = self.device.seeded_state(seed)
+        if own is not None:
+            self.device.set_generator_state(own)
+        HostRng.seeded(seed).restore()
 
 
 def update(model: nn.Module, learning_rate: float) -> None:
