@@ -17,7 +17,7 @@ from tests.models import MODELS
 from tests.runtime.harness import assert_same, train
 from tests.simulated_device.adapter import SimulatedDevice
 from tests.simulated_device.simulator import Simulator
-from tests.simulated_device.test_training_there import eager, in_order, moved
+from tests.simulated_runs.test_training_there import eager, in_order, moved
 
 PAGE = mmap.PAGESIZE
 LEAST = 2 * BUFFERS * PAGE
