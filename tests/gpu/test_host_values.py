@@ -60,7 +60,7 @@ class PackedStack(nn.Module):
 class OnlyBetween(PackedStack):
     """Its lengths are a list; what torch makes of them is read by blocks that recompute, and by no other."""
 
-    def forward(self, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor | list[int]) -> torch.Tensor:
         packed = pack_padded_sequence(self.embed(ids), torch.as_tensor(lengths), batch_first=True, enforce_sorted=False)
         for layer in self.layers:
             packed = layer(packed)
