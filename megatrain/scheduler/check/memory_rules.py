@@ -207,7 +207,7 @@ def _with_loss(case: Case, block: int, number: int, *, is_first: bool) -> int:
         return 0
     begun = case.workload.blocks[block].gradient_bytes if is_first else 0
     for index, value in enumerate(case.workload.values):
-        if case.workload.has_value_gradient(index) and not value.is_output:
+        if case.workload.has_value_gradient(index) and not (value.is_output or value.on_host):
             readers = [case.backward(b, number).tick for b in case.workload.backward_readers(index)]
             begun += value.nbytes if readers and min(readers) == tick else 0
     return max(0, case.workload.loss_bytes - begun)
