@@ -15,7 +15,7 @@ from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradient_demand import Once
-from megatrain.runtime.gradients import Take, accumulate
+from megatrain.runtime.gradients import Take
 from megatrain.runtime.landing import LandingArena
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.operations import Operations
@@ -196,7 +196,7 @@ class Executor:
         take: Take | None,
     ) -> list[torch.Tensor | None]:
         """Runs a backward; if it runs out of memory again from the start of the call, which needs no retained graph."""
-        once = Once(take or (lambda key, gradient: accumulate(self.engine.tensors[key], gradient)))
+        once = Once(take or self._operations.sink.accumulation)
         attempts = Attempts("the backward", self.engine.device)
         while True:
             try:

@@ -9,7 +9,7 @@ import torch
 
 from megatrain import torch_private
 from megatrain.errors import ExecuteError
-from megatrain.runtime.gradients import Take, accumulate, keeps_gradient
+from megatrain.runtime.gradients import Take, accumulate, keeps_gradient, keeps_of
 
 
 def keeps_graph() -> bool:
@@ -74,10 +74,15 @@ class Demand:
 
 
 class Once:
-    """Hands each parameter's gradient on once: a backward that is repeated makes those again that came before."""
+    """Hands each parameter's gradient on once: a backward that is repeated makes those again that came before.
+
+    Attributes:
+        keeps: See `Take`.
+    """
 
     def __init__(self, take: Take):
         self._take = take
+        self.keeps = keeps_of(take)
         self._known: set[str] = set()
 
     def __call__(self, key: str, gradient: torch.Tensor) -> None:

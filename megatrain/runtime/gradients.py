@@ -21,6 +21,30 @@ Take = Callable[[str, torch.Tensor], None]
 `keeps(key) -> bool`: whether it, or somebody that it gives them to, will keep the memory of the next gradient."""
 
 
+class Accumulation:
+    """Takes gradients into `.grad`.
+
+    Args:
+        parameter_of: Returns the parameter of a key, which the user may replace between calls.
+    """
+
+    def __init__(self, parameter_of: Callable[[str], torch.Tensor]):
+        self._parameter_of = parameter_of
+
+    def __call__(self, key: str, gradient: torch.Tensor) -> None:
+        """See `Take`."""
+        accumulate(self._parameter_of(key), gradient)
+
+    def keeps(self, key: str) -> bool:
+        """See `Take`."""
+        return keeps_gradient(self._parameter_of(key))
+
+
+def keeps_of(take: Take) -> Callable[[str], bool]:
+    """Returns what tells whether a taker keeps a gradient; it keeps all if it doesn't say."""
+    return getattr(take, "keeps", lambda _: True)
+
+
 class GradientSink:
     """Collects the gradients of one backward.
 
@@ -32,6 +56,9 @@ class GradientSink:
         device: Compute device.
         parts: Parts of parameters; the gradient of each becomes rows of the parameter's, whose other rows are zero.
         landing: Where gradients are copied to; None if they are made in host memory, and stay there.
+
+    Attributes:
+        accumulation: Takes gradients into `.grad`.
     """
 
     def __init__(
@@ -51,8 +78,9 @@ class GradientSink:
         # Of these sums the memory takes the next block's gradients.
         self._lent: set[str] = set()
         self._received: set[int] = set()
-        self._take: Take = self._accumulate
-        self._keeps: Callable[[str], bool] = self._accumulate_keeps
+        self.accumulation = Accumulation(parameter_of)
+        self._take: Take = self.accumulation
+        self._keeps = keeps_of(self._take)
 
     @staticmethod
     def of(loaded: Loaded, engine: Engine, landing: Landing | PlainLanding | None) -> GradientSink:
@@ -68,8 +96,8 @@ class GradientSink:
         self._sums.clear()  # of a backward that failed
         self._reuses_places = True
         self._received.clear()
-        self._take = take or self._accumulate
-        self._keeps = self._accumulate_keeps if take is None else getattr(take, "keeps", _always)
+        self._take = take or self.accumulation
+        self._keeps = keeps_of(self._take)
         if isinstance(self._landing, PlainLanding):
             self._landing.begin(self._keeps)
         elif self._landing is not None:
@@ -78,12 +106,6 @@ class GradientSink:
     def stop_reuse(self) -> None:
         """Lets all further gradients of this backward have new memory: updates don't keep up with them any more."""
         self._reuses_places = False
-
-    def _accumulate(self, key: str, gradient: torch.Tensor) -> None:
-        accumulate(self._parameter_of(key), gradient)
-
-    def _accumulate_keeps(self, key: str) -> bool:
-        return keeps_gradient(self._parameter_of(key))
 
     def receive(
         self,
@@ -180,11 +202,6 @@ class GradientSink:
     def _stays(self, key: str) -> bool:
         """Whether a gradient may stay where it lands: it is kept, and neither a part nor added to others."""
         return key not in self._parts and key not in self._sums and self._keeps(key)
-
-
-def _always(key: str) -> bool:
-    del key
-    return True
 
 
 def keeps_gradient(parameter: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.runtime.gradients import GradientSink
 from tests.gradients import grad_of
 from tests.models import MODELS
 from tests.runtime.harness import assert_same, train
@@ -63,6 +64,21 @@ def test_a_gradient_that_somebody_keeps_is_not_overwritten():
         for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
             assert torch.equal(grad_of(mine), grad_of(other))
             assert grad_of(mine).data_ptr() not in (kept.data_ptr(), array.ctypes.data)
+
+
+def test_a_gradient_that_is_only_added_is_not_copied_first(monkeypatch: pytest.MonkeyPatch):
+    receive, kept = GradientSink.receive, list[bool]()
+
+    def receiving(self: GradientSink, block: int, keys: Any, *rest: Any) -> None:
+        kept.extend(map(self._keeps, keys))
+        receive(self, block, keys, *rest)
+
+    monkeypatch.setattr(GradientSink, "receive", receiving)
+    model, _, compiled, _ = made()
+    for is_first in (True, False):
+        kept.clear()
+        compiled(torch.ones(2, 16)).sum().backward()
+        assert kept == [is_first] * len(list(model.parameters()))
 
 
 def test_gradients_are_added_in_place_to_those_that_are_there():
