@@ -42,6 +42,7 @@ class Call:
 
     Attributes:
         start: Kept, small as it is, while an output may be differentiated again; then None.
+        differentiated: Blocks whose gradients are added.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Call:
         self.gradients: dict[str, torch.Tensor] = {}
         self.parameter_gradients: dict[int, list[ParameterGradient]] = {}
         self.graphs: dict[int, LocalGraph] = {}
+        self.differentiated: set[int] = set()
         self.state_of: dict[int, Bytes | None] = {}
         self.rng: dict[int, RngState | None] = {}
         self.outputs: list[torch.Tensor] = []

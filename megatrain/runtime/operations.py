@@ -209,18 +209,26 @@ class Operations:
         )
 
     def backward(self, taken: Taken, instruction: Instruction) -> None:
-        """B: from the retained graph, or recomputed."""
+        """B: from the retained graph, or recomputed. If it fails it has added nothing, so it may run again."""
         call = taken.calls[instruction.micro_batch]
         block = call.loaded.program.blocks[instruction.op.block]
+        if block.index not in call.differentiated:
+            self._differentiate(taken, call, block, instruction)
+            call.differentiated.add(block.index)
+        if block.index in self._without_offload and instruction.micro_batch == len(taken.calls) - 1:
+            self.offload(taken, instruction)  # there is nothing to move, so there is no G
+
+    def _differentiate(self, taken: Taken, call: Call, block: Block, instruction: Instruction) -> None:
         call.state_of[block.index] = instruction.state
         output_gradients = [call.gradients.get(name) for name in block.outputs]
         carried = [call.gradients.get(name) for name in block.inputs]
         if all(g is None for g in output_gradients):
-            self._add_gradients(taken, instruction, [None] * len(block.binding))
+            self._added(taken, block, [None] * len(block.binding))()
             return
         graph = call.graphs.get(block.index) or self._recomputed(call, block, instruction)
         try:
             own, parameters = graph.gradients(output_gradients, carried)
+            add = self._added(taken, block, parameters)
         except BaseException:
             # Half of it is gone. A second attempt, if there is one, recomputes.
             call.drop("saved", block.index)
@@ -229,7 +237,7 @@ class Operations:
             if gradient is not None:
                 call.drop("gradient", name)  # the sum so far is part of the new one
                 call.set_gradient(name, gradient)
-        self._add_gradients(taken, instruction, parameters)
+        add()
 
     def _recomputed(self, call: Call, block: Block, instruction: Instruction) -> LocalGraph:
         inputs = call.backward_inputs(block.inputs)
@@ -237,19 +245,31 @@ class Operations:
             state = self._slots.state(block.index, instruction.state)
             return self._graph(call, block, instruction, inputs, state, is_repeated=True)
 
-    def _add_gradients(self, taken: Taken, instruction: Instruction, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Adds one micro-batch's gradients of a block's parameters to those before, in their order."""
-        first, block = taken.calls[0], instruction.op.block
+    def _added(self, taken: Taken, block: Block, gradients: Sequence[torch.Tensor | None]) -> Callable[[], None]:
+        """Adds one micro-batch's gradients of a block's parameters to those before, in their order.
+
+        Returns:
+            The rest of the work, which takes no memory: until it runs, the sums are as they were.
+        """
+        first = taken.calls[0]
         # Memory that others hold too must not become a `.grad`. Looked up now, before this call holds the gradient as
         # well.
-        landings = [(g, is_shared) for g, is_shared in zip(gradients, self._are_shared(gradients), strict=True)]
-        known = first.parameter_gradients.get(block)
-        if known is not None:
-            landings = [_added(*pair) for pair in zip(known, landings, strict=True)]
-        first.parameter_gradients[block] = landings
-        first.hold("parameters", block, [gradient for gradient, _ in landings])
-        if block in self._without_offload and instruction.micro_batch == len(taken.calls) - 1:
-            self.offload(taken, instruction)  # there is nothing to move, so there is no G
+        found = list(zip(gradients, self._are_shared(gradients), strict=True))
+        known = first.parameter_gradients.get(block.index, [(None, False)] * len(found))
+        in_place = [_adds_in_place(*pair) for pair in zip(known, found, strict=True)]
+        sums = [
+            before if is_in_place else _sum(before, now)
+            for before, now, is_in_place in zip(known, found, in_place, strict=True)
+        ]
+
+        def add() -> None:
+            for (total, _), (gradient, _), is_in_place in zip(sums, found, in_place, strict=True):
+                if is_in_place and total is not None and gradient is not None:
+                    total.add_(gradient)
+            first.parameter_gradients[block.index] = sums
+            first.hold("parameters", block.index, [gradient for gradient, _ in sums])
+
+        return add
 
     def _are_shared(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
         """Tells of each gradient whether its memory is also that of a value, or of another of them."""
@@ -279,16 +299,22 @@ class Operations:
         taken.trainer.update(instruction.op.block)
 
 
-def _added(before: ParameterGradient, now: ParameterGradient) -> ParameterGradient:
-    """Adds a gradient to the sum of earlier ones; in place if nothing else uses the sum's memory."""
+def _adds_in_place(before: ParameterGradient, now: ParameterGradient) -> bool:
+    """Tells whether nothing else uses the memory of the sum so far."""
     (total, is_shared), (gradient, _) = before, now
+    if total is None or gradient is None or is_shared or total.layout != torch.strided:
+        return False
+    return total.untyped_storage().nbytes() == total.nbytes
+
+
+def _sum(before: ParameterGradient, now: ParameterGradient) -> ParameterGradient:
+    """Adds a gradient to the sum of earlier ones, in memory of its own."""
+    total, gradient = before[0], now[0]
     if total is None or gradient is None:
         return now if total is None else before
-    if is_shared or total.layout != torch.strided or total.untyped_storage().nbytes() != total.nbytes:
-        # Sparse ones join their parts, and a dense one takes a sparse one up only from the left.
-        is_swapped = total.is_sparse and not gradient.is_sparse
-        return (gradient + total if is_swapped else total + gradient), False
-    return total.add_(gradient), False
+    # Sparse ones join their parts, and a dense one takes a sparse one up only from the left.
+    is_swapped = total.is_sparse and not gradient.is_sparse
+    return (gradient + total if is_swapped else total + gradient), False
 
 
 _OF_VALUES = ("value", "gradient", "original", "returned")

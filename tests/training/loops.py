@@ -18,7 +18,7 @@ from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
 from tests.models import MODELS, Stack
 from tests.training.adapters import adapted_llama
-from tests.training.hazards import TRAP, hazardous
+from tests.training.hazards import TRAP, bridged, hazardous
 
 LossOf = Callable[[Any, Any], torch.Tensor] | None
 
@@ -91,6 +91,7 @@ TASKS: dict[str, Task] = {
     "lora": Task(lora, labelled),
     "stack": Task(lambda: seeded_stack(4), stack_batch, square),
     "hazardous": Task(hazardous, stack_batch, trapped),
+    "bridged": Task(bridged, stack_batch, trapped),
 }
 
 

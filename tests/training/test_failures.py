@@ -43,9 +43,9 @@ def batches(step: int) -> list[torch.Tensor]:
 class Run:
     """Steps on both sides, numbered, so that a failed one can be taken again."""
 
-    def __init__(self, mode: str, transfer: str = "copy"):
+    def __init__(self, mode: str, transfer: str = "copy", name: str = "hazardous"):
         options = {"transfer": transfer, "activations": "offload" if transfer == "copy" else "auto"}
-        self.pair = Pair.of("hazardous", watched, compile_options=options, **MODES[mode])
+        self.pair = Pair.of(name, watched, compile_options=options, **MODES[mode])
         self.number = 0
 
     def take(self, count: int = 1) -> None:

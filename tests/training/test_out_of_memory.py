@@ -19,6 +19,7 @@ import megatrain
 from megatrain.device import Cuda
 from megatrain.errors import DeviceMemoryWarning, ExecuteError
 from megatrain.memory.out_of_memory import DeviceMemoryError, let_go, ran_out
+from megatrain.runtime import operations
 from megatrain.runtime.operations import HANDLERS
 from megatrain.sizes import format_bytes
 from tests.models import MODELS
@@ -205,6 +206,36 @@ def test_memory_that_lacks_once_behind_an_update_completes_the_step():
     with first_update() as fail:
         TRAP.arm(("backward", 0), behind(fail))
         repeated(run, "the rest of the step")
+    run.take(2)
+    run.pair.assert_same()
+
+
+@pytest.mark.parametrize("back", [1, 9, 11])  # of the first block, of the next
+def test_memory_that_lacks_between_two_sums_of_gradients_adds_none_twice(back: int, monkeypatch: pytest.MonkeyPatch):
+    """A sum takes memory where others hold the memory of the one before: here every second."""
+    run, added, is_armed = Run("overlap", name="bridged"), operations._sum, False
+    count = last = 0
+
+    def is_shared(self: Any, gradients: Any) -> list[bool]:
+        return [number % 2 == 1 for number in range(len(gradients))]
+
+    def failing(before: Any, now: Any) -> Any:
+        nonlocal count, is_armed
+        count += 1
+        if is_armed and count == last - back:
+            is_armed = False
+            behind(fail)()
+        return added(before, now)
+
+    monkeypatch.setattr(operations.Operations, "_are_shared", is_shared)
+    monkeypatch.setattr(operations, "_sum", failing)
+    run.take(2)
+    count = 0
+    run.take()
+    count, last, is_armed = 0, count, True
+    with first_update() as fail:
+        repeated(run, "the rest of the step")
+    assert not is_armed
     run.take(2)
     run.pair.assert_same()
 
