@@ -247,6 +247,7 @@ class Compiled:
                 self._variants.learn(failure, arguments, failed)
                 variant = self._variant_for(arguments, failed)
             except Exception as error:
+                # Only a lack of memory is worth a second attempt, and gets one.
                 if not attempts.may_repeat(error, executor.memory_figures):
                     raise
                 start.restore(device)

@@ -104,7 +104,7 @@ class Accelerator(Device):
         return reserve.of_card(nbytes)
 
     def uncounted(self) -> tuple[tuple[str, int], ...]:
-        """What torch's allocator keeps in parts of segments, in the pools of three streams."""
+        """What torch's allocator keeps in parts of segments, in the pools of up to three streams."""
         return (("allocator's segments", reserve.SEGMENTS),)
 
     def empty_cache(self) -> None:

@@ -46,7 +46,7 @@ class Run:
         self._done: set[Position] = set()
         engine = operations.engine
         self.calls: list[Call] = []
-        parked = engine.parks.take_each(operations.instructions.park_bytes, len(starts))
+        parked = engine.parks.take(operations.instructions.park_bytes, len(starts))
         for number, (loaded, start, parks) in enumerate(zip(operations.loaded, starts, parked, strict=True)):
             is_own = number > 0 and start.rng is not None
             generators = OwnGenerators(micro_batch_seed(number, engine.device), engine.device) if is_own else None

@@ -69,7 +69,7 @@ class Chain:
         return value
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        parks = self.pool.take(NUM_BLOCKS * aligned(self.start.nbytes))
+        (parks,) = self.pool.take(NUM_BLOCKS * aligned(self.start.nbytes), 1)
         values, found, free, parked = {-1: self.start}, [], [], []
         streams, store, last = self.streams, self.store, str(NUM_BLOCKS - 1)
 

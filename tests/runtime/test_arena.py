@@ -49,21 +49,6 @@ def test_views_that_an_arena_keeps_end_with_its_memory():
     assert arena.kept_views("first", lambda: [arena.slot(0, 8)])[0].data_ptr() == arena.slot(0, 8).data_ptr()
 
 
-def test_an_arena_in_use_neither_grows_nor_goes():
-    arena = DeviceArena(CPU)
-    arena.ensure(64)
-    with arena.use():
-        arena.ensure(64)
-        with pytest.raises(AssertionError, match="in use"):
-            arena.ensure(65)
-        with pytest.raises(AssertionError, match="in use"):
-            arena.release()
-    arena.ensure(65)
-    arena.release()
-    assert arena.nbytes == 0
-    arena.ensure(1)
-
-
 def test_slots_are_views_of_their_range():
     arena = DeviceArena(CPU)
     arena.ensure(1024)

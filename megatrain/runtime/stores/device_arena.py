@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +14,8 @@ from megatrain.device import Device, is_on_host
 class DeviceArena:
     """One range of device memory, allocated at its exact size, from which slots are cut.
 
-    Views handed out before it grew keep the old memory alive and do not see the new one. So it may not grow while in
-    use, and views that outlast a step are kept here, where they end with their memory.
+    Views handed out before it grew keep the old memory alive and do not see the new one. So it grows between runs only,
+    and views that outlast a run are kept here, where they end with their memory.
 
     Args:
         device: The device of the memory.
@@ -24,7 +23,6 @@ class DeviceArena:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._num_users = 0
         self._views: dict[Hashable, list[torch.Tensor]] = {}
         self._buffer = self._none()
 
@@ -37,7 +35,6 @@ class DeviceArena:
         """Makes the arena at least `nbytes` large; its contents are lost if it has to grow."""
         if nbytes <= self.nbytes:
             return
-        assert not self._num_users, "the device arena can't grow while it is in use"
         # The old memory is freed first: both at once may not fit. If the new allocation fails, the arena is empty.
         self.release()
         self._buffer = self.device.allocate(nbytes)
@@ -45,15 +42,6 @@ class DeviceArena:
 
     def _none(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self.device.torch_device)
-
-    @contextlib.contextmanager
-    def use(self) -> Generator[None]:
-        """Forbids growth while the body runs."""
-        self._num_users += 1
-        try:
-            yield
-        finally:
-            self._num_users -= 1
 
     def slot(self, offset: int, nbytes: int) -> torch.Tensor:
         """Returns the bytes `offset` (inclusive) to `offset + nbytes` (exclusive) as a `uint8` view.
@@ -77,7 +65,6 @@ class DeviceArena:
 
     def release(self) -> None:
         """Gives the memory back; the next `ensure` allocates anew."""
-        assert not self._num_users, "the device arena can't be released while it is in use"
         self._views.clear()
         self._buffer = self._none()
 

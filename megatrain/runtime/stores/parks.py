@@ -39,11 +39,7 @@ class ParkPool:
             self._collect()
             return sum(arena.nbytes for arena in self._idle)
 
-    def take(self, nbytes: int) -> Parks:
-        """As `take_each`, for one call."""
-        return self.take_each(nbytes, 1)[0]
-
-    def take_each(self, nbytes: int, num_calls: int) -> list[Parks]:
+    def take(self, nbytes: int, num_calls: int) -> list[Parks]:
         """Returns the parks of the calls of one run; they come back with `Parks.give`, or when dropped.
 
         Args:
@@ -77,12 +73,6 @@ class ParkPool:
                 self._idle.append(self._returned.get_nowait())
             except Empty:
                 return
-
-    def trim(self) -> None:
-        """Releases all memory that no call uses."""
-        with self._lock:
-            self._collect()
-            self._idle.clear()
 
 
 class _Lease:
