@@ -28,6 +28,14 @@ bool is_plain(const Tensor& a, const Tensor& b) {
   return a.dtype() == b.dtype() && a.sizes() == b.sizes() && a.strides() == b.strides() && a.is_non_overlapping_and_dense() && !a.is_conj() && !b.is_conj() && !a.is_neg() && !b.is_neg();
 }
 
+// The end of a blocking copy.
+void block(int device, const char* what) {
+  is_dropped(kBlockingCopy, device, current_stream(device).id, what);
+  Entry here;
+  Stream& s = current_stream(device);
+  finish({&s, s.issued, s.clock});
+  check_errors();
+}
 void to_device(const Tensor& src, const Tensor& dst, bool non_blocking) {
   const int device = dst.device().index();
   const size_t n = dst.nbytes();
@@ -56,11 +64,7 @@ void to_device(const Tensor& src, const Tensor& dst, bool non_blocking) {
     if (profile().is_on && n > kStagedAtOnce) set_host_clock(std::max(host_clock(), s.clock));
   }
   if (non_blocking) return;
-  is_dropped(kBlockingCopy, device, current_stream(device).id, "copy to device");
-  Entry here;
-  Stream& s = current_stream(device);
-  finish({&s, s.issued, s.clock});
-  check_errors();
+  block(device, "copy to device");
 }
 void to_host(const Tensor& src, const Tensor& dst, bool non_blocking) {
   const int device = src.device().index();
@@ -75,11 +79,7 @@ void to_host(const Tensor& src, const Tensor& dst, bool non_blocking) {
     if (locked) note_copy(dst.const_data_ptr(), n, {&s, s.issued, s.clock}, true);
   }
   if (non_blocking && locked) return;
-  is_dropped(kBlockingCopy, device, current_stream(device).id, locked ? "copy to host" : "copy to pageable memory");
-  Entry here;
-  Stream& s = current_stream(device);
-  finish({&s, s.issued, s.clock});
-  check_errors();
+  block(device, locked ? "copy to host" : "copy to pageable memory");
 }
 // Runs on the source's stream; both streams wait for each other, as on CUDA.
 void within(const Tensor& src, const Tensor& dst) {
