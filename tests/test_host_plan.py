@@ -19,8 +19,8 @@ import megatrain
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.planning.host_plan import HostPlan, HostRow, host_plan
-from megatrain.runtime.gradient_flow import Facts
-from megatrain.runtime.landing import LandingArena
+from megatrain.runtime.gradients.flow import Facts
+from megatrain.runtime.gradients.landing import LandingArena
 from tests.models import MODELS, Gpt
 from tests.runtime.harness import loss_of
 

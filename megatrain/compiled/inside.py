@@ -246,8 +246,7 @@ class Compiled:
                 failed[variant] = str(failure)
                 self._variants.learn(failure, arguments, failed)
                 variant = self._variant_for(arguments, failed)
-            except Exception as error:
-                # Only a lack of memory is worth a second attempt, and gets one.
+            except Exception as error:  # a lack of memory gets a second attempt; all else is raised
                 if not attempts.may_repeat(error, executor.memory_figures):
                     raise
                 start.restore(device)

@@ -7,8 +7,8 @@ import re
 GIB = 1 << 30
 MIB = 1 << 20
 SEGMENTS = 3 * (2 * MIB + 20 * MIB)
-"""torch's allocator cuts small tensors from segments of 2 MiB and larger ones from segments of 20 MiB; each stream has a
-pool of both, and the last segment of a pool is partly empty. Three streams have pools: compute has one always, a
+"""torch's allocator cuts small tensors from segments of 2 MiB and larger ones from segments of 20 MiB; each stream has
+a pool of both, and the last segment of a pool is partly empty. Three streams have pools: compute has one always, a
 transfer only where it has to rearrange a tensor."""
 
 

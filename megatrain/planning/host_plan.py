@@ -18,7 +18,7 @@ from megatrain.optim.masters.registry import Masters
 from megatrain.optim.need import OptimizerNeed, Updated, optimizer_need
 from megatrain.options import PRECISION
 from megatrain.passes.program import Program
-from megatrain.runtime.gradient_flow import Facts
+from megatrain.runtime.gradients.flow import Facts
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import aligned, format_bytes
 from megatrain.torch_private import FakeTensor

@@ -13,6 +13,7 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import stored_stride
 from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.call_start import Start, version
+from megatrain.runtime.gradients.sums import ParameterGradient
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.rng import OwnGenerators, RngState
 from megatrain.runtime.stores.buffer_copies import BufferCopies
@@ -20,9 +21,6 @@ from megatrain.runtime.stores.device_arena import Meter
 from megatrain.runtime.stores.parks import Parks
 from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.spec import TensorSpec
-
-ParameterGradient = tuple[torch.Tensor | None, bool]
-"""A parameter's gradient, or None, and whether others hold its memory too."""
 
 OPEN, DONE, FAILED = "open", "done", "failed"
 

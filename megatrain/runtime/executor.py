@@ -14,9 +14,9 @@ from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.gradient_demand import Once
-from megatrain.runtime.gradients import Take
-from megatrain.runtime.landing import LandingArena
+from megatrain.runtime.gradients.demand import Once
+from megatrain.runtime.gradients.landing import LandingArena
+from megatrain.runtime.gradients.sink import Take
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.rng import repeated_rng

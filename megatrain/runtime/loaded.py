@@ -9,7 +9,7 @@ from megatrain.memory.block_image import BlockImage
 from megatrain.passes.program import Program
 from megatrain.runtime.block import BlockRunner
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.gradient_flow import Facts
+from megatrain.runtime.gradients.flow import Facts
 from megatrain.tracer.spec import TensorSpec
 
 

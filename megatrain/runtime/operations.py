@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,11 +9,12 @@ import torch
 
 from megatrain.passes.program import Block
 from megatrain.runtime.block import LocalGraph
-from megatrain.runtime.call import Call, ParameterGradient
+from megatrain.runtime.call import Call
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.gradients import GradientSink
-from megatrain.runtime.landing import LandingArena, landing_of
+from megatrain.runtime.gradients.landing import Landing, LandingArena, PlainLanding
+from megatrain.runtime.gradients.sink import GradientSink
+from megatrain.runtime.gradients.sums import added, owned
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stopwatch import Stopwatch
@@ -48,9 +48,19 @@ class Operations:
         self.instructions = instructions
         self.engine = engine
         self._slots = Slots(loaded[0].images, engine)
-        self.sink = GradientSink.of(loaded[0], engine, landing_of(loaded[0], engine, instructions.landing_bytes, arena))
+        landing, parts = self._landing(arena), loaded[0].facts.parts
+        self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
         blocks = {what: {i.op.block for i in instructions.all if i.op.what == what} for what in "BG"}
         self._without_offload = blocks["B"] - blocks["G"]
+
+    def _landing(self, arena: LandingArena | None) -> Landing | PlainLanding | None:
+        """Returns where gradients land; None for calls whose gradients are made on the host, and stay there."""
+        loaded, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
+        if arena is not None:
+            return Landing(nbytes, loaded.program, arena)
+        if engine.device.can_bind:
+            return None
+        return PlainLanding(loaded.program, loaded.facts, engine.gradients, engine.bus, nbytes)
 
     def start(self, inputs: Sequence[torch.Tensor], number: int = 0) -> Start:
         """Returns a micro-batch's starting state: its inputs, and the present model."""
@@ -246,40 +256,22 @@ class Operations:
             return self._graph(call, block, instruction, inputs, state, is_repeated=True)
 
     def _added(self, taken: Taken, block: Block, gradients: Sequence[torch.Tensor | None]) -> Callable[[], None]:
-        """Adds one micro-batch's gradients of a block's parameters to those before, in their order.
+        """Adds one micro-batch's gradients of a block's parameters to those before.
 
         Returns:
             The rest of the work, which takes no memory: until it runs, the sums are as they were.
         """
-        first = taken.calls[0]
+        first, index = taken.calls[0], block.index
         # Memory that others hold too must not become a `.grad`. Looked up now, before this call holds the gradient as
         # well.
-        found = list(zip(gradients, self._are_shared(gradients), strict=True))
-        known = first.parameter_gradients.get(block.index, [(None, False)] * len(found))
-        in_place = [_adds_in_place(*pair) for pair in zip(known, found, strict=True)]
-        sums = [
-            before if is_in_place else _sum(before, now)
-            for before, now, is_in_place in zip(known, found, in_place, strict=True)
-        ]
+        sums, add_in_place = added(first.parameter_gradients.get(index), owned(gradients, self.engine.meter.has))
 
         def add() -> None:
-            for (total, _), (gradient, _), is_in_place in zip(sums, found, in_place, strict=True):
-                if is_in_place and total is not None and gradient is not None:
-                    total.add_(gradient)
-            first.parameter_gradients[block.index] = sums
-            first.hold("parameters", block.index, [gradient for gradient, _ in sums])
+            add_in_place()
+            first.parameter_gradients[index] = sums
+            first.hold("parameters", index, [gradient for gradient, _ in sums])
 
         return add
-
-    def _are_shared(self, gradients: Sequence[torch.Tensor | None]) -> list[bool]:
-        """Tells of each gradient whether its memory is also that of a value, or of another of them."""
-        places = [g.untyped_storage().data_ptr() for g in gradients if g is not None and g.layout == torch.strided]
-        count = Counter(places)
-        return [
-            g is not None
-            and (self.engine.meter.has(g) or (g.layout == torch.strided and count[g.untyped_storage().data_ptr()] > 1))
-            for g in gradients
-        ]
 
     def offload(self, taken: Taken, instruction: Instruction) -> None:
         """G."""
@@ -297,24 +289,6 @@ class Operations:
         """U."""
         assert taken.trainer is not None
         taken.trainer.update(instruction.op.block)
-
-
-def _adds_in_place(before: ParameterGradient, now: ParameterGradient) -> bool:
-    """Tells whether nothing else uses the memory of the sum so far."""
-    (total, is_shared), (gradient, _) = before, now
-    if total is None or gradient is None or is_shared or total.layout != torch.strided:
-        return False
-    return total.untyped_storage().nbytes() == total.nbytes
-
-
-def _sum(before: ParameterGradient, now: ParameterGradient) -> ParameterGradient:
-    """Adds a gradient to the sum of earlier ones, in memory of its own."""
-    total, gradient = before[0], now[0]
-    if total is None or gradient is None:
-        return now if total is None else before
-    # Sparse ones join their parts, and a dense one takes a sparse one up only from the left.
-    is_swapped = total.is_sparse and not gradient.is_sparse
-    return (gradient + total if is_swapped else total + gradient), False
 
 
 _OF_VALUES = ("value", "gradient", "original", "returned")

@@ -11,7 +11,7 @@ from megatrain.options import Options
 from megatrain.passes.program import Program
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.landing import LandingArena
+from megatrain.runtime.gradients.landing import LandingArena
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind

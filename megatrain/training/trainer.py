@@ -13,7 +13,7 @@ from megatrain.errors import ExecuteError
 from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
-from megatrain.runtime.gradients import check_kind, hooked, kind_of, laid_out
+from megatrain.runtime.gradients.sink import check_kind, hooked, kind_of, laid_out
 from megatrain.training.batch import loss_of
 from megatrain.training.handing import handed
 from megatrain.training.setup import Setting

@@ -13,7 +13,7 @@ import megatrain
 from megatrain.device import HOST
 from megatrain.memory.block_image import state_image
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.gradients import GradientSink
+from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.inventory import StateEntry

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.runtime.gradients import GradientSink
+from megatrain.runtime.gradients.sink import GradientSink
 from tests.gradients import grad_of
 from tests.models import MODELS
 from tests.runtime.harness import assert_same, train

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatrain.device import HOST
-from megatrain.runtime.gradients import GradientSink
+from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.scheduler.instructions import Bytes
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import megatrain
 from megatrain.passes.program import Program
-from megatrain.runtime.gradient_flow import Facts
+from megatrain.runtime.gradients.flow import Facts
 from megatrain.scheduler.from_program import schedule, workload
 from megatrain.scheduler.step_kind import UPDATES
 from tests.experts import Layers

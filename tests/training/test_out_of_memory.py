@@ -20,6 +20,7 @@ from megatrain.device import Cuda
 from megatrain.errors import DeviceMemoryWarning, ExecuteError
 from megatrain.memory.out_of_memory import DeviceMemoryError, let_go, ran_out
 from megatrain.runtime import operations
+from megatrain.runtime.gradients import sums
 from megatrain.runtime.operations import HANDLERS
 from megatrain.sizes import format_bytes
 from tests.models import MODELS
@@ -213,11 +214,8 @@ def test_memory_that_lacks_once_behind_an_update_completes_the_step():
 @pytest.mark.parametrize("back", [1, 9, 11])  # of the first block, of the next
 def test_memory_that_lacks_between_two_sums_of_gradients_adds_none_twice(back: int, monkeypatch: pytest.MonkeyPatch):
     """A sum takes memory where others hold the memory of the one before: here every second."""
-    run, added, is_armed = Run("overlap", name="bridged"), operations._sum, False
+    run, added, is_armed = Run("overlap", name="bridged"), sums._sum, False
     count = last = 0
-
-    def is_shared(self: Any, gradients: Any) -> list[bool]:
-        return [number % 2 == 1 for number in range(len(gradients))]
 
     def failing(before: Any, now: Any) -> Any:
         nonlocal count, is_armed
@@ -227,8 +225,8 @@ def test_memory_that_lacks_between_two_sums_of_gradients_adds_none_twice(back: i
             behind(fail)()
         return added(before, now)
 
-    monkeypatch.setattr(operations.Operations, "_are_shared", is_shared)
-    monkeypatch.setattr(operations, "_sum", failing)
+    monkeypatch.setattr(operations, "owned", lambda found, _: [(g, n % 2 == 1) for n, g in enumerate(found)])
+    monkeypatch.setattr(sums, "_sum", failing)
     run.take(2)
     count = 0
     run.take()

@@ -16,7 +16,7 @@ from megatrain.passes.interpret import Code
 from megatrain.runtime import operations
 from megatrain.runtime.block import BlockRunner, LocalGraph
 from megatrain.runtime.executor import Executor
-from megatrain.runtime.gradients import GradientSink
+from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.run import Run
 from megatrain.runtime.slots import Slots

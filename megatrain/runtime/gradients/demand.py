@@ -9,7 +9,7 @@ import torch
 
 from megatrain import torch_private
 from megatrain.errors import ExecuteError
-from megatrain.runtime.gradients import Take, accumulate, keeps_gradient, keeps_of
+from megatrain.runtime.gradients.sink import Take, accumulate, keeps_gradient, keeps_of
 
 
 def keeps_graph() -> bool:

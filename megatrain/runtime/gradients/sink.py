@@ -9,9 +9,7 @@ import torch
 
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
-from megatrain.runtime.engine import Engine
-from megatrain.runtime.landing import Landed, Landing, PlainLanding
-from megatrain.runtime.loaded import Loaded
+from megatrain.runtime.gradients.landing import Landed, Landing, PlainLanding
 from megatrain.scheduler.instructions import Bytes
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.spec import TensorSpec
@@ -81,11 +79,6 @@ class GradientSink:
         self.accumulation = Accumulation(parameter_of)
         self._take: Take = self.accumulation
         self._keeps = keeps_of(self._take)
-
-    @staticmethod
-    def of(loaded: Loaded, engine: Engine, landing: Landing | PlainLanding | None) -> GradientSink:
-        """Makes the sink of a backward."""
-        return GradientSink(lambda key: engine.tensors[key], engine.device, parts=loaded.facts.parts, landing=landing)
 
     def begin(self, take: Take | None = None) -> None:
         """Starts a backward, whose gradients `take` gets; None adds them to `.grad`.

@@ -11,8 +11,8 @@ import torch
 from megatrain.memory.block_image import BlockImage, image, views
 from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena
-from megatrain.runtime.engine import Engine
-from megatrain.runtime.loaded import Loaded
+from megatrain.passes.program import Program
+from megatrain.runtime.gradients.flow import Facts
 from megatrain.runtime.stores.gradient_memory import GradientMemory
 from megatrain.scheduler.instructions import Bytes
 from megatrain.sizes import aligned
@@ -63,15 +63,15 @@ class Landing:
 
     Args:
         nbytes: Bytes of all of them; some may use the same bytes one after another.
-        loaded: What runs.
+        program: What runs.
         arena: Where they are.
     """
 
-    def __init__(self, nbytes: int, loaded: Loaded, arena: LandingArena):
+    def __init__(self, nbytes: int, program: Program, arena: LandingArena):
         self._arena = arena
         self._nbytes = nbytes
-        self._layouts = _layouts(loaded)
-        self._keys = [block.binding for block in loaded.program.blocks]
+        self._layouts = _layouts(program)
+        self._keys = [block.binding for block in program.blocks]
         self._memory: HostArena | None = None
         self._places: dict[int, list[torch.Tensor | None]] = {}
 
@@ -114,23 +114,21 @@ class PlainLanding:
     """The gradients of a call: those that stay go to rooms of their own, all others through the slab.
 
     Args:
-        loaded: What runs.
+        program: What runs.
         memory: Has the rooms and the slab.
         bus: Brings gradients to the host.
         slab_bytes: The largest block's gradients.
     """
 
-    def __init__(self, loaded: Loaded, memory: GradientMemory, bus: Bus, slab_bytes: int):
+    def __init__(self, program: Program, facts: Facts, memory: GradientMemory, bus: Bus, slab_bytes: int):
         self._memory = memory
         self._bus = bus
         self._slab_bytes = slab_bytes
         self._slab = HostArena(0)
-        state = loaded.program.state
-        owners = {part.owner for part in loaded.facts.parts}
-        self._specs: Mapping[str, TensorSpec] = {
-            key: state[key].spec for key in loaded.facts.trained if key not in owners
-        }
-        uses = Counter(key for block in loaded.program.blocks for key in block.binding)
+        state = program.state
+        owners = {part.owner for part in facts.parts}
+        self._specs: Mapping[str, TensorSpec] = {key: state[key].spec for key in facts.trained if key not in owners}
+        uses = Counter(key for block in program.blocks for key in block.binding)
         # Only the first of several terms can stay where it lands.
         self._has_sums = bool(owners) or any(uses[key] > 1 for key in self._specs)
 
@@ -175,22 +173,6 @@ class PlainLanding:
         return found
 
 
-def landing_of(
-    loaded: Loaded, engine: Engine, nbytes: int, arena: LandingArena | None
-) -> Landing | PlainLanding | None:
-    """Returns where gradients land: of a training step in `arena`; None for calls whose gradients are made on the host.
-
-    Args:
-        loaded: What runs.
-        engine: Holds the memory of calls.
-        nbytes: The schedule's bytes for them.
-        arena: Of a training step.
-    """
-    if arena is not None:
-        return Landing(nbytes, loaded, arena)
-    return None if engine.device.can_bind else PlainLanding(loaded, engine.gradients, engine.bus, nbytes)
-
-
 def _flat(slab: HostArena, offset: int, gradient: torch.Tensor) -> torch.Tensor:
     """The bytes of a slab from `offset` on, as a contiguous tensor like a gradient."""
     return slab.tensor[offset : offset + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
@@ -207,9 +189,9 @@ def _brought(
     return bus.to_host(place, gradient, arena)
 
 
-def _layouts(loaded: Loaded) -> list[BlockImage]:
-    state = loaded.program.state
+def _layouts(program: Program) -> list[BlockImage]:
+    state = program.state
     return [
         image([(key, state[key].spec) for key in dict.fromkeys(block.binding) if state[key].requires_grad])
-        for block in loaded.program.blocks
+        for block in program.blocks
     ]
