@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -196,6 +197,44 @@ def test_each_thread_has_a_clock_and_autograd_has_its_callers(sim: Simulator):
     before = sim.host_clock
     y.sum().backward()
     assert before < seen[1] <= sim.host_clock < 100
+
+
+def test_a_profile_starts_the_clocks_of_all_threads(sim: Simulator):
+    x, seen = torch.empty(10, device="sim"), list[float]()
+    work: SimpleQueue[float | None] = SimpleQueue()
+    done: SimpleQueue[None] = SimpleQueue()
+
+    def serve() -> None:
+        while (begin := work.get()) is not None:
+            sim.host_clock += begin
+            x.add_(1)
+            seen.append(sim.host_clock)
+            done.put(None)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    for begin in (100, 3):
+        sim.set_profile(HardwareProfile(issue=1))
+        assert sim.host_clock == 0
+        work.put(begin)
+        done.get()
+    work.put(None)
+    thread.join()
+    assert seen == [101, 4]
+
+
+def test_a_profile_leaves_nothing_of_the_time_before(sim: Simulator):
+    x, side = torch.empty(1000, 1000, device="sim"), torch.Stream(device="sim")
+    sim.set_profile(PLAIN)
+    with on(side):
+        x @ x  # pyright: ignore[reportUnusedExpression]
+    before = side.record_event()
+    sim.set_profile(PLAIN)
+    main = torch.accelerator.current_stream()
+    main.wait_event(before)
+    assert sim.stream_clock(main) == 0
+    before.synchronize()
+    assert sim.host_clock == 0
 
 
 def test_events_measure_virtual_time(sim: Simulator):

@@ -36,9 +36,10 @@ class Stopwatch:
 
         def run() -> None:
             work()
-            stream = instruction.position.stream
-            if stream != Stream.HOST:
-                self._device.synchronize()
+            stream, queue = instruction.position.stream, self._device.current_stream()
+            # Not the whole device: another stream's longer work would count as this one's.
+            if stream != Stream.HOST and queue is not None:
+                queue.synchronize()
             end = self._ends[instruction.position] = time.perf_counter()
             free = self._last.get(stream, begin)
             self._last[stream] = end

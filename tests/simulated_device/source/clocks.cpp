@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <memory>
 
@@ -15,16 +16,26 @@ namespace {
 // thread: both then move one clock, as one waits for the other.
 struct HostClock final : c10::DebugInfoBase {
   double seconds = 0;
+  int64_t era = 0;
 };
+std::atomic<int64_t> era{0};  // threads that nobody can reach begin anew with each
 thread_local std::shared_ptr<HostClock> own;
 thread_local int depth = 0;
 thread_local double left_at = -1;
 
-HostClock& clock_here() {
+HostClock& kept_clock() {
   if (auto* found = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::TEST_INFO)) return *static_cast<HostClock*>(found);
   if (!own) own = std::make_shared<HostClock>();
   c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::TEST_INFO, own);
   return *own;
+}
+HostClock& clock_here() {
+  auto& found = kept_clock();
+  if (found.era != era) {
+    found.era = era;
+    found.seconds = 0;
+  }
+  return found;
 }
 double cpu_seconds() {
   timespec now;
@@ -82,9 +93,11 @@ Profile& profile() {
   return *all;
 }
 void reset_clocks() {
+  ++era;
   for (auto& link : links) for (auto& busy : link.busy) busy.clear();
 }
 
+int64_t present_era() { return era; }
 double host_clock() { return clock_here().seconds; }
 void set_host_clock(double seconds) { clock_here().seconds = seconds; }
 void spend_on_host(double seconds) {

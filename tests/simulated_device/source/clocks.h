@@ -33,8 +33,9 @@ struct Profile {
   bool is_on = false;
 };
 Profile& profile();
-void reset_clocks();  // of the devices' links; streams have their own
+void reset_clocks();  // of host threads and of the devices' links; streams have their own
 
+int64_t present_era();  // counts the beginnings of the clocks
 double host_clock();
 void set_host_clock(double seconds);
 void spend_on_host(double seconds);

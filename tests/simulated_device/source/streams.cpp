@@ -132,12 +132,12 @@ Mark record(Stream& s) {
 }
 void wait(Stream& s, const Mark& mark) {
   spend_on_host(profile().control);
-  s.clock = std::max(s.clock, mark.time);
+  s.clock = std::max(s.clock, mark.time());
   put(s, {"wait", nullptr, mark});
 }
 bool is_past(const Mark& mark) {
   if (!profile().is_on) return mark.stream->done >= mark.seq;
-  if (mark.time > host_clock()) return false;
+  if (mark.time() > host_clock()) return false;
   run_until(*mark.stream, mark.seq);
   return true;
 }
@@ -157,7 +157,7 @@ void finish(const Mark& mark) {
   if (!mark.stream) return;
   run_until(*mark.stream, mark.seq);
   pump();
-  if (profile().is_on) set_host_clock(std::max(host_clock(), mark.time) + profile().sync);
+  if (profile().is_on) set_host_clock(std::max(host_clock(), mark.time()) + profile().sync);
 }
 void finish_all(int device) {
   double last = host_clock();
@@ -256,7 +256,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void recordDataPtrOnStream(const c10::DataPtr& p, const c10::Stream& s) const override { record_use(p.get(), s); }
   double elapsedTime(void* a, void* b, const c10::DeviceIndex) const override {
-    return a && b ? 1e3 * (mark_of(b).time - mark_of(a).time) : 0;
+    return a && b ? 1e3 * (mark_of(b).time() - mark_of(a).time()) : 0;
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)

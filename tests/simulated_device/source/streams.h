@@ -20,11 +20,13 @@ namespace sim {
 enum class Order { early, late, seeded };
 struct Stream;
 
-// A point between two tasks of a stream.
+// A point between two tasks of a stream. Its time is 0 once the clocks have begun anew.
 struct Mark {
   Stream* stream = nullptr;
   int64_t seq = 0;
-  double time = 0;
+  double issued_at = 0;
+  int64_t era = present_era();
+  double time() const { return era == present_era() ? issued_at : 0; }
 };
 struct Task {
   std::string name;

@@ -1,0 +1,250 @@
+"""Training steps of the real runtime on a simulated device, in modelled time: for cards that aren't here.
+
+The simulated device computes nothing: each copy, each kernel and each update takes the time that a card's rates say.
+So the threads, streams, waits and slots are real, and the seconds are modelled, never measured. See
+benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import mmap
+import os
+import sys
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import megatrain
+from benchmarks.cards import CARDS, Card
+from megatrain.device.host_pages import HostPages
+from megatrain.errors import MegatrainError
+from megatrain.optim.block_update import MasterStep
+from megatrain.optim.masters.halves import SplitMaster
+from megatrain.optim.norm import GradientNorm
+from megatrain.planning import host_plan
+from megatrain.runtime.stores import moving
+from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.schedule import Schedule
+from megatrain.sizes import format_bytes
+from tests.simulated_device.loading import load, unavailable
+from tests.simulated_device.simulator import Simulator, Span
+from tests.simulated_device.virtual_hosts import VirtualHosts
+
+CONTEXT = 2048
+_PLENTY = 1 << 50
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The shape of a Llama."""
+
+    depth: int
+    width: int
+    inner: int
+    heads: int
+    groups: int
+    vocabulary: int
+    is_tied: bool = False
+
+    def model(self) -> nn.Module:
+        """Returns the model in memory that nobody has written."""
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.width,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.depth,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.groups,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=self.is_tied,
+            use_cache=False,
+        )
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        return model.to_empty(device="cpu")
+
+
+SIZES = {
+    "1.5B": Size(28, 1536, 8960, 12, 2, 151936, is_tied=True),
+    "3B": Size(28, 3072, 8192, 24, 8, 128256, is_tied=True),
+    "8B": Size(32, 4096, 14336, 32, 8, 128256),
+    "14B": Size(48, 5120, 13824, 40, 8, 152064),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "overlap": {},
+    "serial": {"overlap": False},
+    "deferred, clipped": {"max_grad_norm": 1.0},
+    "serial, clipped": {"max_grad_norm": 1.0, "overlap": False},
+}
+
+
+# -- a host with any amount of memory ----------------------------------------------------------------------------
+
+_FOLD = 64 << 20
+_SHARED_FIXED = mmap.MAP_SHARED | 0x10  # MAP_FIXED
+_MAP_NORESERVE = 0x4000  # which Python 3.11 doesn't name
+
+
+class Folded:
+    """Makes host memory of any size from few pages, which lie at many addresses: what is written is lost."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("folded")
+        os.truncate(self._file, _FOLD)
+        self._map = ctypes.CDLL(None, use_errno=True).mmap
+        self._map.restype = ctypes.c_void_p
+        number = ctypes.c_int
+        self._map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long]
+
+    def pages(self, nbytes: int) -> HostPages:
+        """Takes the place of `HostPages.of`."""
+        whole = HostPages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+        for offset in range(0, nbytes, _FOLD):
+            part = min(_FOLD, nbytes - offset)
+            found = self._map(start + offset, part, mmap.PROT_READ | mmap.PROT_WRITE, _SHARED_FIXED, self._file, 0)
+            if found != start + offset:
+                raise OSError(ctypes.get_errno(), "host memory can't be folded")
+        return whole
+
+
+@contextmanager
+def host_of_any_size() -> Generator[None]:
+    """During the body the host has memory for any model, holds no values in it, and computes no update or norm."""
+    folded = Folded()
+    with ExitStack() as stack:
+        for owner, name, made in (
+            (HostPages, "of", staticmethod(folded.pages)),
+            (moving, "available_bytes", lambda: _PLENTY),
+            (host_plan, "available_now", lambda: _PLENTY),
+            (SplitMaster, "store", lambda self, values, spare: None),
+            (MasterStep, "__call__", lambda self, optimizer: None),
+            (GradientNorm, "add", lambda self, block, gradients: None),
+            (GradientNorm, "total", lambda self: torch.ones(())),
+        ):
+            stack.enter_context(patch.object(owner, name, made))
+        yield
+
+
+# -- steps -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step in modelled time, in seconds.
+
+    Args:
+        step_s: From an idle device to an idle device.
+        predicted_s: By the simulator of schedules, from the times of its ops in another step.
+        spans: The device's work.
+        host_s: The work of the host.
+        schedule: What ran.
+    """
+
+    step_s: float
+    predicted_s: float
+    spans: Sequence[Span]
+    host_s: float
+    schedule: Schedule
+
+    @cached_property
+    def busy(self) -> dict[str, float]:
+        """Seconds that each part of the machine works."""
+        found = {"compute": 0.0, "h2d": 0.0, "d2h": 0.0}
+        for span in self.spans:
+            found[span.name if span.name in found else "compute"] += span.end - span.begin
+        return {**found, "host": self.host_s}
+
+    @property
+    def bound_s(self) -> float:
+        """No step of these ops is shorter: one part works so long. Serial updates begin when the device is done."""
+        device = max(seconds for name, seconds in self.busy.items() if name != "host")
+        return device + self.host_s if self.schedule.kind.updates == "serial" else max(device, self.host_s)
+
+    @property
+    def held_up_by(self) -> str:
+        """The part that works longest."""
+        return max(self.busy, key=self.busy.__getitem__)
+
+
+def steps_of(
+    simulator: Simulator, card: Card, size: Size, counts: Sequence[int], ways: Sequence[str]
+) -> Generator[tuple[int, str, Step | str]]:
+    """Takes steps of so many micro-batches in each way; yields a step in modelled time, or why there is none."""
+    simulator.configure(capacity=card.memory_bytes)
+    compiled = megatrain.compile(size.model(), device="sim", precision="bf16")
+    ids = torch.zeros(1, CONTEXT, dtype=torch.long, device="sim")
+    for count in counts:
+        for way in ways:
+            optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-4, fused=True)
+            step = megatrain.TrainStep(compiled, optimizer, **WAYS[way])
+            try:
+                yield count, way, _step_of(simulator, card, step, [{"input_ids": ids, "labels": ids}] * count)
+            except MegatrainError as error:
+                yield count, way, str(error).splitlines()[0]
+
+
+def _step_of(simulator: Simulator, card: Card, step: megatrain.TrainStep, batch: Any) -> Step:
+    step(batch)  # captures, allocates, and leaves updates for the next step
+    hosts = VirtualHosts(simulator, card.host_bytes_per_s)
+    simulator.set_profile(card.profile())
+    try:
+        with simulator.spans() as spans:
+            seconds = hosts.take(step, batch)
+        predicted = hosts.predicted(step, batch)
+    finally:
+        simulator.set_profile(None)
+    host_s = hosts.moved_bytes(Stream.HOST) / card.host_bytes_per_s
+    return Step(seconds, predicted, spans, host_s, step.schedule)
+
+
+def rows(simulator: Simulator, options: argparse.Namespace) -> Generator[str]:
+    """Yields the lines of the table, as they are known."""
+    yield "| card | model | tokens | way | step (modelled) | of the bound | held up by | predicted | device memory |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    cases = [(card, size) for card in options.cards for size in options.sizes]
+    for card, size in tqdm(cases, unit="case", disable=None):
+        for count, way, found in steps_of(simulator, CARDS[card], SIZES[size], options.micro_batches, options.ways):
+            head = f"| {card} | {size} | {count * CONTEXT} |"
+            if isinstance(found, str):
+                yield f"{head} {way} | {found} | | | | |"
+                continue
+            yield (
+                f"{head} {way} | {found.step_s:.3f} s | {found.step_s / found.bound_s:.3f} | {found.held_up_by} | "
+                f"{found.predicted_s / found.step_s:.3f} | {format_bytes(found.schedule.device_bytes)} |"
+            )
+        gc.collect()  # the model's memory goes before the next one's comes
+
+
+def main() -> None:
+    """Prints a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--cards", nargs="+", choices=list(CARDS), default=list(CARDS))
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 8], help=f"each of {CONTEXT} tokens")
+    options = parser.parse_args()
+    if (reason := unavailable()) is not None:
+        sys.exit(reason)
+    simulator = load()
+    simulator.configure(compute=False, poison=False)
+    warnings.simplefilter("ignore")
+    with host_of_any_size():
+        for line in rows(simulator, options):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""VirtualHosts: training steps of the real runtime in virtual time, with the threads and the work of the host in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import megatrain
+from megatrain.runtime.operations import HANDLERS
+from megatrain.runtime.streams import stopwatch
+from megatrain.runtime.streams.events import Event, Session
+from megatrain.runtime.streams.stream import Lane, StreamThread
+from megatrain.scheduler.books import Books
+from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.table import Position
+from tests.simulated_device.simulator import Simulator
+
+
+class VirtualHosts:
+    """Clocks of megatrain's threads: who waits for another thread goes on no earlier than the other was done.
+
+    The device's own clocks are the simulator's, whose `set_profile` comes first.
+
+    Args:
+        simulator: The simulated device.
+        host_bytes_per_s: Rate of updates and norms, in bytes of host memory read and written; the processor's own time
+            doesn't count.
+    """
+
+    def __init__(self, simulator: Simulator, host_bytes_per_s: float):
+        self._simulator = simulator
+        self._rate = host_bytes_per_s
+        self._known: dict[Event, float] = {}
+        self._moves: Mapping[Position, int] = {}
+
+    def take(self, step: megatrain.TrainStep, batch: Any) -> float:
+        """Takes a training step, between two moments at which the device is idle; returns its virtual seconds."""
+        self._moves = {position: effect.moves for position, effect in Books(step.prepare(batch)).ops}
+        with self._handing_on():
+            begin = self._idle()
+            step(batch)
+            return self._idle() - begin
+
+    def predicted(self, step: megatrain.TrainStep, batch: Any) -> float:
+        """Takes a training step as `TrainStep.measure` does; returns what the simulator of schedules makes of that."""
+        self._moves = {position: effect.moves for position, effect in Books(step.prepare(batch)).ops}
+        with self._handing_on():
+            self._idle()
+            measured = step.measure(batch)
+        return step.schedule.simulate(measured).step_s
+
+    def moved_bytes(self, stream: Stream) -> int:
+        """Bytes that the ops of a stream moved in the latest step."""
+        return sum(nbytes for position, nbytes in self._moves.items() if position.stream == stream)
+
+    def _idle(self) -> float:
+        torch.accelerator.synchronize()
+        return self._simulator.host_clock
+
+    def _at_least(self, seconds: float) -> None:
+        self._simulator.host_clock = max(self._simulator.host_clock, seconds)
+
+    @contextmanager
+    def _handing_on(self) -> Generator[None]:
+        """During the body, each place where threads meet hands a clock on."""
+        with ExitStack() as stack:
+
+            def replaced(owner: Any, name: str, made: Callable[[Any], Any]) -> None:
+                stack.enter_context(patch.object(owner, name, made(getattr(owner, name))))
+
+            replaced(StreamThread, "_put", self._submitting)
+            replaced(Lane, "perform", self._performing)
+            replaced(Event, "settle", self._settling)
+            replaced(Event, "wait", self._waiting)
+            replaced(Session, "wait", self._waiting_in_session)
+            clock = SimpleNamespace(perf_counter=lambda: self._simulator.host_clock)
+            stack.enter_context(patch.object(stopwatch, "time", clock))
+            timed = {key: self._timed(HANDLERS[key]) for key in HANDLERS if key[0] == Stream.HOST}
+            stack.enter_context(patch.dict(HANDLERS, timed))
+            try:
+                yield
+            finally:
+                self._known.clear()
+
+    def _submitting(self, original: Any) -> Any:
+        def put(stream: StreamThread, op: Any) -> None:
+            self._known[op.done] = self._simulator.host_clock
+            original(stream, op)
+
+        return put
+
+    def _performing(self, original: Any) -> Any:
+        def perform(lane: Lane, op: Any) -> None:
+            self._at_least(self._known.get(op.done, 0))
+            original(lane, op)
+
+        return perform
+
+    def _settling(self, original: Any) -> Any:
+        def settle(event: Event, *, failed: bool = False) -> None:
+            self._known[event] = self._simulator.host_clock
+            original(event, failed=failed)
+
+        return settle
+
+    def _waiting(self, original: Any) -> Any:
+        def wait(event: Event) -> None:
+            original(event)
+            self._at_least(self._known.get(event, 0))
+
+        return wait
+
+    def _waiting_in_session(self, original: Any) -> Any:
+        def wait(session: Session, stream: str, label: str, event: Event, **options: Any) -> None:
+            original(session, stream, label, event, **options)
+            self._at_least(self._known.get(event, 0))
+
+        return wait
+
+    def _timed(self, original: Any) -> Any:
+        def run(operations: Any, taken: Any, instruction: Any) -> None:
+            original(operations, taken, instruction)
+            self._simulator.host_clock += self._moves[instruction.position] / self._rate
+
+        return run

@@ -1,0 +1,98 @@
+"""Steps of the real runtime in virtual time: as long as the simulator of schedules says, no longer than they must be.
+
+The device computes nothing here and takes only time, so sizes are those at which a card is busy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.scheduler.effects import Stream
+from tests.simulated_device.simulator import HardwareProfile, Simulator
+from tests.simulated_device.virtual_hosts import VirtualHosts
+
+DEPTH, WIDTH, ROWS = 10, 512, 4096
+WAYS: dict[str, dict[str, Any]] = {
+    "overlap": {},
+    "serial": {"overlap": False},
+    "deferred": {"max_grad_norm": 1.0},
+    "serial_clipped": {"max_grad_norm": 1.0, "overlap": False},
+}
+# Launches cost something, but less than the work: issuing the smallest kernel takes a fifth of its time.
+_COMMON = {"memory": 1e12, "launch": 2e-6, "issue": 5e-6, "control": 1e-6, "sync": 5e-6, "pageable": 5e9}
+COMPUTE = HardwareProfile(fp32=2e12, h2d=25e9, d2h=25e9, **_COMMON)
+BUS = HardwareProfile(fp32=2e13, h2d=1e9, d2h=1e9, both_ways=0.75, **_COMMON)
+HOST_BYTES_PER_S = 40e9
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def made(way: str) -> tuple[megatrain.TrainStep, list[torch.Tensor]]:
+    compiled = megatrain.compile(Blocks(), device="sim", activations="recompute")
+    optimizer = torch.optim.AdamW(compiled.parameters(), fused=True)
+    step = megatrain.TrainStep(compiled, optimizer, **WAYS[way])
+    batch = [torch.empty(ROWS, WIDTH, device="sim") for _ in range(2)]
+    for _ in range(2):
+        step(batch)
+    return step, batch
+
+
+@pytest.fixture
+def hosts(sim: Simulator) -> VirtualHosts:
+    sim.configure(compute=False, poison=False)
+    return VirtualHosts(sim, HOST_BYTES_PER_S)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("profile", [COMPUTE, BUS], ids=["compute", "bus"])
+def test_the_simulator_of_schedules_is_right_within_5_percent(
+    sim: Simulator, hosts: VirtualHosts, profile: HardwareProfile, way: str
+):
+    step, batch = made(way)
+    sim.set_profile(profile)
+    hosts.take(step, batch)
+    predicted, taken = hosts.predicted(step, batch), hosts.take(step, batch)
+    assert predicted == pytest.approx(taken, rel=0.05)
+
+
+@pytest.mark.parametrize("way", ["overlap", "deferred"])
+@pytest.mark.parametrize(("profile", "busy"), [(COMPUTE, "compute"), (BUS, "h2d")], ids=["compute", "bus"])
+def test_a_step_takes_as_long_as_what_holds_it_up(
+    sim: Simulator, hosts: VirtualHosts, profile: HardwareProfile, busy: str, way: str
+):
+    step, batch = made(way)
+    sim.set_profile(profile)
+    hosts.take(step, batch)
+    with sim.spans() as spans:
+        taken = hosts.take(step, batch)
+    names = [(span.name if span.name in ("h2d", "d2h") else "compute", span.end - span.begin) for span in spans]
+    sums = {name: sum(seconds for known, seconds in names if known == name) for name, _ in names}
+    assert max(sums, key=sums.__getitem__) == busy, sums
+    assert sums[busy] <= taken <= 1.05 * sums[busy], sums
+
+
+@pytest.mark.parametrize("way", ["serial", "serial_clipped"])
+def test_serial_updates_add_their_own_time(sim: Simulator, hosts: VirtualHosts, way: str):
+    step, batch = made(way)
+    sim.set_profile(COMPUTE)
+    hosts.take(step, batch)
+    with sim.spans() as spans:
+        taken = hosts.take(step, batch)
+    compute = sum(span.end - span.begin for span in spans if span.name not in ("h2d", "d2h"))
+    updates = hosts.moved_bytes(Stream.HOST) / HOST_BYTES_PER_S
+    assert updates > 0.01 * compute
+    assert compute + updates <= taken <= 1.05 * (compute + updates)
