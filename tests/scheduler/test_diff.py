@@ -40,13 +40,14 @@ the other schedule: 3 graphs more kept, 3 blocks fewer recomputed, 2 parks fewer
             schedule(trained(2)).diff(schedule(trained(2), updates="overlap", micro_batches=2)),
             """\
 the other schedule: 5 ticks more
-  bytes: device 580864 -> 613888, peak 548096 -> 564736, host 132864 -> 265728
+  bytes: device 580864 -> 721920, peak 548096 -> 564736, host 132864 -> 265728
   kind: micro_batches 1 -> 2, updates none -> overlap
   places: none -> 0 = 132864+132864, 1 = 0+132864
   appeared: F0.1 (compute, tick 2)
   appeared: F1.1 (compute, tick 5)
   appeared: B1.1 (compute, tick 6)
   appeared: B0.1 (compute, tick 8)
+  moved: G1 (d2h, tick 4 -> 8): with B0 -> with B0.1
   moved: G0 (d2h, tick 5 -> 9): 1 tick after B0 -> 1 tick after B0.1
   appeared: U1 (host, tick 9)
   appeared: U0 (host, tick 10)""",

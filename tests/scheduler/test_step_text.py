@@ -63,7 +63,7 @@ class TestPrintedSteps(expecttest.TestCase):
             str(plan),
             """\
 schedule: 4 blocks, 2 slots, keep 1, 20 ticks; h2d 829952 B, d2h 564224 B, peak 597504 B
-device: 630272 B; host: 564224 B
+device: 763136 B; host: 564224 B
 slots: 0 = 0+132864; 1 = 132864+132864
 saves: 3
 micro-batches: 2
@@ -82,12 +82,12 @@ tick  h2d   compute  d2h   host  live_bytes
    9  .     B3.0     .     .         464640
   10  A2.0  F3.1*    .     .         464640
   11  A2.1  B3.1     .     .         481024
-  12  W1@1  B2.0     G3    .         597504
-  13  A1.0  B2.1     .     .         464640
-  14  A1.1  B1.0     G2    .         589312
-  15  W0@0  B1.1     .     .         448256
-  16  .     B0.0     G1    .         564736
-  17  .     B0.1     .     .         423424
+  12  W1@1  B2.0     .     .         597504
+  13  A1.0  B2.1     G3    .         597504
+  14  A1.1  B1.0     .     .         589312
+  15  W0@0  B1.1     G2    .         581120
+  16  .     B0.0     .     .         564736
+  17  .     B0.1     G1    .         556288
   18  .     .        G0    .         414976
   19  .     .        .     N         282112""",
         )

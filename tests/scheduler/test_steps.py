@@ -79,12 +79,26 @@ def test_a_turn_without_a_backward_retains_graphs_only_if_they_fit():
     plan = schedule(workload, micro_batches=3)
     assert plan.saves == ()
     plan.check()
+    early = plan.device_bytes - workload.blocks[0].gradient_bytes  # as its gradients leave late
     tight, roomy = (
-        schedule(workload, memory=plan.device_bytes, micro_batches=3),
+        schedule(workload, memory=early, micro_batches=3),
         schedule(workload, memory=10**9, micro_batches=3),
     )
     assert (tight.saves, roomy.saves) == ((), (0, 1, 2))
     roomy.check()
+
+
+def test_gradients_leave_beside_the_whole_backward_of_the_next_block_if_they_fit():
+    def beside(plan: Schedule) -> dict[str, str]:
+        return {str(row.d2h): str(row.compute) for row in plan.ticks if row.d2h is not None}
+
+    late = schedule(trained(4), micro_batches=3, keep=4)
+    assert beside(late) == {"G3": "B2.2", "G2": "B1.2", "G1": "B0.2", "G0": "None"}
+    early = schedule(trained(4), micro_batches=3, keep=4, memory=late.device_bytes - 1, activations="recompute")
+    assert beside(early) == {"G3": "B2.0", "G2": "B1.0", "G1": "B0.0", "G0": "None"}
+    assert early.saves == late.saves
+    for plan in (late, early):
+        plan.check()
 
 
 @given(workloads(), st.integers(1, 3000), st.integers(2, 4), st.sampled_from(ACTIVATIONS), st.sampled_from(UPDATES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.books import find_peak
@@ -22,6 +23,17 @@ def choose_draft(
     Raises:
         ScheduleError: If none fits.
     """
+    draft = _first_that_fits(builder, num_slots, keep, memory, activations)
+    if builder.kind.micro_batches == 1 or builder.kind.transfer == "bind" or draft.plan.num_slots == 1:
+        return draft
+    # Late offloads take no more than what is left: recomputed or parked activations would cost more time.
+    late = builder.draft(replace(draft.plan, has_late_offloads=True))
+    return late if memory is None or late.device_bytes <= memory else draft
+
+
+def _first_that_fits(
+    builder: Builder, num_slots: int | None, keep: int | None, memory: int | None, activations: str
+) -> Draft:
     counts = (2, 1) if num_slots is None else (num_slots,)
     if memory is None:
         return builder.draft(_starting_plan(builder, counts[0], keep, activations))

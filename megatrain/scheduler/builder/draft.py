@@ -26,11 +26,14 @@ class Choices:
         num_slots: Blocks whose weights may be on the device at the same time.
         keep: As in `Schedule`.
         saves: As in `Schedule`.
+        has_late_offloads: With several micro-batches, a block's gradients leave beside the whole backward of the block
+            before it, rather than beside that of one micro-batch. They take device memory longer.
     """
 
     num_slots: int
     keep: int
     saves: tuple[int, ...]
+    has_late_offloads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ class Builder:
             placed.stays,
             effects.parked,
             num_slots=plan.num_slots,
+            has_late_offloads=plan.has_late_offloads,
             written=written_ticks(self.workload, placed.head),
         )
         host = place_host(self.workload, self.kind, rows.ticks, placed.head)

@@ -64,7 +64,7 @@ class _Placer:
         self.h2d = -1
         self.d2h = -1
         self.ticks = OpTicks()
-        self._pending: list[tuple[dict[Run, int], Run]] = []
+        self._pending: list[tuple[dict[Run, int], Run, int]] = []
 
     def done(self, step: int) -> int:
         """The tick of a compute step; -1 before the first."""
@@ -87,24 +87,30 @@ class _Placer:
     def place_compute(self, ready: int) -> int:
         previous = self.done(len(self.compute) - 1)
         self.compute.append(max(previous, ready) + 1)
-        self.place_d2h(previous if self.num_slots == 1 else self.compute[-1] - 1)
+        self.place_d2h(previous if self.num_slots == 1 else self.compute[-1] - 1, step=len(self.compute) - 1)
         return self.compute[-1]
 
-    def leave(self, ticks: dict[Run, int], run: Run) -> None:
-        """Notes a transfer to the host that can run once the last compute step placed is done."""
-        self._pending.append((ticks, run))
+    def leave(self, ticks: dict[Run, int], run: Run, *, beside: int = 0) -> None:
+        """Notes a transfer to the host that can run once the last compute step placed is done.
 
-    def place_d2h(self, after: int) -> None:
-        """Places the transfers noted, in later ticks than `after`.
+        Args:
+            ticks: Where its tick goes.
+            run: Its block and micro-batch.
+            beside: The transfer takes the tick of this compute step, if the step comes later.
+        """
+        self._pending.append((ticks, run, beside))
+
+    def place_d2h(self, after: int, *, step: int | None = None) -> None:
+        """Places the transfers noted, in later ticks than `after`, up to the first that takes a later step's tick.
 
         Where copies to the device keep compute waiting, ticks pass without compute. A transfer to the host
         in such a tick would release its memory before the next compute, which would have to wait for it (see
         the memory edges of the dependency graph). So it takes the tick of that compute, and they overlap;
         one slot alone means the least memory instead.
         """
-        for ticks, run in self._pending:
+        while self._pending and (step is None or self._pending[0][2] <= step):
+            ticks, run, _ = self._pending.pop(0)
             ticks[run] = self.d2h = max(self.d2h, after) + 1
-        self._pending.clear()
 
 
 def assign_ticks(
@@ -114,6 +120,7 @@ def assign_ticks(
     parked: Mapping[int, Sequence[int]],
     *,
     num_slots: int,
+    has_late_offloads: bool,
     written: Mapping[int, int],
 ) -> Rows:
     """Places all ops; the order of each stream is fixed, so one pass in the order of compute steps does.
@@ -126,7 +133,8 @@ def assign_ticks(
         stages: In the order of compute.
         stays: In the order of need.
         parked: As in `Effects`.
-        num_slots: As in `Plan`.
+        num_slots: As in `Choices`.
+        has_late_offloads: See there.
         written: Tick in which the host has written a block's weights, where it does.
     """
     placer = _Placer(num_slots)
@@ -136,6 +144,8 @@ def assign_ticks(
     needs = {arrival.needed: index + 1 for index, arrival in enumerate(queue)}
     parks = _parks_by_producer(workload, parked)
     last_work = {work.block: work for work in steps if work.what == "B"}
+    stage_of = [number for number, stage in enumerate(stages) for _ in stage]
+    ends = [end - 1 for end in accumulate(map(len, stages))]
     loads = [0] * len(stays)
     ready = [-1] * len(steps)
     at = 0
@@ -155,7 +165,8 @@ def assign_ticks(
         else:
             placer.ticks.backward[run] = tick
             if workload.blocks[work.block].gradient_bytes > 0 and last_work[work.block] == work:
-                placer.leave(placer.ticks.offload, (work.block, 0))
+                beside = ends[min(stage_of[step] + 1, len(ends) - 1)] if has_late_offloads else step
+                placer.leave(placer.ticks.offload, (work.block, 0), beside=beside)
     placer.place_d2h(placer.done(len(steps) - 1))
     return Rows(placer.ticks, tuple(loads), max([placer.h2d, placer.d2h, *placer.compute[-1:]]) + 1)
 
