@@ -231,7 +231,10 @@ class Executor:
         self.engine.give_slots(None)
         instructions = self._operations.instructions if is_warm else self._cold()
         self.engine.reserve_slots(instructions.slot_bytes)
-        self._operations.run([call], instructions.backward)
+        try:
+            self._operations.run([call], instructions.backward)
+        finally:
+            self._operations.sink.end()
         return [call.gradients.get(self.program.inputs[i]) for i in self.differentiable_inputs]
 
     def _cold(self) -> Instructions:

@@ -117,5 +117,6 @@ class Run:
 
     def close(self, status: str = FAILED) -> None:
         """Ends the run and releases everything that it held."""
+        self._operations.sink.end()
         for call in self.calls:
             call.close(status)

@@ -18,9 +18,7 @@ _FACTS = (
     "spec", "requires_grad", "storage", "storage_bytes", "modules", "grad", "autocast", "is_random", "key", "results",
 )  # fmt: skip
 # Compared below, or of no account for what is computed.
-_SEPARATE = frozenset(
-    {"graph", "arguments", "outputs", "side_outputs", "constants", "writes_back", "guards", "assumptions"}
-)
+_SEPARATE = frozenset({"graph", "outputs", "side_outputs", "constants", "writes_back", "guards", "assumptions"})
 
 
 def is_same_capture(left: TracedModule, right: TracedModule) -> bool:

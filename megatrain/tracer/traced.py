@@ -11,7 +11,7 @@ from torch import fx
 
 from megatrain.checks import checked
 from megatrain.errors import TraceError
-from megatrain.tracer.arguments import Arguments, Structure
+from megatrain.tracer.arguments import Structure
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.guards import Guard
 from megatrain.tracer.inventory import StateEntry
@@ -34,7 +34,7 @@ class TracedModule:
     Args:
         name: Class name of the model.
         graph: The captured forward.
-        arguments: Tensors and structure of the example arguments.
+        input_names: Of the tensors among the arguments; the tensors of the example are not kept.
         outputs: Structure of what the model returned; the graph's output lists its tensors in order, and then those
             of `side_outputs` and `written_inputs`.
         side_outputs: What the forward left in attributes.
@@ -50,7 +50,7 @@ class TracedModule:
 
     name: str
     graph: fx.Graph
-    arguments: Arguments
+    input_names: tuple[str, ...]
     outputs: Structure
     side_outputs: SideOutputs
     written_inputs: WrittenInputs

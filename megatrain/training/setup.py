@@ -49,6 +49,10 @@ class Setting:
     kind: StepKind
     schedule: Schedule
 
+    def without_tensors(self) -> Setting:
+        """Returns what tells of the step and holds none of the caller's batch."""
+        return replace(self, batches=(), own=(), arguments=())
+
 
 class Setup:
     """Finds settings, and keeps schedules and updates from step to step.
@@ -185,7 +189,11 @@ class Setup:
         options = self._compiled.options
         return host_plan(
             programs,
-            self._schedule(setting.batches, setting.own, setting.variants, kind),
+            self._tables.schedule(
+                [variant.program for variant in setting.variants],
+                kind,
+                lambda: setting.schedule.known_workload().loss_bytes,
+            ),
             self._compiled.model,
             self._optimizer,
             precision=options.precision,

@@ -139,7 +139,7 @@ class TrainStep:
         """Makes the schedule of a batch like this one, without running, moving or allocating anything."""
         batches = micro_batches(batch)
         with self._compiled.exclusively("prepare()"), torch.enable_grad(), self._completion.suspended():
-            self._setting = self._setup.setting(batches, [{} for _ in batches])
+            self._setting = self._setup.setting(batches, [{} for _ in batches]).without_tensors()
         return self.schedule
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -197,7 +197,7 @@ class TrainStep:
                     return loss
 
     def _run(self, setting: Setting, executor: Executor, shares: Shares, watch: Stopwatch | None) -> torch.Tensor:
-        self._setting = setting
+        self._setting = setting.without_tensors()
         engine, updates = executor.engine, self._setup.updates
         assert updates is not None
         own = {key: tensor for key, tensor in engine.tensors.items() if isinstance(tensor, nn.Parameter)}

@@ -24,7 +24,7 @@ class Owners:
         self._blocks = program.blocks
         self._of_state = _blocks_of_state(program)
         readers = program.readers()
-        names = zip(variant.traced.arguments.names, program.inputs, strict=True)
+        names = zip(variant.traced.input_names, program.inputs, strict=True)
         self._of_inputs = {argument: readers[value] for argument, value in names}
         places = {id(t): i for i, t in enumerate(Structure.of(result).placeholders)}
         self._of_outputs: dict[str, tuple[int, ...]] = {}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import megatrain
+from megatrain.tracer.arguments import tensors_given
 from tests.comparing import assert_same_state
 from tests.models import MODELS, Stack
 
@@ -23,7 +24,7 @@ def test_trace_lower_schedule_execute() -> None:
     assert megatrain.Schedule.parse(str(schedule)) == schedule
     executor = megatrain.Executor(program, schedule, model)
     torch.manual_seed(0)
-    call = executor.forward(list(traced.arguments.tensors))
+    call = executor.forward(list(tensors_given(args, kwargs)))
     logits, loss = call.outputs
     executor.backward(call, [None, torch.ones(())])
     torch.manual_seed(0)

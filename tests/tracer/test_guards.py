@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatrain.errors import TraceError
+from megatrain.tracer.arguments import tensors_given
 from megatrain.tracer.guards import Guard, GuardCheck
 from megatrain.tracer.trace import trace
 from tests.models import MODELS, Stack
@@ -42,7 +43,7 @@ def test_padding_is_guarded_in_an_unmodified_llama():
     model, args, kwargs = MODELS["llama_unpadded"]()
     traced = trace(model, args, kwargs)
     names = [n.name for n in traced.inputs]
-    inputs = dict(zip(names, traced.arguments.tensors, strict=True))
+    inputs = dict(zip(names, tensors_given(args, kwargs), strict=True))
     assert _failure(traced, *inputs.values()) is None
     inputs["attention_mask"] = torch.ones(2, 7, dtype=torch.int64)
     inputs["attention_mask"][1, 4:] = 0

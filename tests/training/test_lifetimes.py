@@ -41,6 +41,33 @@ def test_a_compiled_model_ends_without_the_collector_before_its_optimizer() -> N
     assert type(optimizer) is torch.optim.AdamW
 
 
+def test_nothing_holds_the_callers_batch_or_what_came_of_it() -> None:
+    """On a device it would take memory that no schedule counts."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    compiled = megatrain.compile(model, device="cpu", transfer="copy")
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters()), loss=lambda r, _: r.square().mean())
+    given: list[weakref.ref[torch.Tensor]] = []
+
+    def batch() -> list[torch.Tensor]:
+        made = [torch.randn(rows, 8) for rows in (2, 3)]
+        given.extend(map(weakref.ref, made))
+        return made
+
+    def called() -> None:
+        (result,) = (compiled(*batch()[:1]),)
+        given.append(weakref.ref(result))
+        result.sum().backward()
+
+    gc.disable()
+    try:
+        for act in (lambda: step.prepare(batch()), lambda: step(batch()), lambda: step(batch()), called, called):
+            act()
+            assert [end() for end in given] == [None] * len(given)
+            assert step.host_plan.total_bytes > 0
+    finally:
+        gc.enable()
+
+
 def test_steps_end_although_their_compiled_model_lives() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -86,15 +86,21 @@ class GradientSink:
         Raises:
             ExecuteError: If the host lacks the memory where they land.
         """
-        self._sums.clear()  # of a backward that failed
+        self.end()
         self._reuses_places = True
-        self._received.clear()
         self._take = take or self.accumulation
         self._keeps = keeps_of(self._take)
         if isinstance(self._landing, PlainLanding):
             self._landing.begin(self._keeps)
         elif self._landing is not None:
             self._landing.begin()
+
+    def end(self) -> None:
+        """Lets go of who takes gradients, and of the sums of a backward that failed."""
+        self._sums.clear()
+        self._received.clear()
+        self._take = self.accumulation
+        self._keeps = keeps_of(self._take)
 
     def stop_reuse(self) -> None:
         """Lets all further gradients of this backward have new memory: updates don't keep up with them any more."""

@@ -247,7 +247,7 @@ class Capture:
         return TracedModule(
             name=type(self._model).__name__,
             graph=recorder.tape.graph,
-            arguments=self._arguments,
+            input_names=self._arguments.names,
             outputs=outputs.emptied(),
             side_outputs=replace(left, structure=left.structure.emptied()),
             written_inputs=self._written,

@@ -1,0 +1,88 @@
+"""A card of exactly the memory that the schedule says is enough, whatever the order of the streams."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from tests.simulated_device.simulator import Simulator
+from tests.simulated_runs.on_device import DEVICE
+from tests.simulated_runs.test_orders import ORDERS, choose
+from tests.training.loops import MODES, seeded, sgd
+
+WIDTH, ROWS = 128, 8  # each tensor is a multiple of the 512 bytes to which the allocator rounds
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def loss_of(result: torch.Tensor, batch: Any) -> torch.Tensor:
+    del batch
+    return result.square().mean()
+
+
+def held_bytes() -> int:
+    """Bytes on the device when nothing runs."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    return torch.accelerator.memory_allocated()
+
+
+@pytest.fixture
+def plain(sim: Simulator) -> int:
+    """An allocator that rounds to 512 bytes and no further; returns what other tests' leftovers hold."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+    sim.configure(segments=False)
+    return held_bytes()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("micro_batches", "options"), [
+    (1, {"activations": "offload"}), (3, {"activations": "offload"}), (3, {"activations": "keep"}),
+    (1, {"memory": "700KiB"}), (3, {"memory": "900KiB"}),
+])  # fmt: skip
+def test_steps_run_in_exactly_the_memory_of_the_schedule(
+    sim: Simulator, plain: int, mode: str, micro_batches: int, options: dict[str, Any]
+):
+    model = Blocks()
+    compiled = megatrain.compile(model, device=DEVICE, **options)
+    step = megatrain.TrainStep(compiled, sgd(model), loss=loss_of, **MODES[mode])
+    dice = seeded(0)
+
+    def taken() -> None:
+        torch.accelerator.reset_peak_memory_stats()
+        step([torch.randn(ROWS, WIDTH, generator=dice).to(DEVICE) for _ in range(micro_batches)])
+        torch.accelerator.synchronize()
+
+    taken()
+    taken()
+    sim.configure(capacity=plain + step.schedule.device_bytes)
+    for seed, order in enumerate(("early", *ORDERS)):
+        choose(sim, order, compiled, seed)
+        held_bytes()
+        taken()
+        assert torch.accelerator.max_memory_reserved() <= plain + step.schedule.device_bytes, order
