@@ -29,7 +29,7 @@ PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/de
 SIMULATED = -p tests.simulated_device.plugin tests/simulated_device tests/simulated_runs tests/gpu
 
 .DEFAULT_GOAL := help
-.PHONY: simulated faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
+.PHONY: simulated gpu-report faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
 
 help:
 	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in minutes'
@@ -40,6 +40,7 @@ help:
 	@echo 'make accept  rewrite the golden texts, to be read as a diff'
 	@echo 'make bench   compare with eager PyTorch under activation checkpointing; PEERS=folder: with other trainers too'
 	@echo 'make gpu     the tests that need an accelerator'
+	@echo 'make gpu-report   these, and all benchmarks of a machine with a GPU, in one report (docs/gpu.md)'
 	@echo 'make simulated   the same on a simulated accelerator, which a C++ compiler makes once'
 	@echo 'make zoo     hundreds of models against eager PyTorch; writes docs/models.md'
 	@echo 'make faults  kills, interrupts at each line and random configurations, about 20 minutes; ARGS chooses pieces'
@@ -97,6 +98,10 @@ bench: $(READY)
 gpu: $(READY)
 	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.accelerator.is_available() else "make gpu: torch finds no accelerator here")'
 	$(PY) -m pytest tests/gpu $(ARGS)
+
+# Tests, benchmarks and figures of a machine with a GPU, in one file: docs/gpu.md.
+gpu-report: $(READY)
+	$(PY) -m benchmarks.gpu $(ARGS)
 
 simulated: $(READY)
 	$(PYTEST) $(SIMULATED) $(ARGS)

@@ -22,12 +22,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain
 from benchmarks.cards import CARDS, Card
+from benchmarks.llamas import CONTEXT, SIZES, WAYS, Size
 from megatrain.device.host_pages import HostPages
 from megatrain.errors import MegatrainError
 from megatrain.optim.block_update import MasterStep
@@ -42,52 +41,7 @@ from tests.simulated_device.loading import load, unavailable
 from tests.simulated_device.simulator import Simulator, Span
 from tests.simulated_device.virtual_hosts import VirtualHosts
 
-CONTEXT = 2048
 _PLENTY = 1 << 50
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """The shape of a Llama."""
-
-    depth: int
-    width: int
-    inner: int
-    heads: int
-    groups: int
-    vocabulary: int
-    is_tied: bool = False
-
-    def model(self) -> nn.Module:
-        """Returns the model in memory that nobody has written."""
-        config = LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.width,
-            intermediate_size=self.inner,
-            num_hidden_layers=self.depth,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.groups,
-            max_position_embeddings=CONTEXT,
-            tie_word_embeddings=self.is_tied,
-            use_cache=False,
-        )
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config)
-        return model.to_empty(device="cpu")
-
-
-SIZES = {
-    "1.5B": Size(28, 1536, 8960, 12, 2, 151936, is_tied=True),
-    "3B": Size(28, 3072, 8192, 24, 8, 128256, is_tied=True),
-    "8B": Size(32, 4096, 14336, 32, 8, 128256),
-    "14B": Size(48, 5120, 13824, 40, 8, 152064),
-}
-WAYS: dict[str, dict[str, Any]] = {
-    "overlap": {},
-    "serial": {"overlap": False},
-    "deferred, clipped": {"max_grad_norm": 1.0},
-    "serial, clipped": {"max_grad_norm": 1.0, "overlap": False},
-}
 
 
 # -- a host with any amount of memory ----------------------------------------------------------------------------
@@ -232,7 +186,7 @@ def main() -> None:
     """Prints a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--cards", nargs="+", choices=list(CARDS), default=list(CARDS))
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=[name for name in SIZES if name != "tiny"])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 8], help=f"each of {CONTEXT} tokens")
     options = parser.parse_args()

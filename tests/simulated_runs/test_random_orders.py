@@ -18,12 +18,13 @@ from tests.comparing import assert_same
 from tests.draws import draws
 from tests.runtime.test_chaos import has_shared_modules
 from tests.simulated_device.loading import load
-from tests.simulated_device.simulator import Simulator
+from tests.simulated_device.simulator import OrderName, Simulator
 from tests.simulated_runs.on_device import DEVICE, host_copy, on_device, step_by_hand
 from tests.strategies import WIDTH, Halves, Odd, WritesView, module_trees
 from tests.training.loops import MODES, seeded, sgd
 from tests.training.test_random_models import LARGER_BRANCH, REFUSED
 
+KINDS: tuple[OrderName, ...] = ("early", "late", "seeded")
 ORDERS = 8  # of each example: 25 examples in each run of all tests
 
 
@@ -55,14 +56,16 @@ def loss_of(result: torch.Tensor, batch: Any) -> torch.Tensor:
     return result.sin().mean()
 
 
-def orders(sim: Simulator, streams: list[torch.Stream], seed: int) -> Iterator[str]:
+def orders(sim: Simulator, compiled: megatrain.CompiledModule, seed: int) -> Iterator[str]:
     """Chooses orders: first all streams late, then all seeded, then random ones for each stream."""
-    dice = random.Random(seed)
+    dice, transfers = random.Random(seed), compiled.megatrain.engine.streams
+    found = (transfers.h2d.device_stream, transfers.d2h.device_stream, torch.accelerator.current_stream())
+    streams = [stream for stream in found if isinstance(stream, torch.Stream)]
     yield sim.order("late") or "late"
     yield sim.order("seeded", seed=seed) or "seeded"
     for number in range(ORDERS - 2):
         sim.order("early")
-        kinds = [dice.choice(("early", "late", "seeded")) for _ in streams]
+        kinds: list[OrderName] = [dice.choice(KINDS) for _ in streams]
         for stream, kind in zip(streams, kinds, strict=True):
             sim.order(kind, stream, seed=seed + number)
         yield " ".join(kinds)
@@ -105,25 +108,24 @@ def test_random_models_have_the_bits_of_eager_in_every_order(model: nn.Module, c
     except RuntimeError:
         reject()  # eager PyTorch refuses this model: it overwrites what its own backward needs
     state = host_copy([*eager.parameters(), *eager.buffers()])
+    modes: dict[str, Any] = MODES[choice.mode] | {"max_grad_norm": max_norm}
     try:
         largest = on_device([max(steps[0], key=len)])[0]
         compiled = megatrain.compile(stepped, device=DEVICE, **options_of(stepped, choice, largest))
-        step = megatrain.TrainStep(compiled, own, loss=loss_of, **MODES[choice.mode] | {"max_grad_norm": max_norm})
+        step = megatrain.TrainStep(compiled, own, loss=loss_of, **modes)
         step.prepare([largest] * len(choice.sizes))
-        step(on_device(steps[0]))
+        step(on_device(steps[0]))  # captures
+        for order in orders(sim, compiled, choice.seed):
+            step.flush()
+            start(stepped, own, initial)
+            torch.manual_seed(choice.seed)
+            for batches, loss in zip(steps, expected, strict=True):
+                assert torch.equal(loss, step(on_device(batches)).cpu()), order
+            step.flush()
+            torch.accelerator.synchronize()
+            assert_same(state, host_copy([*stepped.parameters(), *stepped.buffers()]), order)
     except megatrain.MegatrainError as error:
         if not any(words in str(error) for words in (*REFUSED, LARGER_BRANCH)):
             raise
         reject()
-    transfers = compiled.megatrain.engine.streams
-    streams = [transfers.h2d.device_stream, transfers.d2h.device_stream, torch.accelerator.current_stream()]
-    for order in orders(sim, [s for s in streams if isinstance(s, torch.Stream)], choice.seed):
-        step.flush()
-        start(stepped, own, initial)
-        torch.manual_seed(choice.seed)
-        for batches, loss in zip(steps, expected, strict=True):
-            assert torch.equal(loss, step(on_device(batches)).cpu()), order
-        step.flush()
-        torch.accelerator.synchronize()
-        assert_same(state, host_copy([*stepped.parameters(), *stepped.buffers()]), order)
     assert sim.violations() == []

@@ -1,0 +1,57 @@
+"""Llamas of the sizes that people train, and the ways to train them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+CONTEXT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The shape of a Llama."""
+
+    depth: int
+    width: int
+    inner: int
+    heads: int
+    groups: int
+    vocabulary: int
+    is_tied: bool = False
+
+    def model(self) -> nn.Module:
+        """Returns the model in memory that nobody has written."""
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.width,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.depth,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.groups,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=self.is_tied,
+            use_cache=False,
+        )
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        return model.to_empty(device="cpu")
+
+
+SIZES = {
+    "tiny": Size(2, 64, 128, 2, 2, 256),
+    "1.5B": Size(28, 1536, 8960, 12, 2, 151936, is_tied=True),
+    "3B": Size(28, 3072, 8192, 24, 8, 128256, is_tied=True),
+    "8B": Size(32, 4096, 14336, 32, 8, 128256),
+    "14B": Size(48, 5120, 13824, 40, 8, 152064),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "overlap": {},
+    "serial": {"overlap": False},
+    "deferred, clipped": {"max_grad_norm": 1.0},
+    "serial, clipped": {"max_grad_norm": 1.0, "overlap": False},
+}
