@@ -29,7 +29,7 @@ PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/de
 SIMULATED = -p tests.simulated_device.plugin tests/simulated_device tests/simulated_runs tests/gpu
 
 .DEFAULT_GOAL := help
-.PHONY: simulated gpu-report faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
+.PHONY: simulated device gpu-report faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
 
 help:
 	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in minutes'
@@ -42,6 +42,7 @@ help:
 	@echo 'make gpu     the tests that need an accelerator'
 	@echo 'make gpu-report   these, and all benchmarks of a machine with a GPU, in one report (docs/gpu.md)'
 	@echo 'make simulated   the same on a simulated accelerator, which a C++ compiler makes once'
+	@echo 'make device  the same, with four times as many random models, budgets and orders'
 	@echo 'make zoo     hundreds of models against eager PyTorch; writes docs/models.md'
 	@echo 'make faults  kills, interrupts at each line and random configurations, about 20 minutes; ARGS chooses pieces'
 	@echo 'make slow    measures the tests, and rewrites the list of those that make quick leaves out'
@@ -98,6 +99,10 @@ bench: $(READY)
 gpu: $(READY)
 	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.accelerator.is_available() else "make gpu: torch finds no accelerator here")'
 	$(PY) -m pytest tests/gpu $(ARGS)
+
+# Four times the random models and budgets, each in eight orders; ARGS="--hypothesis-seed 7" chooses others.
+device: $(READY)
+	$(PYTEST) $(SIMULATED) --hypothesis-profile=seeds $(ARGS)
 
 # Tests, benchmarks and figures of a machine with a GPU, in one file: docs/gpu.md.
 gpu-report: $(READY)

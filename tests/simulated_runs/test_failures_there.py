@@ -1,0 +1,102 @@
+"""A step that fails on the device ends where it began, or at its own end; then all goes on to the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatrain
+from megatrain.runtime.streams.stream_set import Chaos
+from tests.comparing import assert_same
+from tests.simulated_device.simulator import Simulator
+from tests.simulated_runs.on_device import DEVICE, host_copy, on_device
+from tests.simulated_runs.test_orders import choose
+from tests.training.hazards import WIDTH
+from tests.training.loops import MODES, TASKS, adamw, seeded
+
+TASK = TASKS["hazardous"]  # with dropout: random numbers must repeat as well
+
+
+class Side:
+    """A model and its steps, whose batches follow from their number."""
+
+    def __init__(self, mode: str) -> None:
+        self.model = TASK.build()
+        self.compiled = megatrain.compile(self.model, device=DEVICE, activations="offload")
+        self.optimizer = adamw(self.model)
+        self.step = megatrain.TrainStep(self.compiled, self.optimizer, loss=TASK.loss, **MODES[mode])
+        self.number = 0
+
+    def batch(self) -> list[Any]:
+        draw = seeded(self.number)
+        return on_device([torch.randn(size, WIDTH, generator=draw) for size in (2, 3)])
+
+    def take(self) -> None:
+        torch.manual_seed(self.number)
+        self.step(self.batch())
+        self.number += 1
+
+    def fail(self) -> None:
+        """Takes a step that fails, and counts it if it was completed."""
+        torch.manual_seed(self.number)
+        with pytest.raises(Exception, match="chaos made") as caught:
+            self.step(self.batch())
+        self.number += any("was completed" in note for note in getattr(caught.value, "__notes__", ()))
+
+    def state(self) -> list[torch.Tensor]:
+        self.step.flush()
+        moments = [self.optimizer.state[p][name] for p in self.model.parameters() for name in ("exp_avg", "exp_avg_sq")]
+        return host_copy([*self.model.parameters(), *moments])
+
+
+@pytest.mark.parametrize("order", ["late", "seeded"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failure_of_any_kind_of_op_leaves_the_bits_of_an_undisturbed_run(sim: Simulator, mode: str, order: str):
+    undisturbed, side = Side(mode), Side(mode)
+    for one in (undisturbed, side):
+        for _ in range(2):
+            one.take()
+    positions = [f"{position.stream}:{op}" for position, op in side.step.schedule.positions()]
+    # Of each stream and letter the first, and the last.
+    kinds = {token.split(":")[0] + token.split(":")[1][0]: token for token in positions}
+    first = {token.split(":")[0] + token.split(":")[1][0]: token for token in reversed(positions)}
+    engine = side.compiled.megatrain.engine
+    for seed, token in enumerate(sorted({*kinds.values(), *first.values()})):
+        side.take()  # so that a deferred step has updates to take
+        choose(sim, order, side.compiled, seed)
+        engine.set_chaos(Chaos(fail=token, max_delay_s=0))
+        side.fail()
+        engine.set_chaos(None)
+        side.take()
+        sim.order("early")
+        while undisturbed.number < side.number:
+            undisturbed.take()
+        assert_same(undisturbed.state(), side.state(), token)
+    assert sim.violations() == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_checkpoint_goes_on_to_the_same_bits_in_any_order(sim: Simulator, mode: str, tmp_path: Path):
+    undisturbed = Side(mode)
+    for _ in range(2):
+        undisturbed.take()
+    choose(sim, "late", undisturbed.compiled)
+    undisturbed.step.save(tmp_path / "saved")
+    sim.order("early")
+    for _ in range(2):
+        undisturbed.take()
+    for order in ("early", "late", "seeded"):
+        resumed = Side(mode)
+        resumed.step = megatrain.TrainStep.load(
+            tmp_path / "saved", resumed.compiled, resumed.optimizer, loss=TASK.loss, **MODES[mode]
+        )
+        resumed.number = 2
+        resumed.step.prepare(resumed.batch())
+        sim.order(order, seed=3)
+        for _ in range(2):
+            resumed.take()
+        sim.order("early")
+        assert_same(undisturbed.state(), resumed.state(), order)
