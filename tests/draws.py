@@ -8,6 +8,11 @@ from __future__ import annotations
 from hypothesis import settings
 
 
+def is_wide() -> bool:
+    """Whether there is time for all examples, and for the cases that a shorter run leaves out."""
+    return settings().max_examples >= 100
+
+
 def draws(count: int) -> settings:
     """Decorates a test that is to draw `count` examples where there is time for all of them."""
     return settings(max_examples=max(1, count * settings().max_examples // 100))
