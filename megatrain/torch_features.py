@@ -97,6 +97,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("torch._C._current_graph_task_id", "number the backward of a thread", probes.graph_tasks_are_told),
     Feature("torch.Tensor._make_subclass", "give memory to a parameter on meta", probes.meta_gets_memory),
     Feature("torch.utils._python_dispatch._disable_current_modes", "leave fake tensors", probes.modes_can_be_disabled),
+    Feature("torch._C._PreserveDispatchKeyGuard", "end a change of kernels", probes.meta_kernels_can_be_left),
+    Feature("torch._C._set_meta_in_tls_dispatch_include", "leave meta kernels", probes.meta_kernels_can_be_left),
     Feature("fake_tensor.DataDependentOutputException", "be raised for a value", probes.fakes_tell_of_values),
     Feature("fake_tensor.DynamicOutputShapeException", "be raised for a shape", probes.fakes_tell_of_shapes),
     Feature("fake_tensor.unset_fake_temporarily", "make real tensors", probes.fakes_can_be_left),

@@ -47,7 +47,9 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "keeps_graph",
     "make_subclass",
+    "preserve_dispatch_keys",
     "pytree",
+    "send_to_meta_kernels",
     "top_saved_tensors_hooks",
     "unset_fake_temporarily",
     "unsupported",
@@ -120,6 +122,9 @@ current_graph_task = _found("torch", "_C._current_graph_task_id")
 make_subclass = _found("torch", "Tensor._make_subclass")
 # Updates run outside of the caller's dispatch modes.
 disable_current_modes = _found("torch.utils._python_dispatch", "_disable_current_modes")
+# While a fake tensor's kernel runs, its thread sends ops on all tensors to meta kernels; these take that back.
+preserve_dispatch_keys = _found("torch._C", "_PreserveDispatchKeyGuard")
+send_to_meta_kernels = _found("torch._C", "_set_meta_in_tls_dispatch_include")
 # A fake tensor says by these that only values can answer.
 DataDependentOutputException = _found("torch._subclasses.fake_tensor", "DataDependentOutputException")
 DynamicOutputShapeException = _found("torch._subclasses.fake_tensor", "DynamicOutputShapeException")

@@ -201,6 +201,21 @@ def modes_can_be_disabled() -> bool:
         return not isinstance(torch.ones(1), FakeTensor)
 
 
+def meta_kernels_can_be_left() -> bool:
+    """Whether ops that are sent to meta kernels can be sent elsewhere for a while."""
+    one = torch.ones(1)
+    with torch_private.preserve_dispatch_keys():
+        torch_private.send_to_meta_kernels(True)
+        with torch_private.preserve_dispatch_keys():
+            torch_private.send_to_meta_kernels(False)
+            is_left = one.item() == 1
+        try:
+            one.item()
+        except RuntimeError:
+            return is_left
+    return False
+
+
 def fakes_tell_of_values() -> bool:
     """Whether a fake tensor refuses to be read."""
     with FakeTensorMode():

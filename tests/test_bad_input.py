@@ -32,6 +32,7 @@ RIGHT = {
     "TracedModule.[sc]*[es]": "dict",
     "TracedModule.side_outputs": "",
     "TracedModule.writes_back": "tuple",
+    "TracedModule.input_names": "tuple",
     "TracedModule.guards": "tuple",
     "TracedModule.name": TEXTS,
     "Rewriter.done.state": "dict",

@@ -144,7 +144,7 @@ def test_each_place_that_orders_streams_is_noticed_or_listed_with_a_reason(sim: 
             assert same(expected[name], found), name
     found = places(sim)
     assert set(REDUNDANT) <= {place for _, place in found}, "these are there no more: take them off the list"
-    tried = [(kind, place) for kind, place in found if is_wide() or place not in REDUNDANT]
+    tried: list[tuple[CallName, str]] = [(kind, place) for kind, place in found if is_wide() or place not in REDUNDANT]
     unnoticed = {place for kind, place in tried if not is_noticed(sim, kind, place, expected)}
     assert unnoticed - set(REDUNDANT) == set()
     assert not is_wide() or unnoticed == set(REDUNDANT), "these are noticed: take them off the list"
