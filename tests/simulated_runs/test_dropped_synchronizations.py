@@ -145,7 +145,12 @@ def test_each_place_that_orders_streams_is_noticed_or_listed_with_a_reason(sim: 
     found = places(sim)
     assert set(REDUNDANT) <= {place for _, place in found}, "these are there no more: take them off the list"
     tried: list[tuple[CallName, str]] = [(kind, place) for kind, place in found if is_wide() or place not in REDUNDANT]
-    unnoticed = {place for kind, place in tried if not is_noticed(sim, kind, place, expected)}
+    unnoticed: set[str] = set()
+    for kind, place in tried:
+        # Another thread may force the device's work first, so that a place isn't missed in each run.
+        attempts = 1 if place in REDUNDANT else 3
+        if not any(is_noticed(sim, kind, place, expected) for _ in range(attempts)):
+            unnoticed.add(place)
     assert unnoticed - set(REDUNDANT) == set()
     assert not is_wide() or unnoticed == set(REDUNDANT), "these are noticed: take them off the list"
 

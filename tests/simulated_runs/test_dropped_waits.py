@@ -35,6 +35,7 @@ REDUNDANT = {
     r"B\d+\.\d <- G\d+": "as U: B takes the memory of gradients that have left",
     r"B0\.0 <- W0@0": "the first block's weights have no part in its gradients, and the recomputed output is unused",
 }
+ATTEMPTS = 5
 # Ops that fill memory which compute has taken. Whether other ops still use the very same bytes is the allocator's
 # choice, so that not each of these waits is noticed, but some must be.
 OF_MEMORY = r"A\d+\.\d <- [FB]\d+\.\d"
@@ -110,14 +111,17 @@ def test_a_step_without_one_of_its_waits_is_noticed(sim: Simulator, mode: str):
         pytest.skip("its waits on the device are those of overlap: make device")
     trial = Trial(sim, mode)
     assert trial.is_right
+    known = [*REDUNDANT, OF_MEMORY]
     noticed, unnoticed = list[str](), list[str]()
     for one in trial.step.schedule.instructions.all:
         for wait in one.waits:
             if wait.stream == "host":
                 continue  # what the host does is done when it counts as issued: there is nothing else to wait for
             name = f"{one.op} <- {trial.step.schedule.ticks[wait.tick][wait.stream]}"
+            is_known = any(re.fullmatch(pattern, name) for pattern in known)
             with without(*name.split(" <- ")):
-                (unnoticed if trial.is_right else noticed).append(name)
-    known = [*REDUNDANT, OF_MEMORY]
+                # Another thread may force the device's work first, so that a wait isn't missed in each run.
+                is_right = all(trial.is_right for _ in range(1 if is_known else ATTEMPTS))
+            (unnoticed if is_right else noticed).append(name)
     assert [name for name in unnoticed if not any(re.fullmatch(pattern, name) for pattern in known)] == []
     assert any(re.fullmatch(OF_MEMORY, name) for name in noticed)
