@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megatrain.device import find
+from megatrain.device.kinds import fault
 from megatrain.sizes import format_bytes
 
 _KEPT_LINES = 400
@@ -78,13 +81,19 @@ def stages(device: str, sizes: list[str], harness: str | None, *, is_small: bool
 def run(stage: Stage) -> Outcome:
     """Runs a command to its end, or to its time limit."""
     start = time.perf_counter()
-    try:
-        done = subprocess.run(
-            stage.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=stage.limit_s, check=False
-        )
-        status, found = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as error:
-        status, found = None, error.stdout or b""
+    # A group of its own: what the command has started must not use the GPU beside the next one.
+    with subprocess.Popen(
+        stage.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            found, _ = process.communicate(timeout=stage.limit_s)
+            status: int | None = process.returncode
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            found, _ = process.communicate()
+            status = None
     return Outcome(status, time.perf_counter() - start, found.decode(errors="replace"))
 
 
@@ -105,6 +114,8 @@ def main() -> None:
     parser.add_argument("--harness", help="folder of the harness that trains other trainers")
     parser.add_argument("--small", action="store_true", help="only shows that all commands work")
     options = parser.parse_args()
+    if (reason := fault(options.device)) is not None:
+        sys.exit(f"device {options.device!r} {reason}.\n  The report is of a machine with a GPU; see docs/gpu.md.")
     lines = ["# Report of a machine with a GPU", "", machine(options.device)]
     worst = 0
     for stage in stages(options.device, options.sizes, options.harness, is_small=options.small):
