@@ -1,4 +1,8 @@
-"""Cards: how fast some GPUs and their hosts are, for steps in modelled time. Nothing here was measured by megatrain."""
+"""Cards: how fast some GPUs and their hosts are, for steps in modelled time. Nothing here was measured by megatrain.
+
+Products and copies in one direction are what users have published for these cards; of the RTX 3080 the maker's figure.
+Memory is the maker's figure. Assumed are the part that layers reach, both directions at once, hosts, and host times.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,10 @@ class Card:
     Args:
         name: Printed.
         memory_bytes: Of the GPU.
-        half_flops_per_s: Large products of bfloat16, as users measured them.
+        half_flops_per_s: Large products of bfloat16.
         fp32_flops_per_s: Likewise, of float32.
         memory_bytes_per_s: Of the GPU's memory, on paper.
-        h2d_bytes_per_s: Copies to the device from page-locked memory, as users measured them.
+        h2d_bytes_per_s: Copies to the device from page-locked memory.
         d2h_bytes_per_s: Copies from the device.
         both_ways: Part of both rates together that the link moves in both directions at once.
         host_bytes_per_s: What an update moves in host memory; a half to two thirds of the memory's rate on paper.

@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 import megatrain
 from benchmarks.cards import CARDS, Card
-from benchmarks.llamas import CONTEXT, SIZES, WAYS, Size
+from benchmarks.llamas import CONTEXT, SIZES, LlamaShape
+from benchmarks.steps import OF_UPDATES
 from megatrain.device.host_pages import HostPages
 from megatrain.errors import MegatrainError
 from megatrain.optim.block_update import MasterStep
@@ -96,7 +97,7 @@ def host_of_any_size() -> Generator[None]:
 
 
 @dataclass(frozen=True)
-class Step:
+class ModelledStep:
     """One training step in modelled time, in seconds.
 
     Args:
@@ -134,23 +135,22 @@ class Step:
 
 
 def steps_of(
-    simulator: Simulator, card: Card, size: Size, counts: Sequence[int], ways: Sequence[str]
-) -> Generator[tuple[int, str, Step | str]]:
+    simulator: Simulator, card: Card, size: LlamaShape, counts: Sequence[int], ways: Sequence[str]
+) -> Generator[tuple[int, str, ModelledStep | str]]:
     """Takes steps of so many micro-batches in each way; yields a step in modelled time, or why there is none."""
     simulator.configure(capacity=card.memory_bytes)
     compiled = megatrain.compile(size.model(), device="sim", precision="bf16")
     ids = torch.zeros(1, CONTEXT, dtype=torch.long, device="sim")
     for count in counts:
         for way in ways:
-            optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-4, fused=True)
-            step = megatrain.TrainStep(compiled, optimizer, **WAYS[way])
+            step = OF_UPDATES[way].step(compiled)
             try:
                 yield count, way, _step_of(simulator, card, step, [{"input_ids": ids, "labels": ids}] * count)
             except MegatrainError as error:
                 yield count, way, str(error).splitlines()[0]
 
 
-def _step_of(simulator: Simulator, card: Card, step: megatrain.TrainStep, batch: Any) -> Step:
+def _step_of(simulator: Simulator, card: Card, step: megatrain.TrainStep, batch: Any) -> ModelledStep:
     step(batch)  # captures, allocates, and leaves updates for the next step
     hosts = VirtualHosts(simulator, card.host_bytes_per_s)
     simulator.set_profile(card.profile())
@@ -161,7 +161,7 @@ def _step_of(simulator: Simulator, card: Card, step: megatrain.TrainStep, batch:
     finally:
         simulator.set_profile(None)
     host_s = hosts.moved_bytes(Stream.HOST) / card.host_bytes_per_s
-    return Step(seconds, predicted, spans, host_s, step.schedule)
+    return ModelledStep(seconds, predicted, spans, host_s, step.schedule)
 
 
 def rows(simulator: Simulator, options: argparse.Namespace) -> Generator[str]:
@@ -187,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--cards", nargs="+", choices=list(CARDS), default=list(CARDS))
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=[name for name in SIZES if name != "tiny"])
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=list(OF_UPDATES), default=list(OF_UPDATES))
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 8], help=f"each of {CONTEXT} tokens")
     options = parser.parse_args()
     if (reason := unavailable()) is not None:

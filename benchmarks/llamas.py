@@ -1,9 +1,8 @@
-"""Llamas of the sizes that people train, and the ways to train them."""
+"""Llamas of the sizes that people train."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class LlamaShape:
     """The shape of a Llama."""
 
     depth: int
@@ -43,15 +42,9 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(2, 64, 128, 2, 2, 256),
-    "1.5B": Size(28, 1536, 8960, 12, 2, 151936, is_tied=True),
-    "3B": Size(28, 3072, 8192, 24, 8, 128256, is_tied=True),
-    "8B": Size(32, 4096, 14336, 32, 8, 128256),
-    "14B": Size(48, 5120, 13824, 40, 8, 152064),
-}
-WAYS: dict[str, dict[str, Any]] = {
-    "overlap": {},
-    "serial": {"overlap": False},
-    "deferred, clipped": {"max_grad_norm": 1.0},
-    "serial, clipped": {"max_grad_norm": 1.0, "overlap": False},
+    "tiny": LlamaShape(2, 64, 128, 2, 2, 256),
+    "1.5B": LlamaShape(28, 1536, 8960, 12, 2, 151936, is_tied=True),
+    "3B": LlamaShape(28, 3072, 8192, 24, 8, 128256, is_tied=True),
+    "8B": LlamaShape(32, 4096, 14336, 32, 8, 128256),
+    "14B": LlamaShape(48, 5120, 13824, 40, 8, 152064),
 }

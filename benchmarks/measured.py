@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import megatrain
-from benchmarks.llamas import CONTEXT, SIZES, WAYS
+from benchmarks.llamas import CONTEXT, SIZES
+from benchmarks.steps import OF_UPDATES
 from megatrain.errors import MegatrainError
 from megatrain.sizes import format_bytes
 
@@ -35,8 +36,7 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
         for count in options.micro_batches:
             batch = [{"input_ids": one, "labels": one} for one in ids[:count]]
             for way in options.ways:
-                optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-5, fused=True)
-                step = megatrain.TrainStep(compiled, optimizer, **WAYS[way])
+                step = OF_UPDATES[way].step(compiled, lr=1e-5)
                 head = f"| {name} | {count * CONTEXT} | {way} |"
                 try:
                     yield f"{head} {_measured(compiled, step, batch, options.steps)} |"
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--device", default=None, help="as for megatrain.compile")
     parser.add_argument("--memory", default=None, help="as for megatrain.compile")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["1.5B"])
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=list(OF_UPDATES), default=list(OF_UPDATES))
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 8], help=f"each of {CONTEXT} tokens")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each way")
     for line in rows(parser.parse_args()):

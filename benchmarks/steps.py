@@ -41,6 +41,11 @@ class Way:
     options: dict[str, Any] | None = None
     compile_options: dict[str, Any] | None = None
 
+    def step(self, compiled: megatrain.CompiledModule, lr: float = 1e-4) -> megatrain.TrainStep:
+        """Makes a step that trains this way with fused AdamW."""
+        optimizer = torch.optim.AdamW(compiled.parameters(), lr=lr, fused=True)
+        return megatrain.TrainStep(compiled, optimizer, max_grad_norm=CLIP if self.clip else None, **self.options or {})
+
 
 WAYS = (
     Way("eager loop, checkpointed", clip=False),
@@ -52,6 +57,10 @@ WAYS = (
     Way("serial, clipped", clip=True, options={"overlap": False}),
     Way("deferred, clipped, bf16", clip=True, options={}, compile_options={"precision": "bf16"}),
 )
+
+
+OF_UPDATES = {way.name: way for way in WAYS if way.options is not None and way.compile_options is None}
+"""By name, those that differ in when updates run and whether gradients are clipped."""
 
 
 class Trainer:
@@ -75,8 +84,7 @@ class Trainer:
             activations="recompute",
             **(way.compile_options or {}),
         )
-        optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-4, fused=True)
-        self.step = megatrain.TrainStep(compiled, optimizer, max_grad_norm=CLIP if way.clip else None, **way.options)
+        self.step = way.step(compiled)
         self._take = functools.partial(self.step, self._batches)
 
     def take(self) -> tuple[float, float]:

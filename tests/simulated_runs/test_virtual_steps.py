@@ -5,8 +5,6 @@ The device computes nothing here and takes only time, so sizes are those at whic
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -15,14 +13,9 @@ import megatrain
 from megatrain.scheduler.effects import Stream
 from tests.simulated_device.simulator import HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
+from tests.training.loops import MODES
 
 WIDTH, ROWS = 512, 4096
-WAYS: dict[str, dict[str, Any]] = {
-    "overlap": {},
-    "serial": {"overlap": False},
-    "deferred": {"max_grad_norm": 1.0},
-    "serial_clipped": {"max_grad_norm": 1.0, "overlap": False},
-}
 # Launches cost something, but less than the work: issuing the smallest kernel takes a fifth of its time.
 _COMMON = {"memory": 1e12, "launch": 2e-6, "issue": 5e-6, "control": 1e-6, "sync": 5e-6, "pageable": 5e9}
 COMPUTE = HardwareProfile(fp32=2e12, h2d=25e9, d2h=25e9, **_COMMON)
@@ -41,10 +34,10 @@ class Blocks(nn.Module):
         return x.sum()
 
 
-def made(way: str, depth: int = 12) -> tuple[megatrain.TrainStep, list[torch.Tensor]]:
+def made(mode: str, depth: int = 12) -> tuple[megatrain.TrainStep, list[torch.Tensor]]:
     compiled = megatrain.compile(Blocks(depth), device="sim", activations="recompute")
     optimizer = torch.optim.AdamW(compiled.parameters(), fused=True)
-    step = megatrain.TrainStep(compiled, optimizer, **WAYS[way])
+    step = megatrain.TrainStep(compiled, optimizer, **MODES[mode])
     batch = [torch.empty(ROWS, WIDTH, device="sim") for _ in range(2)]
     for _ in range(2):
         step(batch)
@@ -57,24 +50,24 @@ def hosts(sim: Simulator) -> VirtualHosts:
     return VirtualHosts(sim, HOST_BYTES_PER_S)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("profile", [COMPUTE, BUS], ids=["compute", "bus"])
 def test_the_simulator_of_schedules_is_right_within_5_percent(
-    sim: Simulator, hosts: VirtualHosts, profile: HardwareProfile, way: str
+    sim: Simulator, hosts: VirtualHosts, profile: HardwareProfile, mode: str
 ):
-    step, batch = made(way)
+    step, batch = made(mode)
     sim.set_profile(profile)
     hosts.take(step, batch)
     predicted, taken = hosts.predicted(step, batch), hosts.take(step, batch)
     assert predicted == pytest.approx(taken, rel=0.05)
 
 
-@pytest.mark.parametrize("way", ["overlap", "deferred"])
+@pytest.mark.parametrize("mode", ["overlap", "deferred"])
 @pytest.mark.parametrize(("profile", "busy"), [(COMPUTE, "compute"), (BUS, "h2d")], ids=["compute", "bus"])
 def test_a_step_takes_as_long_as_what_holds_it_up(
-    sim: Simulator, hosts: VirtualHosts, profile: HardwareProfile, busy: str, way: str
+    sim: Simulator, hosts: VirtualHosts, profile: HardwareProfile, busy: str, mode: str
 ):
-    step, batch = made(way, depth=40)  # its first copy and last update are short beside the rest
+    step, batch = made(mode, depth=40)  # its first copy and last update are short beside the rest
     sim.set_profile(profile)
     hosts.take(step, batch)
     with sim.spans() as spans:
@@ -85,10 +78,10 @@ def test_a_step_takes_as_long_as_what_holds_it_up(
     assert sums[busy] <= taken <= 1.05 * sums[busy], sums
 
 
-@pytest.mark.parametrize("way", ["serial", "serial_clipped"])
-def test_serial_updates_add_their_own_time(sim: Simulator, way: str):
+@pytest.mark.parametrize("mode", ["serial", "serial_clipped"])
+def test_serial_updates_add_their_own_time(sim: Simulator, mode: str):
     sim.configure(compute=False, poison=False)
-    hosts, step, batch = VirtualHosts(sim, HOST_BYTES_PER_S / 10), *made(way)
+    hosts, step, batch = VirtualHosts(sim, HOST_BYTES_PER_S / 10), *made(mode)
     sim.set_profile(COMPUTE)
     hosts.take(step, batch)
     with sim.spans() as spans:
