@@ -11,9 +11,29 @@ from torch import nn
 
 import megatrain
 from megatrain.tracer.arguments import Structure
+from tests.simulated_device.simulator import Simulator
 from tests.training.loops import LossOf, eager_gradients
 
 DEVICE = "sim"
+ORDERS = ("late", "seeded", "late but compute", "late compute", "late h2d", "late d2h")
+"""Orders of the streams in which a missing wait shows; `"early"` is the usual one."""
+
+
+def choose(sim: Simulator, order: str, compiled: megatrain.CompiledModule | None = None, seed: int = 0) -> None:
+    """Sets the order of the streams; which of the pool are those of transfers is known once they exist."""
+    sim.order("early")
+    if order == "late but compute":
+        sim.late_but_default()
+    elif order == "late compute":
+        sim.order("late", torch.accelerator.current_stream())
+    elif order in ("late h2d", "late d2h"):
+        assert compiled is not None
+        streams = compiled.megatrain.engine.streams
+        stream = streams.h2d.device_stream if order == "late h2d" else streams.d2h.device_stream
+        assert isinstance(stream, torch.Stream)
+        sim.order("late", stream)
+    elif order != "early":
+        sim.order("late" if order == "late" else "seeded", seed=seed)
 
 
 def on_device(values: Any) -> Any:

@@ -12,8 +12,7 @@ from torch import nn
 import megatrain
 from tests.draws import is_wide
 from tests.simulated_device.simulator import Simulator
-from tests.simulated_runs.on_device import DEVICE
-from tests.simulated_runs.test_orders import ORDERS, choose
+from tests.simulated_runs.on_device import DEVICE, ORDERS, choose
 from tests.training.loops import MODES, seeded, sgd
 
 WIDTH, ROWS = 128, 8  # each tensor is a multiple of the 512 bytes to which the allocator rounds

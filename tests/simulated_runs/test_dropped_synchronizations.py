@@ -17,7 +17,7 @@ import torch
 import megatrain
 from tests.draws import is_wide
 from tests.simulated_device.simulator import CallName, Simulator
-from tests.simulated_runs.on_device import DEVICE, compiled_copy, on_device
+from tests.simulated_runs.on_device import DEVICE, choose, compiled_copy, on_device
 from tests.simulated_runs.test_after_calls import Chain
 from tests.training.loops import TASKS
 
@@ -101,11 +101,7 @@ RUNS: dict[str, Callable[[], list[torch.Tensor]]] = {
 def results(sim: Simulator, run: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor] | None]:
     """What a run gives in several orders; None if it failed."""
     for order in ("late", "late but compute", "late compute"):
-        sim.order("late" if order == "late" else "early")
-        if order == "late but compute":
-            sim.late_but_default()
-        elif order == "late compute":
-            sim.order("late", torch.accelerator.current_stream())
+        choose(sim, order)
         try:
             found = [tensor.detach() for tensor in run()]
             torch.accelerator.synchronize()

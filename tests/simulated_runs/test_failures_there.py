@@ -13,8 +13,7 @@ from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same
 from tests.draws import is_wide
 from tests.simulated_device.simulator import Simulator
-from tests.simulated_runs.on_device import DEVICE, host_copy, on_device
-from tests.simulated_runs.test_orders import choose
+from tests.simulated_runs.on_device import DEVICE, choose, host_copy, on_device
 from tests.training.hazards import WIDTH
 from tests.training.loops import MODES, TASKS, adamw, seeded
 

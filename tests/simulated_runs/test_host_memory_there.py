@@ -17,7 +17,8 @@ from tests.models import MODELS
 from tests.runtime.harness import assert_same, train
 from tests.simulated_device.adapter import SimulatedDevice
 from tests.simulated_device.simulator import Simulator
-from tests.simulated_runs.test_training_there import eager, in_order, moved
+from tests.simulated_runs.on_device import choose
+from tests.simulated_runs.test_training_there import eager, moved
 
 PAGE = mmap.PAGESIZE
 LEAST = 2 * BUFFERS * PAGE
@@ -42,7 +43,7 @@ def test_training_has_the_bits_of_eager_whatever_can_be_locked(sim: Simulator, w
         if way != "pieces":  # the store comes first
             sim.fail_lock(0)
             sim.configure(lock_limit=sim.locked_bytes + (LEAST if way == "a ring" else 0))
-        in_order(sim, order)
+        choose(sim, order, seed=1)
         compiled = megatrain.compile(model, device="sim", activations="offload")
         found = train(compiled, model, moved(args), moved(kwargs))
         sim.order("early")

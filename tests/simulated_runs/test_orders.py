@@ -11,6 +11,8 @@ from tests.models import MODELS
 from tests.simulated_device import Simulator
 from tests.simulated_runs.on_device import (
     DEVICE,
+    ORDERS,
+    choose,
     compiled_copy,
     eager_copy,
     host_copy,
@@ -21,20 +23,6 @@ from tests.simulated_runs.on_device import (
 from tests.training.loops import MODES, TASKS, adamw
 
 NAMES = ("gpt_loss", "mlp", "cnn", "llama_labels", "t5_labels", "torch_encoder", "encoder_decoder", "tied_blocks")
-ORDERS = ("late", "seeded", "late but compute", "late h2d", "late d2h")
-
-
-def choose(sim: Simulator, order: str, compiled: megatrain.CompiledModule, seed: int = 0) -> None:
-    """Sets the order of the streams; which of the pool are those of transfers is known once they exist."""
-    streams = compiled.megatrain.engine.streams
-    if order in ("late", "seeded", "early"):
-        sim.order("late" if order == "late" else "early" if order == "early" else "seeded", seed=seed)
-    elif order == "late but compute":
-        sim.late_but_default()
-    else:
-        stream = streams.h2d.device_stream if order == "late h2d" else streams.d2h.device_stream
-        assert isinstance(stream, torch.Stream)
-        sim.order("late", stream)
 
 
 @pytest.mark.parametrize(("name", "activations"), [

@@ -19,7 +19,7 @@ from tests.draws import draws
 from tests.runtime.test_chaos import has_shared_modules
 from tests.simulated_device.loading import load
 from tests.simulated_device.simulator import OrderName, Simulator
-from tests.simulated_runs.on_device import DEVICE, host_copy, on_device, step_by_hand
+from tests.simulated_runs.on_device import DEVICE, choose, host_copy, on_device, step_by_hand
 from tests.strategies import WIDTH, Halves, Odd, WritesView, module_trees
 from tests.training.loops import MODES, seeded, sgd
 from tests.training.test_random_models import LARGER_BRANCH, REFUSED
@@ -61,8 +61,9 @@ def orders(sim: Simulator, compiled: megatrain.CompiledModule, seed: int) -> Ite
     dice, transfers = random.Random(seed), compiled.megatrain.engine.streams
     found = (transfers.h2d.device_stream, transfers.d2h.device_stream, torch.accelerator.current_stream())
     streams = [stream for stream in found if isinstance(stream, torch.Stream)]
-    yield sim.order("late") or "late"
-    yield sim.order("seeded", seed=seed) or "seeded"
+    for order in ("late", "seeded"):
+        choose(sim, order, seed=seed)
+        yield order
     for number in range(ORDERS - 2):
         sim.order("early")
         kinds: list[OrderName] = [dice.choice(KINDS) for _ in streams]

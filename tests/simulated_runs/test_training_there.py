@@ -13,16 +13,13 @@ import megatrain
 from tests.models import MODELS
 from tests.runtime.harness import Trained, assert_same, train
 from tests.simulated_device.simulator import Simulator
+from tests.simulated_runs.on_device import choose
 
-ORDERS = ["early", "late", "late_but_default", "seeded"]
+ORDERS = ["early", "late", "late but compute", "seeded"]
 
 
 def moved(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to("sim"), value)
-
-
-def in_order(sim: Simulator, order: Any) -> None:
-    sim.late_but_default() if order == "late_but_default" else sim.order(order, seed=1)
 
 
 def eager(name: str) -> Trained:
@@ -41,7 +38,7 @@ def streamed(name: str, **options: Any) -> Trained:
 def test_training_has_the_bits_of_eager_in_every_order(sim: Simulator, name: str, activations: str):
     expected = eager(name)
     for order in ORDERS:
-        in_order(sim, order)
+        choose(sim, order, seed=1)
         found = streamed(name, activations=activations)
         sim.order("early")
         assert_same(expected, found, tolerance=0)
@@ -66,7 +63,7 @@ def test_steps_have_the_bits_of_a_loop(sim: Simulator, order: str):
     kwargs = moved({**dict(zip(("ids", "targets"), args, strict=False)), **kwargs})
     reference = copy.deepcopy(model).to("sim")
     expected = losses(reference, reference, kwargs)
-    in_order(sim, order)
+    choose(sim, order, seed=1)
     compiled = megatrain.compile(model, device="sim", activations="offload")
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-2, foreach=False)
     step = megatrain.TrainStep(compiled, optimizer, loss=lambda result, batch: result[1])
