@@ -14,7 +14,7 @@ from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.landing import Landing, LandingArena, PlainLanding
 from megatrain.runtime.gradients.sink import GradientSink
-from megatrain.runtime.gradients.sums import added, owned
+from megatrain.runtime.gradients.sums import added, marked
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stopwatch import Stopwatch
@@ -264,7 +264,7 @@ class Operations:
         first, index = taken.calls[0], block.index
         # Memory that others hold too must not become a `.grad`. Looked up now, before this call holds the gradient as
         # well.
-        sums, add_in_place = added(first.parameter_gradients.get(index), owned(gradients, self.engine.meter.has))
+        sums, add_in_place = added(first.parameter_gradients.get(index), marked(gradients, self.engine.meter.has))
 
         def add() -> None:
             add_in_place()

@@ -225,7 +225,7 @@ def test_memory_that_lacks_between_two_sums_of_gradients_adds_none_twice(back: i
             behind(fail)()
         return added(before, now)
 
-    monkeypatch.setattr(operations, "owned", lambda found, _: [(g, n % 2 == 1) for n, g in enumerate(found)])
+    monkeypatch.setattr(operations, "marked", lambda found, _: [(g, n % 2 == 1) for n, g in enumerate(found)])
     monkeypatch.setattr(sums, "_sum", failing)
     run.take(2)
     count = 0

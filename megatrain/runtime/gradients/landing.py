@@ -115,6 +115,7 @@ class PlainLanding:
 
     Args:
         program: What runs.
+        facts: Where gradients flow in it.
         memory: Has the rooms and the slab.
         bus: Brings gradients to the host.
         slab_bytes: The largest block's gradients.

@@ -11,8 +11,10 @@ ParameterGradient = tuple[torch.Tensor | None, bool]
 """A parameter's gradient, or None, and whether others hold its memory too."""
 
 
-def owned(gradients: Sequence[torch.Tensor | None], is_held: Callable[[torch.Tensor], bool]) -> list[ParameterGradient]:
-    """Tells of each gradient whether its memory is also that of a value, or of another of them.
+def marked(
+    gradients: Sequence[torch.Tensor | None], is_held: Callable[[torch.Tensor], bool]
+) -> list[ParameterGradient]:
+    """Marks each gradient whose memory is also that of a value, or of another gradient.
 
     Args:
         gradients: Of a block's parameters.

@@ -55,15 +55,15 @@ class Holder:
     @property
     def key(self) -> Any:
         """Tells places apart while what they are in is alive."""
-        raise NotImplementedError
+        raise NotImplementedError  # each subclass says
 
     def held(self) -> dict[Any, Any]:
         """Returns what it holds now, by label."""
-        raise NotImplementedError
+        raise NotImplementedError  # each subclass says
 
     def put(self, changed: Mapping[Any, Any], removed: Iterable[Any]) -> None:
         """Puts values under labels, and takes others away."""
-        raise NotImplementedError
+        raise NotImplementedError  # each subclass says
 
 
 class ObjectSlots(Holder):
