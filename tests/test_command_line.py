@@ -63,6 +63,8 @@ def test_python_m_is_the_command(module, tmp_path):
     shown = run("--version")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout.startswith(f"megatrain {megatrain.__version__}, ")
+    if module == "megatrain.cli":
+        return  # the same main, and each start takes seconds
     refused = run("verify", "nowhere.py:build")
     assert refused.returncode == 2
     assert refused.stderr.startswith("megatrain: there is no file `nowhere.py`.")

@@ -61,6 +61,8 @@ def _is_same_guard(left: Guard, right: Guard, nodes: Mapping[fx.Node, fx.Node]) 
 
 
 def _is_same_value(left: Any, right: Any, nodes: Mapping[fx.Node, fx.Node]) -> bool:
+    if left is None or right is None or isinstance(left, (bool, int, str)):  # most facts, and flattening takes time
+        return is_equal(left, right)
     leaves, tree = pytree.tree_flatten(left)
     others, other_tree = pytree.tree_flatten(right)
     return tree == other_tree and all(_is_same_leaf(a, b, nodes) for a, b in zip(leaves, others, strict=True))

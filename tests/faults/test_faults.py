@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = {
     "kills": ("--count", "6"),
     "interrupts": ("--count", "20"),
-    "lines": ("--count", "240", "--cases", "fp32 clipped", "bf16 overlap"),
+    "lines": ("--count", "120", "--cases", "fp32 clipped", "bf16 overlap"),
     "configurations": ("--count", "12"),
 }
 

@@ -31,9 +31,9 @@ def test_blocks_one_after_the_other_equal_eager(name: str):
     model, args, kwargs = MODELS[name]()
     traced = captures.traced(name)
     eager = eager_step(*MODELS[name]())
-    # A block for each call and row where that is quick: of a BERT it would be 545 blocks, and ten seconds.
-    smallest = 1 if len(traced.graph.nodes) < 120 else 500
-    for limit in (None, smallest, 10**9):
+    # A block for each call and row, and one of all, where that is quick: a BERT would have 545 blocks, and take ten
+    # seconds.
+    for limit in (None, 1, 10**9) if len(traced.graph.nodes) < 120 else (None, 500):
         program = captures.program(name) if limit is None else lower(traced, block_bytes=limit)
         assert_same_step(program_step(traced, program, model, args, kwargs), eager)
 
