@@ -29,7 +29,7 @@ PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/de
 SIMULATED = -p tests.simulated_device.plugin tests/simulated_device tests/simulated_runs tests/gpu
 
 .DEFAULT_GOAL := help
-.PHONY: simulated device gpu-report faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
+.PHONY: users simulated device gpu-report faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
 
 help:
 	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in minutes'
@@ -44,6 +44,7 @@ help:
 	@echo 'make simulated   the same on a simulated accelerator, which a C++ compiler makes once'
 	@echo 'make device  the same, with four times as many random models, budgets and orders'
 	@echo 'make zoo     hundreds of models against eager PyTorch; writes docs/models.md'
+	@echo 'make users   scripts with Trainer, TRL and others, each against its stock run, in an environment of their own'
 	@echo 'make faults  kills, interrupts at each line and random configurations, about 20 minutes; ARGS chooses pieces'
 	@echo 'make slow    measures the tests, and rewrites the list of those that make quick leaves out'
 	@echo 'make seeds   every hypothesis test with 20 random seeds; ARGS="--first 7 --count 3 tests/scheduler" chooses pieces'
@@ -115,6 +116,15 @@ simulated: $(READY)
 zoo: $(READY)
 	$(PY) -m tests.zoo --markdown docs/models.md $(ARGS)
 
+# Scripts with other libraries' trainers, beside the stock run of each, in an environment that has these libraries.
+.venv-users/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv-users
+	.venv-users/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[users]'
+	@touch $@
+
+users: .venv-users/.ready
+	.venv-users/bin/python -m pytest tests/integrations tests/tools $(ARGS)
+
 ifdef TORCH
 $(TORCH_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(TORCH_VENV)
@@ -133,7 +143,7 @@ test-torch zoo-torch:
 endif
 
 clean:
-	rm -rf megatrain-demo .venv .venv-torch-* .pytest_cache .ruff_cache .hypothesis
+	rm -rf megatrain-demo .venv .venv-users .venv-torch-* .pytest_cache .ruff_cache .hypothesis
 
 # ARGS="--only kills --seed 3 --count 50": a piece; `--help` lists the rest.
 faults: $(READY)

@@ -51,6 +51,10 @@ class ResumeWarning(UserWarning):
     """A training goes on where its random numbers can't: on another kind of device than it was saved from."""
 
 
+class StreamedCallsWarning(UserWarning):
+    """A trainer runs its updates as streamed calls and an update on the host, not as one training step."""
+
+
 class ScheduleError(MegatrainError):
     """A schedule doesn't fit into the given memory, can't be read, or isn't safe."""
 
@@ -61,3 +65,7 @@ class ExecuteError(MegatrainError):
 
 class OptimizerError(MegatrainError, ValueError):
     """An optimizer can't update the model block by block, or a step was taken out of order."""
+
+
+class DrawsError(ExecuteError):
+    """A model drew an unexpected number of random values in a step of several micro-batches."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from megatrain.checks import instance_of
+from megatrain.compiled.calls_here import run_here
 from megatrain.compiled.inside import Compiled
 from megatrain.device import is_on_host, is_same_kind
 from megatrain.errors import ExecuteError, OptionError
@@ -232,12 +233,8 @@ def _call_through(module: CompiledModule, expected: Any, args: Any, kwargs: Any)
     return _run(module.megatrain, args, kwargs)
 
 
-def _run_compiled(compiled: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return compiled(*args, **kwargs)
-
-
 # Torch's compiler leaves the call alone: from the inside it would make other graphs than the schedule's.
-_run: Callable[[Compiled, tuple[Any, ...], dict[str, Any]], Any] = cast(Any, torch.compiler.disable)(_run_compiled)
+_run: Callable[[Compiled, tuple[Any, ...], dict[str, Any]], Any] = cast(Any, torch.compiler.disable)(run_here)
 
 
 _CLASSES: weakref.WeakValueDictionary[int, type[CompiledModule]] = weakref.WeakValueDictionary()

@@ -50,7 +50,7 @@ def measure_loss(
     before = Attributes(holder, Outer.of(holder))
     try:
         # An error that leaves a dispatch mode called from C++ ends the process.
-        with Interrupts(), OwnGenerators(0, device).drawing():
+        with Interrupts(), OwnGenerators.seeded(0, device).drawing():
             return _measured(program, traced, inputs, batch, loss)
     except Exception:  # the bound stands for any failure, and a real one comes again in the step
         return _bound(program)

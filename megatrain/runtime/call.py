@@ -13,9 +13,10 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import stored_stride
 from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.call_start import Start, version
+from megatrain.runtime.draws import MicroBatchGenerators
 from megatrain.runtime.gradients.sums import ParameterGradient
 from megatrain.runtime.loaded import Loaded
-from megatrain.runtime.rng import OwnGenerators, RngState
+from megatrain.runtime.rng import RngState
 from megatrain.runtime.stores.buffer_copies import BufferCopies
 from megatrain.runtime.stores.device_arena import Meter
 from megatrain.runtime.stores.parks import Parks
@@ -50,12 +51,12 @@ class Call:
         start: Start,
         loaded: Loaded,
         *,
-        generators: OwnGenerators | None = None,
+        generators: MicroBatchGenerators,
         can_repeat: bool = False,
     ):
         self._meter = meter
         self.loaded = loaded
-        self._generators = generators
+        self.generators = generators
         self.can_repeat = can_repeat
         self.start: Start | None = start
         self._spent: set[int] = set()
@@ -146,9 +147,10 @@ class Call:
             "saved": self.graphs,
         }[kind]
 
-    def own_generators(self) -> AbstractContextManager[None]:
-        """Lets the body draw from the call's own generators, if it has any."""
-        return nullcontext() if self._generators is None else self._generators.drawing()
+    def drawing(self, *, of_loss: bool = False) -> AbstractContextManager[None]:
+        """Lets the body draw from the generators of the call's forward or loss, if it has its own."""
+        own = self.generators.loss if of_loss else self.generators.forward
+        return nullcontext() if own is None else own.drawing()
 
     def take_outputs(self) -> list[torch.Tensor]:
         """Returns the model's output tensors, in order, once."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatrain.memory.block_image import BlockImage
 from megatrain.passes.program import Program
 from megatrain.runtime.block import BlockRunner
+from megatrain.runtime.draws import Draws
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.flow import Facts
 from megatrain.tracer.spec import TensorSpec
@@ -25,6 +26,7 @@ class Loaded:
         names: The values' names, by index.
         specs: The values' shapes and dtypes, by index.
         written_buffers: The value with which a buffer enters, by the value that it is given.
+        draws: The random calls of a forward; None if they can't be made without it.
     """
 
     program: Program
@@ -34,6 +36,7 @@ class Loaded:
     names: Sequence[str]
     specs: Sequence[TensorSpec]
     written_buffers: Mapping[str, str]
+    draws: Draws | None
 
     @staticmethod
     def of(program: Program, engine: Engine, *, is_training: bool) -> Loaded:
@@ -51,4 +54,5 @@ class Loaded:
             names=list(program.values),
             specs=[value.spec for value in program.values.values()],
             written_buffers={new: name for name, key in program.buffers for k, new in program.commits if k == key},
+            draws=Draws.of(program) if is_training else None,
         )

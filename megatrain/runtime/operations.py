@@ -135,7 +135,9 @@ class Operations:
         # The trainer may use outputs freely, but not write into them.
         call.remember_versions(call.loaded.facts.watched)
         outputs = call.loaded.program.outputs
-        gradients = trainer.differentiate(micro_batch, [self._output(call, ref.kind, ref.name) for ref in outputs])
+        call.generators.check(self.engine.device)
+        with call.drawing(of_loss=True):
+            gradients = trainer.differentiate(micro_batch, [self._output(call, ref.kind, ref.name) for ref in outputs])
         call.check_versions()
         for ref, gradient in zip(outputs, gradients, strict=True):
             if gradient is not None:
@@ -186,7 +188,7 @@ class Operations:
         runner = loaded.runners[block.index]
         inputs = [call.values[name] for name in block.inputs]
         state = self._slots.state(block.index, instruction.state)
-        with call.own_generators():
+        with call.drawing():
             if instruction.recomputes or call.can_repeat:
                 call.rng[block.index] = runner.rng_state()
             if instruction.retains:

@@ -59,6 +59,11 @@ class RngState:
         """Reads the generators."""
         return RngState(torch.get_rng_state(), device.generator_state(), PythonState.now(opaque) if opaque else None)
 
+    def is_same(self, other: RngState) -> bool:
+        """Tells whether both are the same state of torch's generators."""
+        of_device = self.device is None or (other.device is not None and torch.equal(self.device, other.device))
+        return torch.equal(self.host, other.host) and of_device
+
     def restore(self, device: Device) -> None:
         """Sets the generators back to this state."""
         torch.set_rng_state(self.host)
@@ -84,39 +89,51 @@ def repeated_rng(state: RngState | None, device: Device, opaque: Sequence[Opaque
 
 
 class OwnGenerators:
-    """Generators of one micro-batch, separate from the global ones.
-
-    The blocks of all micro-batches run in turns, so they can't draw from one sequence in the order of a loop over
-    micro-batches. The first micro-batch draws from the global generators, each other one as after
-    `torch.manual_seed(seed)`.
+    """Generators of one micro-batch, or of its loss, separate from the global ones.
 
     Args:
-        seed: Seed of torch's generators, host and device, and of Python's and NumPy's.
+        state: Where they begin.
         device: Compute device.
+        host: The same of Python's and NumPy's; None leaves those alone.
+
+    Attributes:
+        state: Where torch's generators are now.
     """
 
-    def __init__(self, seed: int, device: Device):
+    def __init__(self, state: RngState, device: Device, host: HostRng | None = None):
+        self.state = state
         self._device = device
-        # torch.manual_seed would reseed the generators of all devices.
-        self._state = _Generators(RngState.seeded(seed, device), HostRng.seeded(seed))
+        self._host = host
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether they began anew, so that they don't continue the global ones."""
+        return self._host is not None
+
+    @staticmethod
+    def seeded(seed: int, device: Device) -> OwnGenerators:
+        """As after `torch.manual_seed(seed)`, `random.seed` and `numpy.random.seed`; no global generator moves."""
+        return OwnGenerators(RngState.seeded(seed, device), device, HostRng.seeded(seed))
 
     @contextmanager
     def drawing(self) -> Generator[None]:
         """Runs the body with these generators instead of the global ones, which stay as they are."""
-        with _kept(self._device):
-            self._state.restore(self._device)
+        with kept_generators(self._device):
+            self.state.restore(self._device)
+            if self._host is not None:
+                self._host.restore()
             yield
-            self._state = _Generators.now(self._device)
+            self.state = RngState.now(self._device)
+            self._host = None if self._host is None else HostRng.now()
 
 
 def micro_batch_seed(micro_batch: int, device: Device | torch.device | str = "cpu") -> int:
-    """The seed of a micro-batch of the step that would begin now; see `OwnGenerators`.
+    """The seed for draws of a step of several micro-batches that would begin now, where no loop's order can be had.
 
-    It is a digest of the states of torch's generators, which it doesn't move: with it a loop over micro-batches can
-    repeat a step, if it calls `torch.manual_seed(seed)` before every micro-batch but the first.
+    It is a digest of the states of torch's generators, which it doesn't move. See `own_generators`.
 
     Args:
-        micro_batch: From 1; the first micro-batch, 0, draws from the global generators.
+        micro_batch: From 1.
         device: Compute device.
     """
     state = RngState.now(find(device))
@@ -125,26 +142,12 @@ def micro_batch_seed(micro_batch: int, device: Device | torch.device | str = "cp
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Generators:
-    """The states of all global generators, torch's and the host's."""
-
-    torch: RngState
-    host: HostRng
-
-    @staticmethod
-    def now(device: Device) -> _Generators:
-        return _Generators(RngState.now(device), HostRng.now())
-
-    def restore(self, device: Device) -> None:
-        self.torch.restore(device)
-        self.host.restore()
-
-
 @contextmanager
-def _kept(device: Device) -> Generator[None]:
-    present = _Generators.now(device)
+def kept_generators(device: Device) -> Generator[None]:
+    """Puts the global generators back, torch's and the host's, behind the body."""
+    present, host = RngState.now(device), HostRng.now()
     try:
         yield
     finally:
         present.restore(device)
+        host.restore()

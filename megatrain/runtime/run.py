@@ -10,8 +10,8 @@ import torch
 from megatrain.device import Device
 from megatrain.runtime.call import DONE, FAILED, Call
 from megatrain.runtime.call_start import Start
+from megatrain.runtime.draws import MicroBatchGenerators
 from megatrain.runtime.operations import Operations
-from megatrain.runtime.rng import OwnGenerators, micro_batch_seed
 from megatrain.runtime.streams.stopwatch import Stopwatch
 from megatrain.runtime.taken import Trainer
 from megatrain.scheduler.instructions import Half
@@ -47,11 +47,10 @@ class Run:
         engine = operations.engine
         self.calls: list[Call] = []
         parked = engine.parks.take(operations.instructions.park_bytes, len(starts))
-        for number, (loaded, start, parks) in enumerate(zip(operations.loaded, starts, parked, strict=True)):
-            is_own = number > 0 and start.rng is not None
-            generators = OwnGenerators(micro_batch_seed(number, engine.device), engine.device) if is_own else None
-            call = Call(engine.meter, parks, start, loaded, generators=generators, can_repeat=can_repeat)
-            self.calls.append(call)
+        draws, are_random = [each.draws for each in operations.loaded], [start.rng is not None for start in starts]
+        generators = MicroBatchGenerators.of(draws, are_random, engine.device)
+        for loaded, start, parks, own in zip(operations.loaded, starts, parked, generators, strict=True):
+            self.calls.append(Call(engine.meter, parks, start, loaded, generators=own, can_repeat=can_repeat))
 
     @property
     def device(self) -> Device:
@@ -113,6 +112,7 @@ class Run:
     def commit(self) -> None:
         """Writes the buffers, and ends a training step."""
         self.write_buffers()
+        self.calls[-1].generators.leave(self.device)
         self.close(DONE)
 
     def close(self, status: str = FAILED) -> None:

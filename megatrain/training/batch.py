@@ -31,11 +31,24 @@ class MicroBatch:
     @staticmethod
     def of(given: Any) -> MicroBatch:
         """Reads a mapping as keyword arguments, a tuple as positional ones, any other value as the only argument."""
+        if isinstance(given, MicroBatch):
+            return given
         if isinstance(given, Mapping):
             return MicroBatch(given, (), {str(key): value for key, value in given.items()})  # pyright: ignore
         if isinstance(given, tuple):
             return MicroBatch(given, given, {})  # pyright: ignore[reportUnknownArgumentType]
         return MicroBatch(given, (given,), {})
+
+
+@dataclass(frozen=True, slots=True)
+class Differentiated:
+    """A loss whose backward has run already, through the model's result, in the code that made the loss.
+
+    Args:
+        loss: The loss, detached; its share of the step's loss is all of it.
+    """
+
+    loss: torch.Tensor
 
 
 def micro_batches(batch: Any) -> list[MicroBatch]:
@@ -71,7 +84,7 @@ def untrained(model: nn.Module, batch: MicroBatch) -> Arguments:
     return arguments
 
 
-def loss_of(result: Any, batch: MicroBatch, loss: Loss | None) -> torch.Tensor:
+def loss_of(result: Any, batch: MicroBatch, loss: Loss | None) -> torch.Tensor | Differentiated:
     """Makes the loss of one micro-batch: by the user's function, or the model's own.
 
     Raises:
@@ -83,6 +96,8 @@ def loss_of(result: Any, batch: MicroBatch, loss: Loss | None) -> torch.Tensor:
     else:
         found = result["loss"] if isinstance(result, Mapping) and "loss" in result else getattr(result, "loss", result)
         origin = "the model returned"
+    if isinstance(found, Differentiated):
+        return found
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         shape = f" of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else ""
         raise ExecuteError(

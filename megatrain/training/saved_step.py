@@ -57,6 +57,7 @@ def save(
     user: Mapping[str, Any] | None,
     shard_bytes: int | str,
     more: Callable[[Path], object] | None,
+    weights: bool,
 ) -> None:
     """Writes a checkpoint; see `TrainStep.save`."""
     schedule = None if scheduler is None else _state_of(scheduler)
@@ -65,7 +66,7 @@ def save(
     state = State.of(compiled)
     saving.save(
         folder,
-        state.weights,
+        state.weights if weights else {},
         optimizer=optimizer,
         names=_parameters(compiled, optimizer),
         tensors={**compiled.masters.sources(), **state.hidden},
@@ -76,9 +77,10 @@ def save(
             "scheduler_class": None if scheduler is None else _class_of(scheduler),
             "modules": dict(state.others),
             "user": dict(user or {}),
+            **({} if weights else {_LACKS_WEIGHTS: True}),
         },
         shard_bytes=shard_bytes,
-        more=with_config(compiled.model, more),
+        more=with_config(compiled.model, more) if weights else more,
     )
 
 
@@ -109,13 +111,16 @@ def restore(
     if compiled.has_unread_weights:
         compiled.load_weights()
         state = State.of(compiled)
-    checkpoint.check_weights(state.weights)
+    has_weights = _LACKS_WEIGHTS not in extra
+    if has_weights:
+        checkpoint.check_weights(state.weights)
 
     if state.others:
         # First: hooks get the state dict that they know, and what they do to weights is overwritten.
         with compiled.loading():
             compiled.model.load_state_dict({**state.weights, **extra["modules"]}, strict=False)
-    checkpoint.read_weights(state.weights)
+    if has_weights:
+        checkpoint.read_weights(state.weights)
     for name, tensor in state.places(checkpoint, hidden, compiled).items():
         hidden[name].read(tensor)
     compiled.written_buffers.update(name.removeprefix(HIDDEN) for name in hidden)
@@ -140,6 +145,7 @@ _FIELDS = {
     "modules": mapping(json_rules.name, anything),
     "user": mapping(anything, anything),
 }
+_LACKS_WEIGHTS = "lacks_weights"
 _SCHEMAS = {1: _FIELDS, 2: {**_FIELDS, "scheduler_class": optional(text())}}
 """What `save` has stored as values, by the schema of the manifest."""
 
@@ -154,6 +160,8 @@ def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
             "  Read it with megatrain.saving.load, or its weights with megatrain.compile(weights=...)."
         )
     wrong = problems(record(fields, others=anything), checkpoint.extra, "extra")
+    if checkpoint.extra.get(_LACKS_WEIGHTS, True) is not True:
+        wrong.append(f"extra.{_LACKS_WEIGHTS} is {shown(checkpoint.extra[_LACKS_WEIGHTS])}, not True")
     _refuse(f"`{checkpoint.folder}` has {len(wrong)} values that no step can have saved.", wrong)
     return checkpoint.extra
 

@@ -18,7 +18,7 @@ Weight = Callable[[Any], Any]
 
 
 class Shares:
-    """The factors of the micro-batches' losses; they add up to 1.
+    """The factors of the micro-batches' losses; they add up to 1, or all are 1.
 
     Counts that are on the device stay there: to read them here, the launching thread would have to wait. Then `check`
     reads them, on another thread, before anything is updated.
@@ -26,6 +26,7 @@ class Shares:
     Args:
         batches: The micro-batches.
         weight: Counts each; None lets all count the same.
+        is_sum: Losses are added up as they are.
 
     Raises:
         OptionError: If counts on the host aren't finite and positive in sum, or a count is no number.
@@ -34,12 +35,14 @@ class Shares:
         fault: What `check` raised.
     """
 
-    def __init__(self, batches: Sequence[MicroBatch], weight: Weight | None) -> None:
+    def __init__(self, batches: Sequence[MicroBatch], weight: Weight | None, *, is_sum: bool = False) -> None:
         found: list[Any] = [1] * len(batches) if weight is None else [weight(batch.given) for batch in batches]
         self.fault: OptionError | None = None
         self._unread: torch.Tensor | None = None
         self._factors: Sequence[float | torch.Tensor]
-        if _are_on_device(found):
+        if is_sum:
+            self._factors = [1.0] * len(batches)
+        elif _are_on_device(found):
             self._unread = torch.stack([count.detach().reshape(()).double() for count in found])
             counts = self._unread.unbind()
             total = functools.reduce(torch.add, counts)

@@ -14,7 +14,7 @@ from torch import nn
 from megatrain.checks import PATH, checked, number, one_of, optional
 from megatrain.compiled.inside import Variant
 from megatrain.compiled.module import COMPILED, CompiledModule
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, OptionError
 from megatrain.memory.out_of_memory import Attempts
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.per_parameter import check_per_parameter
@@ -62,6 +62,8 @@ class TrainStep:
         loss: `loss(result, batch)` computes the scalar to differentiate; None takes the result itself, or its `loss`.
         weight: `weight(batch)` says how much a micro-batch counts, such as its number of targets; with None all count
             the same. Loss and gradients are those of the weighted mean.
+        reduce: `"mean"` of the micro-batches' losses, by `weight`, or their `"sum"`: for losses that are divided by a
+            count over all micro-batches already.
         max_grad_norm: Largest norm of all gradients, as in `clip_grad_norm_(model.parameters())`; None doesn't clip.
         overlap: Whether updates may run at the same time as the device's work.
         on_nonfinite: What happens if a gradient has an infinite or undefined element: `"raise"` an error, `"skip"` the
@@ -78,6 +80,7 @@ class TrainStep:
     @checked(
         compiled=COMPILED,
         optimizer=OPTIMIZER,
+        reduce=one_of("mean", "sum"),
         max_grad_norm=optional(number(above=0)),
         on_nonfinite=optional(one_of("raise", "skip")),
     )
@@ -88,15 +91,22 @@ class TrainStep:
         *,
         loss: Loss | None = None,
         weight: Weight | None = None,
+        reduce: str = "mean",
         max_grad_norm: float | None = None,
         overlap: bool = True,
         on_nonfinite: str | None = None,
     ):
+        if weight is not None and reduce == "sum":
+            raise OptionError(
+                'weight= was given with reduce="sum".\n  Weights are shares of a mean; a sum takes every loss whole.\n'
+                "  Multiply by the weight in loss=, or leave one of the two out."
+            )
         compiled.megatrain.complete_updates()  # of other steps: the trial below looks at the optimizer's state
         check_per_parameter(optimizer)
         self._compiled = compiled.megatrain
         self._loss = loss
         self._weight = weight
+        self._is_sum = reduce == "sum"
         self._on_nonfinite = on_nonfinite
         needs_norm = max_grad_norm is not None or on_nonfinite is not None
         self._setup = Setup(
@@ -150,7 +160,8 @@ class TrainStep:
                 or a list of such micro-batches, of any sizes.
 
         Returns:
-            The loss, a tensor without dimensions on the compute device: the mean over micro-batches, by `weight`.
+            The loss, a tensor without dimensions on the compute device: the mean over micro-batches by `weight`, or the
+            sum.
 
         Raises:
             ExecuteError: If gradients aren't finite and `on_nonfinite="raise"`, an operation fails, or an earlier
@@ -172,7 +183,7 @@ class TrainStep:
 
     def _take(self, batch: Any, watch: Stopwatch | None) -> torch.Tensor:
         self._boundary.check_whole()
-        shares = Shares(batches := micro_batches(batch), self._weight)
+        shares = Shares(batches := micro_batches(batch), self._weight, is_sum=self._is_sum)
         failed: list[dict[Variant, str]] = [{} for _ in batches]
         attempts = Attempts("the step", self._compiled.options.device)
         with self._compiled.exclusively("the step"), torch.enable_grad(), self._completion.suspended():
@@ -239,6 +250,7 @@ class TrainStep:
         user: Mapping[str, Any] | None = None,
         shard_bytes: int | str = "5GB",
         more: Callable[[Path], object] | None = None,
+        weights: bool = True,
     ) -> None:
         """Writes everything that the next step depends on; see docs/checkpoints.md for the files.
 
@@ -252,6 +264,7 @@ class TrainStep:
             user: Your own values, in `user` after `load`: numbers, texts, tensors, and dicts and lists of these.
             shard_bytes: Largest size of a file, in bytes or as `"5GB"`.
             more: Adds files of its own to the folder, such as `tokenizer.save_pretrained`.
+            weights: False leaves the weights out, and the configuration: you store them, and set them before `load`.
 
         Raises:
             CheckpointError: If something can't be stored, or the disk lacks room or fails; nothing is lost then.
@@ -269,6 +282,7 @@ class TrainStep:
                 user=self.user if user is None else user,
                 shard_bytes=shard_bytes,
                 more=more,
+                weights=weights,
             )
 
     @classmethod

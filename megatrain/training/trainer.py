@@ -14,7 +14,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.gradients.sink import check_kind, hooked, kind_of, laid_out
-from megatrain.training.batch import loss_of
+from megatrain.training.batch import Differentiated, loss_of
 from megatrain.training.handing import handed
 from megatrain.training.setup import Setting
 from megatrain.training.shares import Shares
@@ -102,14 +102,19 @@ class Running:
             variant.traced.leave(given, own.tensors)
             result = variant.traced.result(given, own.tensors)
             loss = loss_of(result, self._setting.batches[micro_batch], self._loss)
-            shared = self.shares.share(loss, micro_batch)
-            if not shared.requires_grad:
+            if isinstance(loss, Differentiated):
+                shared, is_differentiated = loss.loss, any(gradient is not None for gradient in gradients)
+            else:
+                shared = self.shares.share(loss, micro_batch)
+                is_differentiated = shared.requires_grad
+            if not is_differentiated:
                 raise ExecuteError(
                     "the loss doesn't depend on the model's result.\n"
                     "  A step differentiates the loss; detached, integer or constant losses have no gradient.\n"
                     "  Compute the loss from the model's result, without detach() and no_grad."
                 )
-            shared.backward()
+            if not isinstance(loss, Differentiated):
+                shared.backward()
         pairs = zip(program.outputs, given, strict=True)
         self._check_own_gradients([ref.name for ref, t in pairs if ref.kind == "state" and t.grad is not None])
         self._losses.append(shared.detach().reshape(()))

@@ -90,7 +90,7 @@ def test_a_micro_batch_seeds_no_generator_but_its_own(monkeypatch: pytest.Monkey
         raise AssertionError("the generators of all devices are seeded")
 
     monkeypatch.setattr(torch, "manual_seed", seed_all)
-    own = OwnGenerators(7, Cpu())
+    own = OwnGenerators.seeded(7, Cpu())
     drawn: list[Any] = []
     for _ in range(2):
         with own.drawing():

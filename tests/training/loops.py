@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
-from megatrain.device import find
-from megatrain.runtime.rng import RngState, micro_batch_seed
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
 from tests.models import MODELS, Stack
@@ -146,24 +144,15 @@ def eager_gradients(
     counts: Sequence[float] | None = None,
     device: str = "cpu",
 ) -> torch.Tensor:
-    """Fills `.grad` by a loop over micro-batches and returns the loss.
-
-    Each micro-batch but the first draws from a generator of its own, seeded when the step begins.
-    """
-    seeds = [micro_batch_seed(number, device) for number in range(len(batches))]
-    after_first = RngState.now(find(device))
+    """Fills `.grad` by a loop over micro-batches and returns the loss."""
     counts = [1.0] * len(batches) if counts is None else counts
     losses = []
     for number, batch in enumerate(batches):
-        if number:
-            torch.manual_seed(seeds[number])
         share = counts[number] / sum(counts)
         found = own_loss(call(model, batch), loss, batch)
         found = found if share == 1.0 else found * share
         found.backward()
         losses.append(found.detach().reshape(()))
-        after_first = after_first if number else RngState.now(find(device))
-    after_first.restore(find(device))
     return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0])
 
 

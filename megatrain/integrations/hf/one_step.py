@@ -1,0 +1,219 @@
+"""OneStep: all micro-batches of a trainer's update as one training step of megatrain."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatrain.compiled.module import CompiledModule
+from megatrain.errors import DrawsError, OptimizerError, StreamedCallsWarning
+from megatrain.integrations.paused import Call, CallsAgainError, PausedCode, SpentError
+from megatrain.saving import generators_now, restore_generators
+from megatrain.torch_private import FakeTensor, pytree
+from megatrain.tracer.equal import is_equal
+from megatrain.training.batch import Differentiated, MicroBatch
+from megatrain.training.step import TrainStep
+
+Code = Callable[[], torch.Tensor]
+"""The trainer's own code for one micro-batch: it calls the model, runs the backward and returns the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    code: Code
+    paused: PausedCode
+
+
+class _LossUnknownError(Exception):
+    """A loss is made by code of which nothing is known before it runs."""
+
+
+class _DrawsBehindError(Exception):
+    """A loss draws random numbers behind its call of the model, ahead of the next micro-batch's."""
+
+
+_AGAIN = {
+    CallsAgainError: "the loss calls the model more than once",
+    DrawsError: "the model draws a number of random values that depends on values",
+    _DrawsBehindError: "the loss draws random numbers behind its call of the model",
+}
+
+
+class OneStep:
+    """Collects the micro-batches of an update, and takes them in one training step.
+
+    What can't be one training step runs as the trainer would run it, with a model whose calls stream: each call brings
+    the weights anew, and the update follows on the host. A warning says so, and why, once.
+
+    Args:
+        compiled: The model.
+        make_step: Makes the training step for a loss.
+        is_models_own: Tells whether the loss is the one that the model returns, so that it takes no memory of its own.
+        attributes: The trainer's attributes. Code that sets one ahead of its call of the model would find the value of
+            the last micro-batch behind the call.
+
+    Attributes:
+        step: The training step; None before the first, and if there can be none.
+        reason: Why updates aren't training steps; None if they are.
+        has_updated: The update was taken within the training step, and the trainer's own has nothing left to do.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledModule,
+        make_step: Callable[[Callable[[Any, Any], Any]], TrainStep],
+        is_models_own: Callable[[], bool],
+        attributes: Mapping[str, Any],
+    ) -> None:
+        self.step: TrainStep | None = None
+        self.reason: str | None = None
+        self.has_updated = False
+        self._compiled = compiled
+        self._make_step = make_step
+        self._is_models_own = is_models_own
+        self._attributes = attributes
+        self._waiting: list[_Waiting] = []
+        self._expected = 1
+        self._start: dict[str, Any] = {}
+        self._losses: list[torch.Tensor] = []
+
+    def begin(self, count: int) -> None:
+        """An update of so many micro-batches begins."""
+        self.abandon()
+        self._expected, self.has_updated = count, False
+
+    def take(self, code: Code) -> Sequence[torch.Tensor]:
+        """Takes the next micro-batch.
+
+        Returns:
+            The losses that are known now, in order: of all micro-batches behind the last, and none before; or one each
+            time, if the update is no training step.
+        """
+        if self.reason is None and self.step is None:
+            self._make()
+        if self.reason is not None:
+            return [code()]
+        try:
+            return self._taken(code)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def fall_back(self, reason: str) -> None:
+        """No update is a training step from now on."""
+        if self.reason is None:
+            self.reason = reason
+            warnings.warn(
+                f"{reason}, so an update isn't one training step.\n"
+                "  Each call of the model streams its weights anew, and the optimizer runs behind the backward.\n"
+                "  The numbers are the same; docs/trainers.md says what makes it one training step.",
+                StreamedCallsWarning,
+                stacklevel=2,
+            )
+
+    def abandon(self) -> None:
+        """Forgets micro-batches whose update doesn't come."""
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.paused.abandon()
+
+    def known_step(self) -> TrainStep | None:
+        """The training step, made now if there is none yet; None if there can't be one."""
+        if self.step is None and self.reason is None:
+            self._make()
+        return self.step
+
+    def load(self, load: Callable[[Callable[[Any, Any], Any]], TrainStep]) -> None:
+        """Replaces the training step by one that was read from a checkpoint."""
+        self.step = load(self._loss)
+
+    def _make(self) -> None:
+        try:
+            self.step = self._make_step(self._loss)
+        except OptimizerError as error:
+            self.fall_back(f"the optimizer can't update block by block ({str(error).splitlines()[0].rstrip('.')})")
+
+    def _taken(self, code: Code) -> Sequence[torch.Tensor]:
+        before, attributes = self._generators(), dict(self._attributes)
+        if not self._waiting:
+            self._start = before
+        paused = PausedCode(self._compiled.megatrain, code)
+        self._waiting.append(_Waiting(code, paused))
+        paused.start()
+        obstacle = _obstacle(paused.call)
+        if obstacle is None and self._expected > 1:
+            changed = [n for n, v in self._attributes.items() if n not in attributes or not _is_same(attributes[n], v)]
+            if changed:
+                obstacle = f"the code ahead of the call of the model sets `{changed[0]}` of the trainer"
+            elif not _is_same(before, self._generators()):
+                obstacle = "the loss draws random numbers before it calls the model"
+        if obstacle is not None:
+            self.fall_back(obstacle)
+            return self.run_waiting()
+        return self._run() if len(self._waiting) == self._expected else ()
+
+    def run_waiting(self) -> Sequence[torch.Tensor]:
+        """Runs the micro-batches that wait, each by itself; returns their losses."""
+        waiting, self._waiting = self._waiting, []
+        return [each.paused.run_alone() for each in waiting]
+
+    def _generators(self) -> dict[str, Any]:
+        return generators_now(self._compiled.megatrain.options.device)
+
+    def _run(self) -> Sequence[torch.Tensor]:
+        assert self.step is not None
+        batches: list[MicroBatch] = []
+        for each in self._waiting:
+            call = each.paused.call
+            assert call is not None
+            batches.append(MicroBatch(each, call.args, call.kwargs))
+        losses: list[torch.Tensor] = []
+        self._losses = losses
+        try:
+            self.step(batches)
+        except (CallsAgainError, DrawsError, _DrawsBehindError) as error:
+            # The step is undone. What the code did besides (a list of metrics, say) it does once more.
+            waiting = list(self._waiting)
+            self.abandon()
+            restore_generators(self._start, self._compiled.megatrain.options.device)
+            if not isinstance(error, SpentError):
+                self.fall_back(_AGAIN[type(error)])
+            return [each.code() for each in waiting]
+        self._waiting = []
+        self.has_updated = True
+        return losses
+
+    def _loss(self, result: Any, waiting: Any) -> Any:
+        leaves = pytree.tree_leaves(result)
+        if any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            if not self._is_models_own():
+                raise _LossUnknownError
+            return result["loss"] if isinstance(result, dict) else result[0]
+        before = self._generators()
+        loss = waiting.paused.give(result)
+        if self._expected > 1 and not _is_same(before, self._generators()):
+            raise _DrawsBehindError
+        self._losses.append(loss)
+        return Differentiated(loss)
+
+
+def _obstacle(call: Call | None) -> str | None:
+    if call is None:
+        return "the loss doesn't call the model with gradients"
+    return None if call.modes is None else f"the loss calls the model under {call.modes}"
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    """Compares states of generators, and attributes: plain values by value, all else by identity."""
+    if left is right:
+        return True
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_is_same(value, right[key]) for key, value in left.items())  # pyright: ignore
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.shape == right.shape and torch.equal(left, right)
+    return is_equal(left, right) if isinstance(left, tuple | int | float | str | np.ndarray) else False

@@ -1,0 +1,355 @@
+"""Streamed: a mixin that makes any Hugging Face trainer stream its model, with the stock run's bits.
+
+    from megatrain.integrations.hf import Streamed
+
+    class StreamedSFT(Streamed, SFTTrainer): ...
+
+    StreamedSFT(model=model, args=args, train_dataset=rows, megatrain_memory="10GiB").train()
+
+All names of `transformers.Trainer` that aren't in its documentation stand in this file, and `_check_transformers` looks
+whether they are there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import os
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+import megatrain
+from megatrain.compiled.module import CompiledModule
+from megatrain.errors import CheckpointError, ExecuteError, OptionError, ScheduleError, TorchError
+from megatrain.integrations.hf.one_step import OneStep
+from megatrain.integrations.hf.options import StreamOptions
+from megatrain.memory.out_of_memory import DeviceMemoryError
+from megatrain.training.step import TrainStep
+
+FOLDER = "megatrain"
+"""Within a trainer's checkpoint: all that the next training step depends on besides the weights."""
+_STATE = "trainer_state.json"
+_NAMES = (
+    "_clip_grad_norm", "_finalize_training", "_get_grad_norm", "_get_output_dir", "_load_optimizer_and_scheduler",
+    "_move_model_to_device", "_prepare_for_training", "_save_checkpoint", "_save_optimizer_and_scheduler",
+    "call_model_init", "compute_loss", "create_scheduler", "get_batch_samples", "training_step",
+)  # fmt: skip
+
+_Base: Any = object
+
+
+class Streamed(_Base):
+    """Makes the trainer that follows it stream the model: parameters stay in host memory.
+
+    The trainer gets the plain model, as always. All micro-batches of an update (gradient accumulation) run as one
+    training step of megatrain, with clipping and the update in it. The trainer's own code computes the losses: its
+    `compute_loss`, `compute_loss_func`, label smoothing, metrics. Losses, norms, learning rates and parameters are
+    those of the stock run, bit for bit where the device repeats itself.
+
+    What can't be one training step runs as calls that stream, with autograd, and a `StreamedCallsWarning` says why: a
+    loss that calls the model several times, an optimizer that needs all parameters at once, callbacks that read
+    gradients, fp16's loss scaling.
+
+    Args:
+        args: Those of the trainer.
+        kwargs: Those of the trainer, and `megatrain_memory`, `megatrain_precision` and so on: each option of
+            `megatrain.compile`, and `overlap` and `on_nonfinite` of `TrainStep`. Training arguments of these names
+            count as well.
+
+    Raises:
+        OptionError: If an option or a training argument can't be right with a model that streams.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _check_transformers()
+        arguments = self._arguments_of(args, kwargs)
+        self._stream_options = StreamOptions.taken_from(kwargs, arguments)
+        self._one_step: OneStep | None = None
+        self._is_made = False
+        _refuse(arguments)
+        super().__init__(*args, **kwargs)
+        _refuse(self.args)
+        self._is_made = True
+        self.model = self.model_wrapped = self.callback_handler.model = self._streaming(self.model)
+
+    @property
+    def train_step(self) -> TrainStep | None:
+        """The training step that takes the updates; None before the first, and if updates aren't training steps."""
+        return None if self._one_step is None else self._one_step.step
+
+    def _arguments_of(self, args: Any, kwargs: Any) -> Any:
+        names = list(inspect.signature(super().__init__).parameters)
+        return {**dict(zip(names, args, strict=False)), **kwargs}.get("args")
+
+    def _streaming(self, model: nn.Module) -> CompiledModule:
+        if isinstance(model, CompiledModule):
+            if self._stream_options.compile:
+                raise OptionError(
+                    f"the model is compiled, and the trainer has options for compiling: "
+                    f"{', '.join(f'megatrain_{name}' for name in self._stream_options.compile)}.\n"
+                    "  A model is compiled once.\n  Give the trainer the plain model, or leave these options out."
+                )
+            compiled = model
+        else:
+            compiled = megatrain.compile(model, **{"device": self.args.device, **self._stream_options.compile})
+        make = functools.partial(self._make_step, compiled)
+        self._one_step = OneStep(compiled, make, self._is_models_own_loss, vars(self))
+        return compiled
+
+    # -- where the model is ----------------------------------------------------------------------------------
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The parameters stay on the host."""
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Makes the model anew: a plain one for the constructor, which compiles it, and later one that streams."""
+        model = super().call_model_init(trial)
+        return self._streaming(model) if self._is_made else model
+
+    # -- updates -----------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of the next update, as the trainer collects them."""
+        found = super().get_batch_samples(*args, **kwargs)
+        one_step = self._known()
+        reason = self._why_not()
+        if reason is not None:
+            one_step.fall_back(reason)
+        one_step.begin(len(found[0]))
+        return found
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Takes a micro-batch; the last one of an update runs the training step.
+
+        Returns:
+            The loss of the micro-batch; before the last one zero, and then losses are made good.
+        """
+        try:
+            losses = self._known().take(functools.partial(super().training_step, *args, **kwargs))
+        except (ScheduleError, DeviceMemoryError) as error:
+            if self.args.auto_find_batch_size:  # accelerate knows the lack of memory by these words
+                raise RuntimeError(f"{error}\nThe step is out of memory.") from error
+            raise
+        if not losses:
+            return torch.zeros((), device=self.args.device)
+        self._count_losses(losses[:-1])
+        return losses[-1]
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        # A training that stops between two micro-batches counts the losses of those that were there.
+        self._count_losses(self._known().run_waiting())
+        return super()._finalize_training(*args, **kwargs)
+
+    def _count_losses(self, losses: Sequence[torch.Tensor]) -> None:
+        """Adds losses as the trainer does after each micro-batch, without a wait for the device."""
+        total: torch.Tensor = self._tr_loss
+        for loss in losses:
+            mean = total / (1 + self.state.global_step - self._globalstep_last_logged)
+            total += torch.where(torch.isfinite(loss), loss, mean) if self.args.logging_nan_inf_filter else loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return self._norm() if self._known().has_updated else super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None and self._known().has_updated:
+            grad_norm = self._norm()
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+    def _norm(self) -> Any:
+        step = self._known().step
+        assert step is not None
+        return step.progress.grad_norm
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the scheduler as always, of an optimizer whose step leaves out what a training step has done."""
+        # Ahead of the scheduler, which notices when a step is replaced behind its back.
+        self._replace_step()
+        return super().create_scheduler(*args, **kwargs)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._prepare_for_training(*args, **kwargs)
+        self._replace_step()  # where the user has made the scheduler
+        return found
+
+    def _replace_step(self) -> None:
+        """Replaces the step of accelerate's object around the optimizer, not that of the optimizer."""
+        known = vars(self.optimizer).get("step")
+        if not isinstance(self.optimizer, AcceleratedOptimizer) or known is not None:
+            return
+        update: Callable[..., Any] = self.optimizer.step
+
+        def step(optimizer: Any, closure: Any = None) -> Any:
+            return None if self._known().has_updated else update(closure)
+
+        self.optimizer.step = types.MethodType(step, self.optimizer)
+
+    def _make_step(self, compiled: CompiledModule, loss: Any) -> TrainStep:
+        return TrainStep(compiled, _plain(self.optimizer), **self._options_of_step(loss))
+
+    def _options_of_step(self, loss: Any) -> dict[str, Any]:
+        # The trainer logs the norm also where it doesn't clip.
+        norm = self.args.max_grad_norm or math.inf
+        return {"loss": loss, "reduce": "sum", "max_grad_norm": norm, **self._stream_options.step}
+
+    def _is_models_own_loss(self) -> bool:
+        is_own = type(self).compute_loss is transformers.Trainer.compute_loss
+        return is_own and self.compute_loss_func is None and self.label_smoother is None
+
+    def _known(self) -> OneStep:
+        assert self._one_step is not None
+        return self._one_step
+
+    def _why_not(self) -> str | None:
+        """Why an update can't be one training step, as far as that is known ahead."""
+        if self.accelerator.scaler is not None:
+            return "fp16 scales the loss"
+        for callback in self.callback_handler.callbacks:
+            if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
+                return f"the callback {type(callback).__name__} may read gradients before the optimizer's step"
+        owner = _owner_of(type(self), "training_step")
+        if owner.__module__.partition(".")[0] not in ("transformers", "trl", "sentence_transformers"):
+            return f"{owner.__name__} has a training_step of its own"
+        return None
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's own. `True` goes on from the newest checkpoint that was written to its end."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _newest_whole(self.args.output_dir) or True
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._known().abandon()
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # Written last, this file says that the checkpoint is whole; an older one of this name must not say so.
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        (folder / _STATE).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        step = self._known().known_step()
+        if step is not None:
+            step.save(Path(output_dir) / FOLDER, scheduler=self.lr_scheduler, weights=False)
+            return
+        if any(master.low is not None for master in self.model.masters.values()):
+            raise ExecuteError(
+                "the trainer can't save this run so that it can be resumed.\n"
+                "  The masters of bf16 parameters are saved with a training step, and there is none: "
+                f"{self._known().reason}.\n"
+                '  Use megatrain_precision="fp32", or save_only_model=True.'
+            )
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        folder = None if checkpoint is None else Path(checkpoint) / FOLDER
+        if folder is None or not folder.exists():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self._known().load(
+            lambda loss: TrainStep.load(
+                folder, self.model, _plain(self.optimizer), scheduler=self.lr_scheduler, **self._options_of_step(loss)
+            )
+        )
+
+
+class Trainer(Streamed, transformers.Trainer):  # pyright: ignore[reportUntypedBaseClass]
+    """`transformers.Trainer` with a model that streams; see `Streamed`."""
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer of torch within accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _owner_of(kind: type, name: str) -> type:
+    """The class of a trainer that has a method, besides `Streamed`."""
+    return next(each for each in kind.__mro__ if name in vars(each) and each is not Streamed)
+
+
+def _newest_whole(folder: str | os.PathLike[str]) -> str | None:
+    """The newest checkpoint of a trainer that was written to its end; None if there is no checkpoint at all.
+
+    Raises:
+        CheckpointError: If there are some, and none is whole.
+    """
+    known = sorted(Path(folder).glob("checkpoint-*"), key=_number_of, reverse=True) if Path(folder).is_dir() else []
+    for checkpoint in known:
+        if _number_of(checkpoint) >= 0 and _is_whole(checkpoint):
+            return str(checkpoint)
+    if known and get_last_checkpoint(str(folder)) is not None:
+        raise CheckpointError(
+            f"no checkpoint in `{folder}` is whole: {', '.join(path.name for path in known)}.\n"
+            f"  A checkpoint is whole when its {_STATE} is written, which comes last.\n"
+            "  Train from the beginning, or give the folder of another checkpoint."
+        )
+    return None
+
+
+def _number_of(checkpoint: Path) -> int:
+    number = checkpoint.name.rpartition("-")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        json.loads((checkpoint / _STATE).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _refuse(arguments: Any) -> None:
+    """Refuses training arguments that can't be right with a model that streams.
+
+    Raises:
+        OptionError: Naming the first of them.
+    """
+    if arguments is None:
+        return
+    several = "It trains on one device, in one process."
+    own = "megatrain makes its own graphs of the model."
+    stays = "The parameters stay in host memory, in the dtype in which the model was compiled."
+    refused = {
+        "fsdp": (bool(arguments.fsdp), several),
+        "deepspeed": (bool(arguments.deepspeed), several),
+        "several processes": (arguments.world_size > 1, several),
+        "torch_compile": (arguments.torch_compile, own),
+        "fp16_full_eval": (arguments.fp16_full_eval, stays),
+        "bf16_full_eval": (arguments.bf16_full_eval, stays),
+    }
+    for name, (is_given, rule) in refused.items():
+        if is_given:
+            raise OptionError(
+                f"a trainer that streams can't use {name}.\n  {rule}\n"
+                f"  Leave {name} out, or use the trainer without megatrain."
+            )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # as the trainer does for a model that it must not replicate
+
+
+def _check_transformers() -> None:
+    """Looks whether this version of transformers has what `Streamed` takes over.
+
+    Raises:
+        TorchError: If it hasn't.
+    """
+    missing = [name for name in _NAMES if not hasattr(transformers.Trainer, name)]
+    if missing:
+        raise TorchError(
+            f"transformers {transformers.__version__} has no Trainer.{missing[0]}.\n"
+            "  A trainer that streams takes the place of this method.\n"
+            "  Use another version of transformers; docs/trainers.md says which."
+        )

@@ -1,0 +1,161 @@
+"""Draws: the random numbers of a forward, drawn without the forward, to learn where the generators are behind it.
+
+A loop over micro-batches draws in the order of its forwards. A training step runs the blocks of all micro-batches in
+turns, so each micro-batch draws from generators of its own: they begin where the forward before it ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from megatrain.device import Device
+from megatrain.errors import DrawsError
+from megatrain.passes.interpret import Code
+from megatrain.passes.program import Program
+from megatrain.runtime.rng import OwnGenerators, RngState, kept_generators, micro_batch_seed
+from megatrain.tracer.spec import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Operand:
+    spec: TensorSpec
+    requires_grad: bool
+
+    def like_it(self, device: Device) -> torch.Tensor:
+        """A tensor of ones: a probability, a weight, a standard deviation, or an index."""
+        spec, place = self.spec, torch.device("cpu") if self.spec.on_host else device.torch_device
+        made = torch.ones(spec.shape, dtype=spec.dtype, device=place)
+        if spec.stride is not None:
+            made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=place).fill_(1)
+        return made.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draw:
+    """One random call, with nothing but its operands' shapes."""
+
+    code: Code
+    operands: Sequence[_Operand]
+
+
+class Draws:
+    """The random calls of a program, in the order of its forward.
+
+    Args:
+        calls: Of the whole forward.
+    """
+
+    def __init__(self, calls: Sequence[_Draw]) -> None:
+        self._calls = calls
+
+    @staticmethod
+    def of(program: Program) -> Draws | None:
+        """Finds the random calls; None if one of them can't be made alone, such as an opaque module."""
+        of_template = functools.cache(lambda name: _draws_of(program.templates[name].graph))  # pyright: ignore
+        calls: list[_Draw] = []
+        for block in program.blocks:
+            found = of_template(block.template)
+            if found is None:
+                return None
+            calls.extend(found)
+        return Draws(calls)
+
+    def make(self, device: Device) -> None:
+        """Draws what a forward draws, from the present generators.
+
+        How many numbers a call draws may depend on its operands' shapes, layouts and history, not on their values.
+        """
+        with torch.enable_grad():
+            for call in self._calls:
+                call.code([operand.like_it(device) for operand in call.operands])
+
+
+def _draws_of(graph: fx.Graph) -> list[_Draw] | None:
+    nodes = [node for node in graph.nodes if node.meta.get("is_random")]
+    found = [_draw_of(node) for node in nodes]
+    return None if None in found else [draw for draw in found if draw is not None]
+
+
+def _draw_of(node: fx.Node) -> _Draw | None:
+    alone = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    operands: list[_Operand] = []
+    for operand in node.all_input_nodes:
+        spec = operand.meta.get("spec")
+        if not isinstance(spec, TensorSpec):
+            return None
+        known[operand] = alone.placeholder(operand.name)
+        operands.append(_Operand(spec, bool(operand.meta["requires_grad"])))
+    alone.node_copy(node, known.__getitem__)
+    alone.output(())
+    code = Code(alone)
+    return None if code.opaque else _Draw(code, operands)
+
+
+@dataclass(slots=True)
+class MicroBatchGenerators:
+    """What a micro-batch of a training step draws from.
+
+    Args:
+        forward: Its forward; None for the global generators.
+        loss: Its loss; None for the global generators.
+        ends_at: Where its forward must end, because the next one begins there; None if none does.
+    """
+
+    forward: OwnGenerators | None = None
+    loss: OwnGenerators | None = None
+    ends_at: RngState | None = None
+
+    @staticmethod
+    def of(draws: Sequence[Draws | None], are_random: Sequence[bool], device: Device) -> Sequence[MicroBatchGenerators]:
+        """Divides the random numbers of a step that begins now among its micro-batches.
+
+        If a forward draws, all draw as in a loop over micro-batches, and their losses from seeded generators: a loop's
+        order has the loss of one ahead of the forward of the next. Forwards that can't be drawn ahead (of opaque
+        modules) have seeded generators as well, but for the first.
+
+        Args:
+            draws: The random calls of each micro-batch.
+            are_random: Which of them draw.
+            device: Compute device.
+        """
+        count = len(draws)
+        if count == 1 or not any(are_random):
+            return [MicroBatchGenerators() for _ in draws]
+        seeded = [OwnGenerators.seeded(micro_batch_seed(number, device), device) for number in range(1, 2 * count)]
+        forwards, losses = [None, *seeded[: count - 1]], seeded[count - 1 :]
+        if any(each is None for each in draws):
+            return [MicroBatchGenerators(*pair) for pair in zip(forwards, losses, strict=True)]
+        found = [MicroBatchGenerators(loss=loss) for loss in losses]
+        with kept_generators(device):
+            for each, (earlier, later) in zip(draws, pairwise(found), strict=False):
+                assert each is not None
+                each.make(device)
+                earlier.ends_at = RngState.now(device)
+                later.forward = OwnGenerators(earlier.ends_at, device)
+        return found
+
+    def check(self, device: Device) -> None:
+        """Checks that the forward, which is over, drew as many numbers as were drawn ahead.
+
+        Raises:
+            DrawsError: If it drew others.
+        """
+        now = RngState.now(device) if self.forward is None else self.forward.state
+        if self.ends_at is not None and not self.ends_at.is_same(now):
+            raise DrawsError(
+                "the model drew another number of random values than the shapes of its tensors say.\n"
+                "  Micro-batches of a step draw in the order of a loop, so what each draws must be known ahead.\n"
+                "  Give TrainStep a single micro-batch, or draw the values (torch.poisson, gamma) outside of the model."
+            )
+
+    def leave(self, device: Device) -> None:
+        """Sets the global generators to the end of this forward, the last of a step."""
+        if self.forward is not None and not self.forward.is_seeded:
+            self.forward.state.restore(device)

@@ -1,0 +1,134 @@
+"""The same script with a library's trainer and with one that streams: what both leave behind."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import Trainer as StockTrainer
+
+import megatrain
+from megatrain.integrations.hf import Streamed
+from tests.comparing import assert_same
+
+ROWS = [{"input_ids": row, "labels": row} for row in torch.arange(96).remainder(64).reshape(12, 8)]
+RAGGED = [
+    {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
+    for index, ids in enumerate(torch.arange(96).remainder(63).reshape(12, 8) + 1)
+    for mask in [(torch.arange(8) < 3 + index % 6).long()]
+]
+
+
+def llama(kind: Any = LlamaForCausalLM, **config: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "pad_token_id": 0, "use_cache": False,
+    }  # fmt: skip
+    return kind(LlamaConfig(**{**sizes, **config}))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A script.
+
+    Args:
+        options: Training arguments.
+        model: Makes the model.
+        rows: Of the dataset.
+        more: Keywords of the trainer, made for each run: `more(model)`.
+        kind: The trainer's class.
+        arguments: The class of its arguments.
+        reason: Begins what the warning says if updates aren't training steps.
+        streaming: `megatrain_...` options.
+        tolerance: How far numbers may be from the stock run's, relative to the largest of their tensor; 0 for none.
+        after: What is compared besides, from the trainer that has trained.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    model: Callable[[], nn.Module] = llama
+    rows: Any = field(default_factory=lambda: ROWS)
+    more: Callable[[Any], Mapping[str, Any]] = lambda model: {}
+    kind: Any = StockTrainer
+    arguments: Any = TrainingArguments
+    reason: str | None = None
+    streaming: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tolerance: float = 0.0
+    after: Callable[[Any], Any] = lambda trainer: None
+
+
+GIVEN: dict[str, Any] = {
+    "max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
+    "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2,
+}  # fmt: skip
+_TIMES = ("runtime", "per_second", "flos", "time")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a script left behind."""
+
+    trainer: Any
+    log: list[dict[str, Any]]
+    values: dict[str, torch.Tensor]
+    generators: Any
+    after: Any
+
+
+def run(scenario: Scenario, folder: Path, *, streams: bool, **training: Any) -> Ran:
+    """Runs a script from its first line."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps the first precision of a process
+    kind = type("Streaming", (Streamed, scenario.kind), {}) if streams else scenario.kind
+    random.seed(0)
+    np.random.seed(0)
+    model = scenario.model()
+    arguments = scenario.arguments(str(folder), **{**GIVEN, **scenario.options})
+    options = {f"megatrain_{name}": value for name, value in scenario.streaming.items()} if streams else {}
+    rows = {"train_dataset": scenario.rows, "eval_dataset": scenario.rows[:3]} if scenario.rows is not None else {}
+    trainer = kind(**{"model": model, "args": arguments, **rows, **scenario.more(model), **options})
+    trainer.train(**training)
+    log = [
+        {key: value for key, value in row.items() if not any(word in key for word in _TIMES)}
+        for row in trainer.state.log_history
+    ]
+    after = scenario.after(trainer)
+    state = {key: tensor.detach().clone() for key, tensor in trainer.model.state_dict().items()}
+    return Ran(trainer, log, state, (torch.get_rng_state(), random.random(), float(np.random.rand())), after)
+
+
+def assert_streams_as_stock(scenario: Scenario, folder: Path) -> Ran:
+    """Runs a script both ways; everything has the same bits, and the model streamed."""
+    stock = run(scenario, folder / "stock", streams=False)
+    recording = megatrain.Recording()
+    streaming = {"transfer": "copy", "recording": recording, **scenario.streaming}
+    found = run(Scenario(**{**vars(scenario), "streaming": streaming}), folder / "streams", streams=True)
+    if scenario.tolerance:
+        assert found.log == [pytest.approx(row, rel=scenario.tolerance) for row in stock.log]
+    else:
+        assert found.log == stock.log
+    assert_same(found.values, stock.values, tolerance=scenario.tolerance)
+    assert_same(found.generators[0], stock.generators[0])
+    assert found.generators[1:] == stock.generators[1:]
+    assert_same(found.after, stock.after)
+    one_step = found.trainer._one_step
+    if scenario.reason is None:
+        assert one_step.reason is None
+        assert one_step.step.progress.count == stock.trainer.state.global_step
+    else:
+        assert one_step.reason is not None
+        assert one_step.reason.startswith(scenario.reason), one_step.reason
+    blocks = len(found.trainer.model.program.blocks)
+    issued = sum(entry.stream == "compute" for entry in recording.issued)
+    assert issued >= stock.trainer.state.global_step * (2 * blocks - 1)
+    gc.collect()
+    return found

@@ -1,0 +1,147 @@
+"""Code that waits at its call of a compiled model, and goes on with the result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.errors import ExecuteError
+from megatrain.integrations.paused import CallsAgainError, PausedCode, SpentError
+from megatrain.torch_private import FakeTensor
+
+X = torch.ones(2, 4)
+
+
+def compiled() -> Any:
+    torch.manual_seed(0)
+    return megatrain.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), device="cpu")
+
+
+def paused(model: Any, code: Callable[[], Any]) -> PausedCode:
+    made = PausedCode(model.megatrain, code)
+    made.start()
+    return made
+
+
+def test_code_waits_where_it_calls_the_model_and_goes_on_with_the_result():
+    model, order = compiled(), list[str]()
+
+    def code() -> float:
+        order.append("ahead")
+        with torch.no_grad():
+            assert model(X).shape == (2, 1)  # runs at once
+        result = model(X, **{})
+        order.append("behind")
+        return float(result)
+
+    waiting = paused(model, code)
+    assert order == ["ahead"]
+    assert waiting.call is not None
+    assert waiting.call.args[0] is X
+    assert waiting.give(torch.tensor(7.0)) == 7.0
+    assert order == ["ahead", "behind"]
+    with pytest.raises(SpentError):
+        waiting.give(torch.tensor(7.0))
+
+
+def test_code_that_runs_alone_does_what_it_always_does():
+    model = compiled()
+
+    def code() -> torch.Tensor:
+        loss = model(X).sum()
+        loss.backward()
+        return loss.detach()
+
+    waiting = paused(model, code)
+    assert waiting.run_alone() == model(X).sum()
+    assert model[0].weight.grad is not None
+
+
+def test_code_that_never_calls_the_model_runs_to_its_end():
+    waiting = paused(compiled(), lambda: 5)
+    assert waiting.call is None
+    assert waiting.run_alone() == 5
+
+
+def test_a_second_call_is_told_and_the_code_can_be_ended():
+    model, ended = compiled(), list[str]()
+
+    def code() -> Any:
+        try:
+            model(X)
+            return model(X)
+        finally:
+            ended.append("finally")
+
+    waiting = paused(model, code)
+    with pytest.raises(CallsAgainError):
+        waiting.give(torch.ones(()))
+    assert not ended
+    waiting.abandon()
+    assert ended == ["finally"]
+    waiting.abandon()  # once is enough
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_errors_of_the_code_come_out_with_their_lines(is_behind: bool):
+    model = compiled()
+
+    def code() -> None:
+        if is_behind:
+            model(X)
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine") as raised:
+        paused(model, code).give(torch.ones(()))
+    assert any(entry.name == "code" for entry in raised.traceback)
+
+
+def test_no_thread_is_left():
+    before, model = threading.active_count(), compiled()
+    for _ in range(3):
+        paused(model, lambda: model(X)).abandon()
+        paused(model, lambda: model(X)).give(torch.ones(()))
+    assert threading.active_count() <= before + 3  # the streams' own
+
+
+def test_modes_around_the_call_are_told_and_the_default_device_is_the_callers():
+    model = compiled()
+
+    def code() -> str:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(X)
+        return str(torch.get_default_device())
+
+    torch.set_default_device("meta")
+    try:
+        waiting = paused(model, code)
+    finally:
+        torch.set_default_device("cpu")
+    assert waiting.call is not None
+    assert waiting.call.modes == "autocast on cpu"
+    assert waiting.give(torch.ones(())) == "meta"
+
+
+def test_code_that_would_wait_for_the_step_that_waits_for_it_is_refused():
+    model, other = compiled(), compiled()
+
+    def code() -> Any:
+        result = model(X)
+        other(X)  # another model has a turn of its own
+        model.state_dict()
+        step.flush()
+        return result
+
+    def loss(result: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (result if isinstance(result, FakeTensor) else waiting.give(result)).sum()
+
+    waiting = paused(model, code)
+    step = megatrain.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+    with pytest.raises(ExecuteError, match=r"flush\(\) was called while the model runs"):
+        step(X)

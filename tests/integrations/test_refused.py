@@ -1,0 +1,76 @@
+"""What a trainer that streams refuses, and what it says when an update is no training step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer as StockTrainer
+from transformers import TrainingArguments
+
+import megatrain
+from megatrain.errors import OptionError, ScheduleError, StreamedCallsWarning, TorchError
+from megatrain.integrations.hf import Trainer, streamed
+from tests.integrations.runs import GIVEN, ROWS, llama
+from tests.integrations.test_trainer import OwnStep
+
+
+def trainer(folder: Path, kind: Any = Trainer, arguments: Any = None, **keywords: Any) -> Any:
+    made = TrainingArguments(str(folder), **{**GIVEN, **(arguments or {})})
+    return kind(**{"model": llama(), "args": made, "train_dataset": ROWS, **keywords})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "says"),
+    [
+        ({"torch_compile": True}, {}, "can't use torch_compile"),
+        ({"bf16_full_eval": True}, {}, "can't use bf16_full_eval"),
+        ({}, {"megatrain_memroy": "1GiB"}, "megatrain_memroy= isn't an option"),
+        ({}, {"megatrain_memory": "10 quux"}, "quux"),
+    ],
+)
+def test_what_cant_be_right_is_refused_by_name(
+    tmp_path: Path, arguments: dict[str, Any], keywords: dict[str, Any], says: str
+):
+    with pytest.raises(OptionError, match=says):
+        trainer(tmp_path, arguments=arguments, **keywords)
+
+
+def test_options_for_a_compiled_model_are_refused_and_without_them_it_is_used(tmp_path: Path):
+    compiled = megatrain.compile(llama(), device="cpu")
+    with pytest.raises(OptionError, match="compiled once"):
+        trainer(tmp_path, model=compiled, megatrain_memory="1GiB")
+    made = trainer(tmp_path, model=compiled)
+    assert made.model is compiled
+
+
+def test_options_may_be_training_arguments(tmp_path: Path):
+    arguments = TrainingArguments(str(tmp_path), **GIVEN)
+    arguments.megatrain_memory = "123MiB"  # pyright: ignore
+    made = Trainer(model=llama(), args=arguments, train_dataset=ROWS)  # pyright: ignore
+    assert made.model.megatrain.budget.nbytes == 123 << 20
+
+
+def test_what_isnt_one_training_step_is_said_once(tmp_path: Path):
+    kind = type("Mine", (streamed.Streamed, OwnStep), {})
+    with pytest.warns(StreamedCallsWarning, match="OwnStep has a training_step of its own") as said:
+        trainer(tmp_path, kind).train()
+    assert len([one for one in said if one.category is StreamedCallsWarning]) == 1
+
+
+def test_another_transformers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(StockTrainer, "_clip_grad_norm")
+    with pytest.raises(TorchError, match=r"has no Trainer\._clip_grad_norm"):
+        trainer(tmp_path)
+
+
+def test_a_lack_of_memory_finds_a_smaller_batch_where_that_was_asked_for(tmp_path: Path):
+    wide = {"per_device_train_batch_size": 8, "max_steps": 1}
+    with pytest.raises(ScheduleError):
+        trainer(tmp_path, arguments=wide, megatrain_memory="110KiB").train()
+    found = trainer(tmp_path, arguments={**wide, "auto_find_batch_size": True}, megatrain_memory="110KiB")
+    found.train()
+    assert found._train_batch_size < 8
+    assert torch.isfinite(torch.tensor(found.state.log_history[-1]["train_loss"]))
