@@ -59,6 +59,10 @@ class ScheduleError(MegatrainError):
     """A schedule doesn't fit into the given memory, can't be read, or isn't safe."""
 
 
+class MicroBatchError(ScheduleError):
+    """Micro-batches of one training step differ in more than their sizes."""
+
+
 class ExecuteError(MegatrainError):
     """A compiled model was used wrongly, or an operation failed while it ran."""
 

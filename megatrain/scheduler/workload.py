@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from megatrain.checks import checked, shown
-from megatrain.errors import ScheduleError
+from megatrain.errors import MicroBatchError, ScheduleError
 
 
 @checked()
@@ -266,7 +266,7 @@ def merged(workloads: Sequence[Workload]) -> Workload:
     first = workloads[0]
     for number, other in enumerate(workloads):
         for difference in _differences(first, other):
-            raise ScheduleError(
+            raise MicroBatchError(
                 f"micro-batch {number} differs from micro-batch 0: {difference}.\n"
                 "  All micro-batches of a step use a block while it is on the device, so only sizes may differ.\n"
                 "  Use micro-batches of one structure (for example, pad them), or separate steps."

@@ -51,6 +51,7 @@ class Scenario:
         arguments: The class of its arguments.
         reason: Begins what the warning says if updates aren't training steps.
         streaming: `megatrain_...` options.
+        is_mixed: Some updates have micro-batches of several structures, so they aren't training steps.
         tolerance: How far numbers may be from the stock run's, relative to the largest of their tensor; 0 for none.
         after: What is compared besides, from the trainer that has trained.
     """
@@ -63,6 +64,7 @@ class Scenario:
     arguments: Any = TrainingArguments
     reason: str | None = None
     streaming: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_mixed: bool = False
     tolerance: float = 0.0
     after: Callable[[Any], Any] = lambda trainer: None
 
@@ -94,7 +96,8 @@ def run(scenario: Scenario, folder: Path, *, streams: bool, **training: Any) -> 
     model = scenario.model()
     arguments = scenario.arguments(str(folder), **{**GIVEN, **scenario.options})
     options = {f"megatrain_{name}": value for name, value in scenario.streaming.items()} if streams else {}
-    rows = {"train_dataset": scenario.rows, "eval_dataset": scenario.rows[:3]} if scenario.rows is not None else {}
+    few = scenario.rows[:3] if isinstance(scenario.rows, list) else scenario.rows.select(range(3))
+    rows = {"train_dataset": scenario.rows, "eval_dataset": few}
     trainer = kind(**{"model": model, "args": arguments, **rows, **scenario.more(model), **options})
     trainer.train(**training)
     log = [
@@ -123,7 +126,9 @@ def assert_streams_as_stock(scenario: Scenario, folder: Path) -> Ran:
     one_step = found.trainer._one_step
     if scenario.reason is None:
         assert one_step.reason is None
-        assert one_step.step.progress.count == stock.trainer.state.global_step
+        taken = one_step.step.progress.count
+        steps = stock.trainer.state.global_step
+        assert taken == steps or (scenario.is_mixed and 0 < taken < steps)
     else:
         assert one_step.reason is not None
         assert one_step.reason.startswith(scenario.reason), one_step.reason

@@ -90,16 +90,16 @@ AGAIN = "the loss calls the model more than once"
 
 SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "sft": lambda: scenario("SFT", texts),
-    "sft, accumulation": lambda: scenario("SFT", texts, options=TWO),
+    "sft, accumulation": lambda: scenario("SFT", texts, options=TWO, is_mixed=True),
     "sft, packing": lambda: scenario("SFT", texts, options={"packing": True, "max_length": 16}),
-    "sft, padding-free": lambda: scenario("SFT", texts, options={"padding_free": True, **TWO}),
+    "sft, padding-free": lambda: scenario("SFT", texts, options={"padding_free": True, "max_length": None, **TWO}),
     "sft, completions": lambda: scenario("SFT", answers, options={"eval_strategy": "steps", "eval_steps": 2}),
     "sft, all tokens of answers": lambda: scenario("SFT", answers, options={"completion_only_loss": False, **TWO}),
     "sft, bf16": lambda: scenario("SFT", texts, options={"bf16": True}),
-    "sft, dft": lambda: scenario("SFT", texts, options={"loss_type": "dft", **TWO}),
+    "sft, dft": lambda: scenario("SFT", texts, options={"loss_type": "dft", **TWO}, is_mixed=True),
     "sft, its defaults": lambda: scenario("SFT", texts, options={"bf16": True, "gradient_checkpointing": True}),
-    "sft, lora": lambda: scenario("SFT", texts, more=ADAPTED, options=TWO),
-    "sft, neftune": lambda: scenario("SFT", texts, options={"neftune_noise_alpha": 5.0, **TWO}),
+    "sft, lora": lambda: scenario("SFT", texts, more=ADAPTED, options=TWO, is_mixed=True),
+    "sft, neftune": lambda: scenario("SFT", texts, options={"neftune_noise_alpha": 5.0, **TWO}, is_mixed=True),
     "dpo, reference": lambda: scenario("DPO", preferences, more=REFERENCE, options=TWO),
     "dpo, reference ahead": lambda: scenario(
         "DPO", preferences, more=REFERENCE, options={"precompute_ref_log_probs": True, **TWO}

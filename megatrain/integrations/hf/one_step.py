@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatrain.compiled.module import CompiledModule
-from megatrain.errors import DrawsError, OptimizerError, StreamedCallsWarning
+from megatrain.errors import DrawsError, MicroBatchError, OptimizerError, StreamedCallsWarning
 from megatrain.integrations.paused import Call, CallsAgainError, PausedCode, SpentError
 from megatrain.saving import generators_now, restore_generators
 from megatrain.torch_private import FakeTensor, pytree
@@ -78,6 +78,7 @@ class OneStep:
         self._is_models_own = is_models_own
         self._attributes = attributes
         self._waiting: list[_Waiting] = []
+        self._said: set[str] = set()
         self._expected = 1
         self._start: dict[str, Any] = {}
         self._losses: list[torch.Tensor] = []
@@ -108,6 +109,11 @@ class OneStep:
         """No update is a training step from now on."""
         if self.reason is None:
             self.reason = reason
+            self._say(reason)
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
             warnings.warn(
                 f"{reason}, so an update isn't one training step.\n"
                 "  Each call of the model streams its weights anew, and the optimizer runs behind the backward.\n"
@@ -176,6 +182,9 @@ class OneStep:
         self._losses = losses
         try:
             self.step(batches)
+        except MicroBatchError:  # found ahead of the first operation: the code still waits
+            self._say("the micro-batches of an update differ in structure (one has padding and another has none, say)")
+            return self.run_waiting()
         except (CallsAgainError, DrawsError, _DrawsBehindError) as error:
             # The step is undone. What the code did besides (a list of metrics, say) it does once more.
             waiting = list(self._waiting)
