@@ -134,6 +134,6 @@ def assert_streams_as_stock(scenario: Scenario, folder: Path) -> Ran:
         assert one_step.reason.startswith(scenario.reason), one_step.reason
     blocks = len(found.trainer.model.program.blocks)
     issued = sum(entry.stream == "compute" for entry in recording.issued)
-    assert issued >= stock.trainer.state.global_step * (2 * blocks - 1)
+    assert issued >= stock.trainer.state.global_step * blocks  # and backwards, but of frozen blocks
     gc.collect()
     return found

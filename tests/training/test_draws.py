@@ -1,0 +1,123 @@
+"""Random numbers of a step of several micro-batches: those of the plain loop over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import megatrain
+from megatrain.errors import DrawsError
+from tests.comparing import assert_same, snapshot
+from tests.training.loops import eager_step
+
+X = [torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+class Drops(nn.Module):
+    """A layer that draws in many ways, with operands of many layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.dropout(self.first(x).transpose(1, 2), 0.3).transpose(1, 2)
+        y = F.scaled_dot_product_attention(y, y, x, dropout_p=0.2) + F.alpha_dropout(y, 0.1, training=True)
+        y = y + 0.1 * torch.randn_like(y) + torch.rand(8, 1).to(y.dtype) + torch.bernoulli(torch.sigmoid(y.detach()))
+        y = y * (1 + 0.1 * torch.normal(torch.zeros(16), torch.ones(16))) + F.gumbel_softmax(y, dim=-1)
+        return self.second(F.dropout(F.dropout1d(y, 0.2) * 1, 0.1, inplace=True))
+
+
+class Counts(nn.Module):
+    """How much a draw takes depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rrelu(self.layer(x + torch.poisson(20 * x.square())), training=True)
+
+
+def mean_square(result: Any, batch: Any) -> torch.Tensor:
+    return result.square().mean()
+
+
+def both(make: Any) -> tuple[Any, Any, Any, Any]:
+    models: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(make())
+    compiled = megatrain.compile(models[1], device="cpu", transfer="copy")
+    return (
+        models[0],
+        torch.optim.SGD(models[0].parameters(), 0.1),
+        compiled,
+        torch.optim.SGD(models[1].parameters(), 0.1),
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Sequential(Drops(), Drops(), Drops()), lambda: nn.GRU(16, 16, 2, dropout=0.5)]
+)
+def test_micro_batches_draw_in_the_order_of_the_loop(make: Any, count: int):
+    eager, expected, compiled, found = both(make)
+    loss: Any = (lambda result, batch: result[0].square().mean()) if isinstance(eager, nn.GRU) else mean_square
+    step = megatrain.TrainStep(compiled, found, loss=loss)
+    for _ in range(3):
+        start = torch.get_rng_state()
+        wanted = eager_step(eager, expected, X[:count], loss=loss)[0]
+        end = torch.get_rng_state()
+        torch.set_rng_state(start)
+        assert_same(step(X[:count]), wanted)
+        assert torch.equal(torch.get_rng_state(), end)
+    assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
+
+
+def test_draws_that_depend_on_values_are_refused_for_several_micro_batches_and_leave_no_trace():
+    eager, expected, compiled, found = both(Counts)
+    step = megatrain.TrainStep(compiled, found, loss=mean_square)
+    start = torch.get_rng_state()
+    wanted = eager_step(eager, expected, X[0], loss=mean_square)[0]
+    torch.set_rng_state(start)
+    assert_same(step(X[0]), wanted)
+    before, start = snapshot(compiled, found), torch.get_rng_state()
+    with pytest.raises(DrawsError, match="drew another number of random values"):
+        step(X)
+    assert_same(snapshot(compiled, found), before)
+    assert torch.equal(torch.get_rng_state(), start)
+
+
+def test_losses_that_draw_in_a_model_that_draws_have_generators_of_their_own():
+    def loss(result: torch.Tensor, batch: Any) -> torch.Tensor:
+        noise = torch.rand(()) if not isinstance(result, torch._subclasses.FakeTensor) else torch.ones(())
+        drawn.append(noise)
+        return result.square().mean() * noise
+
+    drawn: list[torch.Tensor] = []
+    eager, expected, compiled, found = both(lambda: nn.Sequential(Drops(), Drops()))
+    start = torch.get_rng_state()
+    eager_step(eager, expected, X, loss=mean_square)
+    end = torch.get_rng_state()
+    torch.set_rng_state(start)
+    megatrain.TrainStep(compiled, found, loss=loss)(X)
+    assert torch.equal(torch.get_rng_state(), end), "the generators are where the forwards left them"
+    assert len(set(map(float, drawn[-3:]))) == 3
+
+
+def test_losses_that_draw_in_a_model_that_does_not_draw_as_the_loops_do():
+    def loss(result: torch.Tensor, batch: Any) -> torch.Tensor:
+        return result.square().mean() * torch.rand(())
+
+    eager, expected, compiled, found = both(lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    start = torch.get_rng_state()
+    wanted = eager_step(eager, expected, X, loss=loss)[0]
+    end = torch.get_rng_state()
+    torch.set_rng_state(start)
+    assert_same(megatrain.TrainStep(compiled, found, loss=loss)(X), wanted)
+    assert torch.equal(torch.get_rng_state(), end)
