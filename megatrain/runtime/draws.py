@@ -26,7 +26,6 @@ from megatrain.tracer.spec import TensorSpec
 class _Operand:
     spec: TensorSpec
     requires_grad: bool
-    may_be_written: bool
 
     def like_it(self, device: Device) -> torch.Tensor:
         """A tensor of ones: a probability, a weight, a standard deviation, or an index."""
@@ -34,8 +33,9 @@ class _Operand:
         made = torch.ones(spec.shape, dtype=spec.dtype, device=place)
         if spec.stride is not None:
             made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=place).fill_(1)
-        made = made.requires_grad_(self.requires_grad)
-        return made.clone() if self.may_be_written and self.requires_grad else made  # no leaf may be written
+        return (
+            made.requires_grad_().clone() if self.requires_grad else made
+        )  # a call may write into it, if it's no leaf
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,13 +88,12 @@ def _draw_of(node: fx.Node) -> _Draw | None:
     alone = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     operands: list[_Operand] = []
-    is_written = bool(node.meta.get("writes"))
     for operand in node.all_input_nodes:
         spec = operand.meta.get("spec")
         if not isinstance(spec, TensorSpec):
             return None
         known[operand] = alone.placeholder(operand.name)
-        operands.append(_Operand(spec, bool(operand.meta["requires_grad"]), is_written))
+        operands.append(_Operand(spec, bool(operand.meta["requires_grad"])))
     alone.node_copy(node, known.__getitem__)
     alone.output(())
     code = Code(alone)
