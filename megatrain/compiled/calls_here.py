@@ -14,11 +14,11 @@ Taker = Callable[["Compiled", tuple[Any, ...], dict[str, Any]], Any]
 """Gets a call of a compiled model, and returns its result."""
 
 
-class _Here(threading.local):
+class _CallsHere(threading.local):
     taker: Taker | None = None
 
 
-_HERE = _Here()
+_HERE = _CallsHere()
 
 
 @contextmanager
@@ -32,6 +32,6 @@ def taken_by(taker: Taker) -> Generator[None]:
 
 
 def run_here(compiled: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a call of a compiled model, or hands it to whoever takes this thread's calls."""
+    """Runs a call of a compiled model, or hands it to the taker of this thread's calls."""
     taker = _HERE.taker
     return compiled(*args, **kwargs) if taker is None else taker(compiled, args, kwargs)

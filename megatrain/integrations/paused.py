@@ -18,6 +18,7 @@ import torch
 
 from megatrain.compiled.calls_here import taken_by
 from megatrain.compiled.inside import Compiled
+from megatrain.device import autocast_kinds
 from megatrain.runtime.streams.turn import turns_here, work_for
 from megatrain.torch_private import function_modes
 
@@ -35,7 +36,7 @@ class _Abandoned(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PausedCall:
     """A call of the model.
 
     Args:
@@ -71,13 +72,13 @@ class PausedCode:
     """
 
     def __init__(self, compiled: Compiled, code: Callable[[], Any]) -> None:
-        self.call: Call | None = None
+        self.call: PausedCall | None = None
         self._compiled = compiled
         self._code = code
         self._ended: _Ended | None = None
         self._is_alone = False
         self._has_result = False
-        self._events: SimpleQueue[Call | CallsAgainError | _Ended] = SimpleQueue()
+        self._events: SimpleQueue[PausedCall | CallsAgainError | _Ended] = SimpleQueue()
         self._orders: SimpleQueue[Callable[[], Any]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -99,7 +100,7 @@ class PausedCode:
         self._thread = threading.Thread(target=main, name="megatrain: code around a model", daemon=True)
         self._thread.start()
         found = self._next()
-        self.call = found if isinstance(found, Call) else None
+        self.call = found if isinstance(found, PausedCall) else None
 
     def give(self, result: Any) -> Any:
         """Gives the code the result of its call, and runs the code to its end.
@@ -155,7 +156,7 @@ class PausedCode:
         assert isinstance(found, _Ended), "the code doesn't wait twice"
         return self._value()
 
-    def _next(self) -> Call | CallsAgainError | _Ended:
+    def _next(self) -> PausedCall | CallsAgainError | _Ended:
         found = self._events.get()
         if isinstance(found, _Ended):
             self._ended = found
@@ -179,12 +180,12 @@ class PausedCode:
         elif not torch.is_grad_enabled():
             return compiled(*args, **kwargs)
         else:
-            self._events.put(Call(args, kwargs, _modes_here()))
+            self._events.put(PausedCall(args, kwargs, _modes_here()))
         return self._orders.get()()
 
 
 def _modes_here() -> str | None:
-    kinds = [kind for kind in ("cpu", "cuda", "xpu") if torch.is_autocast_enabled(kind)]
+    kinds = [kind for kind in autocast_kinds() if torch.is_autocast_enabled(kind)]
     if kinds:
         return f"autocast on {', '.join(kinds)}"
     # One function mode is the default device, which `start` sets.

@@ -16,6 +16,7 @@ from torch import fx
 
 from megatrain.device import Device
 from megatrain.errors import DrawsError
+from megatrain.memory.block_image import stored_stride
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Program
 from megatrain.runtime.rng import OwnGenerators, RngState, kept_generators, micro_batch_seed
@@ -30,9 +31,7 @@ class _Operand:
     def like_it(self, device: Device) -> torch.Tensor:
         """A tensor of ones: a probability, a weight, a standard deviation, or an index."""
         spec, place = self.spec, torch.device("cpu") if self.spec.on_host else device.torch_device
-        made = torch.ones(spec.shape, dtype=spec.dtype, device=place)
-        if spec.stride is not None:
-            made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=place).fill_(1)
+        made = torch.empty_strided(spec.shape, stored_stride(spec), dtype=spec.dtype, device=place).fill_(1)
         return (
             made.requires_grad_().clone() if self.requires_grad else made
         )  # a call may write into it, if it's no leaf
@@ -120,7 +119,7 @@ class MicroBatchGenerators:
 
         If a forward draws, all draw as in a loop over micro-batches, and their losses from seeded generators: a loop's
         order has the loss of one ahead of the forward of the next. Forwards that can't be drawn ahead (of opaque
-        modules) have seeded generators as well, but for the first.
+        modules) have seeded generators as well; the first of them has the global ones.
 
         Args:
             draws: The random calls of each micro-batch.

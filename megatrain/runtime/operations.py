@@ -19,7 +19,7 @@ from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stopwatch import Stopwatch
 from megatrain.runtime.streams.stream_set import Event
-from megatrain.runtime.taken import Taken, Trainer
+from megatrain.runtime.taken import StepTrainer, Taken
 from megatrain.scheduler.effects import Stream, kind_of
 from megatrain.scheduler.instructions import Half, Instruction, Instructions
 from megatrain.scheduler.items import Item
@@ -73,7 +73,7 @@ class Operations:
         calls: Sequence[Call],
         half: Half,
         *,
-        trainer: Trainer | None = None,
+        trainer: StepTrainer | None = None,
         done: set[Position] | None = None,
         is_recovery: bool = False,
         watch: Stopwatch | None = None,
@@ -130,7 +130,7 @@ class Operations:
 
         return work
 
-    def _turn(self, call: Call, micro_batch: int, trainer: Trainer) -> None:
+    def _turn(self, call: Call, micro_batch: int, trainer: StepTrainer) -> None:
         """Hands the trainer a micro-batch's outputs, and takes their gradients, ahead of its first B."""
         # The trainer may use outputs freely, but not write into them.
         call.remember_versions(call.loaded.facts.watched)

@@ -13,7 +13,7 @@ from megatrain.runtime.call_start import Start
 from megatrain.runtime.draws import MicroBatchGenerators
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.streams.stopwatch import Stopwatch
-from megatrain.runtime.taken import Trainer
+from megatrain.runtime.taken import StepTrainer
 from megatrain.scheduler.instructions import Half
 from megatrain.scheduler.table import Position
 
@@ -76,7 +76,7 @@ class Run:
         self.begin()
         self._go(self._operations.instructions.forward, None)
 
-    def go(self, trainer: Trainer) -> None:
+    def go(self, trainer: StepTrainer) -> None:
         """Runs a training step.
 
         Raises:
@@ -86,7 +86,7 @@ class Run:
         self._operations.sink.begin(trainer.receive)
         self._go(self._operations.instructions.backward, trainer)
 
-    def complete(self, trainer: Trainer) -> None:
+    def complete(self, trainer: StepTrainer) -> None:
         """Runs the rest of a training step after a failure, except the work of the host, which the trainer does itself.
 
         Raises:
@@ -97,7 +97,7 @@ class Run:
         self._operations.sink.stop_reuse()
         self._go(self._operations.instructions.backward, trainer, is_recovery=True)
 
-    def _go(self, half: Half, trainer: Trainer | None, *, is_recovery: bool = False) -> None:
+    def _go(self, half: Half, trainer: StepTrainer | None, *, is_recovery: bool = False) -> None:
         self._operations.run(
             self.calls, half, trainer=trainer, done=self._done, is_recovery=is_recovery, watch=self._watch
         )

@@ -10,7 +10,7 @@ import torch
 from megatrain.runtime.call import Call
 
 
-class Trainer(Protocol):
+class StepTrainer(Protocol):
     """The trainer of a step: computes losses from outputs, takes gradients, and updates."""
 
     def before_compute(self, micro_batch: int) -> None:
@@ -34,4 +34,4 @@ class Taken(NamedTuple):
     """The calls that instructions run on, one per micro-batch, and the trainer of a training step."""
 
     calls: Sequence[Call]
-    trainer: Trainer | None = None
+    trainer: StepTrainer | None = None

@@ -17,6 +17,19 @@ Weight = Callable[[Any], Any]
 """Says how much a micro-batch counts: a number, or a tensor with one element."""
 
 
+def check_reduce(reduce: str, weight: Weight | None) -> None:
+    """Checks that weights aren't given for a sum.
+
+    Raises:
+        OptionError: If they are.
+    """
+    if weight is not None and reduce == "sum":
+        raise OptionError(
+            'weight= was given with reduce="sum".\n  Weights are shares of a mean; a sum takes every loss whole.\n'
+            "  Multiply by the weight in loss=, or leave one of the two out."
+        )
+
+
 class Shares:
     """The factors of the micro-batches' losses; they add up to 1, or all are 1.
 

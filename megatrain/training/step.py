@@ -14,7 +14,7 @@ from torch import nn
 from megatrain.checks import PATH, checked, number, one_of, optional
 from megatrain.compiled.inside import Variant
 from megatrain.compiled.module import COMPILED, CompiledModule
-from megatrain.errors import ExecuteError, OptionError
+from megatrain.errors import ExecuteError
 from megatrain.memory.out_of_memory import Attempts
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.per_parameter import check_per_parameter
@@ -32,7 +32,7 @@ from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
 from megatrain.training.setup import NO_STEP, OPTIMIZER, Setting, Setup
-from megatrain.training.shares import Shares, Weight
+from megatrain.training.shares import Shares, Weight, check_reduce
 from megatrain.training.trainer import Running
 
 
@@ -62,12 +62,10 @@ class TrainStep:
         loss: `loss(result, batch)` computes the scalar to differentiate; None takes the result itself, or its `loss`.
         weight: `weight(batch)` says how much a micro-batch counts, such as its number of targets; with None all count
             the same. Loss and gradients are those of the weighted mean.
-        reduce: `"mean"` of the micro-batches' losses, by `weight`, or their `"sum"`: for losses that are divided by a
-            count over all micro-batches already.
+        reduce: `"mean"` of the micro-batches' losses, or their `"sum"`, of losses divided by a common count already.
         max_grad_norm: Largest norm of all gradients, as in `clip_grad_norm_(model.parameters())`; None doesn't clip.
         overlap: Whether updates may run at the same time as the device's work.
-        on_nonfinite: What happens if a gradient has an infinite or undefined element: `"raise"` an error, `"skip"` the
-            update; None doesn't look.
+        on_nonfinite: If a gradient has an infinite or undefined element, `"raise"` an error, or `"skip"` the update.
 
     Raises:
         OptimizerError: If the optimizer needs all parameters at once, or holds none of the model's.
@@ -96,11 +94,7 @@ class TrainStep:
         overlap: bool = True,
         on_nonfinite: str | None = None,
     ):
-        if weight is not None and reduce == "sum":
-            raise OptionError(
-                'weight= was given with reduce="sum".\n  Weights are shares of a mean; a sum takes every loss whole.\n'
-                "  Multiply by the weight in loss=, or leave one of the two out."
-            )
+        check_reduce(reduce, weight)
         compiled.megatrain.complete_updates()  # of other steps: the trial below looks at the optimizer's state
         check_per_parameter(optimizer)
         self._compiled = compiled.megatrain
@@ -146,7 +140,7 @@ class TrainStep:
         return self._setup.host_plan(self._known_setting())
 
     def prepare(self, batch: Any) -> Schedule:
-        """Makes the schedule of a batch like this one, without running, moving or allocating anything."""
+        """Makes the schedule of a batch like this one, without running or allocating anything."""
         batches = micro_batches(batch)
         with self._compiled.exclusively("prepare()"), torch.enable_grad(), self._completion.suspended():
             self._setting = self._setup.setting(batches, [{} for _ in batches]).without_tensors()
@@ -156,12 +150,10 @@ class TrainStep:
         """Runs a step.
 
         Args:
-            batch: A mapping of keyword arguments of the model, a tuple of positional arguments, or the only argument;
-                or a list of such micro-batches, of any sizes.
+            batch: Keyword arguments as a mapping, positional ones as a tuple, or the only one; or a list of these.
 
         Returns:
-            The loss, a tensor without dimensions on the compute device: the mean over micro-batches by `weight`, or the
-            sum.
+            The loss, a tensor without dimensions on the compute device: over micro-batches the mean, or the sum.
 
         Raises:
             ExecuteError: If gradients aren't finite and `on_nonfinite="raise"`, an operation fails, or an earlier
@@ -172,11 +164,7 @@ class TrainStep:
         return self._take(batch, None)
 
     def measure(self, batch: Any) -> Measured:
-        """Runs a step like any other, and returns how long each operation took.
-
-        The result goes into `schedule.simulate`, of this schedule or another one of the same program. On an accelerator
-        each stream waits for the device after every operation.
-        """
+        """Runs a step whose streams wait after each operation; returns the times, which `schedule.simulate` takes."""
         watch = Stopwatch(self._compiled.options.device)
         self._take(batch, watch)
         return Measured.of(self.schedule, watch.seconds)
@@ -255,8 +243,7 @@ class TrainStep:
         """Writes everything that the next step depends on; see docs/checkpoints.md for the files.
 
         The weights are safetensors files under the model's own names, with the configuration for `from_pretrained`.
-        Nothing is copied in memory, and at each moment a complete checkpoint is at `folder`: the previous or the new
-        one.
+        Nothing is copied in memory. At each moment `folder` is a complete checkpoint: the previous or the new one.
 
         Args:
             folder: The folder to write; an existing checkpoint is replaced.
@@ -264,7 +251,7 @@ class TrainStep:
             user: Your own values, in `user` after `load`: numbers, texts, tensors, and dicts and lists of these.
             shard_bytes: Largest size of a file, in bytes or as `"5GB"`.
             more: Adds files of its own to the folder, such as `tokenizer.save_pretrained`.
-            weights: False leaves the weights out, and the configuration: you store them, and set them before `load`.
+            weights: False leaves out the weights and the configuration: you store them, and set them before `load`.
 
         Raises:
             CheckpointError: If something can't be stored, or the disk lacks room or fails; nothing is lost then.

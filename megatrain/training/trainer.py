@@ -80,13 +80,13 @@ class Running:
     # -- on the caller's thread -----------------------------------------------------------------------------
 
     def before_compute(self, micro_batch: int) -> None:
-        """See `Trainer`."""
+        """See `StepTrainer`."""
         self.micro_batch = micro_batch
         if not self.has_updated:
             self.interrupts.check()
 
     def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """See `Trainer`."""
+        """See `StepTrainer`."""
         variant, own = self._setting.variants[micro_batch], self._setting.own[micro_batch]
         program = variant.program
         is_trained = [ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs]
@@ -137,7 +137,7 @@ class Running:
     # -- on other threads -----------------------------------------------------------------------------------
 
     def receive(self, key: str, gradient: torch.Tensor) -> None:
-        """See `Trainer`. Hooks on the parameter run as in a backward."""
+        """See `StepTrainer`. Hooks on the parameter run as in a backward."""
         self.shares.check()
         parameter = self._parameters[key]
         post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
@@ -185,13 +185,13 @@ class Running:
             )
 
     def norm(self) -> None:
-        """See `Trainer`."""
+        """See `StepTrainer`."""
         torch.set_num_threads(self._threads)
         self._updates.take_norm()
         self.is_skipped = self._looks_for_nonfinite and self._updates.arriving.nonfinite is not None
 
     def update(self, block: int) -> None:
-        """See `Trainer`."""
+        """See `StepTrainer`."""
         torch.set_num_threads(self._threads)
         if self.kind.updates != "deferred":
             if self.is_skipped:

@@ -12,7 +12,7 @@ import torch
 
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import DrawsError, MicroBatchError, OptimizerError, StreamedCallsWarning
-from megatrain.integrations.paused import Call, CallsAgainError, PausedCode, SpentError
+from megatrain.integrations.paused import CallsAgainError, PausedCall, PausedCode, SpentError
 from megatrain.saving import generators_now, restore_generators
 from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.equal import is_equal
@@ -211,7 +211,7 @@ class OneStep:
         return Differentiated(loss)
 
 
-def _obstacle(call: Call | None) -> str | None:
+def _obstacle(call: PausedCall | None) -> str | None:
     if call is None:
         return "the loss doesn't call the model with gradients"
     return None if call.modes is None else f"the loss calls the model under {call.modes}"

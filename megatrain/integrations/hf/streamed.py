@@ -6,7 +6,7 @@
 
     StreamedSFT(model=model, args=args, train_dataset=rows, megatrain_memory="10GiB").train()
 
-All names of `transformers.Trainer` that aren't in its documentation stand in this file, and `_check_transformers` looks
+All names of `transformers.Trainer` that aren't in its documentation stand in this file, and `check_transformers` looks
 whether they are there.
 """
 
@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import math
-import os
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,25 +25,19 @@ import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers.trainer_callback import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 import megatrain
 from megatrain.compiled.module import CompiledModule
-from megatrain.errors import CheckpointError, ExecuteError, OptionError, ScheduleError, TorchError
+from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.integrations.hf.one_step import OneStep
-from megatrain.integrations.hf.options import StreamOptions
+from megatrain.integrations.hf.requirements import check_transformers, refuse
+from megatrain.integrations.hf.stream_options import StreamOptions
+from megatrain.integrations.hf.whole import STATE, newest_whole
 from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.training.step import TrainStep
 
 FOLDER = "megatrain"
 """Within a trainer's checkpoint: all that the next training step depends on besides the weights."""
-_STATE = "trainer_state.json"
-_NAMES = (
-    "_clip_grad_norm", "_finalize_training", "_get_grad_norm", "_get_output_dir", "_load_optimizer_and_scheduler",
-    "_move_model_to_device", "_prepare_for_training", "_save_checkpoint", "_save_optimizer_and_scheduler",
-    "call_model_init", "compute_loss", "create_scheduler", "get_batch_samples", "training_step",
-)  # fmt: skip
-
 _Base: Any = object
 
 
@@ -72,14 +64,14 @@ class Streamed(_Base):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _check_transformers()
+        check_transformers()
         arguments = self._arguments_of(args, kwargs)
         self._stream_options = StreamOptions.taken_from(kwargs, arguments)
         self._one_step: OneStep | None = None
         self._is_made = False
-        _refuse(arguments)
+        refuse(arguments)
         super().__init__(*args, **kwargs)
-        _refuse(self.args)
+        refuse(self.args)
         self._is_made = True
         self.model = self.model_wrapped = self.callback_handler.model = self._streaming(self.model)
 
@@ -227,7 +219,7 @@ class Streamed(_Base):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own. `True` goes on from the newest checkpoint that was written to its end."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _newest_whole(self.args.output_dir) or True
+            resume_from_checkpoint = newest_whole(self.args.output_dir) or True
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -236,7 +228,7 @@ class Streamed(_Base):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Written last, this file says that the checkpoint is whole; an older one of this name must not say so.
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        (folder / _STATE).unlink(missing_ok=True)
+        (folder / STATE).unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -277,79 +269,3 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
 def _owner_of(kind: type, name: str) -> type:
     """The class of a trainer that has a method, besides `Streamed`."""
     return next(each for each in kind.__mro__ if name in vars(each) and each is not Streamed)
-
-
-def _newest_whole(folder: str | os.PathLike[str]) -> str | None:
-    """The newest checkpoint of a trainer that was written to its end; None if there is no checkpoint at all.
-
-    Raises:
-        CheckpointError: If there are some, and none is whole.
-    """
-    known = sorted(Path(folder).glob("checkpoint-*"), key=_number_of, reverse=True) if Path(folder).is_dir() else []
-    for checkpoint in known:
-        if _number_of(checkpoint) >= 0 and _is_whole(checkpoint):
-            return str(checkpoint)
-    if known and get_last_checkpoint(str(folder)) is not None:
-        raise CheckpointError(
-            f"no checkpoint in `{folder}` is whole: {', '.join(path.name for path in known)}.\n"
-            f"  A checkpoint is whole when its {_STATE} is written, which comes last.\n"
-            "  Train from the beginning, or give the folder of another checkpoint."
-        )
-    return None
-
-
-def _number_of(checkpoint: Path) -> int:
-    number = checkpoint.name.rpartition("-")[2]
-    return int(number) if number.isdigit() else -1
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        json.loads((checkpoint / _STATE).read_text())
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _refuse(arguments: Any) -> None:
-    """Refuses training arguments that can't be right with a model that streams.
-
-    Raises:
-        OptionError: Naming the first of them.
-    """
-    if arguments is None:
-        return
-    several = "It trains on one device, in one process."
-    own = "megatrain makes its own graphs of the model."
-    stays = "The parameters stay in host memory, in the dtype in which the model was compiled."
-    refused = {
-        "fsdp": (bool(arguments.fsdp), several),
-        "deepspeed": (bool(arguments.deepspeed), several),
-        "several processes": (arguments.world_size > 1, several),
-        "torch_compile": (arguments.torch_compile, own),
-        "fp16_full_eval": (arguments.fp16_full_eval, stays),
-        "bf16_full_eval": (arguments.bf16_full_eval, stays),
-    }
-    for name, (is_given, rule) in refused.items():
-        if is_given:
-            raise OptionError(
-                f"a trainer that streams can't use {name}.\n  {rule}\n"
-                f"  Leave {name} out, or use the trainer without megatrain."
-            )
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # as the trainer does for a model that it must not replicate
-
-
-def _check_transformers() -> None:
-    """Looks whether this version of transformers has what `Streamed` takes over.
-
-    Raises:
-        TorchError: If it hasn't.
-    """
-    missing = [name for name in _NAMES if not hasattr(transformers.Trainer, name)]
-    if missing:
-        raise TorchError(
-            f"transformers {transformers.__version__} has no Trainer.{missing[0]}.\n"
-            "  A trainer that streams takes the place of this method.\n"
-            "  Use another version of transformers; docs/trainers.md says which."
-        )

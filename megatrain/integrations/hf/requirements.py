@@ -1,0 +1,60 @@
+"""What a trainer that streams needs of transformers, and can't do with some training arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from megatrain.errors import OptionError, TorchError
+
+_NAMES = (
+    "_clip_grad_norm", "_finalize_training", "_get_grad_norm", "_get_output_dir", "_load_optimizer_and_scheduler",
+    "_move_model_to_device", "_prepare_for_training", "_save_checkpoint", "_save_optimizer_and_scheduler",
+    "call_model_init", "compute_loss", "create_scheduler", "get_batch_samples", "training_step",
+)  # fmt: skip
+"""The methods of `transformers.Trainer` that `Streamed` takes over."""
+
+
+def refuse(arguments: Any) -> None:
+    """Refuses training arguments that can't be right with a model that streams.
+
+    Raises:
+        OptionError: Naming the first of them.
+    """
+    if arguments is None:
+        return
+    several = "It trains on one device, in one process."
+    own = "megatrain makes its own graphs of the model."
+    stays = "The parameters stay in host memory, in the dtype in which the model was compiled."
+    refused = {
+        "fsdp": (bool(arguments.fsdp), several),
+        "deepspeed": (bool(arguments.deepspeed), several),
+        "several processes": (arguments.world_size > 1, several),
+        "torch_compile": (arguments.torch_compile, own),
+        "fp16_full_eval": (arguments.fp16_full_eval, stays),
+        "bf16_full_eval": (arguments.bf16_full_eval, stays),
+    }
+    for name, (is_given, rule) in refused.items():
+        if is_given:
+            raise OptionError(
+                f"a trainer that streams can't use {name}.\n  {rule}\n"
+                f"  Leave {name} out, or use the trainer without megatrain."
+            )
+    if arguments.n_gpu > 1:
+        vars(arguments)["_n_gpu"] = 1  # as the trainer does for a model that it must not replicate
+
+
+def check_transformers() -> None:
+    """Looks whether this version of transformers has what `Streamed` takes over.
+
+    Raises:
+        TorchError: If it hasn't.
+    """
+    missing = [name for name in _NAMES if not hasattr(transformers.Trainer, name)]
+    if missing:
+        raise TorchError(
+            f"transformers {transformers.__version__} has no Trainer.{missing[0]}.\n"
+            "  A trainer that streams takes the place of this method.\n"
+            "  Use another version of transformers; docs/trainers.md says which."
+        )
