@@ -8,30 +8,15 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from tests.integrations.runs import Scenario, assert_streams_as_stock, llama
+from tests.integrations.words import text, tokenizer
 
 trl = pytest.importorskip("trl", reason="needs trl: pip install -e .[users]")
 datasets = pytest.importorskip("datasets")
 
 pytestmark = [pytest.mark.users, pytest.mark.filterwarnings("ignore")]
-
-SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
-
-
-def tokenizer() -> Any:
-    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(60))])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # pyright: ignore
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-
-
-def text(start: int, count: int) -> str:
-    return " ".join(f"w{(start * 7 + i * 3) % 60}" for i in range(count))
 
 
 def table(row: Callable[[int], Mapping[str, Any]]) -> Any:
