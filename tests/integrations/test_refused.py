@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 import megatrain
 from megatrain.errors import OptionError, ScheduleError, StreamedCallsWarning, TorchError
 from megatrain.integrations.hf import Trainer, streamed
+from tests.comparing import assert_same
 from tests.integrations.runs import GIVEN, ROWS, llama
 from tests.integrations.test_trainer import OwnStep
 
@@ -74,3 +75,22 @@ def test_a_lack_of_memory_finds_a_smaller_batch_where_that_was_asked_for(tmp_pat
     found.train()
     assert found._train_batch_size < 8
     assert torch.isfinite(torch.tensor(found.state.log_history[-1]["train_loss"]))
+
+
+def test_another_optimizer_or_clipping_gets_another_training_step(tmp_path: Path):
+    runs: list[Any] = []
+    for kind in (StockTrainer, Trainer):
+        torch.manual_seed(0)
+        made = trainer(tmp_path, kind)
+        made.train()
+        made.args.max_grad_norm = 0.05
+        made.train()
+        made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
+        made.lr_scheduler = None
+        made.train()
+        norms = [row["grad_norm"] for row in made.state.log_history if "grad_norm" in row]
+        made.optimizer.zero_grad()
+        sum(parameter.sum() for parameter in made.model.parameters()).backward()
+        made.optimizer.step()  # by hand, behind the training
+        runs.append((norms, {key: tensor.detach().clone() for key, tensor in made.model.state_dict().items()}))
+    assert_same(runs[1], runs[0])

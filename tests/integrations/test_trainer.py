@@ -126,6 +126,22 @@ class Counted(Trainer):
         return found if return_outputs else found[0]
 
 
+class Stacked(Trainer):
+    """Puts something onto a stack ahead of the call, and takes it down behind it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stack: list[torch.Tensor] = []
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        self.stack.append(inputs["labels"] % 3)
+        outputs = model(**inputs)
+        loss = outputs.loss + (outputs.logits.mean(-1) * self.stack.pop()).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
 class Twice(Trainer):
     """Two views of a batch."""
 
@@ -302,7 +318,10 @@ SCENARIOS: dict[str, Scenario] = {
     "own loss": Scenario(ACCUMULATED, kind=TwoTerms),
     "own loss, in place": Scenario(ACCUMULATED, kind=InPlace),
     "counts around the call": Scenario(ACCUMULATED, kind=Counted, after=lambda t: [t.calls, *t.kept],
-        reason="the code ahead of the call of the model sets `calls`"),
+        reason="the code ahead of the call of the model changes `calls`"),
+    "a stack around the call": Scenario(
+        ACCUMULATED, kind=Stacked, reason="the code ahead of the call of the model changes `stack`"
+    ),
     "looks without gradients first": Scenario(ACCUMULATED, kind=Guided),
     "draws behind the call": Scenario(kind=NoisyBehind),
     "draws behind the calls": Scenario(ACCUMULATED, kind=NoisyBehind, reason="the loss draws random numbers behind"),

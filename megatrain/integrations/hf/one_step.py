@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,7 @@ class OneStep:
     Args:
         compiled: The model.
         make_step: Makes the training step for a loss.
+        settings: What `make_step` reads: an optimizer, and plain values. If these change, it makes another.
         is_models_own: Tells whether the loss is the one that the model returns, so that it takes no memory of its own.
         attributes: The trainer's attributes. Code that sets one ahead of its call of the model would find the value of
             the last micro-batch behind the call.
@@ -67,6 +69,7 @@ class OneStep:
         self,
         compiled: CompiledModule,
         make_step: Callable[[Callable[[Any, Any], Any]], TrainStep],
+        settings: Callable[[], tuple[Any, ...]],
         is_models_own: Callable[[], bool],
         attributes: Mapping[str, Any],
     ) -> None:
@@ -75,6 +78,8 @@ class OneStep:
         self.has_updated = False
         self._compiled = compiled
         self._make_step = make_step
+        self._settings = settings
+        self._made_for: tuple[Any, ...] = ()
         self._is_models_own = is_models_own
         self._attributes = attributes
         self._waiting: list[_Waiting] = []
@@ -95,9 +100,7 @@ class OneStep:
             The losses that are known now, in order: of all micro-batches behind the last, and none before; or one each
             time, if the update is no training step.
         """
-        if self.reason is None and self.step is None:
-            self._make()
-        if self.reason is not None:
+        if self.reason is not None or self.known_step() is None:
             return [code()]
         try:
             return self._taken(code)
@@ -129,23 +132,24 @@ class OneStep:
             each.paused.abandon()
 
     def known_step(self) -> TrainStep | None:
-        """The training step, made now if there is none yet; None if there can't be one."""
+        """The training step, made now if there is none for the present settings; None if there can't be one."""
+        if self.step is not None and not _is_same(self._made_for, self._settings()):
+            self.step.flush()
+            self.step = None
         if self.step is None and self.reason is None:
-            self._make()
+            try:
+                self.load(self._make_step)
+            except OptimizerError as error:
+                said = str(error).splitlines()[0].rstrip(".")
+                self.fall_back(f"the optimizer can't update block by block ({said})")
         return self.step
 
     def load(self, load: Callable[[Callable[[Any, Any], Any]], TrainStep]) -> None:
-        """Replaces the training step by one that was read from a checkpoint."""
-        self.step = load(self._loss)
-
-    def _make(self) -> None:
-        try:
-            self.step = self._make_step(self._loss)
-        except OptimizerError as error:
-            self.fall_back(f"the optimizer can't update block by block ({str(error).splitlines()[0].rstrip('.')})")
+        """Takes a training step that `load` makes for a loss, or reads from a checkpoint."""
+        self.step, self._made_for = load(self._loss), self._settings()
 
     def _taken(self, code: Code) -> Sequence[torch.Tensor]:
-        before, attributes = self._generators(), dict(self._attributes)
+        before, attributes = self._generators(), _noted(self._attributes)
         if not self._waiting:
             self._start = before
         paused = PausedCode(self._compiled.megatrain, code)
@@ -153,9 +157,10 @@ class OneStep:
         paused.start()
         obstacle = _obstacle(paused.call)
         if obstacle is None and self._expected > 1:
-            changed = [n for n, v in self._attributes.items() if n not in attributes or not _is_same(attributes[n], v)]
+            now = _noted(self._attributes)
+            changed = [name for name in now if name not in attributes or not _is_same(attributes[name], now[name])]
             if changed:
-                obstacle = f"the code ahead of the call of the model sets `{changed[0]}` of the trainer"
+                obstacle = f"the code ahead of the call of the model changes `{changed[0]}` of the trainer"
             elif not _is_same(before, self._generators()):
                 obstacle = "the loss draws random numbers before it calls the model"
         if obstacle is not None:
@@ -217,12 +222,20 @@ def _obstacle(call: PausedCall | None) -> str | None:
     return None if call.modes is None else f"the loss calls the model under {call.modes}"
 
 
+def _noted(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Each attribute, and how much it holds."""
+    holders = (list, dict, set, deque)
+    return {name: (value, len(value) if isinstance(value, holders) else 0) for name, value in attributes.items()}  # pyright: ignore
+
+
 def _is_same(left: Any, right: Any) -> bool:
-    """Compares states of generators, and attributes: plain values by value, all else by identity."""
+    """Compares states of generators, attributes and settings: plain values by value, all else by identity."""
     if left is right:
         return True
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(_is_same, left, right))  # pyright: ignore
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(_is_same(value, right[key]) for key, value in left.items())  # pyright: ignore
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return left.shape == right.shape and torch.equal(left, right)
-    return is_equal(left, right) if isinstance(left, tuple | int | float | str | np.ndarray) else False
+    return is_equal(left, right) if isinstance(left, int | float | str | np.ndarray) else False

@@ -96,7 +96,7 @@ class Streamed(_Base):
         else:
             compiled = megatrain.compile(model, **{"device": self.args.device, **self._stream_options.compile})
         make = functools.partial(self._make_step, compiled)
-        self._one_step = OneStep(compiled, make, self._is_models_own_loss, vars(self))
+        self._one_step = OneStep(compiled, make, self._settings, self._is_models_own_loss, vars(self))
         return compiled
 
     # -- where the model is ----------------------------------------------------------------------------------
@@ -189,6 +189,9 @@ class Streamed(_Base):
     def _make_step(self, compiled: CompiledModule, loss: Any) -> TrainStep:
         return TrainStep(compiled, _plain(self.optimizer), **self._options_of_step(loss))
 
+    def _settings(self) -> tuple[Any, ...]:
+        return _plain(self.optimizer), self.args.max_grad_norm
+
     def _options_of_step(self, loss: Any) -> dict[str, Any]:
         # The trainer logs the norm also where it doesn't clip.
         norm = self.args.max_grad_norm or math.inf
@@ -223,7 +226,7 @@ class Streamed(_Base):
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self._known().abandon()
+            self._known().begin(1)  # nothing of this training waits, or hides what the optimizer does later
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Written last, this file says that the checkpoint is whole; an older one of this name must not say so.
