@@ -123,7 +123,7 @@ zoo: $(READY)
 	@touch $@
 
 users: .venv-users/.ready
-	.venv-users/bin/python -m pytest tests/integrations tests/tools $(ARGS)
+	.venv-users/bin/python -m pytest -m 'users or not users' tests/integrations tests/tools $(ARGS)
 
 ifdef TORCH
 $(TORCH_VENV)/.ready: pyproject.toml constraints.txt

@@ -50,10 +50,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["EXPECTTEST_ACCEPT"] = "1"  # expecttest reads nothing else
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+    if "users" not in str(config.getoption("-m")):
+        scripts = [item for item in items if item.get_closest_marker("users")]
+        config.hook.pytest_deselected(items=scripts)
+        items[:] = [item for item in items if not item.get_closest_marker("users")]
 
 
 def pytest_collection_finish() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import LlamaForCausalLM
 from megatrain.errors import CheckpointError
 from tests.comparing import assert_same
 from tests.integrations.runs import RAGGED, Ran, Scenario, llama, run
+from tests.integrations.test_trainer import LooksAtGradients, OwnStep
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
 ROOT = Path(__file__).parents[2]
@@ -42,6 +44,7 @@ SCENARIOS: dict[str, Scenario] = {
     "own loop": Scenario({**SAVED, "max_grad_norm": 0.0, "lr_scheduler_type": "cosine", "optim": "adafactor"}),
 }
 MASTERS: dict[str, Scenario] = {
+    "exact, no training step": Scenario(SAVED, rows=RAGGED, kind=OwnStep, streaming={"precision": "bf16"}),
     "exact": Scenario(SAVED, rows=RAGGED, streaming={"precision": "bf16"}),
     "rounded": Scenario(SAVED, rows=RAGGED, streaming={"precision": "bf16", "masters": "rounded"}),
 }
@@ -127,26 +130,32 @@ import sys
 from pathlib import Path
 import torch
 from tests.integrations.runs import run
-from tests.integrations.test_resume import LONG
+from tests.integrations.test_resume import long
 folder = Path(sys.argv[1])
-found = run(LONG, folder, streams=True, resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
+is_new = not any(folder.glob("checkpoint-*"))
+found = run(long(int(sys.argv[2])), folder, streams=True, resume_from_checkpoint=None if is_new else True)
 torch.save((found.values, [row for row in found.log if "loss" in row]), folder / "end.pt")
 """
-LONG = Scenario(
-    {"save_strategy": "steps", "save_steps": 2, "max_steps": 16, "gradient_accumulation_steps": 2,
-     "save_total_limit": 2, "num_train_epochs": 10},
-    model=lambda: llama(attention_dropout=0.1), rows=RAGGED, streaming={"precision": "bf16"},
-)  # fmt: skip
 
 
-def finish(folder: Path, waits_s: list[float]) -> int:
+def long(steps: int) -> Scenario:
+    saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "gradient_accumulation_steps": 2}
+    return Scenario(
+        {**saved, "max_steps": steps},
+        model=lambda: llama(attention_dropout=0.1),
+        rows=RAGGED,
+        streaming={"precision": "bf16"},
+    )
+
+
+def finish(folder: Path, steps: int, waits_s: list[float]) -> int:
     """Starts the script again and again, killed after these times; returns how often it was killed."""
     folder.mkdir()
     kills = 0
     while not (folder / "end.pt").exists():
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", KILLED, str(folder)],
+            [sys.executable, "-W", "ignore", "-c", KILLED, str(folder), str(steps)],
             cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         before = {path.name for path in folder.iterdir()}
@@ -164,10 +173,28 @@ def finish(folder: Path, waits_s: list[float]) -> int:
     return kills
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.users)])
-def test_a_run_that_is_killed_goes_on_to_the_bits_of_an_undisturbed_one(kills: int, tmp_path: Path) -> None:
-    finish(tmp_path / "undisturbed", [])
+@pytest.mark.parametrize(("kills", "steps"), [(3, 16), pytest.param(20, 120, marks=pytest.mark.users)])
+def test_a_run_that_is_killed_goes_on_to_the_bits_of_an_undisturbed_one(kills: int, steps: int, tmp_path: Path) -> None:
+    finish(tmp_path / "undisturbed", steps, [])
     waits = [0.003 * (7 * number % 20) ** 1.5 for number in range(kills)]
-    assert finish(tmp_path / "killed", waits) > kills // 2
+    assert finish(tmp_path / "killed", steps, waits) > kills // 2
     expected, found = (torch.load(tmp_path / name / "end.pt") for name in ("undisturbed", "killed"))
     assert_same(found, expected)
+
+
+def test_masters_are_updated_where_an_update_is_no_training_step(tmp_path: Path) -> None:
+    """At a rate that would change no bf16 value, masters change, and both ways change them alike."""
+    options = {"learning_rate": 1e-5, "max_grad_norm": 0.0, "optim": "sgd", "lr_scheduler_type": "constant"}
+    found: list[dict[str, torch.Tensor]] = []
+    plain = Scenario(options, streaming={"precision": "bf16"})
+    for scenario in (plain, replace(plain, more=lambda model: {"callbacks": [LooksAtGradients()]})):
+        ran = run(scenario, tmp_path, streams=True)
+        sources = ran.trainer.model.master_state_dict().items()
+        values = {name: torch.cat([piece.flatten() for piece in source.pieces()]) for name, source in sources}
+        found.append({name: value.reshape(ran.values[name].shape) for name, value in values.items()})
+    start = {name: tensor.float() for name, tensor in llama().state_dict().items()}
+    changed = [name for name in start if not torch.equal(found[0][name], start[name])]
+    assert len(changed) > len(start) // 2
+    for name in changed:
+        moved = (found[0][name] - start[name]).abs().max()
+        assert (found[1][name] - found[0][name]).abs().max() < 0.02 * moved, name

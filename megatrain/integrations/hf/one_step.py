@@ -14,6 +14,8 @@ import torch
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import DrawsError, MicroBatchError, OptimizerError, StreamedCallsWarning
 from megatrain.integrations.paused import CallsAgainError, PausedCall, PausedCode, SpentError
+from megatrain.optim.block_update import MasterStep
+from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.saving import generators_now, restore_generators
 from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.equal import is_equal
@@ -83,6 +85,7 @@ class OneStep:
         self._is_models_own = is_models_own
         self._attributes = attributes
         self._waiting: list[_Waiting] = []
+        self._can_have_none = False
         self._said: set[str] = set()
         self._expected = 1
         self._start: dict[str, Any] = {}
@@ -136,13 +139,34 @@ class OneStep:
         if self.step is not None and not _is_same(self._made_for, self._settings()):
             self.step.flush()
             self.step = None
-        if self.step is None and self.reason is None:
+        if self.step is None and not self._can_have_none:
             try:
                 self.load(self._make_step)
             except OptimizerError as error:
+                self._can_have_none = True
                 said = str(error).splitlines()[0].rstrip(".")
                 self.fall_back(f"the optimizer can't update block by block ({said})")
         return self.step
+
+    def update(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Updates masters, of an update that was no training step.
+
+        Returns:
+            Whether there are masters besides the parameters; otherwise the optimizer's own step updates these.
+
+        Raises:
+            OptimizerError: If the optimizer can't update block by block: its own step would update the bf16 values.
+        """
+        compiled = self._compiled.megatrain
+        if compiled.options.precision == "fp32":
+            return False
+        parameters = [[p] for group in optimizer.param_groups for p in group["params"]]
+        blocks = BlockOptimizer(optimizer, parameters, code=MasterStep(compiled.masters))
+        blocks.begin()
+        for number in range(len(blocks)):
+            blocks.update(number)
+        blocks.finish()
+        return True
 
     def load(self, load: Callable[[Callable[[Any, Any], Any]], TrainStep]) -> None:
         """Takes a training step that `load` makes for a loss, or reads from a checkpoint."""

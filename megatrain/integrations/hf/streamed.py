@@ -182,7 +182,8 @@ class Streamed(_Base):
         update: Callable[..., Any] = self.optimizer.step
 
         def step(optimizer: Any, closure: Any = None) -> Any:
-            return None if self._known().has_updated else update(closure)
+            one_step = self._known()
+            return None if one_step.has_updated or one_step.update(_plain(optimizer)) else update(closure)
 
         self.optimizer.step = types.MethodType(step, self.optimizer)
 
