@@ -29,7 +29,7 @@ PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/de
 SIMULATED = -p tests.simulated_device.plugin tests/simulated_device tests/simulated_runs tests/gpu
 
 .DEFAULT_GOAL := help
-.PHONY: users simulated device gpu-report faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
+.PHONY: wide users simulated device gpu-report faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
 
 help:
 	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in minutes'
@@ -44,6 +44,7 @@ help:
 	@echo 'make simulated   the same on a simulated accelerator, which a C++ compiler makes once'
 	@echo 'make device  the same, with four times as many random models, budgets and orders'
 	@echo 'make zoo     hundreds of models against eager PyTorch; writes docs/models.md'
+	@echo 'make wide    every other case of large tables, which make test leaves out'
 	@echo 'make users   scripts with Trainer, TRL and others, each against its stock run, in an environment of their own'
 	@echo 'make faults  kills, interrupts at each line and random configurations, about 20 minutes; ARGS chooses pieces'
 	@echo 'make slow    measures the tests, and rewrites the list of those that make quick leaves out'
@@ -69,6 +70,10 @@ quick: $(READY)
 test: $(READY)
 	$(PYTEST) $(ARGS)
 	$(if $(ARGS),,$(PYTEST) $(SIMULATED))
+
+# What make test leaves out of its largest tables.
+wide: $(READY)
+	$(PYTEST) -m wide $(ARGS)
 
 slow: $(READY)
 	$(PYTEST) --write-slow $(ARGS)

@@ -50,14 +50,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["EXPECTTEST_ACCEPT"] = "1"  # expecttest reads nothing else
 
 
+@pytest.hookimpl(tryfirst=True)  # ahead of the tiers, which choose among the rest
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-    if "users" not in str(config.getoption("-m")):
-        scripts = [item for item in items if item.get_closest_marker("users")]
-        config.hook.pytest_deselected(items=scripts)
-        items[:] = [item for item in items if not item.get_closest_marker("users")]
+    for marker in ("users", "wide"):
+        if marker not in str(config.getoption("-m")):
+            config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker)])
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
 
 
 def pytest_collection_finish() -> None:

@@ -23,6 +23,7 @@ from megatrain.runtime.gradients.flow import Facts
 from megatrain.runtime.gradients.landing import LandingArena
 from tests.models import MODELS, Gpt
 from tests.runtime.harness import loss_of
+from tests.tiers import wide
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
@@ -494,7 +495,7 @@ def test_measured_use_agrees_within_three_percent(options: dict[str, Any]):
 @on_linux
 @pytest.mark.parametrize(
     ("options", "step_options"),
-    [({}, {}), ({"memory": "350MB"}, {"max_grad_norm": 1.0}), ({"precision": "bf16"}, {"overlap": False})],
+    [wide(({}, {})), ({"memory": "350MB"}, {"max_grad_norm": 1.0}), ({"precision": "bf16"}, {"overlap": False})],
     ids=["overlap", "deferred", "bf16"],
 )
 def test_whole_steps_never_take_more_than_the_plan(options: dict[str, Any], step_options: dict[str, Any]):

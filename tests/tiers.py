@@ -19,6 +19,16 @@ SLOW_S = 0.5
 """Of CPU time, own and of children: the load of a machine doesn't count."""
 
 
+def every_other(cases: Iterable[Any]) -> list[Any]:
+    """Marks every other case as wide: `make wide` runs these, and `make test` their neighbours, of the same kinds."""
+    return [case if index % 2 == 0 else wide(case) for index, case in enumerate(cases)]
+
+
+def wide(case: Any) -> Any:
+    """Marks a case as one of `make wide`."""
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.wide)
+
+
 def function_of(case: str) -> str:
     return case.partition("[")[0]
 

@@ -23,10 +23,11 @@ from tests.comparing import assert_same
 from tests.draws import draws
 from tests.models import MODELS
 from tests.strategies import block_limits, module_trees
+from tests.tiers import every_other
 from tests.tracer.parity import SEED, Step, assert_same_step, eager_step, program_step
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every_other(MODELS))
 def test_blocks_one_after_the_other_equal_eager(name: str):
     model, args, kwargs = MODELS[name]()
     traced = captures.traced(name)

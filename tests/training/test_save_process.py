@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.saving.test_interrupted import python
+from tests.tiers import wide
 
 MEMORY = """
 import sys, threading, time
@@ -59,7 +60,7 @@ print(saved, again, loaded, first)
 """
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [wide("fp32"), "bf16"])
 def test_neither_saving_nor_loading_takes_a_second_copy(tmp_path: Path, precision: str):
     """Of 192 MiB of weights, or as much of masters, with 384 MiB of moments: less than a twentieth of the weights."""
     found = dict(
