@@ -118,11 +118,8 @@ def test_modes_around_the_call_are_told_and_the_default_device_is_the_callers():
             model(X)
         return str(torch.get_default_device())
 
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         waiting = paused(model, code)
-    finally:
-        torch.set_default_device("cpu")
     assert waiting.call is not None
     assert waiting.call.modes == "autocast on cpu"
     assert waiting.give(torch.ones(())) == "meta"
