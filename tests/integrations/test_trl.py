@@ -10,6 +10,7 @@ import pytest
 from peft import LoraConfig
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
+import megatrain
 from tests.integrations.runs import Scenario, assert_streams_as_stock, llama
 from tests.integrations.words import text, tokenizer
 
@@ -71,6 +72,7 @@ TWO = {"gradient_accumulation_steps": 2}
 FOUR = {"per_device_train_batch_size": 4}
 ADAPTED: Any = lambda model: {"peft_config": lora()}  # noqa: E731
 REFERENCE: Any = lambda model: {"ref_model": llama()}  # noqa: E731
+STREAMED_REFERENCE: Any = lambda model: {"ref_model": megatrain.compile(llama(), device="cpu", transfer="copy")}  # noqa: E731
 AGAIN = "the loss calls the model more than once"
 
 SCENARIOS: dict[str, Callable[[], Scenario]] = {
@@ -89,6 +91,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "dpo, reference ahead": lambda: scenario(
         "DPO", preferences, more=REFERENCE, options={"precompute_ref_log_probs": True, **TWO}
     ),
+    "dpo, a reference that streams": lambda: scenario("DPO", preferences, more=STREAMED_REFERENCE, options=TWO),
     "dpo, ipo": lambda: scenario("DPO", preferences, more=REFERENCE, options={"loss_type": "ipo"}),
     "dpo, lora": lambda: scenario("DPO", preferences, more=ADAPTED, reason=AGAIN),
     "kto, reference": lambda: scenario("KTO", judged, more=REFERENCE, options=FOUR),
