@@ -20,6 +20,7 @@ from megatrain.optim.rehearsal import (
 )
 
 _STEPS = 3
+_RATE = 0.01
 _DEPTH = 3
 
 
@@ -100,6 +101,9 @@ def _difference(optimizer: Optimizer, *, sparse: bool) -> str | None:
         for mine, theirs in zip(whole.param_groups, parts.param_groups, strict=True)
         for one, other in zip(mine["params"], theirs["params"], strict=True)
     ]
+    for group in (*whole.param_groups, *parts.param_groups):
+        if "lr" in group:
+            group["lr"] = _visible(group["lr"])
     generator = torch.Generator().manual_seed(0)
     for _ in range(_STEPS):
         for one, other in pairs:
@@ -111,6 +115,13 @@ def _difference(optimizer: Optimizer, *, sparse: bool) -> str | None:
             step.update({parameter})
         step.commit()
     return _compare(whole, parts, pairs)
+
+
+def _visible(rate: Any) -> Any:
+    """A learning rate at which steps change values: schedulers that warm up begin at 0, and then all steps agree."""
+    if isinstance(rate, torch.Tensor):
+        return rate.clamp(min=_RATE)
+    return max(rate, _RATE) if isinstance(rate, int | float) else rate
 
 
 def _compare(whole: Optimizer, parts: Optimizer, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> str | None:

@@ -318,6 +318,8 @@ class Failing(torch.optim.SGD):
     [
         (torch.optim.LBFGS, "needs `closure`"),
         (lambda ps: NormSGD(ps, lr=0.1), "give another value of a"),
+        (lambda ps: NormSGD(ps, lr=0.0), "give another value of a"),  # where a scheduler that warms up begins
+        (lambda ps: NormSGD(ps, lr=1e-12), "give another value of a"),
         (Counting, "give another `log`"),
         (lambda ps: Noisy(ps, lr=0.1), "give another value of a"),
         (lambda ps: Distance(ps, lr=0.1), "two values of `distance`"),
