@@ -129,11 +129,15 @@ class MicroBatchGenerators:
         count = len(draws)
         if count == 1 or not any(are_random):
             return [MicroBatchGenerators() for _ in draws]
-        seeded = [OwnGenerators.seeded(micro_batch_seed(number, device), device) for number in range(1, 2 * count)]
-        forwards, losses = [None, *seeded[: count - 1]], seeded[count - 1 :]
+
+        def seeded(number: int) -> OwnGenerators:
+            return OwnGenerators.seeded(micro_batch_seed(number, device), device)
+
+        found = [MicroBatchGenerators(loss=seeded(count + number)) for number in range(count)]
         if any(each is None for each in draws):
-            return [MicroBatchGenerators(*pair) for pair in zip(forwards, losses, strict=True)]
-        found = [MicroBatchGenerators(loss=loss) for loss in losses]
+            for number, each in enumerate(found[1:], start=1):
+                each.forward = seeded(number)
+            return found
         with kept_generators(device):
             for each, (earlier, later) in zip(draws, pairwise(found), strict=False):
                 assert each is not None

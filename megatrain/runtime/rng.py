@@ -130,7 +130,7 @@ class OwnGenerators:
 def micro_batch_seed(micro_batch: int, device: Device | torch.device | str = "cpu") -> int:
     """The seed for draws of a step of several micro-batches that would begin now, where no loop's order can be had.
 
-    It is a digest of the states of torch's generators, which it doesn't move. See `own_generators`.
+    It is a digest of the states of torch's generators, which it doesn't move. See `MicroBatchGenerators`.
 
     Args:
         micro_batch: From 1.
@@ -142,12 +142,33 @@ def micro_batch_seed(micro_batch: int, device: Device | torch.device | str = "cp
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GlobalGenerators:
+    """The states of all global generators: torch's, Python's and NumPy's."""
+
+    torch: RngState
+    host: HostRng
+
+    @staticmethod
+    def now(device: Device) -> GlobalGenerators:
+        """Reads the generators."""
+        return GlobalGenerators(RngState.now(device), HostRng.now())
+
+    def is_same(self, other: GlobalGenerators) -> bool:
+        """Tells whether nothing was drawn from one to the other."""
+        return self.torch.is_same(other.torch) and self.host == other.host
+
+    def restore(self, device: Device) -> None:
+        """Sets the generators back to these states."""
+        self.torch.restore(device)
+        self.host.restore()
+
+
 @contextmanager
 def kept_generators(device: Device) -> Generator[None]:
-    """Puts the global generators back, torch's and the host's, behind the body."""
-    present, host = RngState.now(device), HostRng.now()
+    """Puts the global generators back behind the body."""
+    present = GlobalGenerators.now(device)
     try:
         yield
     finally:
         present.restore(device)
-        host.restore()

@@ -82,6 +82,7 @@ class Plain(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+FULL = [{**row, "attention_mask": torch.ones_like(row["input_ids"]), "labels": row["input_ids"]} for row in RAGGED]
 POINTS = [{"x": torch.arange(4.0) + i, "labels": torch.tensor(i % 2)} for i in range(12)]
 
 
@@ -212,6 +213,14 @@ class OwnStep(Trainer):
         return found
 
 
+class Scaled(Trainer):
+    """Has the scaler that accelerate makes for fp16 on a GPU."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
 class LooksAtGradients(TrainerCallback):
     """Notes the largest gradient."""
 
@@ -247,6 +256,22 @@ class Stops(TrainerCallback):
 
 def sgd(model: Any) -> Mapping[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    return {"optimizers": (optimizer, get_cosine_schedule_with_warmup(optimizer, 1, 3))}
+
+
+class OfAll(torch.optim.SGD):
+    """Divides by the norm of all gradients, which no block knows alone."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient.div_(1 + norm)
+        return super().step(closure)
+
+
+def of_all(model: Any) -> Mapping[str, Any]:
+    optimizer = OfAll(model.parameters(), lr=0.1)
     return {"optimizers": (optimizer, get_cosine_schedule_with_warmup(optimizer, 1, 3))}
 
 
@@ -347,6 +372,15 @@ SCENARIOS: dict[str, Scenario] = {
     "vit": Scenario({**EVAL, "remove_unused_columns": False}, model=vit, rows=IMAGES),
     "any module": Scenario(ACCUMULATED, model=Plain, rows=POINTS),
     "tensors on a budget": Scenario(ACCUMULATED, streaming={"memory": "300KiB"}),
+    "model_init": Scenario(ACCUMULATED, more=lambda model: {"model": None, "model_init": lambda: llama()}),
+    "padding in some": Scenario(
+        {**ACCUMULATED, "max_steps": 6}, rows=[*FULL[:8], *RAGGED[:4]], is_mixed=True
+    ),
+    "an optimizer of all parameters": Scenario(
+        ACCUMULATED, more=of_all, reason="the optimizer can't update block by block"
+    ),
+    "a scaler of the loss": Scenario(ACCUMULATED, kind=Scaled, reason="fp16 scales the loss"),
+    "fp16": Scenario({"fp16": True, **ACCUMULATED}),  # a CPU has no scaler
     "calls again": Scenario(
         SUMMED, kind=Twice, reason="the loss calls the model more than once", tolerance=REASSOCIATED
     ),

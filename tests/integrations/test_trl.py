@@ -108,6 +108,13 @@ def test_a_trainer_of_trl_that_streams_has_the_stock_runs_bits(name: str, tmp_pa
     assert_streams_as_stock(SCENARIOS[name](), tmp_path)
 
 
+def test_a_trainer_of_trl_loads_a_model_by_its_name(tmp_path: Path) -> None:
+    named(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    found = scenario("SFT", texts, more=lambda model: {"model": str(tmp_path / "model")}, options=TWO, is_mixed=True)
+    assert_streams_as_stock(found, tmp_path)
+
+
 def test_dpo_reads_its_reference_from_where_the_model_came(tmp_path: Path) -> None:
     found = scenario("DPO", preferences, model=lambda: named(tmp_path / "model"))
     assert_streams_as_stock(found, tmp_path)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from megatrain.compiled.module import CompiledModule
@@ -16,7 +15,7 @@ from megatrain.errors import DrawsError, MicroBatchError, OptimizerError, Stream
 from megatrain.integrations.paused import CallsAgainError, PausedCall, PausedCode, SpentError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
-from megatrain.saving import generators_now, restore_generators
+from megatrain.runtime.rng import GlobalGenerators
 from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.equal import is_equal
 from megatrain.training.batch import Differentiated, MicroBatch
@@ -85,10 +84,10 @@ class OneStep:
         self._is_models_own = is_models_own
         self._attributes = attributes
         self._waiting: list[_Waiting] = []
-        self._can_have_none = False
+        self._has_none = False
         self._said: set[str] = set()
         self._expected = 1
-        self._start: dict[str, Any] = {}
+        self._start: GlobalGenerators | None = None
         self._losses: list[torch.Tensor] = []
 
     def begin(self, count: int) -> None:
@@ -139,11 +138,11 @@ class OneStep:
         if self.step is not None and not _is_same(self._made_for, self._settings()):
             self.step.flush()
             self.step = None
-        if self.step is None and not self._can_have_none:
+        if self.step is None and not self._has_none:
             try:
                 self.load(self._make_step)
             except OptimizerError as error:
-                self._can_have_none = True
+                self._has_none = True
                 said = str(error).splitlines()[0].rstrip(".")
                 self.fall_back(f"the optimizer can't update block by block ({said})")
         return self.step
@@ -185,7 +184,7 @@ class OneStep:
             changed = [name for name in now if name not in attributes or not _is_same(attributes[name], now[name])]
             if changed:
                 obstacle = f"the code ahead of the call of the model changes `{changed[0]}` of the trainer"
-            elif not _is_same(before, self._generators()):
+            elif not before.is_same(self._generators()):
                 obstacle = "the loss draws random numbers before it calls the model"
         if obstacle is not None:
             self.fall_back(obstacle)
@@ -197,8 +196,8 @@ class OneStep:
         waiting, self._waiting = self._waiting, []
         return [each.paused.run_alone() for each in waiting]
 
-    def _generators(self) -> dict[str, Any]:
-        return generators_now(self._compiled.megatrain.options.device)
+    def _generators(self) -> GlobalGenerators:
+        return GlobalGenerators.now(self._compiled.megatrain.options.device)
 
     def _run(self) -> Sequence[torch.Tensor]:
         assert self.step is not None
@@ -218,7 +217,8 @@ class OneStep:
             # The step is undone. What the code did besides (a list of metrics, say) it does once more.
             waiting = list(self._waiting)
             self.abandon()
-            restore_generators(self._start, self._compiled.megatrain.options.device)
+            assert self._start is not None
+            self._start.restore(self._compiled.megatrain.options.device)
             if not isinstance(error, SpentError):
                 self.fall_back(_AGAIN[type(error)])
             return [each.code() for each in waiting]
@@ -234,7 +234,7 @@ class OneStep:
             return result["loss"] if isinstance(result, dict) else result[0]
         before = self._generators()
         loss = waiting.paused.give(result)
-        if self._expected > 1 and not _is_same(before, self._generators()):
+        if self._expected > 1 and not before.is_same(self._generators()):
             raise _DrawsBehindError
         self._losses.append(loss)
         return Differentiated(loss)
@@ -252,14 +252,9 @@ def _noted(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     return {name: (value, len(value) if isinstance(value, holders) else 0) for name, value in attributes.items()}  # pyright: ignore
 
 
-def _is_same(left: Any, right: Any) -> bool:
-    """Compares states of generators, attributes and settings: plain values by value, all else by identity."""
-    if left is right:
-        return True
-    if isinstance(left, tuple) and isinstance(right, tuple):
-        return len(left) == len(right) and all(map(_is_same, left, right))  # pyright: ignore
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_is_same(value, right[key]) for key, value in left.items())  # pyright: ignore
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return left.shape == right.shape and torch.equal(left, right)
-    return is_equal(left, right) if isinstance(left, int | float | str | np.ndarray) else False
+def _is_same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    """Compares attributes and settings: plain values by value, all else by identity."""
+    if len(left) != len(right):
+        return False
+    pairs = zip(left, right, strict=True)
+    return all(one is other or (isinstance(one, int | float | str) and is_equal(one, other)) for one, other in pairs)

@@ -29,10 +29,10 @@ from transformers.trainer_callback import TrainerCallback
 import megatrain
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
+from megatrain.integrations.hf.newest_whole import STATE, newest_whole
 from megatrain.integrations.hf.one_step import OneStep
 from megatrain.integrations.hf.requirements import check_transformers, refuse
 from megatrain.integrations.hf.stream_options import StreamOptions
-from megatrain.integrations.hf.whole import STATE, newest_whole
 from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.training.step import TrainStep
 
