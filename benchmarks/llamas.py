@@ -24,7 +24,7 @@ class LlamaShape:
     is_tied: bool = False
 
     def model(self) -> nn.Module:
-        """Returns the model in memory that nobody has written."""
+        """Returns the model; its parameters are in memory that nobody has written."""
         config = LlamaConfig(
             vocab_size=self.vocabulary,
             hidden_size=self.width,
@@ -38,7 +38,10 @@ class LlamaShape:
         )
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
-        return model.to_empty(device="cpu")
+        model.to_empty(device="cpu")
+        # Its frequencies are no parameters: code that fills the parameters leaves them as they are.
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+        return model
 
 
 SIZES = {

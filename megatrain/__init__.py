@@ -14,6 +14,7 @@ from megatrain.errors import (
     DeviceMemoryWarning,
     DrawsError,
     ExecuteError,
+    GradScalerWarning,
     LowerError,
     MegatrainError,
     MicroBatchError,
@@ -29,6 +30,7 @@ from megatrain.errors import (
     WeightsError,
 )
 from megatrain.memory.out_of_memory import DeviceMemoryError
+from megatrain.optim.grad_scaler import GradScaler
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Block, Program, Template
 from megatrain.passes.rewrite import Rewriter
@@ -61,6 +63,8 @@ __all__ = [
     "Engine",
     "ExecuteError",
     "Executor",
+    "GradScaler",
+    "GradScalerWarning",
     "Hardware",
     "HostPlan",
     "LowerError",

@@ -55,6 +55,10 @@ class StreamedCallsWarning(UserWarning):
     """A trainer runs its updates as streamed calls and an update on the host, not as one training step."""
 
 
+class GradScalerWarning(UserWarning):
+    """A model runs under fp16 autocast on an accelerator, and no `megatrain.GradScaler` was made for its losses."""
+
+
 class ScheduleError(MegatrainError):
     """A schedule doesn't fit into the given memory, can't be read, or isn't safe."""
 

@@ -15,6 +15,7 @@ from megatrain.errors import TraceError
 from megatrain.garbage import paused_collection
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.opaque_model import check_opaque
+from megatrain.optim.grad_scaler import warn_of_torchs_own
 from megatrain.options import Options
 from megatrain.passes.pipeline import AfterPass, lower
 from megatrain.passes.program import Program
@@ -239,6 +240,8 @@ class Variants:
         args, kwargs = arguments.rebuild(arguments.tensors)
         traced = trace(self._model, args, kwargs, device=self._options.device.torch_device, opaque=self._opaque)
         check_opaque(traced, self._options.opaque, self._heard)
+        regions = (region for node in traced.graph.nodes for region in node.meta.get("autocast", ()))
+        warn_of_torchs_own((dtype for _, dtype in regions), self._options.device)
         guards = GuardCheck(traced.guards, traced.graph, traced.constants)
         assumptions = AssumptionCheck(traced.assumptions)
         for other in others:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,9 @@ class Cuda(Accelerator):
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__(self.name, index)
+        # cuDNN copies the weights of an RNN into one piece of memory for each call, and says how to avoid the copies:
+        # the user can't, because the weights lie in slots.
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
 
     def lacking(self) -> Sequence[str]:
         """Nothing: CUDA has all of the generic interface."""

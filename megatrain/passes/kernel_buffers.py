@@ -27,12 +27,14 @@ def private_bytes(func: Any, args: Any) -> int:
 
     The backwards of fused attention sum the query's gradient in fp32, with rows and heads rounded up, and have one
     fp32 number per row for the softmax. Where several heads share keys and values, each has a gradient of its own of
-    these at first.
+    these at first. cuDNN's RNNs copy their weights into one piece of memory.
 
     Args:
         func: The overload of an `aten` operator.
-        args: Its arguments; the query is the second, then come keys and values.
+        args: Its arguments; the query, or the list of weights, is the second, then come keys and values.
     """
+    if func._schema.name == "aten::_cudnn_rnn":
+        return sum(weight.nbytes for weight in args[1])
     place = _ATTENTION.get(func._schema.name)
     if place is None:
         return 0

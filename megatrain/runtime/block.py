@@ -70,11 +70,13 @@ class LocalGraph:
         leaves = [t for t in everything if t.requires_grad]
         if not pairs or not leaves:
             return [None] * len(self.inputs), [None] * len(self.state)
-        found: list[torch.Tensor | None] = list(
-            torch.autograd.grad(
-                [root for root, _ in pairs], leaves, [gradient for _, gradient in pairs], allow_unused=True
-            )
-        )
+        roots, known = zip(*pairs, strict=True)
+        try:
+            found: list[torch.Tensor | None] = list(torch.autograd.grad(roots, leaves, known, allow_unused=True))
+        except RuntimeError as error:
+            if "on the same device" in str(error):  # all that the program computes is on one
+                raise ExecuteError(_ELSEWHERE.format(str(error).splitlines()[0])) from error
+            raise
         num_inputs = sum(t.requires_grad for t in self.inputs)
         for index, leaf in enumerate(leaves):  # each copy takes the place of the original at once
             found[index] = _compact(found[index]) if index < num_inputs else _as_stored(found[index], leaf)
@@ -220,6 +222,11 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.r
         yield
 
 
+_ELSEWHERE = (
+    "a backward that the model defines itself reads tensors of another device: {}\n"
+    "  Parameters stay in host memory; on the device such a backward finds what its forward has saved.\n"
+    "  Pass the parameters that the backward reads to the autograd.Function, whose forward saves them."
+)
 _OVERWRITTEN = (
     "a tensor that the backward needs was modified in place by the model's own forward.\n"
     "  Eager autograd refuses the same model.\n"

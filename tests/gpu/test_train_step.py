@@ -12,7 +12,9 @@ import torch
 
 import megatrain
 from megatrain.runtime.streams.stream_set import Chaos, Recording
+from tests.comparing import assert_same
 from tests.gpu.test_cuda_training import device, moved, on_a_card
+from tests.host_updates import HostUpdates
 from tests.models import MODELS, Gpt
 
 MODES = {
@@ -24,18 +26,18 @@ LLAMA = "llama_labels"
 
 
 def loop(name: str, steps: int, clip: float | None) -> tuple[list[float], list[torch.Tensor]]:
-    """Trains in eager PyTorch on the accelerator, updates there too."""
+    """Trains in eager PyTorch on the accelerator; updates run on the host."""
     model, _, kwargs = MODELS[name]()
     model.to(device())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    updates = HostUpdates(model.parameters(), lambda copies: torch.optim.AdamW(copies, lr=1e-3, foreach=False))
     losses: list[float] = []
     for _ in range(steps):
-        optimizer.zero_grad()
+        model.zero_grad()
         loss = model(**moved(kwargs)).loss
         loss.backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+        updates.step()
         losses.append(loss.item())
     return losses, [p.detach().cpu() for p in model.parameters()]
 
@@ -55,9 +57,13 @@ def test_steps_equal_the_loop(mode: str) -> None:
     losses, parameters = loop(LLAMA, 10, MODES[mode].get("max_grad_norm"))
     torch.manual_seed(0)
     found, others = stepped(LLAMA, 10, mode)
+    if mode == "overlap":
+        assert losses == found
+        assert_same(parameters, others)
+        return
+    # The norm of all gradients is summed on the host here and on the device there, and with it clipping rounds
+    # otherwise; where a moment is near zero, AdamW's quotients differ by as much as the step itself.
     assert losses == pytest.approx(found, rel=2e-4)
-    # The update runs on the host here and on the device there: roundings of AdamW's quotients differ, and where a
-    # moment is near zero by as much as the step itself.
     for parameter, other in zip(parameters, others, strict=True):
         assert (parameter - other).abs().max() <= 2 * 10 * 1e-3
         assert (parameter - other).abs().mean() <= 1e-4
@@ -70,7 +76,7 @@ def test_chaos_changes_nothing(mode: str) -> None:
     for seed in range(3):
         torch.manual_seed(0)
         wild = stepped(LLAMA, 5, mode, chaos=Chaos(seed=seed))
-        assert calm[0] == pytest.approx(wild[0], rel=1e-5)
+        assert_same(calm, wild)
 
 
 @pytest.mark.parametrize("mode", MODES)

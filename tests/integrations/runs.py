@@ -105,8 +105,9 @@ def run(scenario: Scenario, folder: Path, *, streams: bool, **training: Any) -> 
         for row in trainer.state.log_history
     ]
     after = scenario.after(trainer)
-    state = {key: tensor.detach().clone() for key, tensor in trainer.model.state_dict().items()}
-    return Ran(trainer, log, state, (torch.get_rng_state(), random.random(), float(np.random.rand())), after)
+    state = {key: tensor.detach().cpu().clone() for key, tensor in trainer.model.state_dict().items()}
+    drawn = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    return Ran(trainer, log, state, (drawn, random.random(), float(np.random.rand())), after)
 
 
 def assert_streams_as_stock(scenario: Scenario, folder: Path) -> Ran:

@@ -174,7 +174,8 @@ class Noisy(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        ids = torch.where(torch.rand(inputs["input_ids"].shape) < 0.2, 1, inputs["input_ids"])
+        ids = inputs["input_ids"]
+        ids = torch.where(torch.rand(ids.shape, device=ids.device) < 0.2, 1, ids)
         outputs = model(**{**inputs, "input_ids": ids})
         loss = outputs.loss * (1 + 0.1 * torch.rand(()))
         return (loss, outputs) if return_outputs else loss

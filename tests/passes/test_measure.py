@@ -140,5 +140,11 @@ def test_heads_that_share_keys_have_gradients_of_their_own_at_first():
     assert found == 4 * 8 * (1000 + 3 * 128 + 128 - 104) * (64 + 1)
 
 
+def test_rnns_of_cudnn_have_a_copy_of_their_weights():
+    weights = [torch.empty(32, 8, device="meta"), torch.empty(32, device="meta")]
+    x = torch.empty(5, 3, 8, device="meta")
+    assert private_bytes(torch.ops.aten._cudnn_rnn.default, (x, weights, 2, None, x, x)) == 4 * (32 * 8 + 32)
+
+
 def test_other_kernels_have_no_such_buffers():
     assert private_bytes(ATTENTION.mm.default, (torch.ones(2, 2), torch.ones(2, 2))) == 0

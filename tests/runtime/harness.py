@@ -13,6 +13,7 @@ from torch import nn
 import megatrain
 from megatrain.tracer.arguments import Structure
 from tests.comparing import assert_same, largest
+from tests.host_updates import HostUpdates
 
 
 @dataclass
@@ -36,9 +37,9 @@ def loss_of(result: Any) -> torch.Tensor | None:
 def train(
     call: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any, *, steps: int = 2, seed: int = 5
 ) -> Trained:
-    """Trains `model` through `call` for `steps` steps of AdamW."""
+    """Trains `model` through `call` for `steps` steps of AdamW, whose updates run on the host."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2) if trained else None
+    updates = HostUpdates(trained, lambda copies: torch.optim.AdamW(copies, lr=1e-2)) if trained else None
     found = Trained([], [], {}, torch.empty(0), [])
     inputs = [t for t in Structure.of((args, kwargs)).placeholders if t.requires_grad]
     torch.manual_seed(seed)
@@ -55,8 +56,8 @@ def train(
             {n: None if p.grad is None else p.grad.detach().cpu().clone() for n, p in model.named_parameters()}
         )
         found.input_gradients.append([None if t.grad is None else t.grad.detach().clone() for t in inputs])
-        if optimizer is not None:
-            optimizer.step()
+        if updates is not None:
+            updates.step()
     found.state = {k: v.detach().cpu().clone() for k, v in [*model.named_parameters(), *model.named_buffers()]}
     found.rng = torch.get_rng_state()
     return found

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import megatrain
 from megatrain.compiled import variants
@@ -22,6 +23,7 @@ from megatrain.passes.program import Program
 from megatrain.tracer.arguments import Structure
 from tests.captures import lowered_once
 from tests.comparing import difference
+from tests.host_updates import HostUpdates
 from tests.runtime.harness import loss_of
 from tests.zoo.case import Case
 
@@ -67,33 +69,35 @@ class Trained:
     rng: tuple[Any, ...]
 
 
-def run(case: Case) -> Row:
-    """Compares a case with eager: once with default options, once streamed in small blocks and recomputed."""
+def run(case: Case, device: str = "cpu") -> Row:
+    """Compares a case with eager on a device: once with default options, once in small blocks and recomputed."""
     start = time.perf_counter()
     missing = [p for p in case.needs if importlib.util.find_spec(p) is None]
     if missing:
         return Row(case.name, case.family, "skipped", f"needs {', '.join(missing)}")
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(device != "cpu", warn_only=True)
     row = Row(case.name, case.family, "exact")
     try:
-        expected = eager(case)
+        expected = eager(case, device)
     except Exception as error:
         result = "error" if isinstance(error, AssertionError) else "skipped"  # the case is at fault, or its package
         return replace(row, result=result, detail=f"eager fails: {_brief(error)}")
     with lowered_once():
-        row, compiled = _compare(case, expected, row, {})
+        row, compiled = _compare(case, expected, row, {"device": device})
         if compiled is not None:
-            streamed, _ = _compare(case, expected, row, _streamed(compiled))
+            streamed, _ = _compare(case, expected, row, {"device": device} | _streamed(compiled))
             row = max(row, streamed, key=lambda r: RESULTS.index(r.result))
-    if row.result in ("close", "WRONG") and judge(expected, eager(case))[0] != "exact":
-        row = replace(row, result="error", detail="eager differs from eager with equal seeds")
+    if row.result in ("close", "WRONG") and judge(expected, eager(case, device))[0] != "exact":
+        result = "error" if device == "cpu" else "skipped"  # some kernels of an accelerator sum in any order
+        row = replace(row, result=result, detail="eager differs from eager with equal seeds")
     return replace(row, seconds=round(time.perf_counter() - start, 1))
 
 
-def eager(case: Case) -> Trained:
+def eager(case: Case, device: str = "cpu") -> Trained:
     """Trains the case without megatrain; what it finds must be finite, or equality would mean nothing."""
-    model = fresh(case)
-    found = train(model, model, case)
+    model = fresh(case).to(device)
+    found = train(model, model, case, device)
     assert any(kind == "gradient" and t is not None for (_, kind, _), t in found.tensors.items()), "no gradients"
     for key, tensor in found.tensors.items():
         is_finite = tensor is None or not tensor.is_floating_point() or bool(_dense(tensor).isfinite().all())
@@ -102,20 +106,21 @@ def eager(case: Case) -> Trained:
 
 
 def _compare(case: Case, expected: Trained, row: Row, options: dict[str, Any]) -> tuple[Row, Any]:
-    label = "streamed: " if options else ""
+    is_streamed = "memory" in options
+    label = "streamed: " if is_streamed else ""
     compiled = None
     try:
         model = fresh(case)
-        compiled = megatrain.compile(model, device="cpu", opaque="allow", **options)
+        compiled = megatrain.compile(model, opaque="allow", **options)
         started = time.perf_counter()
-        args, kwargs = sample(case, 0)
+        args, kwargs = moved(sample(case, 0), options["device"])
         seed()
         compiled.prepare(*args, **kwargs)
-        if not options:
+        if not is_streamed:
             seconds = round(time.perf_counter() - started, 2)
             row = replace(row, capture_seconds=seconds)
-        found = train(compiled, model, case)
-        if not options:
+        found = train(compiled, model, case, options["device"])
+        if not is_streamed:
             row = replace(row, **measure(compiled.program))
     except megatrain.MegatrainError as error:
         return replace(row, result="refused", detail=label + " ".join(str(error).split("\n")[:2])), None
@@ -165,6 +170,20 @@ def sample(case: Case, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return case.inputs(step)
 
 
+def moved(given: Any, device: str) -> Any:
+    """The same arguments on a device; leaves stay leaves."""
+    if device == "cpu":
+        return given
+    known: dict[torch.Tensor, torch.Tensor] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in known:
+            known[tensor] = tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+        return known[tensor]
+
+    return pytree.tree_map_only(torch.Tensor, move, given)
+
+
 def fresh(case: Case) -> nn.Module:
     """Builds the model; parameters that start as zeros are moved, or half of the model would have no gradient."""
     seed(1234)
@@ -176,28 +195,29 @@ def fresh(case: Case) -> nn.Module:
     return model
 
 
-def train(call: Callable[..., Any], model: nn.Module, case: Case) -> Trained:
-    """Trains `model` through `call` for a few steps."""
+def train(call: Callable[..., Any], model: nn.Module, case: Case, device: str = "cpu") -> Trained:
+    """Trains `model` through `call` for a few steps; updates run on the host, as a compiled model's do."""
     found = Trained({}, [], ())
     # A large eps: otherwise Adam makes full steps out of gradients that are zero but for rounding.
     settings = {"lr": 1e-2} | ({"eps": 1e-3} if case.optimizer == "AdamW" else {})
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = getattr(torch.optim, case.optimizer)(trained, **settings)
-    samples = [sample(case, step) for step in range(STEPS)]
+    updates = HostUpdates(trained, lambda copies: getattr(torch.optim, case.optimizer)(copies, **settings))
+    samples = [moved(sample(case, step), device) for step in range(STEPS)]
     seed()
     for step, (args, kwargs) in enumerate(samples):
-        optimizer.zero_grad()
+        model.zero_grad()
         result = call(*args, **kwargs)
         loss = loss_of(result)
         assert loss is not None, "nothing to train"
         loss.backward()
         found.kinds.append(type(result))
         for kind, name, tensor in _left_behind(model, result, (args, kwargs)):
-            found.tensors[step, kind, name] = None if tensor is None else tensor.detach().clone()
-        optimizer.step()
+            found.tensors[step, kind, name] = None if tensor is None else tensor.detach().cpu().clone()
+        updates.step()
     for name, parameter in model.named_parameters():
-        found.tensors[STEPS, "parameter", name] = parameter.detach().clone()
-    found.rng = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
+        found.tensors[STEPS, "parameter", name] = parameter.detach().cpu().clone()
+    there = () if device == "cpu" else torch.get_device_module(device).get_rng_state().tolist()
+    found.rng = (torch.get_rng_state().tolist(), there, random.getstate(), str(np.random.get_state()))
     return found
 
 

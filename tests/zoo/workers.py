@@ -15,13 +15,13 @@ from tests.zoo.run import Row
 TIME_LIMIT = 120.0
 
 
-def rows(names: list[tuple[str, str]], jobs: int) -> Iterator[Row]:
-    """Yields a row for each `(case, family)`, in the order in which they end."""
+def rows(names: list[tuple[str, str]], jobs: int, device: str = "cpu") -> Iterator[Row]:
+    """Yields a row for each `(case, family)` on a device, in the order in which they end."""
     queue = list(reversed(names))
     workers: list[Worker] = []
     while queue or workers:
         while queue and len(workers) < jobs:
-            workers.append(Worker())
+            workers.append(Worker(device))
         for worker in workers:
             if worker.at is None and queue:
                 worker.give(*queue.pop())
@@ -42,10 +42,10 @@ def rows(names: list[tuple[str, str]], jobs: int) -> Iterator[Row]:
 class Worker:
     """One process, which runs one case at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, device), daemon=True)
         self.process.start()
         theirs.close()
         self.at: tuple[str, str] | None = None
@@ -66,6 +66,8 @@ class Worker:
             self.process.join()
             return self._lost(f"the process died with exit code {self.process.exitcode}")
         self.at = None
+        # Whatever runs on the accelerator in this process from now on fails alike.
+        self.is_lost = "AcceleratorError" in row.detail
         return row
 
     def check_time(self) -> Row | None:
@@ -86,7 +88,7 @@ class Worker:
         return Row(*self.at, "error", why, seconds=round(time.monotonic() - self.since, 1))
 
 
-def _serve(pipe: Connection[Any, Any]) -> None:
+def _serve(pipe: Connection[Any, Any], device: str) -> None:
     from dataclasses import asdict
 
     from tests.zoo.collect import cases
@@ -101,4 +103,4 @@ def _serve(pipe: Connection[Any, Any]) -> None:
             name = pipe.recv()
         except EOFError:
             return
-        pipe.send(asdict(run(known[name])))
+        pipe.send(asdict(run(known[name], device)))

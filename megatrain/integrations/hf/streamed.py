@@ -34,6 +34,7 @@ from megatrain.integrations.hf.one_step import OneStep
 from megatrain.integrations.hf.requirements import check_transformers, refuse
 from megatrain.integrations.hf.stream_options import StreamOptions
 from megatrain.memory.out_of_memory import DeviceMemoryError
+from megatrain.optim.grad_scaler import GradScaler
 from megatrain.training.step import TrainStep
 
 FOLDER = "megatrain"
@@ -100,6 +101,12 @@ class Streamed(_Base):
         return compiled
 
     # -- where the model is ----------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator as always; fp16's scaler looks for infinite gradients where these are."""
+        super().create_accelerator_and_postprocess()
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler = GradScaler.like(self.accelerator.scaler)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The parameters stay on the host."""

@@ -82,10 +82,17 @@ def swapped_state(
 
 @contextmanager
 def uncompiled() -> Generator[None]:
-    """Has modules and functions that `torch.compile` made run their own Python code meanwhile.
+    """Has what `torch.compile` made run its own Python code meanwhile, and what TorchScript made its own operations.
 
-    Otherwise kernels would be compiled for fake tensors, and the capture would see none of the calls in them.
+    Otherwise kernels would be compiled for fake tensors, and the capture would see none of the calls in them. A kernel
+    that TorchScript fused for a GPU earlier would even read a fake tensor's memory.
     """
+    with torch.jit.optimized_execution(False), _without_dynamo():
+        yield
+
+
+@contextmanager
+def _without_dynamo() -> Generator[None]:
     if "torch._dynamo" not in sys.modules:
         yield  # nothing was compiled yet, and importing it takes a second
         return

@@ -70,7 +70,8 @@ class EffectWatch(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                     self._on_read(tensor)
         schema = func._schema
-        if schema.is_mutable:
+        # An empty tensor that takes over a storage writes nothing into it: cuDNN's RNNs look at their weights so.
+        if schema.is_mutable and not (schema.name == "aten::set_" and args[0].numel() == 0):
             self._collect(schema.arguments, args, kwargs)
         statistics = _WRITES_STATISTICS.get(schema.name.removeprefix("aten::"))
         if statistics is not None and args[statistics[2]]:

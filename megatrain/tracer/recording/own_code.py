@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from megatrain.patches import replaced_here
+
 
 class StandIn(nn.Module):
     """Another object over a model's own `__dict__`; the model itself is what is captured."""
@@ -38,9 +40,18 @@ def own_code() -> Generator[None]:
     depth = getattr(_running, "depth", 0)
     _running.depth = depth + 1
     try:
-        yield
+        with replaced_here(nn.RNNBase, "flatten_parameters", _keep_layout):
+            yield
     finally:
         _running.depth = depth
+
+
+def _keep_layout(module: nn.RNNBase) -> None:
+    """Leaves the weights of an RNN where they are: the layout of a slot is the schedule's.
+
+    An RNN that finds other weights than in its last call moves these on CUDA into one piece of memory, in cuDNN's
+    order. The results are the same without; cuDNN then makes such a piece for each call.
+    """
 
 
 def runs_own_code() -> bool:

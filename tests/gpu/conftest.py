@@ -1,0 +1,21 @@
+"""On a card, kernels that sum in another order each time are left out: the bits of a run are then eager's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+
+import pytest
+import torch
+
+from tests.simulated_device import is_loaded
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
+
+
+@pytest.fixture(autouse=True)
+def _deterministic_algorithms() -> Generator[None]:
+    """The simulated device has no others."""
+    torch.use_deterministic_algorithms(not is_loaded())
+    yield
+    torch.use_deterministic_algorithms(False)

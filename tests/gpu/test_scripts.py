@@ -1,0 +1,35 @@
+"""Scripts with transformers' Trainer on an accelerator, where the stock trainer moves its model there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.integrations import test_peft, test_trainer
+from tests.integrations.runs import assert_streams_as_stock
+from tests.simulated_device import is_loaded
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(is_loaded(), reason="the simulated device is none that accelerate knows"),
+]
+SCENARIOS = {**test_trainer.SCENARIOS, **test_peft.SCENARIOS}
+OF_THE_CPU = ("a scaler of the loss",)  # makes one that a GPU's fp16 has anyway
+# On a CPU accelerate makes no scaler for fp16.
+SCALES = "fp16 scales the loss"
+NAMES = [name for name in SCENARIOS if name not in OF_THE_CPU]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in test_trainer.FAST else pytest.param(name, marks=pytest.mark.users) for name in NAMES]
+)
+def test_a_trainer_that_streams_is_the_stock_run(name: str, tmp_path: Path) -> None:
+    """Updates run on the host here and on the device there, whose roundings differ: SGD's only a little."""
+    scenario = SCENARIOS[name]
+    options = {"optim": "sgd", **scenario.options, "use_cpu": False}
+    # SGD rounds a model in bf16 itself after each update.
+    tolerance = 1e-2 if name == "a model in bf16" else max(scenario.tolerance, 1e-5)
+    reason = SCALES if options.get("fp16") else scenario.reason
+    assert_streams_as_stock(replace(scenario, options=options, tolerance=tolerance, reason=reason), tmp_path)
