@@ -55,6 +55,7 @@ def warned(make: Any) -> list[Any]:
     gc.collect()  # scalers of other tests
     kept = make()
     with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         warn_of_torchs_own([torch.float16], find(DEVICE))
     del kept
     return [each for each in said if each.category is megatrain.GradScalerWarning]
