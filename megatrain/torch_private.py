@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import autograd, nn
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
+from torch._C import ScriptFunction, ScriptMethod
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.optim.optimizer import _global_optimizer_post_hooks as GLOBAL_POST_HOOKS
 from torch.optim.optimizer import _global_optimizer_pre_hooks as GLOBAL_PRE_HOOKS
 from torch.utils import _pytree as pytree
@@ -35,6 +35,8 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "MissingError",
+    "ScriptFunction",
+    "ScriptMethod",
     "TorchDispatchMode",
     "are_transforms_active",
     "current_graph_task",
@@ -74,24 +76,6 @@ class MissingError(Exception):
             TorchError: Always.
         """
         raise unsupported(cls.name, "it doesn't exist")
-
-
-class FakeTensorMode(fake_tensor.FakeTensorMode):
-    """torch's, in which TorchScript runs op by op: a kernel that it fused for a GPU would read memory of fakes."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._interpreted: list[Any] = []
-
-    def __enter__(self) -> FakeTensorMode:
-        self._interpreted.append(torch.jit.optimized_execution(False))
-        self._interpreted[-1].__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._interpreted.pop().__exit__(*error)
 
 
 def unsupported(name: str, problem: str) -> TorchError:

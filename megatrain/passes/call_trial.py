@@ -18,6 +18,7 @@ from megatrain.tracer.calls import call_name
 from megatrain.tracer.node_meta import autocast_state
 from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
 from megatrain.tracer.recording.random_numbers import GeneratorWatch
+from megatrain.tracer.recording.scripts import scripts_on_values
 from megatrain.tracer.source_line import SourceLine
 from megatrain.tracer.spec import TensorSpec
 
@@ -97,6 +98,7 @@ def tried(
     # Ctrl-C waits for the end of the call: an error in a dispatch mode that C++ doesn't expect ends the process.
     with Interrupts(), ExitStack() as stack:
         stack.enter_context(mode)
+        stack.enter_context(scripts_on_values())
         _enter_modes(stack, site)
 
         def stand_in(node: fx.Node) -> Any:

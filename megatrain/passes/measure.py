@@ -23,6 +23,7 @@ from megatrain.passes.program import Program, Template
 from megatrain.torch_private import FakeTensorMode, TorchDispatchMode, disable_fake_tensor_cache, pytree
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.expectations import Expectation
+from megatrain.tracer.recording.scripts import scripts_on_values
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -104,7 +105,7 @@ def _measured(template: Template, differentiable: list[bool], program: Program) 
     ports = (*template.inputs, *template.state)
     # With torch's cache, a kernel that returns one tensor twice gives two: figures would depend on earlier runs in the
     # process.
-    with FakeTensorMode() as mode, disable_fake_tensor_cache(mode):
+    with FakeTensorMode() as mode, disable_fake_tensor_cache(mode), scripts_on_values():
         arguments = [port.spec.empty(device) for port in ports]
         leaves = [
             t.detach().requires_grad_(needs_grad) for t, needs_grad in zip(arguments, differentiable, strict=True)

@@ -16,6 +16,7 @@ from megatrain.runtime.rng import OwnGenerators
 from megatrain.torch_private import FakeTensorMode, disable_fake_tensor_cache, pytree
 from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.python.outer import Outer
+from megatrain.tracer.recording.scripts import scripts_on_values
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.traced import TracedModule
 
@@ -62,6 +63,7 @@ def _measured(program: Program, traced: TracedModule, inputs: Sequence[torch.Ten
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         disable_fake_tensor_cache(mode),
+        scripts_on_values(),
         torch.autograd.set_detect_anomaly(False),
     ):
         given, fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (batch, list(inputs)))

@@ -36,18 +36,16 @@ def test_a_tensor_that_takes_over_a_storage_writes_nothing_into_it():
         assert watch.written == [weight]
 
 
-class Asks(nn.Module):
-    """Fails where TorchScript may run kernels that it has fused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert not torch._C._get_graph_executor_optimize()
-        return self.layer(x)
-
-
-def test_a_capture_runs_nothing_that_torchscript_has_fused():
-    megatrain.compile(Asks(), device="cpu", opaque="refuse").prepare(torch.ones(2, 3))
-    assert torch._C._get_graph_executor_optimize()
+@pytest.mark.parametrize(
+    ("dropout", "is_training", "draws"), [(0.0, True, False), (0.5, False, False), (0.5, True, True)]
+)
+def test_an_rnn_of_cudnn_is_random_only_with_dropout(dropout: float, is_training: bool, draws: bool):
+    x = torch.empty(5, 3, 8, device="meta")
+    weights = [torch.empty(32, 8, device="meta"), torch.empty(32, 8, device="meta")]
+    state = torch.empty(1, 3, 8, device="meta")
+    watch = EffectWatch(lambda _: None, lambda _: None, lambda call: (call(), False))
+    with watch:
+        torch.ops.aten._cudnn_rnn(
+            x, weights, 2, None, state, state, 2, 8, 0, 1, False, dropout, is_training, False, [], None
+        )
+    assert watch.is_random == draws

@@ -42,6 +42,7 @@ from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Obstacl
 from megatrain.tracer.recording.own_code import own_code
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
 from megatrain.tracer.recording.recorder import Recorder
+from megatrain.tracer.recording.scripts import followed_scripts
 from megatrain.tracer.recording.vmap import recorded_maps
 from megatrain.tracer.source_line import user_line
 from megatrain.tracer.spec import TensorSpec
@@ -153,6 +154,7 @@ class Capture:
             stack.enter_context(StrayWatch(lambda: recorder.is_recording, self._refuse_stray))
             stack.enter_context(followed_modules(recorder, self._model))
             stack.enter_context(recorded_functions(recorder))
+            stack.enter_context(followed_scripts(recorder))
             stack.enter_context(recorded_maps(recorder))
             stack.enter_context(kept_dtypes(recorder))
             stack.enter_context(opaque_modules(recorder, self._model, self._attempt.opaque))

@@ -82,17 +82,10 @@ def swapped_state(
 
 @contextmanager
 def uncompiled() -> Generator[None]:
-    """Has what `torch.compile` made run its own Python code meanwhile, and what TorchScript made its own operations.
+    """Has modules and functions that `torch.compile` made run their own Python code meanwhile.
 
-    Otherwise kernels would be compiled for fake tensors, and the capture would see none of the calls in them. A kernel
-    that TorchScript fused for a GPU earlier would even read a fake tensor's memory.
+    Otherwise kernels would be compiled for fake tensors, and the capture would see none of the calls in them.
     """
-    with torch.jit.optimized_execution(False), _without_dynamo():
-        yield
-
-
-@contextmanager
-def _without_dynamo() -> Generator[None]:
     if "torch._dynamo" not in sys.modules:
         yield  # nothing was compiled yet, and importing it takes a second
         return

@@ -15,6 +15,7 @@ _WRITES_STATISTICS = {
     "cudnn_batch_norm": (3, 4, 5),
     "miopen_batch_norm": (3, 4, 5),
 }
+_RNNS = ("aten::_cudnn_rnn", "aten::miopen_rnn")
 # The last two aren't tagged.
 _VALUE_DEPENDENT = {
     torch.Tag.dynamic_output_shape,
@@ -61,7 +62,7 @@ class EffectWatch(TorchDispatchMode):
         if func.namespace == "prim":
             # C++ asks these questions in places where an error ends the process.
             return func(*args, **kwargs)
-        is_tagged = torch.Tag.nondeterministic_seeded in func.tags
+        is_tagged = torch.Tag.nondeterministic_seeded in func.tags and not _is_without_dropout(func, args)
         self.is_random |= is_tagged
         is_value_dependent = not _VALUE_DEPENDENT.isdisjoint((*func.tags, func._schema.name))
         self.is_value_dependent |= is_value_dependent and not _picks_by_number(func, args)
@@ -95,6 +96,15 @@ class EffectWatch(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self._on_write(tensor)
                 self.written.append(tensor)
+
+
+def _is_without_dropout(func: Any, args: Any) -> bool:
+    """Tells of an RNN's kernel, which is tagged as random in any case, whether it draws nothing."""
+    if func._schema.name not in _RNNS:
+        return False
+    place = [argument.name for argument in func._schema.arguments].index("dropout")
+    dropout, is_training = args[place : place + 2]
+    return not dropout or not is_training
 
 
 class StrayWatch(TorchDispatchMode):
