@@ -15,10 +15,10 @@ from megatrain.errors import LowerError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensorMode, disable_current_modes, pytree
 from megatrain.tracer.calls import call_name
+from megatrain.tracer.capture.scripts import scripts_on_values
 from megatrain.tracer.node_meta import autocast_state
 from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
 from megatrain.tracer.recording.random_numbers import GeneratorWatch
-from megatrain.tracer.recording.scripts import scripts_on_values
 from megatrain.tracer.source_line import SourceLine
 from megatrain.tracer.spec import TensorSpec
 

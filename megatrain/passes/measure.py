@@ -22,8 +22,8 @@ from megatrain.passes.kernel_buffers import private_bytes
 from megatrain.passes.program import Program, Template
 from megatrain.torch_private import FakeTensorMode, TorchDispatchMode, disable_fake_tensor_cache, pytree
 from megatrain.tracer.calls import call_text
+from megatrain.tracer.capture.scripts import scripts_on_values
 from megatrain.tracer.expectations import Expectation
-from megatrain.tracer.recording.scripts import scripts_on_values
 from megatrain.tracer.spec import TensorSpec
 
 

@@ -53,6 +53,11 @@ class Template:
     cost: TemplateCost | None = None
 
     @property
+    def hides_draws(self) -> bool:
+        """Whether it draws random numbers that no second run repeats (dropout within an RNN of cuDNN)."""
+        return any(node.meta.get("hides_draws") for node in self.graph.nodes)
+
+    @property
     def reads_by_name(self) -> bool:
         """Whether it reads state by `get_attr` nodes, as it does until `lift_state`."""
         return any(node.op == "get_attr" for node in self.graph.nodes)

@@ -14,9 +14,9 @@ from megatrain.passes.measure import LiveBytes
 from megatrain.passes.program import Program
 from megatrain.runtime.rng import OwnGenerators
 from megatrain.torch_private import FakeTensorMode, disable_fake_tensor_cache, pytree
+from megatrain.tracer.capture.scripts import scripts_on_values
 from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.python.outer import Outer
-from megatrain.tracer.recording.scripts import scripts_on_values
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.traced import TracedModule
 

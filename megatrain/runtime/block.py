@@ -97,6 +97,7 @@ class BlockRunner:
         self._code = Code(template.graph)
         self._device = device
         self._is_random = template.is_random
+        self._hides_draws = template.hides_draws
         self._ends = [(port.name, port.spec.shape) for port in template.outputs]
 
     def rng_state(self) -> RngState | None:
@@ -104,7 +105,13 @@ class BlockRunner:
         return RngState.now(self._device, self._code.opaque) if self._is_random else None
 
     def repeated(self, state: RngState | None) -> AbstractContextManager[None]:
-        """Runs the body as if it were at the moment when `state` was read."""
+        """Runs the body as if it were at the moment when `state` was read.
+
+        Raises:
+            ExecuteError: If the template draws numbers that nothing repeats.
+        """
+        if self._hides_draws:
+            raise ExecuteError(HIDDEN_DRAWS.format("a block has"))
         return repeated_rng(state, self._device, self._code.opaque)
 
     def forward(self, inputs: Tensors, state: Tensors, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
@@ -222,6 +229,11 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.r
         yield
 
 
+HIDDEN_DRAWS = (
+    "{} an RNN with dropout, whose random numbers come from a state inside of cuDNN.\n"
+    "  A second run draws other numbers than the forward, so gradients of a recomputed forward would be wrong.\n"
+    '  Keep the graph: activations="keep", with enough memory. Or give the RNN dropout=0, and its layers nn.Dropout.'
+)
 _ELSEWHERE = (
     "a backward that the model defines itself reads tensors of another device: {}\n"
     "  Parameters stay in host memory; on the device such a backward finds what its forward has saved.\n"

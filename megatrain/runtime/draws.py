@@ -50,16 +50,20 @@ class Draws:
 
     Args:
         calls: Of the whole forward.
+        are_hidden: Some of them draw from a state that torch doesn't show.
     """
 
-    def __init__(self, calls: Sequence[_Draw]) -> None:
+    def __init__(self, calls: Sequence[_Draw], *, are_hidden: bool = False) -> None:
         self._calls = calls
+        self.are_hidden = are_hidden
 
     @staticmethod
     def of(program: Program) -> Draws | None:
         """Finds the random calls; None if one of them can't be made alone, such as an opaque module."""
         of_template = functools.cache(lambda name: _draws_of(program.templates[name].graph))  # pyright: ignore
         calls: list[_Draw] = []
+        if any(template.hides_draws for template in program.templates.values()):
+            return Draws(calls, are_hidden=True)
         for block in program.blocks:
             found = of_template(block.template)
             if found is None:
@@ -125,10 +129,19 @@ class MicroBatchGenerators:
             draws: The random calls of each micro-batch.
             are_random: Which of them draw.
             device: Compute device.
+
+        Raises:
+            DrawsError: If a forward draws from a state that torch doesn't show.
         """
         count = len(draws)
         if count == 1 or not any(are_random):
             return [MicroBatchGenerators() for _ in draws]
+        if any(each is not None and each.are_hidden for each in draws):
+            raise DrawsError(
+                "the model has an RNN with dropout, whose random numbers come from a state inside of cuDNN.\n"
+                "  Micro-batches of a step draw in the order of a loop, so their generators must be known ahead.\n"
+                "  Give TrainStep a single micro-batch; or give the RNN dropout=0, and its layers nn.Dropout."
+            )
 
         def seeded(number: int) -> OwnGenerators:
             return OwnGenerators.seeded(micro_batch_seed(number, device), device)

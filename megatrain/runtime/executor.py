@@ -61,6 +61,8 @@ class Executor:
         known = {id(p): Loaded.of(p, engine, is_training=is_training) for p in programs}
         if schedule.kind.is_training_step and arena is None:
             arena = LandingArena(engine.bus)
+        for loaded in known.values():
+            loaded.check_recomputed(schedule.saves)
         self._operations = Operations([known[id(p)] for p in programs], schedule.instructions, engine, arena)
         self._resumed: Instructions | None = None
         self.loaded = self._operations.loaded[0]

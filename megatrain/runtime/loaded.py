@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage
 from megatrain.passes.program import Program
-from megatrain.runtime.block import BlockRunner
+from megatrain.runtime.block import HIDDEN_DRAWS, BlockRunner
 from megatrain.runtime.draws import Draws
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.flow import Facts
@@ -56,3 +57,17 @@ class Loaded:
             written_buffers={new: name for name, key in program.buffers for k, new in program.commits if k == key},
             draws=Draws.of(program) if is_training else None,
         )
+
+    def check_recomputed(self, saves: Collection[int]) -> None:
+        """Checks that a second run of each block that is recomputed draws the random numbers of its first.
+
+        Args:
+            saves: Blocks whose graph is kept.
+
+        Raises:
+            ExecuteError: Naming the block whose random numbers nothing repeats.
+        """
+        for block in self.program.blocks:
+            is_recomputed = block.index not in saves and any(self.facts.needs_grad[block.index])
+            if is_recomputed and self.program.templates[block.template].hides_draws:
+                raise ExecuteError(HIDDEN_DRAWS.format(f"block {block.index} {block.name}, which is recomputed, has"))

@@ -21,6 +21,8 @@ Every call has
 * `grad`, a bool: whether gradients were enabled;
 * `autocast`, a tuple of `(device type, dtype)`: the autocast regions that it ran in;
 * `is_random`, a bool: whether it draws random numbers;
+* `hides_draws`, true where it draws them from a state that torch doesn't show, so that no second run draws the same.
+  May be missing: then it doesn't;
 * `writes`, a tuple of nodes: those whose memory it changes. May be missing: then it changes none;
 * `results`, the specs in the form of what the call returned: only where shapes depend on values, so that no tensor
   without values can stand for the call's operands. May be missing.

@@ -20,6 +20,7 @@ from megatrain.tracer.capture.hooks import Hooks, running_hooks
 from megatrain.tracer.capture.leaks import Made
 from megatrain.tracer.capture.python_effects import PythonEffects
 from megatrain.tracer.capture.sandbox import fake_state, swapped_state, uncompiled
+from megatrain.tracer.capture.scripts import followed_scripts
 from megatrain.tracer.inventory import StateEntry, StateValues, inventory
 from megatrain.tracer.python.assumptions import Assumptions
 from megatrain.tracer.python.collect import Assuming
@@ -42,7 +43,6 @@ from megatrain.tracer.recording.obstacles import FOLLOW_HOST, RUN_AGAIN, Obstacl
 from megatrain.tracer.recording.own_code import own_code
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
 from megatrain.tracer.recording.recorder import Recorder
-from megatrain.tracer.recording.scripts import followed_scripts
 from megatrain.tracer.recording.vmap import recorded_maps
 from megatrain.tracer.source_line import user_line
 from megatrain.tracer.spec import TensorSpec

@@ -15,6 +15,8 @@ _WRITES_STATISTICS = {
     "cudnn_batch_norm": (3, 4, 5),
     "miopen_batch_norm": (3, 4, 5),
 }
+# Their dropout has a generator of its own in the library's memory, which torch seeds now and then. No state of torch's
+# generators repeats what it draws.
 _RNNS = ("aten::_cudnn_rnn", "aten::miopen_rnn")
 # The last two aren't tagged.
 _VALUE_DEPENDENT = {
@@ -55,6 +57,7 @@ class EffectWatch(TorchDispatchMode):
         """Forgets what was collected, before the next call."""
         self.written: list[torch.Tensor] = []
         self.is_random = False
+        self.hides_draws = False
         self.is_value_dependent = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +65,10 @@ class EffectWatch(TorchDispatchMode):
         if func.namespace == "prim":
             # C++ asks these questions in places where an error ends the process.
             return func(*args, **kwargs)
-        is_tagged = torch.Tag.nondeterministic_seeded in func.tags and not _is_without_dropout(func, args)
+        is_tagged = torch.Tag.nondeterministic_seeded in func.tags
+        if func._schema.name in _RNNS:  # tagged in any case
+            is_tagged = _has_dropout(func, args)
+            self.hides_draws |= is_tagged
         self.is_random |= is_tagged
         is_value_dependent = not _VALUE_DEPENDENT.isdisjoint((*func.tags, func._schema.name))
         self.is_value_dependent |= is_value_dependent and not _picks_by_number(func, args)
@@ -98,13 +104,10 @@ class EffectWatch(TorchDispatchMode):
                 self.written.append(tensor)
 
 
-def _is_without_dropout(func: Any, args: Any) -> bool:
-    """Tells of an RNN's kernel, which is tagged as random in any case, whether it draws nothing."""
-    if func._schema.name not in _RNNS:
-        return False
+def _has_dropout(func: Any, args: Any) -> bool:
     place = [argument.name for argument in func._schema.arguments].index("dropout")
     dropout, is_training = args[place : place + 2]
-    return not dropout or not is_training
+    return bool(dropout and is_training)
 
 
 class StrayWatch(TorchDispatchMode):

@@ -143,6 +143,7 @@ class Tape:
         node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs))
         node = self.graph.create_node(op, target, tuple(node_args), dict(node_kwargs))
         node.meta.update(self._context(), is_random=self._effects.is_random)
+        self._note_hidden_draws(node)
         if self._is_known(operands, result):
             self._known.add(node)
             if any(n in self._from_inputs for n in operands):
@@ -157,8 +158,13 @@ class Tape:
         earlier = sum(isinstance(n.target, Opaque) and n.target.name == opaque.name for n in self.graph.nodes)
         node = self.graph.call_function(opaque, tuple(operands))
         node.meta.update(self._context(), is_random=True, modules=(*self.module_stack, (opaque.name, earlier)))
+        self._note_hidden_draws(node)
         self._bind_results(node, tuple(results))
         self._note_writes(node)
+
+    def _note_hidden_draws(self, node: fx.Node) -> None:
+        if self._effects.hides_draws:
+            node.meta["hides_draws"] = True
 
     def append_observer(self, observer: Any, operands: list[fx.Node]) -> None:
         """Appends the node of a hook that only looks at its operands."""
