@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -148,11 +148,10 @@ class Accelerator(Device):
         """Autocast may be on for the host's part of the code as well."""
         return ("cpu", self.torch_device.type)
 
-    @contextmanager
-    def without_autocast(self) -> Generator[None]:
-        """Switches both off."""
-        with torch.autocast("cpu", enabled=False), torch.autocast(self.torch_device.type, enabled=False):
-            yield
+    def without_autocast(self) -> AbstractContextManager[object]:
+        """Switches both off, where one is on."""
+        kinds = self.autocast_kinds
+        return _switched_off(kinds) if any(map(torch.is_autocast_enabled, kinds)) else nullcontext()
 
 
 def _fails(attempt: Callable[[], object]) -> bool:
@@ -161,3 +160,11 @@ def _fails(attempt: Callable[[], object]) -> bool:
     except (AttributeError, TypeError, RuntimeError):
         return True
     return False
+
+
+@contextmanager
+def _switched_off(kinds: Sequence[str]) -> Generator[None]:
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

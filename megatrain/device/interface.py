@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import psutil
@@ -214,7 +214,8 @@ class Device:
 
     def without_autocast(self) -> AbstractContextManager[object]:
         """Switches autocast off during the body, under each of `autocast_kinds`."""
-        return torch.autocast(self.torch_device.type, enabled=False)
+        kind = self.torch_device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def is_late(error: BaseException) -> bool:

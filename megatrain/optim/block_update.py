@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,18 +63,21 @@ class MasterStep:
 
     def cannot_fail(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
         """Tells whether the update of these parameters, once it writes, is sure to reach its end."""
+        asked = set(parameters)
         sure = {
             item.parameter
-            for item in self._fast(optimizer)
+            for item in self._fast(optimizer, asked)
             if item.path.is_sure(type(item.master), item.gradient.dtype)
         }
-        return all(p in sure or self._gradient_of(p) is None for p in parameters)
+        return all(p in sure or self._gradient_of(p) is None for p in asked)
 
-    def _fast(self, optimizer: Optimizer) -> Iterator[_Fast]:
-        """The parameters that have a gradient, a master and a fast path."""
+    def _fast(self, optimizer: Optimizer, among: Set[torch.Tensor] | None = None) -> Iterator[_Fast]:
+        """The parameters that have a gradient, a master and a fast path; all, or those among a few of a model."""
         for group in optimizer.param_groups:
             known: dict[bool, tuple[FastPath, Any] | None] = {}
             for parameter in group["params"]:
+                if among is not None and parameter not in among:
+                    continue
                 master, gradient = self._masters.get(parameter), self._gradient_of(parameter)
                 if master is None or gradient is None:
                     continue

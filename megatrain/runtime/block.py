@@ -16,7 +16,6 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Template
-from megatrain.runtime.call_start import version
 from megatrain.runtime.rng import RngState, repeated_rng
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.recording.effect_watch import has_hooks
@@ -74,6 +73,8 @@ class LocalGraph:
         try:
             found: list[torch.Tensor | None] = list(torch.autograd.grad(roots, leaves, known, allow_unused=True))
         except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                raise ExecuteError(_OVERWRITTEN) from error
             if "on the same device" in str(error):  # all that the program computes is on one
                 raise ExecuteError(_ELSEWHERE.format(str(error).splitlines()[0])) from error
             raise
@@ -154,7 +155,7 @@ class BlockRunner:
         is_carried: Sequence[bool],
         read_state: StateReader,
         *,
-        is_checked: bool = True,
+        is_repeated: bool = False,
     ) -> LocalGraph:
         """Runs the code under autograd, from fresh leaves.
 
@@ -164,15 +165,17 @@ class BlockRunner:
             needs_grad: One per input and then one per state tensor.
             is_carried: One per input: whether later blocks may leave it a gradient.
             read_state: Returns the block's state again when its backward runs, wherever it lies by then.
-            is_checked: See `Code`.
+            is_repeated: A forward that has run is repeated, and its backward follows at once: its values aren't
+                compared with the capture's again, and its state stays where it is.
         """
         is_own = any(call.needs_own_state for call in self._code.opaque)
         state = [t.clone() for t in state] if is_own else state
         leaves = [t.detach().requires_grad_(g) for t, g in zip((*inputs, *state), needs_grad, strict=True)]
         with torch.enable_grad(), self._device.without_autocast():
             saved: list[weakref.ref[torch.Tensor]] = []
-            with nullcontext() if is_own else rebound_state(leaves[len(inputs) :], read_state, saved):
-                outputs = self._run(leaves, is_checked=is_checked)
+            stays = is_own or is_repeated
+            with nullcontext() if stays else rebound_state(leaves[len(inputs) :], read_state, saved):
+                outputs = self._run(leaves, is_checked=not is_repeated)
             own = leaves[: len(inputs)]
             carries = [
                 torch.ops.aten.alias.default(t) if c and t.requires_grad else None
@@ -195,17 +198,18 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.r
     All other saved tensors are listed in `saved`. Hooks replace autograd's own check that nobody wrote into them; it
     is repeated here.
     """
-    places = {t.untyped_storage().data_ptr() for t in state if t.numel()}
+    # These hooks run for each saved tensor of each block: on a GPU, kernels wait for Python.
     bounds = [_byte_range(t) for t in state]
+    lowest, highest = min((low for low, _ in bounds), default=0), max((high for _, high in bounds), default=0)
 
     def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         # Detached: a saved result that still knew its own node would keep that node, and itself, for ever.
         kept = tensor.detach()
         saved.append(weakref.ref(kept))
-        return kept, version(kept)
+        return kept, kept._version
 
     def pack(tensor: torch.Tensor) -> Any:
-        if tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() not in places:
+        if tensor.layout != torch.strided or not lowest <= tensor.data_ptr() < highest:
             return keep(tensor)
         start, end = _byte_range(tensor)
         for index, (low, high) in enumerate(bounds):
@@ -217,7 +221,7 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.r
     def unpack(packed: Any) -> torch.Tensor:
         if len(packed) == 2:
             kept, before = packed
-            if version(kept) != before:
+            if kept._version != before:
                 raise ExecuteError(_OVERWRITTEN)
             return kept
         index, dtype, shape, stride, offset = packed

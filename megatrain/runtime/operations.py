@@ -217,7 +217,7 @@ class Operations:
             call.loaded.facts.needs_grad[block.index],
             call.loaded.facts.is_carried[block.index],
             lambda: self._slots.state(block.index, states[block.index]),
-            is_checked=not is_repeated,
+            is_repeated=is_repeated,
         )
 
     def backward(self, taken: Taken, instruction: Instruction) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import megatrain
 from megatrain.device import find
 from megatrain.optim.grad_scaler import warn_of_torchs_own
-from tests.simulated_device.simulator import Simulator
+from tests.simulated_device.simulator import OrderName, Simulator
 from tests.simulated_runs.on_device import DEVICE
 
 
@@ -37,7 +37,7 @@ def scaled_steps(scaler: torch.amp.GradScaler, factors: list[float]) -> tuple[li
 
 
 @pytest.mark.parametrize("order", ["late", "early", "seeded"])
-def test_an_update_with_infinite_gradients_is_left_out(sim: Simulator, order: str):
+def test_an_update_with_infinite_gradients_is_left_out(sim: Simulator, order: OrderName):
     sim.order(order)
     taken, scale = scaled_steps(megatrain.GradScaler(init_scale=8.0), [1.0, float("inf"), 1.0, float("nan"), 1.0])
     assert taken == [True, False, True, False, True]

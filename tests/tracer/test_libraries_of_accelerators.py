@@ -32,7 +32,7 @@ def test_a_tensor_that_takes_over_a_storage_writes_nothing_into_it():
     with watch:
         torch.empty(0).set_(weight.untyped_storage())
         assert not watch.written
-        weight.set_(torch.zeros(3))
+        weight.set_(torch.zeros(3))  # pyright: ignore[reportArgumentType]
         assert watch.written == [weight]
 
 

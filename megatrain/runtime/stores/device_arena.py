@@ -69,6 +69,10 @@ class DeviceArena:
         self._buffer = self._none()
 
 
+_Name = tuple[Hashable, ...]
+"""Device and address of a storage; and of one that counts for a single key, that key."""
+
+
 @dataclass(slots=True)
 class _Storage:
     nbytes: int
@@ -89,8 +93,8 @@ class Meter:
         self._counts_host = counts_host
         # Reentrant: a finalizer may release a key while this very thread is in here.
         self._lock = threading.RLock()
-        self._held: dict[Hashable, set[tuple[str, int]]] = {}
-        self._storages: dict[tuple[str, int], _Storage] = {}
+        self._held: dict[Hashable, set[_Name]] = {}
+        self._storages: dict[_Name, _Storage] = {}
         self._arena_bytes = 0
         self._current = 0
         self._peak = 0
@@ -128,10 +132,7 @@ class Meter:
         found = dict(part for tensor in tensors if self._counts(tensor) for part in _storages(tensor))
         with self._lock:
             if is_private:
-                found = {
-                    name if name in self._storages else (f"{name[0]} of {key}", name[1]): nbytes
-                    for name, nbytes in found.items()
-                }
+                found = {name if name in self._storages else (*name, key): nbytes for name, nbytes in found.items()}
             # First the new, then the old: what both have in common must not look free in between.
             for name, nbytes in found.items():
                 storage = self._storages.get(name)
@@ -163,7 +164,7 @@ class Meter:
     def _counts(self, tensor: torch.Tensor) -> bool:
         return self._counts_host or not is_on_host(tensor)
 
-    def _let_go(self, names: set[tuple[str, int]]) -> None:
+    def _let_go(self, names: set[_Name]) -> None:
         for name in names:
             storage = self._storages[name]
             storage.num_holders -= 1
@@ -176,12 +177,13 @@ class Meter:
         self._peak = max(self._peak, self._current)
 
 
-def _storages(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, int], int]]:
+def _storages(tensor: torch.Tensor) -> Iterator[tuple[_Name, int]]:
     """Yields identity and size of the storages behind a tensor: one, or those of a sparse tensor's parts."""
     if tensor.layout == torch.sparse_coo:
         yield from _storages(tensor._indices())
         yield from _storages(tensor._values())
         return
     storage = tensor.untyped_storage()
-    if storage.nbytes():
-        yield (str(storage.device), storage.data_ptr()), storage.nbytes()
+    nbytes = storage.nbytes()
+    if nbytes:
+        yield (tensor.device, storage.data_ptr()), nbytes
