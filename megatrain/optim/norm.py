@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from megatrain.errors import OptimizerError
 from megatrain.torch_private import group_by_dtype
 
-_PIECE = 1 << 20
+_PIECE = 1 << 20  # elements: few enough for a copy in fp32, enough for a thread to be worth it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +37,26 @@ class GradientNorm:
     that `clip_grad_norm_` computes from all gradients at once. A gradient is searched for elements that are not finite
     only if its norm isn't.
 
+    torch takes a gradient's norm on one thread, and of a bf16 gradient it makes an fp32 copy first: a second and more
+    for a billion parameters, in which a GPU waits. With `threads`, large gradients are summed in pieces, these in fp64.
+    Such a norm is closer to the exact one; its bits are the same for any number of threads, but not torch's.
+
     Args:
         parameters: In the order in which `clip_grad_norm_` would get them.
         masters: Of parameters with fp32 masters: the norm is then taken of fp32 gradients, for any dtype of theirs.
+        threads: How many sum large gradients; None leaves all to torch.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], masters: Container[torch.Tensor] = ()):
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        masters: Container[torch.Tensor] = (),
+        *,
+        threads: int | None = None,
+    ):
         self._masters = masters
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
         self._place = {parameter: place for place, parameter in enumerate(parameters)}
         self._norms: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
         self._first: NonFinite | None = None
@@ -49,6 +65,18 @@ class GradientNorm:
         """Forgets the last step."""
         self._norms.clear()
         self._first = None
+
+    @contextmanager
+    def summing(self) -> Generator[None]:
+        """Keeps threads ready during the body, which adds gradients."""
+        if self._threads is None:
+            yield
+            return
+        with ThreadPoolExecutor(self._threads, initializer=partial(torch.set_num_threads, 1)) as self._pool:
+            try:
+                yield
+            finally:
+                self._pool = None
 
     @property
     def first_nonfinite(self) -> NonFinite | None:
@@ -81,10 +109,17 @@ class GradientNorm:
                 )
             assert place not in self._norms, f"parameter {place} has a whole gradient once a step"
             dtype = torch.float32 if gradient.dtype == torch.bfloat16 and parameter in self._masters else gradient.dtype
-            norm = torch.linalg.vector_norm(gradient, dtype=dtype)
+            norm = self._norm_of(gradient, dtype)
             self._norms[place] = norm, dtype
             if self._first is None and not math.isfinite(norm.item()) and not _is_finite(gradient):
                 self._first = NonFinite(block, place)
+
+    def _norm_of(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if self._pool is None or gradient.numel() <= _PIECE:
+            return torch.linalg.vector_norm(gradient, dtype=dtype)
+        pieces = gradient.reshape(-1).split(_PIECE)
+        squares = self._pool.map(lambda piece: torch.linalg.vector_norm(piece, dtype=dtype).double() ** 2, pieces)
+        return torch.stack(list(squares)).sum().sqrt().to(dtype)
 
     @torch.no_grad()
     def total(self) -> torch.Tensor:

@@ -69,6 +69,7 @@ class Updates:
         names: Of the parameters, in the order in which `clip_grad_norm_` would get them.
         max_norm: Largest norm of all gradients; None doesn't clip.
         threads: How many threads a native kernel takes; None is as many as torch.
+        norm_threads: See `GradientNorm`.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Updates:
         names: Mapping[torch.Tensor, str],
         max_norm: float | None = None,
         threads: int | None = None,
+        norm_threads: int | None = None,
     ):
         self._optimizer = optimizer
         self._undo = Undo(optimizer, masters)
@@ -88,7 +90,7 @@ class Updates:
         self._code = MasterStep(masters, gradient_of=self._source, threads=threads)
         self.blocks = BlockOptimizer(optimizer, blocks, code=self._code, probe=False)
         self._names = list(names.values())
-        self._norm = GradientNorm(names, masters)
+        self._norm = GradientNorm(names, masters, threads=norm_threads)
         self._max_norm = max_norm
         self.arriving = Gradients.none()
         self._left: set[int] = set()
@@ -123,8 +125,9 @@ class Updates:
         """
         found = self.arriving
         self._norm.begin()
-        for block, parameter in found.arrivals:
-            self._norm.add(block, {parameter: found.by_parameter[parameter]})
+        with self._norm.summing():
+            for block, parameter in found.arrivals:
+                self._norm.add(block, {parameter: found.by_parameter[parameter]})
         found.norm = self._norm.total()
         found.nonfinite = self._norm.first_nonfinite
         if self._max_norm is not None:

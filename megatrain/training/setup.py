@@ -230,6 +230,8 @@ class Setup:
                 names={p: name for name, p in self._compiled.model.named_parameters()},
                 max_norm=self._max_norm,
                 threads=self.threads,
+                # On the CPU, where the loop's own norm is taken by torch, the bits are torch's.
+                norm_threads=None if engine.device.is_host else self.threads,
             )
         _check_no_gradients(engine.tensors)
         return executor
