@@ -173,8 +173,7 @@ class BlockRunner:
         leaves = [t.detach().requires_grad_(g) for t, g in zip((*inputs, *state), needs_grad, strict=True)]
         with torch.enable_grad(), self._device.without_autocast():
             saved: list[weakref.ref[torch.Tensor]] = []
-            stays = is_own or is_repeated
-            with nullcontext() if stays else rebound_state(leaves[len(inputs) :], read_state, saved):
+            with self._saving(leaves[len(inputs) :], read_state, saved, is_own=is_own, is_repeated=is_repeated):
                 outputs = self._run(leaves, is_checked=not is_repeated)
             own = leaves[: len(inputs)]
             carries = [
@@ -182,6 +181,13 @@ class BlockRunner:
                 for t, c in zip(own, is_carried, strict=True)
             ]
         return LocalGraph(own, leaves[len(inputs) :], carries, outputs, saved)
+
+    def _saving(
+        self, state: Tensors, read_state: StateReader, saved: list[Any], *, is_own: bool, is_repeated: bool
+    ) -> AbstractContextManager[Any]:
+        if is_own:
+            return nullcontext()
+        return outer_hooks_off() if is_repeated else rebound_state(state, read_state, saved)
 
 
 def outer_hooks_off() -> AbstractContextManager[Any]:

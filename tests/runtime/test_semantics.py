@@ -312,6 +312,20 @@ def test_a_forward_that_spoils_its_own_graph_is_refused(options) -> None:
         compiled(batch()).backward()
 
 
+@modes
+def test_hooks_around_the_backward_see_nothing_that_a_recomputation_saves(options) -> None:
+    seen: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    loss = megatrain.compile(seeded(Plain), device="cpu", **options)(batch()).sum()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss.backward()
+    assert seen == []
+
+
 # -- what surrounds the call ---------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name or family contains one of these, by commas")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--device", default="cpu", help="where both sides compute (default: cpu)")
+    parser.add_argument("--device", default="cpu", help="where both sides compute: cpu (default), cuda, sim")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--merge", type=Path, nargs="+", help="run nothing, read these files instead")
     parser.add_argument("--markdown", type=Path, help="write the table, a column for each environment, to this file")
@@ -58,7 +58,7 @@ def _measure(only: list[str], jobs: int, device: str) -> dict[str, Any]:
     minutes = (time.perf_counter() - start) / 60
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     if device != "cpu":
-        versions["device"] = torch.get_device_module(device).get_device_name()
+        versions["device"] = "simulated" if device == "sim" else torch.get_device_module(device).get_device_name()
     print(f"{summary(found)}; {minutes:.1f} min; {_named(versions)}")
     return {"versions": versions | {"python": platform.python_version()}, "rows": [asdict(row) for row in found]}
 
