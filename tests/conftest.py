@@ -14,13 +14,12 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import engine
 
 from tests import captures
+from tests.hidden_accelerators import hide_accelerators
 from tests.tiers import Tiers
 
 GOLDEN = Path(__file__).parent / "golden"
 SHRINKING_S = 60
 GPU_TESTS = Path(__file__).parent / "gpu"
-# What CUDA, ROCm and Intel's runtimes read: the accelerators that they show to a process.
-SHOWN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 # A loaded machine may take seconds for an example; a deadline would only report the load. Without `explain`, which
 # takes as long as shrinking does, and with a minute for shrinking, a failure is reported before `faulthandler_timeout`.
@@ -44,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # All other tests are of the CPU; where they found an accelerator, it would be the default device.
     if not any("gpu" in Path(name.split("::")[0]).parts for name in config.args):
-        os.environ.update(dict.fromkeys(SHOWN, ""))
+        hide_accelerators()
     assert hasattr(engine, "MAX_SHRINKING_SECONDS"), "this hypothesis bounds shrinking in another place"
     engine.MAX_SHRINKING_SECONDS = SHRINKING_S
     config.pluginmanager.register(Tiers(config), "tiers")

@@ -107,7 +107,7 @@ class _Text:
         outputs: Any = self._graph.output_node().args[0]
         lines.append(f"    return ({''.join(f'{self._names[n]}, ' for n in outputs)})")
         exec("\n".join(lines), self._objects)  # only names and literals that this class wrote
-        return self._objects["run"]
+        return self._objects.pop("run")  # a function that its own names hold would wait for the collector
 
     def _call(self, node: fx.Node) -> list[str]:
         name = self._names[node]

@@ -7,12 +7,14 @@ from collections.abc import Generator
 import pytest
 import torch
 
+from tests.hidden_accelerators import hide_accelerators
 from tests.simulated_device.loading import load, unavailable
 from tests.simulated_device.simulator import Simulator
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
+    hide_accelerators()  # tests/gpu is named beside this plugin, and must find the simulated one
     if unavailable() is None:
         load()
         # The bits of a product depend on how many threads share it; kernels use one, and so eager runs must.
