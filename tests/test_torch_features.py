@@ -60,7 +60,13 @@ BROKEN: dict[str, Any] = {
 # Imported outright, or no names of torch.
 OTHERS = {
     *("FakeTensor", "FakeTensorMode", "GLOBAL_POST_HOOKS", "GLOBAL_PRE_HOOKS", "ITEM", "MODULE_APPLY", "pytree"),
-    *("TorchDispatchMode", "disable_fake_tensor_cache", "is_traceable_wrapper_subclass"),
+    *(
+        "ScriptFunction",
+        "ScriptMethod",
+        "TorchDispatchMode",
+        "disable_fake_tensor_cache",
+        "is_traceable_wrapper_subclass",
+    ),
     *(
         "MissingError",
         "TESTED",

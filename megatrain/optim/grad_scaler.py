@@ -30,19 +30,19 @@ class GradScaler(torch.amp.GradScaler):
         self._is_placed = False
         _made.add(self)
 
-    @classmethod
-    def like(cls, scaler: torch.amp.GradScaler) -> GradScaler:
-        """Returns one that goes on from the state of another."""
-        made = cls(enabled=scaler.is_enabled())
-        made.load_state_dict(scaler.state_dict())
-        return made
-
     def scale(self, outputs: Any) -> Any:
         """Multiplies a loss, or several, by the scale."""
         if not self._is_placed:
             self._is_placed = True
             super().scale(torch.zeros(()))  # the scale is made where the first loss is
         return super().scale(outputs)
+
+
+def on_host(scaler: torch.amp.GradScaler) -> GradScaler:
+    """Returns a scaler that goes on from the state of another."""
+    made = GradScaler(enabled=scaler.is_enabled())
+    made.load_state_dict(scaler.state_dict())
+    return made
 
 
 def warn_of_torchs_own(dtypes: Iterable[torch.dtype], device: Device) -> None:
