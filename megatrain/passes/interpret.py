@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import keyword
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -124,8 +125,11 @@ class _Text:
         return lines if self._see is None else [*lines, f"see({self._object(node)}, {name})"]
 
     def _listed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        named = f"**{self._literal(kwargs)}" if kwargs else ""
-        return ", ".join([*map(self._literal, args), *filter(None, [named])])
+        # `from` is the name of an argument of `Tensor.random_`, and no name in a text of Python.
+        plain = {key: value for key, value in kwargs.items() if not keyword.iskeyword(key)}
+        rest = {key: value for key, value in kwargs.items() if key not in plain}
+        named = [f"{key}={self._literal(value)}" for key, value in plain.items()]
+        return ", ".join([*map(self._literal, args), *named, *([f"**{self._literal(rest)}"] if rest else [])])
 
     def _literal(self, value: Any) -> str:
         """Text whose value is `value`, with tensors for nodes; containers are new ones in each run."""
