@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.device import is_on_host
 from megatrain.errors import LowerError
@@ -17,6 +16,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.cost import TemplateCost
+from megatrain.passes.flops import flop_counter
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.kernel_buffers import private_bytes
 from megatrain.passes.program import Program, Template
@@ -141,7 +141,7 @@ def _upper_bound(template: Template) -> TemplateCost:
     calls = opaque_calls(template.graph)
     total = _result_bytes(template) + sum(call.inner_bytes for call in calls)
     owned = sum(p.spec.device_bytes for p in template.state) if any(c.needs_own_state for c in calls) else 0
-    return TemplateCost(total + owned, total, 2 * total + owned, 0)
+    return TemplateCost(total + owned, total, 2 * total + owned, 0, is_bound=True)
 
 
 def _result_bytes(template: Template) -> int:
@@ -176,7 +176,7 @@ def _empty(device: torch.device, specs: Any) -> Any:
 
 
 def _measure_forward(code: Code, arguments: list[torch.Tensor], device: torch.device) -> tuple[int, int]:
-    counter = FlopCounterMode(display=False)
+    counter = flop_counter()
     with LiveBytes(arguments, device) as live, counter:
         outputs = code(arguments)
     own = _storage_bytes([t for t in outputs if _is_on(t, device)], beyond=[])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.flop_counter as flop_counting
 from torch import nn
 
+from megatrain.passes.flops import flop_counter
 from megatrain.passes.kernel_buffers import private_bytes
 from megatrain.passes.measure import LiveBytes
 from megatrain.passes.pipeline import lower
@@ -138,6 +140,19 @@ def test_heads_that_share_keys_have_gradients_of_their_own_at_first():
     varying = ATTENTION._flash_attention_backward.default
     found = private_bytes(varying, (packed, packed, packed, packed, packed, None, bounds))
     assert found == 4 * 8 * (1000 + 3 * 128 + 128 - 104) * (64 + 1)
+
+
+@pytest.mark.parametrize("kind", ["efficient", "flash", "cudnn"])
+def test_attention_whose_heads_share_keys_is_counted(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """torch's count of this attention raised an error up to 2.11; the whole template then had a bound for its bytes."""
+    op = getattr(ATTENTION, f"_scaled_dot_product_{kind}_attention")
+    monkeypatch.setitem(flop_counting.flop_registry, op, lambda *args, **kwargs: 1 / 0)
+    query = torch.empty(3, 8, 64, 16, device="meta", dtype=torch.bfloat16)
+    key = torch.empty(3, 2, 32, 16, device="meta", dtype=torch.bfloat16)
+    more = () if kind == "flash" else (None, False)
+    with flop_counter() as counter:
+        op(query, key, key, *more)
+    assert counter.get_total_flops() == 2 * 3 * 8 * 64 * 32 * (16 + 16)
 
 
 def test_rnns_of_cudnn_have_a_copy_of_their_weights():
