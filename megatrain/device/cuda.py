@@ -36,9 +36,7 @@ class Cuda(Accelerator):
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__(self.name, index)
-        # cuDNN copies the weights of an RNN into one piece of memory for each call, and says how to avoid the copies:
-        # the user can't, because the weights lie in slots.
-        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
+        _silence(_COMPACTED)
 
     def lacking(self) -> Sequence[str]:
         """Nothing: CUDA has all of the generic interface."""
@@ -90,6 +88,22 @@ class Cuda(Accelerator):
         # The runtime is a part of torch's own library. So let a launch report it that nobody waits for.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device)
+
+
+# cuDNN copies the weights of an RNN into one piece of memory for each call, and says how to avoid the copies: the user
+# can't, because the weights lie in slots.
+_COMPACTED = "RNN module weights are not part of single contiguous chunk of memory"
+
+
+def _silence(message: str) -> None:
+    """Ignores warnings that begin so, unless they are; each new filter makes Python repeat all earlier warnings."""
+    counts = (action for action, text, kind, *_ in warnings.filters if _applies(text, kind, message))
+    if next(counts, None) != "ignore":
+        warnings.filterwarnings("ignore", message)
+
+
+def _applies(text: Any, kind: type[Warning], message: str) -> bool:
+    return issubclass(UserWarning, kind) and (text is None or text.match(message) is not None)
 
 
 HOW_TO_LOCK_MORE = "WSL2 and containers limit it: raise `memory` in .wslconfig, or the container's own limit of memory."
