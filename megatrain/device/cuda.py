@@ -102,7 +102,7 @@ def _silence(message: str) -> None:
         warnings.filterwarnings("ignore", message)
 
 
-def _applies(text: Any, kind: type[Warning], message: str) -> bool:
+def _applies(text: Any, kind: Any, message: str) -> bool:
     return issubclass(UserWarning, kind) and (text is None or text.match(message) is not None)
 
 
