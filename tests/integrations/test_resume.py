@@ -132,7 +132,8 @@ import torch
 from tests.integrations.runs import run
 from tests.integrations.test_resume import long
 folder = Path(sys.argv[1])
-is_new = not any(folder.glob("checkpoint-*"))
+# A kill may have come in the middle of the first checkpoint: then there is none to go on from.
+is_new = not any(folder.glob("checkpoint-*/trainer_state.json"))
 found = run(long(int(sys.argv[2])), folder, streams=True, resume_from_checkpoint=None if is_new else True)
 torch.save((found.values, [row for row in found.log if "loss" in row]), folder / "end.pt")
 """
