@@ -7,12 +7,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-_ATEN = torch.ops.aten
-_ATTENTION = (
-    _ATEN._scaled_dot_product_efficient_attention,
-    _ATEN._scaled_dot_product_flash_attention,
-    _ATEN._scaled_dot_product_cudnn_attention,
-)
+_ATTENTION = [
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention") for kind in ("efficient", "flash", "cudnn")
+]
 
 
 def flop_counter() -> FlopCounterMode:
