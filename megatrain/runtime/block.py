@@ -185,9 +185,10 @@ class BlockRunner:
     def _saving(
         self, state: Tensors, read_state: StateReader, saved: list[Any], *, is_own: bool, is_repeated: bool
     ) -> AbstractContextManager[Any]:
-        if is_own:
-            return nullcontext()
-        return outer_hooks_off() if is_repeated else rebound_state(state, read_state, saved)
+        # The weights of a repeated forward stay where they are until its backward is over, and torch compares versions
+        # by itself. Under the caller's hooks it doesn't.
+        stays = is_own or (is_repeated and not has_hooks())
+        return nullcontext() if stays else rebound_state(state, read_state, saved)
 
 
 def outer_hooks_off() -> AbstractContextManager[Any]:

@@ -326,6 +326,21 @@ def test_hooks_around_the_backward_see_nothing_that_a_recomputation_saves(option
     assert seen == []
 
 
+@modes
+def test_hooks_around_the_backward_hide_no_spoiled_graph(options) -> None:
+    class Layer(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x).tanh()
+            doubled = y * 2
+            return doubled + y.mul_(3).detach()
+
+    model = nn.Sequential(Layer(6, 6), Layer(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))  # the last may keep its graph
+    loss = megatrain.compile(model, device="cpu", **options)(torch.ones(2, 6)).sum()
+    identity = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with identity, pytest.raises(ExecuteError, match="modified in place by the model's own forward"):
+        loss.backward()
+
+
 # -- what surrounds the call ---------------------------------------------------------------------------------
 
 
