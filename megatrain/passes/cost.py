@@ -14,23 +14,25 @@ class TemplateCost:
         forward_workspace_bytes: Most bytes alive inside the forward beyond inputs, outputs and state.
         backward_workspace_bytes: The same for recompute and backward, beyond the gradients produced.
         forward_flops: Floating-point operations of the forward's matrix products, convolutions and attention.
-        is_bound: The bytes are a bound instead (the results of all calls at once), and the operations aren't known:
-            the template can't run on fake tensors.
+        bound: Why the bytes are a bound instead (the results of all calls at once), and the operations aren't known;
+            empty where they are measured.
 
     >>> print(TemplateCost(90112, 24576, 57088, 4194304))
     saves 90112 B, workspace 57088 B, 4.19 MFLOP
+    >>> print(TemplateCost(90112, 24576, 57088, 0, bound="a module runs its own code"))
+    saves at most 90112 B, workspace at most 57088 B (a module runs its own code)
     """
 
     saved_bytes: int
     forward_workspace_bytes: int
     backward_workspace_bytes: int
     forward_flops: int
-    is_bound: bool = False
+    bound: str = ""
 
     def __str__(self) -> str:
         workspace = max(self.forward_workspace_bytes, self.backward_workspace_bytes)
-        if self.is_bound:
-            return f"saves at most {self.saved_bytes} B, workspace at most {workspace} B"
+        if self.bound:
+            return f"saves at most {self.saved_bytes} B, workspace at most {workspace} B ({self.bound})"
         return f"saves {self.saved_bytes} B, workspace {workspace} B, {_flops_text(self.forward_flops)}"
 
 

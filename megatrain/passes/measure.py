@@ -86,17 +86,20 @@ def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def _cost(template: Template, differentiable: list[bool], program: Program) -> TemplateCost:
-    if opaque_calls(template.graph) or _has_unknown_shapes(template.graph):
-        return _upper_bound(template)
+    if opaque_calls(template.graph):
+        return _upper_bound(template, "a module runs its own code")
+    if _has_unknown_shapes(template.graph):
+        return _upper_bound(template, "a shape depends on values")
     try:
         with Interrupts():  # an error that leaves a dispatch mode called from C++ ends the process
             return _measured(template, differentiable, program)
     except LowerError:
         raise
-    except Exception:  # the bound is right for any failure
+    except Exception as error:  # the bound is right for any failure, and printed with it
         # Some kernels refuse fake tensors that they accept with values, with errors of any type; the capture ran on
         # values, then.
-        return _upper_bound(template)
+        told = " ".join(str(error).split())[:80]
+        return _upper_bound(template, f"it doesn't run without values: {type(error).__name__}: {told}")
 
 
 def _measured(template: Template, differentiable: list[bool], program: Program) -> TemplateCost:
@@ -136,12 +139,12 @@ def _check_history(node: fx.Node, result: Any) -> None:
         )
 
 
-def _upper_bound(template: Template) -> TemplateCost:
+def _upper_bound(template: Template, why: str) -> TemplateCost:
     """A bound of every execution: all results of all calls at once, in the backward with their gradients."""
     calls = opaque_calls(template.graph)
     total = _result_bytes(template) + sum(call.inner_bytes for call in calls)
     owned = sum(p.spec.device_bytes for p in template.state) if any(c.needs_own_state for c in calls) else 0
-    return TemplateCost(total + owned, total, 2 * total + owned, 0, is_bound=True)
+    return TemplateCost(total + owned, total, 2 * total + owned, 0, bound=why)
 
 
 def _result_bytes(template: Template) -> int:
