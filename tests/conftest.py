@@ -19,7 +19,7 @@ from tests.tiers import Tiers
 
 GOLDEN = Path(__file__).parent / "golden"
 SHRINKING_S = 60
-GPU_TESTS = Path(__file__).parent / "gpu"
+GPU_TESTS = Path(__file__).resolve().parent / "gpu"
 
 # A loaded machine may take seconds for an example; a deadline would only report the load. Without `explain`, which
 # takes as long as shrinking does, and with a minute for shrinking, a failure is reported before `faulthandler_timeout`.
@@ -42,7 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # All other tests are of the CPU; where they found an accelerator, it would be the default device.
-    if not any("gpu" in Path(name.split("::")[0]).parts for name in config.args):
+    named = [config.invocation_params.dir / name.split("::")[0] for name in config.args]
+    if not any(GPU_TESTS in (path, *path.parents) for path in map(Path.resolve, named)):
         hide_accelerators()
     assert hasattr(engine, "MAX_SHRINKING_SECONDS"), "this hypothesis bounds shrinking in another place"
     engine.MAX_SHRINKING_SECONDS = SHRINKING_S

@@ -240,8 +240,9 @@ class Variants:
         args, kwargs = arguments.rebuild(arguments.tensors)
         traced = trace(self._model, args, kwargs, device=self._options.device.torch_device, opaque=self._opaque)
         check_opaque(traced, self._options.opaque, self._heard)
-        regions = (region for node in traced.graph.nodes for region in node.meta.get("autocast", ()))
-        warn_of_torchs_own((dtype for _, dtype in regions), self._options.device)
+        if torch.is_grad_enabled():
+            regions = (region for node in traced.graph.nodes for region in node.meta.get("autocast", ()))
+            warn_of_torchs_own((dtype for _, dtype in regions), self._options.device)
         guards = GuardCheck(traced.guards, traced.graph, traced.constants)
         assumptions = AssumptionCheck(traced.assumptions)
         for other in others:

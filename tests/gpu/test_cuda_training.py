@@ -51,6 +51,8 @@ def assert_parity_there(name: str, **options) -> None:
     args, kwargs = moved(args), moved(kwargs)
     compiled = megatrain.compile(streamed, device=device(), **options)
     found = train(compiled, streamed, args, kwargs)
+    bounds = {name: template.cost.bound for name, template in compiled.program.templates.items() if template.cost}
+    assert not any(bounds.values()), bounds
     expected = train(eager, eager, args, kwargs)
     assert_close(expected, found, 0.0)
 
@@ -99,7 +101,7 @@ def test_peak_is_flat_and_near_the_schedules_figure() -> None:
     assert large.peak_bytes == small.peak_bytes
     slack = sum(nbytes for _, nbytes in find(None).uncounted())
     assert deep <= large.device_bytes + slack
-    assert abs(deep - shallow) <= slack
+    assert abs(deep - shallow) <= 64 << 20
 
 
 class Wide(nn.Module):
