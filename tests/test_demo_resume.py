@@ -216,3 +216,12 @@ def test_another_text_is_refused(undisturbed: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(course_module, "read_corpus", lambda: (b"help pages of another Python", b""))
     with pytest.raises(CheckpointError, match="used another text"):
         Course.resume(undisturbed, {})
+
+
+def test_a_demo_in_the_background_hears_its_own_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell starts jobs in the background with SIGINT ignored."""
+    monkeypatch.chdir(tmp_path)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    training = training_of(Course.begin(TINY, tmp_path / "demo"), interrupt_at=0.5)
+    with pytest.raises(KeyboardInterrupt):
+        training.run()

@@ -29,6 +29,9 @@ class SelfInterrupt:
         self._at = at
         self._first_step = first_step
         self._is_due = False
+        # A shell starts jobs in the background so that they ignore Ctrl-C; this one presses it and has to hear it.
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def before_step(self, step: int, num_steps: int) -> None:
         """Finds out whether it is time."""
