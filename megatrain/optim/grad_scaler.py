@@ -38,7 +38,7 @@ class GradScaler(torch.amp.GradScaler):
         return super().scale(outputs)
 
 
-def on_host(scaler: torch.amp.GradScaler) -> GradScaler:
+def host_scaler(scaler: torch.amp.GradScaler) -> GradScaler:
     """Returns a scaler that goes on from the state of another."""
     made = GradScaler(enabled=scaler.is_enabled())
     made.load_state_dict(scaler.state_dict())

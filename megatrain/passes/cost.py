@@ -14,12 +14,12 @@ class TemplateCost:
         forward_workspace_bytes: Most bytes alive inside the forward beyond inputs, outputs and state.
         backward_workspace_bytes: The same for recompute and backward, beyond the gradients produced.
         forward_flops: Floating-point operations of the forward's matrix products, convolutions and attention.
-        bound: Why the bytes are a bound instead (the results of all calls at once), and the operations aren't known;
+        unmeasured: Why the bytes are a bound instead (the results of all calls at once), and the operations aren't known;
             empty where they are measured.
 
     >>> print(TemplateCost(90112, 24576, 57088, 4194304))
     saves 90112 B, workspace 57088 B, 4.19 MFLOP
-    >>> print(TemplateCost(90112, 24576, 57088, 0, bound="a module runs its own code"))
+    >>> print(TemplateCost(90112, 24576, 57088, 0, unmeasured="a module runs its own code"))
     saves at most 90112 B, workspace at most 57088 B (a module runs its own code)
     """
 
@@ -27,12 +27,12 @@ class TemplateCost:
     forward_workspace_bytes: int
     backward_workspace_bytes: int
     forward_flops: int
-    bound: str = ""
+    unmeasured: str = ""
 
     def __str__(self) -> str:
         workspace = max(self.forward_workspace_bytes, self.backward_workspace_bytes)
-        if self.bound:
-            return f"saves at most {self.saved_bytes} B, workspace at most {workspace} B ({self.bound})"
+        if self.unmeasured:
+            return f"saves at most {self.saved_bytes} B, workspace at most {workspace} B ({self.unmeasured})"
         return f"saves {self.saved_bytes} B, workspace {workspace} B, {_flops_text(self.forward_flops)}"
 
 

@@ -144,7 +144,7 @@ def _upper_bound(template: Template, why: str) -> TemplateCost:
     calls = opaque_calls(template.graph)
     total = _result_bytes(template) + sum(call.inner_bytes for call in calls)
     owned = sum(p.spec.device_bytes for p in template.state) if any(c.needs_own_state for c in calls) else 0
-    return TemplateCost(total + owned, total, 2 * total + owned, 0, bound=why)
+    return TemplateCost(total + owned, total, 2 * total + owned, 0, unmeasured=why)
 
 
 def _result_bytes(template: Template) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain.device import find
-from megatrain.optim.grad_scaler import on_host, warn_of_torchs_own
+from megatrain.optim.grad_scaler import host_scaler, warn_of_torchs_own
 from tests.simulated_device.simulator import OrderName, Simulator
 from tests.simulated_runs.on_device import DEVICE
 
@@ -46,7 +46,7 @@ def test_an_update_with_infinite_gradients_is_left_out(sim: Simulator, order: Or
 
 def test_it_goes_on_from_another_scaler(sim: Simulator):
     other = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3, backoff_factor=0.25)
-    scaler = on_host(other)
+    scaler = host_scaler(other)
     assert scaler.state_dict() == other.state_dict()
     assert scaled_steps(scaler, [1.0, float("inf")]) == ([True, False], 1.0)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatrain.device.kinds import fault
 from tests.zoo.collect import cases
 from tests.zoo.run import Row
 from tests.zoo.table import markdown, summary, text_line
@@ -44,6 +45,8 @@ def main() -> int:
 
 
 def _measure(only: list[str], jobs: int, device: str) -> dict[str, Any]:
+    if device != "sim" and (reason := fault(device)) is not None:
+        sys.exit(f"--device {device} {reason}")
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes that run the cases
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic products; also theirs
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])

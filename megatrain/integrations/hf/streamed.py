@@ -34,7 +34,7 @@ from megatrain.integrations.hf.one_step import OneStep
 from megatrain.integrations.hf.requirements import check_transformers, refuse
 from megatrain.integrations.hf.stream_options import StreamOptions
 from megatrain.memory.out_of_memory import DeviceMemoryError
-from megatrain.optim.grad_scaler import on_host
+from megatrain.optim.grad_scaler import host_scaler
 from megatrain.training.step import TrainStep
 
 FOLDER = "megatrain"
@@ -106,7 +106,7 @@ class Streamed(_Base):
         """Makes the accelerator as always; fp16's scaler looks for infinite gradients where these are."""
         super().create_accelerator_and_postprocess()
         if self.accelerator.scaler is not None:
-            self.accelerator.scaler = on_host(self.accelerator.scaler)
+            self.accelerator.scaler = host_scaler(self.accelerator.scaler)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The parameters stay on the host."""
