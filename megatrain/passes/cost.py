@@ -14,8 +14,8 @@ class TemplateCost:
         forward_workspace_bytes: Most bytes alive inside the forward beyond inputs, outputs and state.
         backward_workspace_bytes: The same for recompute and backward, beyond the gradients produced.
         forward_flops: Floating-point operations of the forward's matrix products, convolutions and attention.
-        unmeasured: Why the bytes are a bound instead (the results of all calls at once), and the operations aren't known;
-            empty where they are measured.
+        unmeasured: Why the bytes are a bound instead (the results of all calls at once) and the operations aren't
+            known; empty where both are measured.
 
     >>> print(TemplateCost(90112, 24576, 57088, 4194304))
     saves 90112 B, workspace 57088 B, 4.19 MFLOP
