@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import autograd, nn
 from torch._C import ScriptFunction, ScriptMethod
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _global_optimizer_post_hooks as GLOBAL_POST_HOOKS
 from torch.optim.optimizer import _global_optimizer_pre_hooks as GLOBAL_PRE_HOOKS
 from torch.utils import _pytree as pytree
@@ -41,7 +41,6 @@ __all__ = [
     "are_transforms_active",
     "current_graph_task",
     "disable_current_modes",
-    "disable_fake_tensor_cache",
     "forbid_memory",
     "function_class",
     "function_modes",

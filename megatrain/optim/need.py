@@ -24,7 +24,7 @@ from megatrain.optim.rehearsal import (
     unnoticed,
     with_gradients_it_takes,
 )
-from megatrain.passes.measure import LiveBytes
+from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.torch_features import check_torch
 from megatrain.torch_private import FakeTensorMode, forbid_memory, pytree
 from megatrain.tracer.spec import TensorSpec

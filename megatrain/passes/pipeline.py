@@ -14,7 +14,7 @@ from megatrain.passes.canonicalize import canonicalize
 from megatrain.passes.check import verify_program
 from megatrain.passes.dedup import dedup
 from megatrain.passes.lift_state import lift_state
-from megatrain.passes.measure import measure
+from megatrain.passes.measuring.measure import measure
 from megatrain.passes.partition import partition
 from megatrain.passes.program import Program
 from megatrain.passes.split.split_state import split_state

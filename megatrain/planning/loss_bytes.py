@@ -10,10 +10,10 @@ from torch import nn
 
 from megatrain.device import Device
 from megatrain.interrupts import Interrupts
-from megatrain.passes.measure import LiveBytes
+from megatrain.passes.measuring.live_bytes import ExactFakes, LiveBytes
 from megatrain.passes.program import Program
 from megatrain.runtime.rng import OwnGenerators
-from megatrain.torch_private import FakeTensorMode, disable_fake_tensor_cache, pytree
+from megatrain.torch_private import pytree
 from megatrain.tracer.capture.scripts import scripts_on_values
 from megatrain.tracer.python.holders import Attributes
 from megatrain.tracer.python.outer import Outer
@@ -61,8 +61,7 @@ def measure_loss(
 
 def _measured(program: Program, traced: TracedModule, inputs: Sequence[torch.Tensor], batch: Any, loss: Loss) -> int:
     with (
-        FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        disable_fake_tensor_cache(mode),
+        ExactFakes(allow_non_fake_inputs=True) as mode,
         scripts_on_values(),
         torch.autograd.set_detect_anomaly(False),
     ):

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 import torch.utils.flop_counter as flop_counting
 from torch import nn
 
-from megatrain.passes.flops import flop_counter
-from megatrain.passes.kernel_buffers import private_bytes
-from megatrain.passes.measure import LiveBytes
+from megatrain.passes.measuring.flops import flop_counter
+from megatrain.passes.measuring.kernel_buffers import private_bytes
+from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program, TemplateCost
 from megatrain.tracer.trace import trace

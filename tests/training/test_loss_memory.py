@@ -12,7 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ScheduleError
-from megatrain.passes.measure import LiveBytes
+from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.planning.loss_bytes import measure_loss
 from megatrain.scheduler.books import find_peak
 

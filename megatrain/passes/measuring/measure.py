@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from megatrain.device import is_on_host
 from megatrain.errors import LowerError
 from megatrain.interrupts import Interrupts
 from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.cost import TemplateCost
-from megatrain.passes.flops import flop_counter
 from megatrain.passes.interpret import Code, opaque_calls
-from megatrain.passes.kernel_buffers import private_bytes
+from megatrain.passes.measuring.flops import flop_counter
+from megatrain.passes.measuring.live_bytes import ExactFakes, LiveBytes, is_on
 from megatrain.passes.program import Program, Template
-from megatrain.torch_private import FakeTensorMode, TorchDispatchMode, disable_fake_tensor_cache, pytree
+from megatrain.torch_private import pytree
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.capture.scripts import scripts_on_values
 from megatrain.tracer.expectations import Expectation
@@ -48,43 +47,6 @@ def _differentiable_ports(program: Program) -> dict[str, list[bool]]:
     return found
 
 
-class LiveBytes(TorchDispatchMode):
-    """Follows the bytes of storages made on the compute device while it is active, and of kernels' own buffers."""
-
-    def __init__(self, known: list[torch.Tensor], device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._alive: dict[int, Any] = {}
-        self._known = {t.untyped_storage()._cdata for t in known}  # pyright: ignore[reportPrivateUsage]
-        self.current = 0
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for item in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(item, torch.Tensor) and item.layout == torch.strided and _is_on(item, self._device):
-                self._add(item.untyped_storage())
-        self.peak = max(self.peak, self.current + private_bytes(func, args))
-        return result
-
-    def _add(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known or key in self._alive:
-            return
-        self._alive[key] = weakref.finalize(storage, self._remove, key, size)
-        self.current += size
-        self.peak = max(self.peak, self.current)
-
-    def _remove(self, key: int, size: int) -> None:
-        self._alive.pop(key, None)
-        self.current -= size
-
-
-def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Tells whether a tensor takes memory of the compute device, rather than of the host beside it."""
-    return is_on_host(device) or not is_on_host(tensor)
-
-
 def _cost(template: Template, differentiable: list[bool], program: Program) -> TemplateCost:
     if opaque_calls(template.graph):
         return _upper_bound(template, "a module runs its own code")
@@ -106,9 +68,7 @@ def _measured(template: Template, differentiable: list[bool], program: Program) 
     device = program.device
     code = Code(_with_known_shapes(template.graph, device))
     ports = (*template.inputs, *template.state)
-    # With torch's cache, a kernel that returns one tensor twice gives two: figures would depend on earlier runs in the
-    # process.
-    with FakeTensorMode() as mode, disable_fake_tensor_cache(mode), scripts_on_values():
+    with ExactFakes(), scripts_on_values():
         arguments = [port.spec.empty(device) for port in ports]
         leaves = [
             t.detach().requires_grad_(needs_grad) for t, needs_grad in zip(arguments, differentiable, strict=True)
@@ -182,7 +142,7 @@ def _measure_forward(code: Code, arguments: list[torch.Tensor], device: torch.de
     counter = flop_counter()
     with LiveBytes(arguments, device) as live, counter:
         outputs = code(arguments)
-    own = _storage_bytes([t for t in outputs if _is_on(t, device)], beyond=[])
+    own = _storage_bytes([t for t in outputs if is_on(t, device)], beyond=[])
     return max(0, live.peak - own), int(counter.get_total_flops())
 
 
@@ -200,7 +160,7 @@ def _measure_backward(
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             outputs = code(arguments)
         # Tensors that only a dead branch had saved are gone by now.
-        alive = [t for t in (ref() for ref in saved) if t is not None and _is_on(t, device)]
+        alive = [t for t in (ref() for ref in saved) if t is not None and is_on(t, device)]
         saved_bytes = _storage_bytes(alive, beyond=[*arguments, *outputs])
         del alive
         # A view of a weight made under no_grad says that it requires grad, but has no history.
@@ -212,7 +172,7 @@ def _measure_backward(
             return saved_bytes, None
         if roots and leaves:
             gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
-    there = [g for g in gradients if g is not None and _is_on(g, device)]
+    there = [g for g in gradients if g is not None and is_on(g, device)]
     produced = sum(part.untyped_storage().nbytes() for g in there for part in _parts(g))
     pairs = zip(gradients, leaves, strict=False)
     state = {id(a) for a in arguments[num_inputs:]}
