@@ -22,7 +22,7 @@ from megatrain.planning.host_plan import HostPlan, HostRow, host_plan
 from megatrain.runtime.gradients.flow import Facts
 from megatrain.runtime.gradients.landing import LandingArena
 from tests.models import MODELS, Gpt
-from tests.runtime.harness import loss_of
+from tests.runtime.parity import loss_of
 from tests.tiers import wide
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models

@@ -24,7 +24,7 @@ from megatrain.saving import save
 from tests.comparing import assert_same_bits
 from tests.models import MODELS, Gpt
 from tests.optim.reference import MAKERS, Loop, Reference, assert_same_training, loss_of, values_of
-from tests.runtime.twins import seeded
+from tests.runtime.parity import seeded
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 

@@ -21,8 +21,8 @@ from megatrain.device import Accelerator, Cpu, Device, find, register, unregiste
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same
 from tests.models import MODELS
-from tests.runtime.harness import train
-from tests.training.loops import MODES, TASKS, Pair, adamw
+from tests.runtime.parity import train
+from tests.training.parity import MODES, TASKS, SideBySide, adamw
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 SECTION = PAGE.split("\n## A kind of device\n")[1].split("\n## ")[0]
@@ -69,14 +69,14 @@ def test_training_steps_on_the_toy_have_the_bits_of_eager(name: str, micro_batch
     compiled = megatrain.compile(model, device=toy, activations="offload")
     own, clip = adamw(model), MODES[mode].get("max_grad_norm")
     step = megatrain.TrainStep(compiled, own, loss=task.loss, **MODES[mode])
-    pair = Pair(eager, model, compiled, adamw(eager), own, step, task.loss, clip)
+    sides = SideBySide(eager, model, compiled, adamw(eager), own, step, task.loss, clip)
     for seed in range(4):
         before = toy.copied_bytes
-        pair.take([task.batch(10 * seed + number, 2) for number in range(micro_batches)], seed=seed)
+        sides.take([task.batch(10 * seed + number, 2) for number in range(micro_batches)], seed=seed)
         planned = step.schedule.h2d_bytes + step.schedule.d2h_bytes
         # The schedule counts the gaps behind tensors that don't end at a multiple of 64 bytes; only `stack` has such.
         assert planned == toy.copied_bytes - before if name == "gpt" else 0 < toy.copied_bytes - before < planned
-    pair.assert_same()
+    sides.assert_same()
 
 
 class Careless(PromptStream):

@@ -19,7 +19,7 @@ from tests.comparing import assert_same, assert_same_bits, snapshot
 from tests.faults.edits import EDITS, ONE_BATCH, Edit, Side, edits
 from tests.faults.tally import Tally
 from tests.optim.reference import Reference, values_of
-from tests.training.loops import eager_step, seeded
+from tests.training.parity import generator_of, loop_step
 
 WIDTH = 4
 PIECE = 50
@@ -112,11 +112,11 @@ def wide(draw: st.DrawFn) -> Configuration:
 
 def check_wide(it: Configuration) -> None:
     eager = it.built()
-    stepped = copy.deepcopy(eager)
-    left, right = Side(eager, it.optimizer_of(eager)), Side(stepped, it.optimizer_of(stepped))
+    streamed = copy.deepcopy(eager)
+    left, right = Side(eager, it.optimizer_of(eager)), Side(streamed, it.optimizer_of(streamed))
     activations = "auto" if it.transfer == "bind" and it.activations == "offload" else it.activations
     compiled = megatrain.compile(
-        stepped, device="cpu", transfer=it.transfer, activations=activations, block_bytes=it.block_bytes
+        streamed, device="cpu", transfer=it.transfer, activations=activations, block_bytes=it.block_bytes
     )
     step = megatrain.TrainStep(
         compiled, right.optimizer, loss=mean_of_squares, max_grad_norm=it.max_norm, overlap=it.overlap
@@ -126,10 +126,10 @@ def check_wide(it: Configuration) -> None:
         for change in changes:
             change.apply(left)
             change.apply(right)
-        generator = seeded(100 * it.seed + number)
+        generator = generator_of(100 * it.seed + number)
         batches = [torch.randn(size, WIDTH, generator=generator) for size in it.sizes]
         torch.manual_seed(number)
-        expected, norm = eager_step(eager, left.optimizer, batches, loss=mean_of_squares, max_norm=it.max_norm)
+        expected, norm = loop_step(eager, left.optimizer, batches, loss=mean_of_squares, max_norm=it.max_norm)
         drawn = torch.get_rng_state()
         torch.manual_seed(number)
         assert_same(expected, step(batches), f"loss of step {number}")
@@ -137,7 +137,7 @@ def check_wide(it: Configuration) -> None:
         if it.max_norm is not None:
             assert_same(norm, step.progress.grad_norm, f"norm of step {number}")
     step.flush()
-    assert_same(snapshot(eager, left.optimizer), snapshot(stepped, right.optimizer))
+    assert_same(snapshot(eager, left.optimizer), snapshot(streamed, right.optimizer))
 
 
 def mean_of_squares(result: torch.Tensor, batch: Any = None) -> torch.Tensor:
@@ -178,7 +178,7 @@ def check_narrow(it: Configuration) -> None:
         for change in changes:
             change.apply(left)
             change.apply(right)
-        batch = torch.randn(it.sizes[0], WIDTH, generator=seeded(100 * it.seed + number))
+        batch = torch.randn(it.sizes[0], WIDTH, generator=generator_of(100 * it.seed + number))
         torch.manual_seed(number)
         expected = reference.step((batch,), {})
         torch.manual_seed(number)

@@ -16,7 +16,7 @@ import megatrain
 from megatrain.device import find
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 from tests.models import MODELS, Gpt
-from tests.runtime.harness import assert_close, train
+from tests.runtime.parity import assert_close, train
 from tests.simulated_device import is_loaded
 
 NAMES = [

@@ -8,7 +8,7 @@ from torch import nn
 import megatrain
 from megatrain.device import Device, find
 from tests.optim.reference import Loop, Reference, values_of
-from tests.runtime.twins import seeded
+from tests.runtime.parity import seeded
 
 
 def stack() -> nn.Module:

@@ -42,7 +42,7 @@ def loop(name: str, steps: int, clip: float | None) -> tuple[list[float], list[t
     return losses, [p.detach().cpu() for p in model.parameters()]
 
 
-def stepped(name: str, steps: int, mode: str, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
+def streamed(name: str, steps: int, mode: str, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
     model, _, kwargs = MODELS[name]()
     compiled = megatrain.compile(model, device=device(), **options)
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3, foreach=False)
@@ -56,7 +56,7 @@ def test_steps_equal_the_loop(mode: str) -> None:
     torch.manual_seed(0)
     losses, parameters = loop(LLAMA, 10, MODES[mode].get("max_grad_norm"))
     torch.manual_seed(0)
-    found, others = stepped(LLAMA, 10, mode)
+    found, others = streamed(LLAMA, 10, mode)
     if mode == "overlap":
         assert losses == found
         assert_same(parameters, others)
@@ -72,10 +72,10 @@ def test_steps_equal_the_loop(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_chaos_changes_nothing(mode: str) -> None:
     torch.manual_seed(0)
-    calm = stepped(LLAMA, 5, mode)
+    calm = streamed(LLAMA, 5, mode)
     for seed in range(3):
         torch.manual_seed(0)
-        wild = stepped(LLAMA, 5, mode, chaos=Chaos(seed=seed))
+        wild = streamed(LLAMA, 5, mode, chaos=Chaos(seed=seed))
         assert_same(calm, wild)
 
 

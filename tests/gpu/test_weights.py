@@ -10,7 +10,7 @@ from torch import nn
 import megatrain
 from megatrain.device import Device, find
 from tests.comparing import assert_same
-from tests.runtime.harness import train
+from tests.runtime.parity import train
 from tests.runtime.saved import save, state_of
 
 

@@ -1,4 +1,4 @@
-"""What the tests of weights share: models on meta, and files with the state of their twins."""
+"""What the tests of weights share: models on meta, and files with the state of their copies."""
 
 from __future__ import annotations
 

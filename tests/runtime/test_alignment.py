@@ -15,7 +15,7 @@ import megatrain
 from megatrain.device import Accelerator, Cpu
 from megatrain.errors import OptionError
 from megatrain.runtime.stores.host_store import HostStore
-from tests.runtime.harness import assert_same, train
+from tests.runtime.parity import assert_same, train
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 CODE = re.findall(r"^```python\n(.*?)^```$", PAGE.split("\n## A kind of device\n")[1], re.DOTALL | re.MULTILINE)[0]

@@ -13,12 +13,12 @@ import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 from tests.comparing import assert_same_state
-from tests.runtime.twins import MODES, assert_twins, seeded
+from tests.runtime.parity import PATHS, assert_parity_of, seeded
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
 
 WIDTH = 4
-modes = pytest.mark.parametrize("options", MODES.values(), ids=list(MODES))
+modes = pytest.mark.parametrize("options", PATHS.values(), ids=list(PATHS))
 
 
 class Trunk(nn.Module):
@@ -67,7 +67,7 @@ def test_losses_one_after_the_other(options) -> None:
         torch.rand(3)  # a repeated forward consumes nothing
         right.square().sum().backward()
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 @modes
@@ -78,7 +78,7 @@ def test_the_same_loss_three_times(options) -> None:
         for keeps in (True, True, False):
             loss.backward(retain_graph=keeps)
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 @modes
@@ -91,7 +91,7 @@ def test_other_calls_in_between(options) -> None:
             call(batch(7))
         first.sum().backward()
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 @modes
@@ -100,7 +100,7 @@ def test_losses_at_once(options) -> None:
         left, right, _ = call(batch())
         torch.autograd.backward([left.sum(), right.square().sum()])
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 @modes
@@ -110,7 +110,7 @@ def test_independent_losses_need_no_retained_graph(options) -> None:
         left.square().sum().backward()
         right.square().sum().backward()
 
-    assert_twins(seeded(Branches), drive, **options)
+    assert_parity_of(seeded(Branches), drive, **options)
 
 
 def test_outputs_with_a_common_trunk_need_none_either() -> None:
@@ -132,7 +132,7 @@ def test_gradients_of_parameters_and_inputs(options) -> None:
         assert all(p.grad is None for p in model.parameters())
         return found
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 def test_gradient_of_an_unused_parameter_is_refused_by_torch_as_ever() -> None:
@@ -151,7 +151,7 @@ def test_gradient_penalty_of_first_order(options) -> None:
         (left * gradient.norm()).sum().backward()
         return gradient, x.grad
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 @modes
@@ -164,7 +164,7 @@ def test_backward_into_some_leaves_only(options, wanted: str) -> None:
         (left.sum() + trunk.square().sum()).backward(inputs=leaves)
         return x.grad
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 @modes
@@ -173,7 +173,7 @@ def test_loss_of_some_outputs(options) -> None:
         _, right, _ = call(batch())
         right.sum().backward()
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 @modes
@@ -183,7 +183,7 @@ def test_late_backwards_out_of_order(options) -> None:
         for index in (2, 0, 1):
             losses[index].backward()
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 def test_an_output_twice_without_retaining_is_refused() -> None:
@@ -272,7 +272,7 @@ def test_hooks_act_once_on_the_sum_over_calls(options) -> None:
         (losses[0] + losses[1]).backward()
         return sorted(seen, key=lambda pair: pair[0])
 
-    assert_twins(seeded(Branches), drive, **options)
+    assert_parity_of(seeded(Branches), drive, **options)
 
 
 @modes
@@ -290,7 +290,7 @@ def test_optimizer_in_the_backward(options) -> None:
             left, right, _ = call(batch(rows))
             (left.square().sum() + right.sum()).backward()
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 def test_a_hook_without_a_gradient_is_refused() -> None:
@@ -310,4 +310,4 @@ def test_a_parameter_used_outside_as_well(options) -> None:
         left, _, _ = call(batch())
         (left.sum() + (model.left.weight * 2).sum()).backward()
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)

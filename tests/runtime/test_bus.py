@@ -16,9 +16,9 @@ from megatrain.memory.host_arena import HostArena
 from megatrain.memory.ring import BUFFERS
 from megatrain.runtime.streams.chaos import Chaos
 from tests.models import MODELS
-from tests.runtime.harness import assert_same, train
+from tests.runtime.parity import assert_same, train
 from tests.runtime.strict_toy import PAGE, StrictToy
-from tests.training.loops import MODES, TASKS, Pair, adamw
+from tests.training.parity import MODES, TASKS, SideBySide, adamw
 
 LEAST = 2 * BUFFERS * PAGE
 
@@ -70,10 +70,10 @@ def test_training_steps_have_the_bits_of_eager(make: Any, mode: str):
     compiled = megatrain.compile(model, device=make(), activations="offload")
     own, clip = adamw(model), MODES[mode].get("max_grad_norm")
     step = megatrain.TrainStep(compiled, own, loss=task.loss, **MODES[mode])
-    pair = Pair(eager, model, compiled, adamw(eager), own, step, task.loss, clip)
+    sides = SideBySide(eager, model, compiled, adamw(eager), own, step, task.loss, clip)
     for seed in range(3):
-        pair.take([task.batch(seed, 2)], seed=seed)
-    pair.assert_same()
+        sides.take([task.batch(seed, 2)], seed=seed)
+    sides.assert_same()
 
 
 def test_what_is_refused_is_said_once_and_printed():

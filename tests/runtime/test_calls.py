@@ -20,16 +20,16 @@ from tests.models import MODELS
 pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
 
 
-def pair(name: str = "gpt_loss", **options: Any) -> tuple[Any, Any, Any, Any]:
-    """An eager model, its compiled twin, and their inputs."""
+def both(name: str = "gpt_loss", **options: Any) -> tuple[Any, Any, Any, Any]:
+    """An eager model, its compiled copy, and their inputs."""
     model, args, kwargs = MODELS[name]()
     options = {"device": "cpu", "transfer": "copy", "activations": "recompute", **options}
-    twin = copy.deepcopy(model)
-    return model, megatrain.compile(twin, **options), args, kwargs
+    streamed = copy.deepcopy(model)
+    return model, megatrain.compile(streamed, **options), args, kwargs
 
 
 def test_several_calls_before_their_backwards() -> None:
-    eager, compiled, args, kwargs = pair()
+    eager, compiled, args, kwargs = both()
     for call in (eager, compiled):
         torch.manual_seed(0)
         losses = [call(*args, **kwargs)[1] for _ in range(3)]
@@ -40,7 +40,7 @@ def test_several_calls_before_their_backwards() -> None:
 
 
 def test_losses_of_several_calls_added() -> None:
-    eager, compiled, args, kwargs = pair()
+    eager, compiled, args, kwargs = both()
     for call in (eager, compiled):
         torch.manual_seed(0)
         total = call(*args, **kwargs)[1] + 2 * call(*args, **kwargs)[1]
@@ -54,7 +54,7 @@ def test_losses_of_several_calls_added() -> None:
 
 
 def test_second_backward_accumulates() -> None:
-    eager, compiled, args, kwargs = pair()
+    eager, compiled, args, kwargs = both()
     for call in (eager, compiled):
         torch.manual_seed(0)
         for _ in range(3):
@@ -64,7 +64,7 @@ def test_second_backward_accumulates() -> None:
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad_between_steps(to_none: bool) -> None:
-    eager, compiled, args, kwargs = pair()
+    eager, compiled, args, kwargs = both()
     for call in (eager, compiled):
         torch.manual_seed(0)
         optimizer = torch.optim.SGD(call.parameters(), lr=0.1, momentum=0.9)
@@ -76,7 +76,7 @@ def test_zero_grad_between_steps(to_none: bool) -> None:
 
 
 def test_kept_gradients_are_not_overwritten() -> None:
-    _, compiled, args, kwargs = pair()
+    _, compiled, args, kwargs = both()
     compiled(*args, **kwargs)[1].backward()
     kept = [p.grad for p in compiled.parameters()]
     copies = [g.clone() for g in kept]
@@ -100,7 +100,7 @@ def test_parameters_stay_the_models_own() -> None:
 
 @pytest.mark.parametrize("change", ["in_place", "load_state_dict", "assign", "data"])
 def test_next_call_sees_changed_parameters(change: str) -> None:
-    eager, compiled, args, kwargs = pair("mlp")
+    eager, compiled, args, kwargs = both("mlp")
     other, _, _ = MODELS["mlp"]()
     for parameter in other.parameters():
         parameter.data.mul_(1.5)
@@ -123,7 +123,7 @@ def test_next_call_sees_changed_parameters(change: str) -> None:
 
 
 def test_untying_recompiles() -> None:
-    eager, compiled, args, kwargs = pair()
+    eager, compiled, args, kwargs = both()
     compiled(*args, **kwargs)[1].backward()
     for model in (eager, compiled.megatrain.model):
         model.zero_grad()
@@ -135,7 +135,7 @@ def test_untying_recompiles() -> None:
 
 
 def test_eval_and_no_grad_calls_between_training() -> None:
-    eager, compiled, args, kwargs = pair()
+    eager, compiled, args, kwargs = both()
     for call in (eager, compiled):
         torch.manual_seed(0)
         call.train()
@@ -151,7 +151,7 @@ def test_eval_and_no_grad_calls_between_training() -> None:
 
 
 def test_no_grad_call_between_forward_and_backward() -> None:
-    eager, compiled, args, kwargs = pair()
+    eager, compiled, args, kwargs = both()
     for call in (eager, compiled):
         torch.manual_seed(0)
         loss = call(*args, **kwargs)[1]
@@ -162,7 +162,7 @@ def test_no_grad_call_between_forward_and_backward() -> None:
 
 
 def test_other_shapes_compile_variants_over_the_same_weights() -> None:
-    eager, compiled, _, _ = pair()
+    eager, compiled, _, _ = both()
     for length in (8, 5, 8, 12):
         ids = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(length))
         for call in (eager, compiled):
@@ -174,7 +174,7 @@ def test_other_shapes_compile_variants_over_the_same_weights() -> None:
 
 
 def test_loss_outside_the_model_and_clipping() -> None:
-    eager, compiled, args, _ = pair("gpt")
+    eager, compiled, args, _ = both("gpt")
     for call in (eager, compiled):
         torch.manual_seed(0)
         logits = call(*args)
@@ -185,7 +185,7 @@ def test_loss_outside_the_model_and_clipping() -> None:
 
 
 def test_parameter_hooks_act_on_the_whole_gradient() -> None:
-    eager, compiled, args, kwargs = pair()
+    eager, compiled, args, kwargs = both()
     seen: list[str] = []
     for call in (eager, compiled):
         for name, parameter in call.named_parameters():
@@ -198,7 +198,7 @@ def test_parameter_hooks_act_on_the_whole_gradient() -> None:
 
 
 def test_backward_twice_is_refused() -> None:
-    _, compiled, args, kwargs = pair()
+    _, compiled, args, kwargs = both()
     loss = compiled(*args, **kwargs)[1]
     loss.backward()
     with pytest.raises(ExecuteError, match="backward ran a second time on the same output of a call"):
@@ -207,7 +207,7 @@ def test_backward_twice_is_refused() -> None:
 
 
 def test_parameters_changed_before_backward_are_refused() -> None:
-    _, compiled, args, kwargs = pair()
+    _, compiled, args, kwargs = both()
     loss = compiled(*args, **kwargs)[1]
     with torch.no_grad():
         next(iter(compiled.parameters())).add_(1)
@@ -217,7 +217,7 @@ def test_parameters_changed_before_backward_are_refused() -> None:
 
 
 def test_output_that_no_backward_reads_may_be_written() -> None:
-    eager, compiled, args, kwargs = pair()
+    eager, compiled, args, kwargs = both()
     for call in (eager, compiled):
         torch.manual_seed(0)
         logits, loss = call(*args, **kwargs)
@@ -228,7 +228,7 @@ def test_output_that_no_backward_reads_may_be_written() -> None:
 
 
 def test_dropped_outputs_free_what_their_call_held() -> None:
-    _, compiled, args, kwargs = pair(activations="offload")
+    _, compiled, args, kwargs = both(activations="offload")
     compiled(*args, **kwargs)[1].backward()
     floor = compiled.megatrain.engine.meter.current
     for _ in range(5):
@@ -238,7 +238,7 @@ def test_dropped_outputs_free_what_their_call_held() -> None:
 
 
 def test_non_differentiable_output_refuses_backward() -> None:
-    _, compiled, args, kwargs = pair()
+    _, compiled, args, kwargs = both()
     with torch.no_grad():
         loss = compiled(*args, **kwargs)[1]
     with pytest.raises(RuntimeError, match="does not require grad"):
@@ -246,14 +246,14 @@ def test_non_differentiable_output_refuses_backward() -> None:
 
 
 def test_mixed_with_modules_outside() -> None:
-    eager, compiled, args, _ = pair("gpt")
+    eager, compiled, args, _ = both("gpt")
     head = nn.Linear(32, 4)
-    twin = copy.deepcopy(head)
-    for call, top in ((eager, head), (compiled, twin)):
+    streamed = copy.deepcopy(head)
+    for call, top in ((eager, head), (compiled, streamed)):
         torch.manual_seed(0)
         top(call(*args)).square().mean().backward()
     assert_same_state(eager, compiled)
-    assert_same_state(head, twin)
+    assert_same_state(head, streamed)
 
 
 class Hands(torch.autograd.Function):
@@ -312,7 +312,7 @@ def test_other_literals_compile_other_variants_and_equal_ones_do_not() -> None:
 
 @pytest.mark.parametrize("first", ["inference", "training"])
 def test_inference_mode(first: str) -> None:
-    eager, compiled, args, kwargs = pair(activations="offload")
+    eager, compiled, args, kwargs = both(activations="offload")
     order = [True, False] if first == "inference" else [False, True]
     for is_inference in [*order, *order]:
         results = []
@@ -330,7 +330,7 @@ def test_inference_mode(first: str) -> None:
 
 
 def test_calls_from_several_threads_take_turns() -> None:
-    _, compiled, args, kwargs = pair()
+    _, compiled, args, kwargs = both()
     failures: list[BaseException] = []
 
     def work() -> None:

@@ -20,7 +20,7 @@ from megatrain.scheduler.instructions import Bytes
 from tests.comparing import assert_same, assert_same_state
 from tests.draws import draws
 from tests.models import MODELS
-from tests.runtime.harness import assert_close, train
+from tests.runtime.parity import assert_close, train
 from tests.strategies import WIDTH, module_trees
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode

@@ -18,9 +18,8 @@ from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.instructions import Bytes
 from tests.comparing import assert_same
 from tests.experts import IDLE, Bmm, Gathered, Grouped, Layers, Routed
-from tests.runtime.harness import train
+from tests.runtime.parity import assert_parity_of, seeded, train
 from tests.runtime.saved import save, save_sharded, state_of
-from tests.runtime.twins import assert_twins, seeded
 
 NUM, WIDTH, INNER = 16, 8, 16
 LIMIT = NUM * WIDTH * INNER * 4 // 4
@@ -42,8 +41,8 @@ def tokens(dtype: torch.dtype = torch.float32, count: int = 5) -> torch.Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(9)).to(dtype)
 
 
-def twins(model: nn.Module, drive: Any, **options: Any) -> Any:
-    compiled, _ = assert_twins(model, drive, **{"block_bytes": LIMIT, "chaos": CHAOS, **options})
+def side_by_side(model: nn.Module, drive: Any, **options: Any) -> Any:
+    compiled, _ = assert_parity_of(model, drive, **{"block_bytes": LIMIT, "chaos": CHAOS, **options})
     return compiled
 
 
@@ -68,7 +67,7 @@ def test_two_losses_of_one_call_one_after_the_other(kind, options):
         assert model.layers[0].up.grad is held
         return out, loss, x.grad, [g for g in first.values() if g is not None]
 
-    compiled = twins(layers(kind), drive, **options)
+    compiled = side_by_side(layers(kind), drive, **options)
     assert len(parts_of(compiled)) == 4
 
 
@@ -79,7 +78,7 @@ def test_two_backwards_through_grouped_products():
         loss.backward()
 
     model = layers(Grouped).bfloat16()
-    compiled = twins(model, drive, block_bytes=LIMIT // 2, transfer="copy")
+    compiled = side_by_side(model, drive, block_bytes=LIMIT // 2, transfer="copy")
     assert len(parts_of(compiled)) == 4
 
 
@@ -103,7 +102,7 @@ def test_what_only_the_second_loss_reaches_has_no_gradient_after_the_first(kind)
         late.square().sum().backward()
         return before
 
-    twins(seeded(TwoEnds), drive, transfer="copy")
+    side_by_side(seeded(TwoEnds), drive, transfer="copy")
 
 
 @kinds
@@ -118,7 +117,7 @@ def test_autograd_grad_returns_the_whole_gradient_and_leaves_grad_alone(kind, op
         assert found[0].shape == stack.shape
         return found, again
 
-    twins(layers(kind), drive, **options)
+    side_by_side(layers(kind), drive, **options)
 
 
 @kinds
@@ -129,7 +128,7 @@ def test_backward_for_some_tensors_leaves_the_others_alone(kind):
         assert model.layers[0].down.grad is None
         assert model.layers[1].up.grad is None
 
-    twins(layers(kind), drive, transfer="copy")
+    side_by_side(layers(kind), drive, transfer="copy")
 
 
 @kinds
@@ -145,7 +144,7 @@ def test_hooks_see_the_whole_gradient_once_in_each_backward(kind):
         assert [t.shape for t in seen] == [stack.shape] * 4
         return seen
 
-    twins(layers(kind), drive, transfer="copy")
+    side_by_side(layers(kind), drive, transfer="copy")
 
 
 def test_a_hook_sees_one_gradient_for_two_calls():
@@ -156,7 +155,7 @@ def test_a_hook_sees_one_gradient_for_two_calls():
         assert len(seen) == 1
         return seen
 
-    twins(layers(), drive, transfer="copy")
+    side_by_side(layers(), drive, transfer="copy")
 
 
 def test_a_stack_written_between_two_backwards_is_refused_by_its_own_name():
@@ -180,7 +179,7 @@ def test_gradients_of_parts_have_the_strides_of_their_parameter():
         for parameter in (model.layers[0].up, model.layers[1].up):
             assert parameter.grad.stride() == parameter.stride()
 
-    compiled = twins(model, drive, transfer="copy")
+    compiled = side_by_side(model, drive, transfer="copy")
     assert len(parts_of(compiled)) == 4
     assert not parts_of(compiled, "layers.1.up")
 
@@ -281,7 +280,7 @@ def test_a_stack_that_an_opaque_module_reads_stays_whole():
             found += [out.detach(), loss.detach()]
         return found
 
-    compiled = twins(seeded(Mixed), drive, block_bytes=NUM * WIDTH * WIDTH, transfer="copy")
+    compiled = side_by_side(seeded(Mixed), drive, block_bytes=NUM * WIDTH * WIDTH, transfer="copy")
     assert "opaque counting" in str(compiled.program)
     assert not parts_of(compiled, "experts.up")
     assert len(parts_of(compiled, "experts.down")) == 4
@@ -307,7 +306,7 @@ def test_a_check_in_mid_step_between_the_parts_selects_the_other_graph():
             found.append(out.detach())
         return found
 
-    compiled = twins(layers(Checked), drive, transfer="copy")
+    compiled = side_by_side(layers(Checked), drive, transfer="copy")
     assert "check" in str(compiled.program)
     assert len(parts_of(compiled)) == 4
 
@@ -318,7 +317,7 @@ def test_a_check_that_reads_the_stack_itself_keeps_it_whole():
             found = super().experts(tokens, scores, weights, ids)
             return found if self.up.max() < 100 else found * 0
 
-    compiled = twins(layers(Checked), lambda call, _: call(tokens())[0].sum().backward(), transfer="copy")
+    compiled = side_by_side(layers(Checked), lambda call, _: call(tokens())[0].sum().backward(), transfer="copy")
     assert not parts_of(compiled)
     assert len(parts_of(compiled, "layers.0.down")) == 4
 
@@ -339,7 +338,7 @@ def test_a_table_with_sparse_gradients_stays_whole_and_they_stay_sparse():
         out.square().sum().backward()
         assert model.sparse.weight.grad.is_sparse
 
-    compiled = twins(seeded(Sparse), drive, block_bytes=64 * 8, transfer="copy")
+    compiled = side_by_side(seeded(Sparse), drive, block_bytes=64 * 8, transfer="copy")
     assert not parts_of(compiled, "sparse.weight")
     assert len(parts_of(compiled, "dense.weight")) == 4
 
@@ -352,7 +351,7 @@ def test_another_module_in_the_place_of_a_layer_is_taken_in():
         (out.sum() + loss).backward()
         return [*found, out.detach()]
 
-    compiled = twins(layers(), drive, transfer="copy")
+    compiled = side_by_side(layers(), drive, transfer="copy")
     assert len(parts_of(compiled)) == 4
 
 
@@ -377,7 +376,7 @@ def test_a_frozen_stack_is_streamed_in_parts_without_gradients(kind):
         assert model.layers[0].up.grad is None
         return model.layers[1].down.grad[IDLE]
 
-    compiled = twins(model, drive, transfer="copy")
+    compiled = side_by_side(model, drive, transfer="copy")
     blocks = [line for line in str(compiled.program).splitlines() if "up[" in line and line.startswith("  block")]
     assert blocks
     assert any(line.endswith("frozen") for line in blocks)
@@ -451,7 +450,7 @@ def test_only_rows_picked_by_a_mask_have_their_number_checked(is_masked: bool):
             found.append(out.detach())
         return found
 
-    compiled = twins(seeded(lambda: Picks(is_masked)), drive, block_bytes=512)
+    compiled = side_by_side(seeded(lambda: Picks(is_masked)), drive, block_bytes=512)
     assert ("check size" in str(compiled.program)) == is_masked
 
 
@@ -475,6 +474,6 @@ def test_a_frozen_stack_that_the_forward_writes_stays_whole(is_view: bool):
             found.append(out.detach())
         return found
 
-    compiled = twins(layers(Decaying), drive, transfer="copy")
+    compiled = side_by_side(layers(Decaying), drive, transfer="copy")
     assert not parts_of(compiled)
     assert len(parts_of(compiled, "layers.0.down")) == 4

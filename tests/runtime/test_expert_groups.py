@@ -21,7 +21,7 @@ from megatrain.tracer.spec import TensorSpec
 from tests.comparing import assert_same
 from tests.experts import IDLE, Bmm, Grouped, Layers, Routed
 from tests.gradients import grad_of
-from tests.runtime.harness import assert_parity, train
+from tests.runtime.parity import assert_parity, train
 
 NUM, WIDTH, INNER = 32, 8, 16
 STACK = NUM * WIDTH * INNER * 4

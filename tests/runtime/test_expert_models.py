@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatrain.runtime.streams.stream_set import Chaos
-from tests.runtime.harness import assert_parity
+from tests.runtime.parity import assert_parity
 
 CHAOS = Chaos(seed=3, max_delay_s=0.0003)
 

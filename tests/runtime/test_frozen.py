@@ -12,11 +12,11 @@ import megatrain
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.schedule import Schedule
-from tests.runtime.twins import MODES, assert_twins, seeded
+from tests.runtime.parity import PATHS, assert_parity_of, seeded
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
 
-modes = pytest.mark.parametrize("options", MODES.values(), ids=list(MODES))
+modes = pytest.mark.parametrize("options", PATHS.values(), ids=list(PATHS))
 DEPTH = 4
 WIDTH = 8
 
@@ -77,7 +77,7 @@ def train(model: nn.Module, **options: Any) -> Schedule:
             optimizer.step()
         return [loss.detach() for loss in losses]
 
-    compiled, _ = assert_twins(model, drive, **options)
+    compiled, _ = assert_parity_of(model, drive, **options)
     return compiled.schedule
 
 
@@ -176,8 +176,8 @@ def test_nothing_trained_but_an_input(options) -> None:
         return extra.grad
 
     model = net("nothing")
-    assert_twins(model, drive, **options)
-    compiled, _ = assert_twins(model, drive, **COPY)
+    assert_parity_of(model, drive, **options)
+    compiled, _ = assert_parity_of(model, drive, **COPY)
     schedule = compiled.schedule
     # The sum with the input joins the embedding's block, which has no gradient of its own.
     assert blocks(schedule, "B") == [5, 4, 3, 2, 1, 0]
@@ -189,7 +189,7 @@ def test_nothing_trained_but_an_input(options) -> None:
 
 @modes
 def test_nothing_at_all(options) -> None:
-    compiled, result = assert_twins(net("nothing"), lambda call, model: call(ids()), **options)
+    compiled, result = assert_parity_of(net("nothing"), lambda call, model: call(ids()), **options)
     assert not result.requires_grad
     assert compiled.schedule.kind.mode == "forward"
     assert "frozen" not in str(compiled.schedule)
@@ -203,7 +203,7 @@ def test_thawing_between_calls() -> None:
                     parameter.requires_grad_()
             call(ids()).square().mean().backward()
 
-    assert_twins(net("nothing"), drive, **COPY)
+    assert_parity_of(net("nothing"), drive, **COPY)
 
 
 def test_frozen_blocks_take_no_memory_for_gradients() -> None:

@@ -15,9 +15,9 @@ import megatrain
 from megatrain.runtime.gradients.sink import GradientSink
 from tests.gradients import grad_of
 from tests.models import MODELS
-from tests.runtime.harness import assert_same, train
+from tests.runtime.parity import assert_same, train
 from tests.runtime.strict_toy import StrictToy
-from tests.training.loops import MODES, TASKS, adamw
+from tests.training.parity import MODES, TASKS, adamw
 
 
 def made() -> tuple[nn.Module, nn.Module, Any, StrictToy]:

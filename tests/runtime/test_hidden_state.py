@@ -152,15 +152,15 @@ def _counted(value: Any) -> float:
     return value.held
 
 
-def _assert_same_calls(model: nn.Module, twin: nn.Module, edit: Callable[[Any], None]) -> None:
+def _assert_same_calls(model: nn.Module, eager: nn.Module, edit: Callable[[Any], None]) -> None:
     """Compares two calls before an edit, after which the quick comparison is in place, with two calls behind it."""
     compiled, x = megatrain.compile(model, device="cpu", opaque="allow"), torch.linspace(-1, 1, 4)
     for _ in range(2):
         for _ in range(2):
-            assert torch.equal(compiled(x), twin(x))
+            assert torch.equal(compiled(x), eager(x))
         edit(model)
-        edit(twin)
-    assert torch.equal(compiled(x), twin(x))
+        edit(eager)
+    assert torch.equal(compiled(x), eager(x))
 
 
 @pytest.mark.parametrize("what", READS)
@@ -197,9 +197,9 @@ def _exchange_registry(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("edit", [_exchange_names, _exchange_registry])
 def test_modules_that_exchange_their_names_are_seen(edit: Callable[[nn.Module], None]):
-    model, twin = Chain(), Chain()
-    twin.load_state_dict(model.state_dict())
-    _assert_same_calls(model, twin, edit)
+    model, eager = Chain(), Chain()
+    eager.load_state_dict(model.state_dict())
+    _assert_same_calls(model, eager, edit)
 
 
 def test_what_is_not_watched_is_listed():

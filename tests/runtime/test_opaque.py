@@ -16,7 +16,7 @@ from torch import nn
 
 import megatrain
 from tests.comparing import assert_same_state
-from tests.runtime.harness import Trained, train
+from tests.runtime.parity import Trained, train
 from tests.tracer import test_refusals as bodies
 
 # Some of these models are opaque as a whole.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.models import MODELS
-from tests.runtime.harness import assert_parity
+from tests.runtime.parity import assert_parity
 from tests.tiers import wide
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode

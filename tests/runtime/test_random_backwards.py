@@ -14,8 +14,8 @@ from torch import nn
 import megatrain
 from tests.comparing import assert_same, largest
 from tests.draws import draws
+from tests.runtime.parity import PATHS
 from tests.runtime.test_chaos import has_shared_modules
-from tests.runtime.twins import MODES
 from tests.strategies import WIDTH, block_limits, module_trees
 
 
@@ -82,11 +82,11 @@ class Caller:
 
 
 @draws(25)
-@given(tree=module_trees(), plan=actions, mode=st.sampled_from(list(MODES)), limit=block_limits())
+@given(tree=module_trees(), plan=actions, mode=st.sampled_from(list(PATHS)), limit=block_limits())
 def test_random_callers(tree: nn.Module, plan, mode: str, limit: int | None) -> None:
     model = Both(tree)
     eager, streamed = copy.deepcopy(model), copy.deepcopy(model)
-    options: dict[str, Any] = MODES[mode] | ({} if limit is None else {"block_bytes": max(1, limit)})
+    options: dict[str, Any] = PATHS[mode] | ({} if limit is None else {"block_bytes": max(1, limit)})
     compiled = megatrain.compile(streamed, device="cpu", **options)
     left, right = Caller(eager), Caller(streamed)
     try:

@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 import megatrain
 from megatrain.errors import ExecuteError
 from tests.comparing import assert_same_state
+from tests.runtime.parity import PATHS, assert_parity_of, seeded
 from tests.runtime.test_backwards import Trunk, batch
-from tests.runtime.twins import MODES, assert_twins, seeded
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
 
-modes = pytest.mark.parametrize("options", MODES.values(), ids=list(MODES))
+modes = pytest.mark.parametrize("options", PATHS.values(), ids=list(PATHS))
 
 
 @dataclass
@@ -113,7 +113,7 @@ def test_every_kind_of_output(options, requires_grad: bool) -> None:
         assert (out["none"], out["number"], out["nested"][2]) == (None, 3, "text")
         return out, x.grad
 
-    assert_twins(seeded(Outputs), drive, **options)
+    assert_parity_of(seeded(Outputs), drive, **options)
 
 
 def test_identities_are_kept() -> None:
@@ -129,7 +129,7 @@ def test_identities_are_kept() -> None:
             y = batch(requires_grad=True)
             assert call(y)["input"] is y
 
-    assert_twins(seeded(Outputs), drive)
+    assert_parity_of(seeded(Outputs), drive)
 
 
 @modes
@@ -143,7 +143,7 @@ def test_inference_mode_and_no_grad(options) -> None:
         call(batch())["result"].sum().backward()
         return found
 
-    assert_twins(seeded(Outputs), drive, **options)
+    assert_parity_of(seeded(Outputs), drive, **options)
 
 
 # -- what callers do with it ---------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_writing_into_an_output_with_autograd_looking(options) -> None:
         y.square().sum().backward()
         return y
 
-    assert_twins(seeded(Headed), drive, **options)
+    assert_parity_of(seeded(Headed), drive, **options)
 
 
 @modes
@@ -170,7 +170,7 @@ def test_writing_into_an_output_behind_its_back(options) -> None:
             y.zero_()
         loss.backward()
 
-    assert_twins(seeded(Headed), drive, **options)
+    assert_parity_of(seeded(Headed), drive, **options)
 
 
 @modes
@@ -204,7 +204,7 @@ def test_hooks_on_outputs_and_inputs(options) -> None:
         (left.square().sum() + right.sum()).backward()
         return x.grad, left.grad
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 @modes
@@ -218,7 +218,7 @@ def test_input_gradients_accumulate(options) -> None:
         call(inner)[0].sum().backward()
         return x.grad, inner.grad
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 def test_one_tensor_as_two_inputs() -> None:
@@ -232,20 +232,20 @@ def test_one_tensor_as_two_inputs() -> None:
         call(x[:2], x[1:3]).square().sum().backward()
         return x.grad
 
-    assert_twins(seeded(Two), drive)
+    assert_parity_of(seeded(Two), drive)
 
 
 @modes
 def test_two_compiled_models_in_a_chain(options) -> None:
     models = [seeded(Plain), seeded(Trunk)]
-    twins = [megatrain.compile(copy.deepcopy(m), device="cpu", **options) for m in models]
-    for first, second in (models, twins):
+    copies = [megatrain.compile(copy.deepcopy(m), device="cpu", **options) for m in models]
+    for first, second in (models, copies):
         torch.manual_seed(0)
         hidden = first(batch())
         second(hidden)[0].sum().backward(retain_graph=True)
         second(first(batch(3)))[1].square().sum().backward()
-    for model, twin in zip(models, twins, strict=True):
-        assert_same_state(model, twin)
+    for model, streamed in zip(models, copies, strict=True):
+        assert_same_state(model, streamed)
 
 
 # -- what changes between forward and backward ---------------------------------------------------------------
@@ -293,7 +293,7 @@ def test_new_memory_that_no_call_has_taken_in_yet() -> None:
         loss.backward()
         call(batch()).sum().backward()
 
-    assert_twins(seeded(Headed), drive)
+    assert_parity_of(seeded(Headed), drive)
 
 
 @modes
@@ -356,7 +356,7 @@ def test_checkpoint_around(options, use_reentrant: bool) -> None:
             checkpoint(run, x, use_reentrant=use_reentrant).sum().backward()
         return x.grad
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 def test_saved_tensors_moved_by_the_caller() -> None:
@@ -365,7 +365,7 @@ def test_saved_tensors_moved_by_the_caller() -> None:
             out = call(batch())[0].square()
         out.sum().backward()
 
-    assert_twins(seeded(Trunk), drive)
+    assert_parity_of(seeded(Trunk), drive)
 
 
 @modes
@@ -377,7 +377,7 @@ def test_autocast_around_the_forward_alone(options) -> None:
         left.float().sum().backward()
         return left, right
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 @modes
@@ -396,7 +396,7 @@ def test_scaled_losses(options) -> None:
             scaler.update()
         return torch.tensor(scaler.get_scale())
 
-    assert_twins(seeded(Trunk), drive, **options)
+    assert_parity_of(seeded(Trunk), drive, **options)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
@@ -405,7 +405,7 @@ def test_anomaly_mode() -> None:
         with torch.autograd.set_detect_anomaly(True):
             call(batch())[0].sum().backward()
 
-    assert_twins(seeded(Trunk), drive)
+    assert_parity_of(seeded(Trunk), drive)
     compiled = megatrain.compile(seeded(Plain), device="cpu")
     with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="nan"):
         (compiled(batch()) * float("nan")).sum().backward()
@@ -419,4 +419,4 @@ def test_forward_and_backward_on_different_threads() -> None:
             thread.start()
             thread.join()
 
-    assert_twins(seeded(Trunk), drive)
+    assert_parity_of(seeded(Trunk), drive)

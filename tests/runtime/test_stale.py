@@ -165,8 +165,8 @@ CHANGES: dict[str, Callable[[Reader], Any]] = {
 }
 
 
-class Twins:
-    """An eager model and its compiled twin, changed alike."""
+class SideBySide:
+    """An eager model and its compiled copy, changed alike."""
 
     def __init__(self, model: nn.Module) -> None:
         self.eager: Any = copy.deepcopy(model)
@@ -196,9 +196,9 @@ class Twins:
 
 
 @pytest.fixture
-def twins() -> Twins:
+def sides() -> SideBySide:
     torch.manual_seed(0)
-    return Twins(Reader())
+    return SideBySide(Reader())
 
 
 @pytest.fixture
@@ -213,14 +213,14 @@ def globals_restored() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_between_two_calls_is_seen(twins: Twins, what: str) -> None:
-    twins.check()
-    twins.check()
-    assert twins.count == 1
-    twins.change(CHANGES[what])
-    twins.check()
-    twins.check()
-    assert twins.count <= 2
+def test_a_change_between_two_calls_is_seen(sides: SideBySide, what: str) -> None:
+    sides.check()
+    sides.check()
+    assert sides.count == 1
+    sides.change(CHANGES[what])
+    sides.check()
+    sides.check()
+    assert sides.count <= 2
 
 
 @pytest.mark.parametrize("function", [torch.relu, torch._C._nn.gelu, abs, operator.neg, str.join, type])  # pyright: ignore[reportAttributeAccessIssue]
@@ -230,55 +230,55 @@ def test_functions_written_in_c_may_stand_in_attributes(function: Any) -> None:
     assert torch.equal(megatrain.compile(module, device="cpu")(torch.ones(1, 2)), module(torch.ones(1, 2)))
 
 
-def test_what_the_forward_does_not_read_makes_no_other_capture(twins: Twins) -> None:
-    twins.check()
-    twins.change(lambda m: setattr(m, "unread", 2))
-    twins.change(lambda m: setattr(m, "brand_new", 2))
-    twins.change(lambda m: m.named.update(b={"c": 2.0}))  # an equal one
-    twins.change(lambda m: setattr(m, "weights", [1.0, 0.5]))
-    twins.change(lambda m: setattr(m, "config", copy.deepcopy(m.config)))
-    twins.change(lambda m: m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True))
-    twins.check()
-    assert twins.count == 1
+def test_what_the_forward_does_not_read_makes_no_other_capture(sides: SideBySide) -> None:
+    sides.check()
+    sides.change(lambda m: setattr(m, "unread", 2))
+    sides.change(lambda m: setattr(m, "brand_new", 2))
+    sides.change(lambda m: m.named.update(b={"c": 2.0}))  # an equal one
+    sides.change(lambda m: setattr(m, "weights", [1.0, 0.5]))
+    sides.change(lambda m: setattr(m, "config", copy.deepcopy(m.config)))
+    sides.change(lambda m: m.load_state_dict(copy.deepcopy(m.state_dict()), assign=True))
+    sides.check()
+    assert sides.count == 1
     # What took the place of an equal value is watched from now on.
-    twins.change(lambda m: m.weights.append(9.0))
-    twins.check()
-    assert twins.count == 2
+    sides.change(lambda m: m.weights.append(9.0))
+    sides.check()
+    assert sides.count == 2
 
 
-def test_what_was_put_back_finds_its_old_capture(twins: Twins) -> None:
-    twins.check()
-    children = [model.layers[1] for model in (twins.eager, twins.streamed)]
-    twins.change(lambda m: m.layers.__setitem__(1, _child(5)))
-    twins.check()
-    for model, child in zip((twins.eager, twins.streamed), children, strict=True):
+def test_what_was_put_back_finds_its_old_capture(sides: SideBySide) -> None:
+    sides.check()
+    children = [model.layers[1] for model in (sides.eager, sides.streamed)]
+    sides.change(lambda m: m.layers.__setitem__(1, _child(5)))
+    sides.check()
+    for model, child in zip((sides.eager, sides.streamed), children, strict=True):
         with torch.no_grad():
             child[0].weight.mul_(2)
         model.layers[1] = child
-    twins.check()
-    assert twins.count == 2
-    handles = [model.norm.register_forward_hook(doubled) for model in (twins.eager, twins.streamed)]
-    twins.check()
+    sides.check()
+    assert sides.count == 2
+    handles = [model.norm.register_forward_hook(doubled) for model in (sides.eager, sides.streamed)]
+    sides.check()
     for handle in handles:
         handle.remove()
-    twins.check()
-    assert twins.count == 3
+    sides.check()
+    assert sides.count == 3
 
 
-def test_a_module_of_the_same_shape_shares_the_program(twins: Twins) -> None:
-    twins.check()
-    program = twins.compiled.program
-    twins.change(lambda m: setattr(m, "tied", nn.Linear(4, 4).requires_grad_(True)))
-    twins.streamed.tied.load_state_dict(twins.eager.tied.state_dict())
-    twins.check()
-    assert twins.count == 2
-    assert twins.compiled.program is program
+def test_a_module_of_the_same_shape_shares_the_program(sides: SideBySide) -> None:
+    sides.check()
+    program = sides.compiled.program
+    sides.change(lambda m: setattr(m, "tied", nn.Linear(4, 4).requires_grad_(True)))
+    sides.streamed.tied.load_state_dict(sides.eager.tied.state_dict())
+    sides.check()
+    assert sides.count == 2
+    assert sides.compiled.program is program
 
 
 @pytest.mark.usefixtures("globals_restored")
 @pytest.mark.parametrize("name", ["SCALE", "TABLE", "order", "settings", "gain", "class", "helper's class"])
-def test_a_change_of_a_global_is_seen(twins: Twins, name: str) -> None:
-    twins.check()
+def test_a_change_of_a_global_is_seen(sides: SideBySide, name: str) -> None:
+    sides.check()
     if name == "SCALE":
         globals()["SCALE"] = 5.0
     elif name == "TABLE":
@@ -293,16 +293,16 @@ def test_a_change_of_a_global_is_seen(twins: Twins, name: str) -> None:
         Reader.bias_scale = 4.0
     else:
         Plain.factor = 4.0
-    twins.check()
-    assert twins.count == 2
+    sides.check()
+    assert sides.count == 2
 
 
 @pytest.mark.usefixtures("globals_restored")
-def test_a_global_that_no_code_of_the_model_names_makes_no_other_capture(twins: Twins) -> None:
-    twins.check()
+def test_a_global_that_no_code_of_the_model_names_makes_no_other_capture(sides: SideBySide) -> None:
+    sides.check()
     globals()["UNNAMED"] = 2.0
-    twins.check()
-    assert twins.count == 1
+    sides.check()
+    assert sides.count == 1
 
 
 def test_a_variable_of_a_closure_is_seen() -> None:
@@ -312,11 +312,11 @@ def test_a_variable_of_a_closure_is_seen() -> None:
         def forward(self, x):
             return super().forward(x) * factor
 
-    twins = Twins(Closing(4, 4))
-    twins.check()
+    sides = SideBySide(Closing(4, 4))
+    sides.check()
     factor = 3.0
-    twins.check()
-    assert "factor == 2.0 at test_stale.py" in twins.compiled.recompiled_because[0]
+    sides.check()
+    assert "factor == 2.0 at test_stale.py" in sides.compiled.recompiled_because[0]
 
 
 def test_torchs_default_dtype_is_seen() -> None:
@@ -324,54 +324,54 @@ def test_torchs_default_dtype_is_seen() -> None:
         def forward(self, x):
             return super().forward(x) * torch.full((4,), 0.3).double()
 
-    twins = Twins(Filling(4, 4))
-    twins.check()
+    sides = SideBySide(Filling(4, 4))
+    sides.check()
     torch.set_default_dtype(torch.float64)
     try:
         x = torch.ones(2, 4, dtype=torch.float32)
-        assert torch.equal(twins.compiled(x), twins.eager(x))
+        assert torch.equal(sides.compiled(x), sides.eager(x))
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_hook_for_every_module_is_seen(twins: Twins) -> None:
-    twins.check()
+def test_a_hook_for_every_module_is_seen(sides: SideBySide) -> None:
+    sides.check()
     handle = nn.modules.module.register_module_forward_hook(lambda m, i, o: o + 1 if isinstance(m, nn.Tanh) else None)
     try:
-        twins.check()
+        sides.check()
     finally:
         handle.remove()
-    twins.check()
-    assert twins.count == 2
+    sides.check()
+    assert sides.count == 2
 
 
-def test_a_value_that_changes_at_every_call_fills_no_memory(twins: Twins) -> None:
+def test_a_value_that_changes_at_every_call_fills_no_memory(sides: SideBySide) -> None:
     for step in range(2 * MOST_STATES):
-        twins.change(lambda m, step=step: setattr(m, "scale", 1.0 + step))
-        twins.check()
-        assert twins.count == min(step + 1, MOST_STATES)
-    runners = len(twins.compiled.megatrain.engine._runners)
-    twins.change(lambda m: setattr(m, "scale", -1.0))
-    twins.check()
-    assert len(twins.compiled.megatrain.engine._runners) == runners
+        sides.change(lambda m, step=step: setattr(m, "scale", 1.0 + step))
+        sides.check()
+        assert sides.count == min(step + 1, MOST_STATES)
+    runners = len(sides.compiled.megatrain.engine._runners)
+    sides.change(lambda m: setattr(m, "scale", -1.0))
+    sides.check()
+    assert len(sides.compiled.megatrain.engine._runners) == runners
 
 
-def test_states_that_alternate_are_captured_once_each(twins: Twins) -> None:
+def test_states_that_alternate_are_captured_once_each(sides: SideBySide) -> None:
     for step in range(6):
-        twins.change(lambda m, step=step: setattr(m.config, "use_gate", step % 2 == 0))
-        twins.check()
-    assert twins.count == 2
+        sides.change(lambda m, step=step: setattr(m.config, "use_gate", step % 2 == 0))
+        sides.check()
+    assert sides.count == 2
 
 
-def test_a_recompiled_capture_says_why(twins: Twins) -> None:
-    twins.check()
-    assert twins.compiled.recompiled_because == ()
-    twins.change(lambda m: setattr(m.config.inner, "power", 3))
-    twins.check()
-    (reason,) = twins.compiled.recompiled_because
+def test_a_recompiled_capture_says_why(sides: SideBySide) -> None:
+    sides.check()
+    assert sides.compiled.recompiled_because == ()
+    sides.change(lambda m: setattr(m.config.inner, "power", 3))
+    sides.check()
+    (reason,) = sides.compiled.recompiled_because
     assert reason.startswith("model.config.inner.power == 1 at test_stale.py:")
     assert reason.endswith("; now 3")
-    assert "model.config.inner.power == 3" in twins.compiled.guards
+    assert "model.config.inner.power == 3" in sides.compiled.guards
 
 
 def test_a_config_of_transformers_is_seen() -> None:
@@ -436,7 +436,7 @@ class FillsWithNan(nn.Module):
         super().__init__()
         self.fc = nn.Linear(4, 4)
         self.missing = float("nan")
-        self.twins = (float("nan"), 1.0)
+        self.sides = (float("nan"), 1.0)
         self.known = {float("nan"), 2.0}
         self.array = np.array([np.nan, 1.0])
         self.last = float("nan")
@@ -444,7 +444,7 @@ class FillsWithNan(nn.Module):
     def forward(self, x: torch.Tensor, *literals: Any) -> torch.Tensor:
         self.last = float("nan")
         number = x.new_full((), math.nan).item()
-        values = (NAN, NUMPYS_NAN, np.nan, self.missing, *self.twins, *self.known, *self.array, *literals, number)
+        values = (NAN, NUMPYS_NAN, np.nan, self.missing, *self.sides, *self.known, *self.array, *literals, number)
         return self.fc(x) + sum(0.0 if math.isnan(value) else float(value) for value in values)
 
 
@@ -454,7 +454,7 @@ def test_nan_is_the_same_as_nan_wherever_it_is_read() -> None:
     for _ in range(3):
         literals = (float("nan"), np.float64("nan"))
         assert torch.equal(compiled(x, *literals), model(x, *literals))
-        model.twins = (float("nan"), 1.0)  # other objects, the same values
+        model.sides = (float("nan"), 1.0)  # other objects, the same values
         model.known = {2.0, float("nan")}
         model.missing = float("nan")
     assert len(list(compiled.megatrain._variants)) == 1

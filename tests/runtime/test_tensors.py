@@ -12,11 +12,11 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
-from tests.runtime.twins import MODES, assert_twins, seeded
+from tests.runtime.parity import PATHS, assert_parity_of, seeded
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
 
-modes = pytest.mark.parametrize("options", MODES.values(), ids=list(MODES))
+modes = pytest.mark.parametrize("options", PATHS.values(), ids=list(PATHS))
 P = nn.Parameter
 
 
@@ -72,7 +72,7 @@ def assert_trains(build: Callable[[], nn.Module], *inputs: torch.Tensor, optimiz
                 updates.step()
         return found
 
-    assert_twins(seeded(build), drive, **options)
+    assert_parity_of(seeded(build), drive, **options)
 
 
 # -- dtypes and shapes ---------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_strides_of_inputs(options, layout: str, requires_grad: bool) -> None:
 
 @pytest.mark.parametrize("transfer", ["bind", "copy"])
 def test_gradients_take_the_layout_of_their_parameters(transfer: str) -> None:
-    """Sums over a gradient, as for its norm, round accordingly; `assert_twins` compares strides."""
+    """Sums over a gradient, as for its norm, round accordingly; `assert_parity_of` compares strides."""
 
     def drive(call, model):
         for _ in range(2):
@@ -179,7 +179,7 @@ def test_gradients_take_the_layout_of_their_parameters(transfer: str) -> None:
         return x * self.plain.permute(1, 0) + F.linear(x, self.transposed.t().contiguous())
 
     build = module(forward, plain=lambda: P(torch.randn(4, 4)), transposed=lambda: P(torch.randn(4, 4).t()))
-    assert_twins(seeded(build), drive, transfer=transfer)
+    assert_parity_of(seeded(build), drive, transfer=transfer)
 
 
 # -- sparse gradients ----------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_sparse_gradients_accumulate_and_stay_sparse(options) -> None:
     build = module(
         lambda self, i: self.top(self.embed(i)), embed=lambda: nn.Embedding(10, 4, sparse=True), top=linear()
     )
-    _, _ = assert_twins(seeded(build), drive, **options)
+    _, _ = assert_parity_of(seeded(build), drive, **options)
 
 
 class Tied(nn.Module):
@@ -233,7 +233,7 @@ def test_sparse_and_tied(options, start: str, end: str) -> None:
         for ids in (IDS, IDS.flip(0)):
             call(ids).square().sum().backward()
 
-    assert_twins(seeded(lambda: Tied(start, end)), drive, **options)
+    assert_parity_of(seeded(lambda: Tied(start, end)), drive, **options)
 
 
 # -- sharing -------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_a_buffer_that_requires_grad() -> None:
     build = module(
         lambda self, x: self.layer(x) * self.extra, layer=linear(), extra=lambda: torch.ones(4, requires_grad=True)
     )
-    assert_twins(seeded(build), drive)
+    assert_parity_of(seeded(build), drive)
 
 
 @modes
@@ -367,7 +367,7 @@ def test_a_model_that_returns_nothing() -> None:
         assert call(rows()) is None
         assert call(rows()) is None
 
-    assert_twins(seeded(module(forward, layer=linear(), calls=lambda: torch.zeros(()))), drive)
+    assert_parity_of(seeded(module(forward, layer=linear(), calls=lambda: torch.zeros(()))), drive)
 
 
 def test_a_model_that_returns_parameters_alone() -> None:
@@ -377,7 +377,7 @@ def test_a_model_that_returns_parameters_alone() -> None:
         return weight, row, shifted
 
     forward = lambda self, x: (self.layer.weight, self.layer.weight[0], x + 1)  # noqa: E731
-    assert_twins(seeded(module(forward, layer=linear())), drive)
+    assert_parity_of(seeded(module(forward, layer=linear())), drive)
 
 
 def test_deep_nesting() -> None:
@@ -447,7 +447,7 @@ def test_gradients_inside_the_forward(options, by: str) -> None:
         (energy.square() + slope.square().sum()).backward()
         return before, energy, slope, x.grad
 
-    assert_twins(seeded(lambda: Energy(by)), drive, **options)
+    assert_parity_of(seeded(lambda: Energy(by)), drive, **options)
 
 
 @modes

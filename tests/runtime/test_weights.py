@@ -20,7 +20,7 @@ from megatrain.errors import ExecuteError, WeightsError
 from megatrain.files import weight_files as checkpoint
 from tests.comparing import assert_same
 from tests.gradients import grad_of
-from tests.runtime.harness import train
+from tests.runtime.parity import train
 from tests.runtime.saved import IDS, Partial, assert_holds, gpt, on_meta, partial_on_meta, save, save_sharded, state_of
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode

@@ -10,7 +10,7 @@ from torch import nn
 
 import megatrain
 from tests.comparing import assert_same_state
-from tests.runtime.twins import MODES
+from tests.runtime.parity import PATHS
 
 
 class Writes(nn.Module):
@@ -38,11 +38,11 @@ def inputs(step: int, layout: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["dense", "view", "turned"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PATHS)
 def test_inputs_hold_what_eager_leaves_there(mode: str, layout: str) -> None:
     torch.manual_seed(0)
     eager = Writes()
-    compiled = megatrain.compile(copy.deepcopy(eager), device="cpu", **{**MODES[mode], "block_bytes": 1})
+    compiled = megatrain.compile(copy.deepcopy(eager), device="cpu", **{**PATHS[mode], "block_bytes": 1})
     for step in range(3):
         left, right = inputs(step, layout), inputs(step, layout)
         expected, found = eager(*left), compiled(*right)
@@ -121,12 +121,12 @@ class Teacher(nn.Module):
         return (self.student(x) - self.teacher(x)).square().mean()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PATHS)
 def test_a_moving_average_in_the_forward(mode: str) -> None:
     torch.manual_seed(0)
     eager = Teacher()
     streamed = copy.deepcopy(eager)
-    compiled = megatrain.compile(streamed, device="cpu", **{**MODES[mode], "block_bytes": 1})
+    compiled = megatrain.compile(streamed, device="cpu", **{**PATHS[mode], "block_bytes": 1})
     optimizers = [torch.optim.SGD(m.student.parameters(), 0.1) for m in (eager, streamed)]
     for step in range(3):
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))

@@ -12,7 +12,7 @@ from torch import nn
 import megatrain
 from megatrain.tracer.arguments import Structure
 from tests.simulated_device.simulator import Simulator
-from tests.training.loops import LossOf, eager_gradients
+from tests.training.parity import LossOf, loop_gradients
 
 DEVICE = "sim"
 ORDERS = ("late", "seeded", "late but compute", "late compute", "late h2d", "late d2h")
@@ -96,7 +96,7 @@ def step_by_hand(
     Forward and backward run on the device; the norm, clipping and the update on the host.
     """
     there = eager_copy(model).train(model.training)
-    found = eager_gradients(there, batches, loss=loss, device=DEVICE)
+    found = loop_gradients(there, batches, loss=loss, device=DEVICE)
     for parameter, computed in zip(model.parameters(), there.parameters(), strict=True):
         parameter.grad = None if computed.grad is None else computed.grad.cpu()
     for buffer, computed in zip(model.buffers(), there.buffers(), strict=True):

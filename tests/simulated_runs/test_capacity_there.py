@@ -13,7 +13,7 @@ import megatrain
 from tests.draws import is_wide
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import DEVICE, ORDERS, choose
-from tests.training.loops import MODES, seeded, sgd
+from tests.training.parity import MODES, generator_of, sgd
 
 WIDTH, ROWS = 128, 8  # each tensor is a multiple of the 512 bytes to which the allocator rounds
 
@@ -72,7 +72,7 @@ def test_steps_run_in_exactly_the_memory_of_the_schedule(
     model = Blocks()
     compiled = megatrain.compile(model, device=DEVICE, **options)
     step = megatrain.TrainStep(compiled, sgd(model), loss=loss_of, **MODES[mode])
-    dice = seeded(0)
+    dice = generator_of(0)
 
     def taken() -> None:
         torch.accelerator.reset_peak_memory_stats()

@@ -19,7 +19,7 @@ from tests.draws import is_wide
 from tests.simulated_device.simulator import CallName, Simulator
 from tests.simulated_runs.on_device import DEVICE, choose, compiled_copy, on_device
 from tests.simulated_runs.test_after_calls import Chain
-from tests.training.loops import TASKS
+from tests.training.parity import TASKS
 
 LIBRARY = str(Path(megatrain.__file__).parent)
 KINDS: tuple[CallName, ...] = ("wait", "record", "event", "stream", "device")

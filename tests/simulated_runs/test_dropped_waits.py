@@ -20,7 +20,7 @@ from megatrain.runtime.streams.stream_set import Chaos
 from tests.draws import is_wide
 from tests.simulated_device import Simulator
 from tests.simulated_runs.on_device import DEVICE, on_device
-from tests.training.loops import TASKS
+from tests.training.parity import TASKS
 
 TASK = TASKS["stack"]
 MODES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from tests.draws import is_wide
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import DEVICE, choose, host_copy, on_device
 from tests.training.hazards import WIDTH
-from tests.training.loops import MODES, TASKS, adamw, seeded
+from tests.training.parity import MODES, TASKS, adamw, generator_of
 
 TASK = TASKS["hazardous"]  # with dropout: random numbers must repeat as well
 
@@ -31,7 +31,7 @@ class Side:
         self.number = 0
 
     def batch(self) -> list[Any]:
-        draw = seeded(self.number)
+        draw = generator_of(self.number)
         return on_device([torch.randn(size, WIDTH, generator=draw) for size in (2, 3)])
 
     def take(self) -> None:
@@ -52,10 +52,10 @@ class Side:
         return host_copy([*self.model.parameters(), *moments])
 
 
-@pytest.mark.parametrize("order", ["late", "seeded"])
+@pytest.mark.parametrize("order", ["late", "generator_of"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_failure_of_any_kind_of_op_leaves_the_bits_of_an_undisturbed_run(sim: Simulator, mode: str, order: str):
-    if (order == "seeded" or mode == "serial") and not is_wide():
+    if (order == "generator_of" or mode == "serial") and not is_wide():
         pytest.skip("one order, and one serial mode: make device has the others")
     undisturbed, side = Side(mode), Side(mode)
     for one in (undisturbed, side):
@@ -90,7 +90,7 @@ def test_a_checkpoint_goes_on_to_the_same_bits_in_any_order(sim: Simulator, mode
     sim.order("early")
     for _ in range(2):
         undisturbed.take()
-    for order in ("early", "late", "seeded"):
+    for order in ("early", "late", "generator_of"):
         resumed = Side(mode)
         resumed.step = megatrain.TrainStep.load(
             tmp_path / "saved", resumed.compiled, resumed.optimizer, loss=TASK.loss, **MODES[mode]

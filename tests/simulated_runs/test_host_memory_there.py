@@ -14,7 +14,7 @@ from megatrain.memory import bus as buses
 from megatrain.memory.ring import BUFFERS
 from tests.gradients import grad_of
 from tests.models import MODELS
-from tests.runtime.harness import assert_same, train
+from tests.runtime.parity import assert_same, train
 from tests.simulated_device.adapter import SimulatedDevice
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import choose

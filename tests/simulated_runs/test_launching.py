@@ -14,7 +14,7 @@ import megatrain
 from megatrain.device import Accelerator
 from megatrain.tracer.recording.random_numbers import kept_rng
 from tests.simulated_device import Simulator, Synchronization
-from tests.training.loops import MODES, TASKS, adamw
+from tests.training.parity import MODES, TASKS, adamw
 
 
 def on_device(batch: Any, device: str = "sim") -> Any:

@@ -20,7 +20,7 @@ from tests.simulated_runs.on_device import (
     step_by_hand,
     trained,
 )
-from tests.training.loops import MODES, TASKS, adamw
+from tests.training.parity import MODES, TASKS, adamw
 
 NAMES = ("gpt_loss", "mlp", "cnn", "llama_labels", "t5_labels", "torch_encoder", "encoder_decoder", "tied_blocks")
 

@@ -11,7 +11,7 @@ import megatrain
 from megatrain.device import find
 from megatrain.memory.out_of_memory import DeviceMemoryError
 from tests.simulated_device.simulator import Simulator
-from tests.training.loops import adamw, assert_same, snapshot
+from tests.training.parity import adamw, assert_same, snapshot
 
 MIB = 1 << 20
 

@@ -16,7 +16,7 @@ from megatrain.integrations.hf.one_step import OneStep
 from tests.comparing import assert_same
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import DEVICE, ORDERS, choose, host_copy, on_device
-from tests.training.loops import seeded
+from tests.training.parity import generator_of
 
 WIDTH, COUNT, STEPS = 16, 3, 3
 
@@ -28,7 +28,7 @@ def model() -> nn.Module:
 
 
 def batches(step: int) -> list[Any]:
-    draw = seeded(step)
+    draw = generator_of(step)
     return on_device([torch.randn(size, WIDTH, generator=draw) for size in (2, 5, 3)])
 
 

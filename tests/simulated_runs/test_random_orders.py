@@ -21,10 +21,10 @@ from tests.simulated_device.loading import load
 from tests.simulated_device.simulator import OrderName, Simulator
 from tests.simulated_runs.on_device import DEVICE, choose, host_copy, on_device, step_by_hand
 from tests.strategies import WIDTH, Halves, Odd, WritesView, module_trees
-from tests.training.loops import MODES, seeded, sgd
+from tests.training.parity import MODES, generator_of, sgd
 from tests.training.test_random_models import LARGER_BRANCH, REFUSED
 
-KINDS: tuple[OrderName, ...] = ("early", "late", "seeded")
+KINDS: tuple[OrderName, ...] = ("early", "late", "generator_of")
 ORDERS = 8  # of each example: 25 examples in each run of all tests
 
 
@@ -57,11 +57,11 @@ def loss_of(result: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def orders(sim: Simulator, compiled: megatrain.CompiledModule, seed: int) -> Iterator[str]:
-    """Chooses orders: first all streams late, then all seeded, then random ones for each stream."""
+    """Chooses orders: first all streams late, then all generator_of, then random ones for each stream."""
     dice, transfers = random.Random(seed), compiled.megatrain.engine.streams
     found = (transfers.h2d.device_stream, transfers.d2h.device_stream, torch.accelerator.current_stream())
     streams = [stream for stream in found if isinstance(stream, torch.Stream)]
-    for order in ("late", "seeded"):
+    for order in ("late", "generator_of"):
         choose(sim, order, seed=seed)
         yield order
     for number in range(ORDERS - 2):
@@ -98,10 +98,10 @@ def test_random_models_have_the_bits_of_eager_in_every_order(model: nn.Module, c
     sim.reset()
     is_odd = any(isinstance(m, Odd) for m in model.modules())
     max_norm = None if is_odd else MODES[choice.mode].get("max_grad_norm")
-    eager, stepped = copy.deepcopy(model), copy.deepcopy(model)
+    eager, streamed = copy.deepcopy(model), copy.deepcopy(model)
     initial = copy.deepcopy(model.state_dict())
-    reference, own = sgd(eager), sgd(stepped)
-    dice = seeded(choice.seed)
+    reference, own = sgd(eager), sgd(streamed)
+    dice = generator_of(choice.seed)
     steps = [[torch.randn(size, WIDTH, generator=dice) for size in choice.sizes] for _ in range(2)]
     torch.manual_seed(choice.seed)
     try:
@@ -112,19 +112,19 @@ def test_random_models_have_the_bits_of_eager_in_every_order(model: nn.Module, c
     modes: dict[str, Any] = MODES[choice.mode] | {"max_grad_norm": max_norm}
     try:
         largest = on_device([max(steps[0], key=len)])[0]
-        compiled = megatrain.compile(stepped, device=DEVICE, **options_of(stepped, choice, largest))
+        compiled = megatrain.compile(streamed, device=DEVICE, **options_of(streamed, choice, largest))
         step = megatrain.TrainStep(compiled, own, loss=loss_of, **modes)
         step.prepare([largest] * len(choice.sizes))
         step(on_device(steps[0]))  # captures
         for order in orders(sim, compiled, choice.seed):
             step.flush()
-            start(stepped, own, initial)
+            start(streamed, own, initial)
             torch.manual_seed(choice.seed)
             for batches, loss in zip(steps, expected, strict=True):
                 assert torch.equal(loss, step(on_device(batches)).cpu()), order
             step.flush()
             torch.accelerator.synchronize()
-            assert_same(state, host_copy([*stepped.parameters(), *stepped.buffers()]), order)
+            assert_same(state, host_copy([*streamed.parameters(), *streamed.buffers()]), order)
     except megatrain.MegatrainError as error:
         if not any(words in str(error) for words in (*REFUSED, LARGER_BRANCH)):
             raise

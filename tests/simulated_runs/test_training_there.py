@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 import megatrain
 from tests.models import MODELS
-from tests.runtime.harness import Trained, assert_same, train
+from tests.runtime.parity import Trained, assert_same, train
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import choose
 

@@ -13,7 +13,7 @@ import megatrain
 from megatrain.scheduler.effects import Stream
 from tests.simulated_device.simulator import HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
-from tests.training.loops import MODES
+from tests.training.parity import MODES
 
 WIDTH, ROWS = 512, 4096
 # Launches cost something, but less than the work: issuing the smallest kernel takes a fifth of its time.

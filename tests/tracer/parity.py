@@ -1,4 +1,4 @@
-"""Runs a model, a capture or a program of it, and compares everything that a step leaves behind."""
+"""An eager model, and a capture or a program of it: whatever a forward and a backward leave behind must be equal."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatrain.training.completion import Completion
 from tests.comparing import assert_same, snapshot
-from tests.training.loops import Pair, sgd
+from tests.training.parity import SideBySide, sgd
 
 
 class Owner:
@@ -110,15 +110,15 @@ def test_copies_and_pickles_are_ordinary() -> None:
 
 def test_another_thread_that_looks_between_steps() -> None:
     """Its look takes the updates, or waits for the step that runs; the numbers are those without it."""
-    pair = Pair.of("hazardous", sgd, max_grad_norm=0.5)
+    sides = SideBySide.of("hazardous", sgd, max_grad_norm=0.5)
     found: list[BaseException] = []
     is_over = threading.Event()
 
     def look() -> None:
         while not is_over.wait(0.001):
             try:
-                pair.optimizer.state_dict()
-                next(pair.stepped.parameters()).detach().sum()
+                sides.optimizer.state_dict()
+                next(sides.streamed.parameters()).detach().sum()
             except BaseException as error:
                 found.append(error)
                 return
@@ -127,9 +127,9 @@ def test_another_thread_that_looks_between_steps() -> None:
     for number in range(30):
         if number == 2:  # a capture lends the parameters out, so it comes before
             thread.start()
-        pair.take(torch.randn(3, 4, generator=torch.Generator().manual_seed(number)), seed=number)
+        sides.take(torch.randn(3, 4, generator=torch.Generator().manual_seed(number)), seed=number)
     is_over.set()
     thread.join()
     assert not found
-    assert_same(snapshot(pair.eager, pair.eager_optimizer), snapshot(pair.stepped, pair.optimizer))
+    assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
     gc.collect()

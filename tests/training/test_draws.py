@@ -12,7 +12,7 @@ from torch import nn
 import megatrain
 from megatrain.errors import DrawsError
 from tests.comparing import assert_same, snapshot
-from tests.training.loops import eager_step
+from tests.training.parity import loop_step
 
 X = [torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
@@ -71,7 +71,7 @@ def test_micro_batches_draw_in_the_order_of_the_loop(make: Any, count: int):
     step = megatrain.TrainStep(compiled, found, loss=loss)
     for _ in range(3):
         start = torch.get_rng_state()
-        wanted = eager_step(eager, expected, X[:count], loss=loss)[0]
+        wanted = loop_step(eager, expected, X[:count], loss=loss)[0]
         end = torch.get_rng_state()
         torch.set_rng_state(start)
         assert_same(step(X[:count]), wanted)
@@ -83,7 +83,7 @@ def test_draws_that_depend_on_values_are_refused_for_several_micro_batches_and_l
     eager, expected, compiled, found = both(Counts)
     step = megatrain.TrainStep(compiled, found, loss=mean_square)
     start = torch.get_rng_state()
-    wanted = eager_step(eager, expected, X[0], loss=mean_square)[0]
+    wanted = loop_step(eager, expected, X[0], loss=mean_square)[0]
     torch.set_rng_state(start)
     assert_same(step(X[0]), wanted)
     before, start = snapshot(compiled, found), torch.get_rng_state()
@@ -102,7 +102,7 @@ def test_losses_that_draw_in_a_model_that_draws_have_generators_of_their_own():
     drawn: list[torch.Tensor] = []
     eager, expected, compiled, found = both(lambda: nn.Sequential(Drops(), Drops()))
     start = torch.get_rng_state()
-    eager_step(eager, expected, X, loss=mean_square)
+    loop_step(eager, expected, X, loss=mean_square)
     end = torch.get_rng_state()
     torch.set_rng_state(start)
     megatrain.TrainStep(compiled, found, loss=loss)(X)
@@ -116,7 +116,7 @@ def test_losses_that_draw_in_a_model_that_does_not_draw_as_the_loops_do():
 
     eager, expected, compiled, found = both(lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
     start = torch.get_rng_state()
-    wanted = eager_step(eager, expected, X, loss=loss)[0]
+    wanted = loop_step(eager, expected, X, loss=loss)[0]
     end = torch.get_rng_state()
     torch.set_rng_state(start)
     assert_same(megatrain.TrainStep(compiled, found, loss=loss)(X), wanted)

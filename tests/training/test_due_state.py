@@ -15,7 +15,7 @@ import torch
 
 from tests.comparing import assert_same, snapshot
 from tests.interrupting import Lines
-from tests.training.loops import Pair, adamw, sgd
+from tests.training.parity import SideBySide, adamw, sgd
 
 WEIGHT = "layers.0.fc.weight"
 
@@ -24,12 +24,12 @@ def batch(number: int) -> torch.Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
 
 
-def due(optimizer: Any = sgd, steps: int = 1) -> Pair:
+def due(optimizer: Any = sgd, steps: int = 1) -> SideBySide:
     """Some steps, the updates of the last not taken."""
-    pair = Pair.of("hazardous", optimizer, max_grad_norm=0.5)
+    sides = SideBySide.of("hazardous", optimizer, max_grad_norm=0.5)
     for number in range(steps):
-        pair.take(batch(number), seed=number)
-    return pair
+        sides.take(batch(number), seed=number)
+    return sides
 
 
 def taken(value: Any) -> Any:
@@ -62,13 +62,13 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_every_look_at_the_state_is_eagers(read: str, steps: int) -> None:
-    pair = due(steps=steps)
-    both = ((pair.eager, pair.eager_optimizer), (pair.stepped, pair.optimizer))
+    sides = due(steps=steps)
+    both = ((sides.eager, sides.eager_optimizer), (sides.streamed, sides.optimizer))
     found = [READS[read](o, m.get_parameter(WEIGHT)) for m, o in both]
     assert_same(*found)
-    pair.take(batch(5), seed=5)
-    pair.assert_same()
-    assert type(pair.optimizer) is torch.optim.SGD
+    sides.take(batch(5), seed=5)
+    sides.assert_same()
+    assert type(sides.optimizer) is torch.optim.SGD
 
 
 def replaced(optimizer: Any) -> None:
@@ -88,35 +88,35 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_what_is_dropped_or_replaced_stays_so(write: str, steps: int) -> None:
-    pair = due(steps=steps)
-    for model, optimizer in ((pair.eager, pair.eager_optimizer), (pair.stepped, pair.optimizer)):
+    sides = due(steps=steps)
+    for model, optimizer in ((sides.eager, sides.eager_optimizer), (sides.streamed, sides.optimizer)):
         WRITES[write](optimizer, model.get_parameter(WEIGHT))
     for number in range(5, 7):
-        pair.take(batch(number), seed=number)
-    pair.assert_same()
+        sides.take(batch(number), seed=number)
+    sides.assert_same()
 
 
 def test_ordinary_work_leaves_the_updates_due() -> None:
-    pair = due(steps=2)
-    pair.optimizer.zero_grad()
-    assert repr(pair.optimizer) == repr(pair.eager_optimizer)
-    pair.optimizer.param_groups[0]["lr"] *= 0.5
-    assert pair.step._setup.is_due
-    assert type(pair.optimizer) is not torch.optim.SGD
-    pair.step.flush()
-    assert type(pair.optimizer) is torch.optim.SGD
-    assert all(type(p) is torch.nn.Parameter for p in pair.stepped.parameters())
+    sides = due(steps=2)
+    sides.optimizer.zero_grad()
+    assert repr(sides.optimizer) == repr(sides.eager_optimizer)
+    sides.optimizer.param_groups[0]["lr"] *= 0.5
+    assert sides.step._setup.is_due
+    assert type(sides.optimizer) is not torch.optim.SGD
+    sides.step.flush()
+    assert type(sides.optimizer) is torch.optim.SGD
+    assert all(type(p) is torch.nn.Parameter for p in sides.streamed.parameters())
 
 
 def test_a_step_that_is_gone_leaves_an_ordinary_optimizer() -> None:
-    pair = due(steps=2)
-    optimizer = pair.optimizer
-    expected = snapshot(pair.eager, pair.eager_optimizer)
-    stepped = pair.stepped
-    del pair
+    sides = due(steps=2)
+    optimizer = sides.optimizer
+    expected = snapshot(sides.eager, sides.eager_optimizer)
+    streamed = sides.streamed
+    del sides
     gc.collect()
     assert type(optimizer) is torch.optim.SGD
-    assert_same(expected, snapshot(stepped, optimizer))
+    assert_same(expected, snapshot(streamed, optimizer))
 
 
 # -- failures --------------------------------------------------------------------------------------------------------
@@ -130,67 +130,67 @@ def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("mode", ["serial", "deferred"])
 def test_an_update_of_a_fused_optimizer_that_fails_in_its_middle_is_undone(mode: str, name: str) -> None:
     options: dict[str, Any] = {"overlap": False} if mode == "serial" else {"max_grad_norm": 0.5}
-    pair = Pair.of("hazardous", fused, **options)
+    sides = SideBySide.of("hazardous", fused, **options)
     for number in range(2):
-        pair.take(batch(number), seed=number)
-    pair.assert_same()
+        sides.take(batch(number), seed=number)
+    sides.assert_same()
     if mode == "deferred":
-        pair.take(batch(2), seed=2)
-    state = vars(pair.optimizer)["state"][pair.stepped.layers[0].norm.bias]
+        sides.take(batch(2), seed=2)
+    state = vars(sides.optimizer)["state"][sides.streamed.layers[0].norm.bias]
     kept = state.pop(name)
-    before = [p.detach().clone() for p in map(torch.Tensor.detach, plain(pair))]
+    before = [p.detach().clone() for p in map(torch.Tensor.detach, plain(sides))]
     torch.manual_seed(2)
     with pytest.raises(Exception, match=name):
-        pair.step.flush() if mode == "deferred" else pair.step(batch(2))
+        sides.step.flush() if mode == "deferred" else sides.step(batch(2))
     torch.manual_seed(2)
-    assert_same(before[:4], [p.clone() for p in plain(pair)][:4], "a block of which one update can't be taken")
+    assert_same(before[:4], [p.clone() for p in plain(sides)][:4], "a block of which one update can't be taken")
     state[name] = kept
     if mode == "serial":  # other blocks were updated ahead of it, so the step is completed
-        assert pair.step.progress.count == 3
-        pair.expect(batch(2))
-    pair.take(batch(3), seed=3)
-    pair.assert_same()
+        assert sides.step.progress.count == 3
+        sides.expect(batch(2))
+    sides.take(batch(3), seed=3)
+    sides.assert_same()
 
 
-def plain(pair: Pair) -> list[torch.Tensor]:
+def plain(sides: SideBySide) -> list[torch.Tensor]:
     """The first block's parameters as they are in memory, without taking what is due."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [p.detach() for p in pair.stepped.layers[0].parameters()]
+        return [p.detach() for p in sides.streamed.layers[0].parameters()]
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
-USES: dict[str, Callable[[Pair], object]] = {
-    "step": lambda pair: pair.step(batch(2)),
-    "flush": lambda pair: pair.step.flush(),
-    "read": lambda pair: pair.stepped.layers[0].fc.weight.norm(),
-    "state": lambda pair: pair.optimizer.state.get(torch.ones(1)),
+USES: dict[str, Callable[[SideBySide], object]] = {
+    "step": lambda sides: sides.step(batch(2)),
+    "flush": lambda sides: sides.step.flush(),
+    "read": lambda sides: sides.streamed.layers[0].fc.weight.norm(),
+    "state": lambda sides: sides.optimizer.state.get(torch.ones(1)),
 }
 
 
 @pytest.mark.parametrize("use", USES)
 def test_an_interrupt_while_marking_or_unmarking_leaves_all_usable(use: str) -> None:
-    pair = due(adamw, steps=2)
+    sides = due(adamw, steps=2)
     at = 0
     while True:
         at += 1 if at < 12 else 83  # the lines are those of a loop over tensors
         torch.manual_seed(at)
-        count = pair.step.progress.count
+        count = sides.step.progress.count
         lines = Lines("training/completion.py", at=at)
         try:
             with lines.watched():
-                USES[use](pair)
+                USES[use](sides)
         except KeyboardInterrupt:
             assert lines.where
         drawn = torch.get_rng_state()
-        if pair.step.progress.count > count:
+        if sides.step.progress.count > count:
             torch.manual_seed(at)
-            pair.expect(batch(2))
+            sides.expect(batch(2))
         torch.set_rng_state(drawn)
         if not lines.where:
             break
         if at % 3 == 0:
-            pair.assert_same(lines.where)
-        pair.take(batch(at), seed=at)
-    pair.assert_same()
+            sides.assert_same(lines.where)
+        sides.take(batch(at), seed=at)
+    sides.assert_same()
     assert at > 10

@@ -9,23 +9,23 @@ from torch import nn
 
 import megatrain
 from tests.comparing import assert_same, snapshot
-from tests.runtime.twins import seeded
-from tests.training.loops import Pair, adamw, sgd, stack_batch
+from tests.runtime.parity import seeded
+from tests.training.parity import SideBySide, adamw, sgd, stack_batch
 
 
 def test_a_hook_that_comes_while_updates_are_due_runs_from_the_next_step() -> None:
-    pair = Pair.of("stack", sgd, max_grad_norm=0.5)
-    pair.take(stack_batch(0, 2), seed=0)
+    sides = SideBySide.of("stack", sgd, max_grad_norm=0.5)
+    sides.take(stack_batch(0, 2), seed=0)
 
     def slow(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             group["lr"] *= 0.5
 
-    for optimizer in (pair.eager_optimizer, pair.optimizer):
+    for optimizer in (sides.eager_optimizer, sides.optimizer):
         optimizer.register_step_post_hook(slow)
     for number in (1, 2):
-        pair.take(stack_batch(number, 2), seed=number)
-    pair.assert_same()
+        sides.take(stack_batch(number, 2), seed=number)
+    sides.assert_same()
 
 
 def test_a_second_step_over_an_optimizer_whose_very_first_updates_are_due() -> None:

@@ -19,7 +19,7 @@ from megatrain.training.trainer import Running
 from tests.comparing import assert_same, snapshot
 from tests.threads import living
 from tests.training.hazards import TRAP, WIDTH, watched
-from tests.training.loops import MODES, Pair, seeded
+from tests.training.parity import MODES, SideBySide, generator_of
 
 FAILING_MODES = ("overlap", "deferred", "serial_clipped")
 UNTIL = 300.0  # on a loaded machine
@@ -37,7 +37,7 @@ def _clear_trap() -> Generator[None]:
 
 
 def batches(step: int) -> list[torch.Tensor]:
-    return [torch.randn(size, WIDTH, generator=seeded(step * 2 + i)) for i, size in enumerate((2, 3))]
+    return [torch.randn(size, WIDTH, generator=generator_of(step * 2 + i)) for i, size in enumerate((2, 3))]
 
 
 class Run:
@@ -45,29 +45,29 @@ class Run:
 
     def __init__(self, mode: str, transfer: str = "copy", name: str = "hazardous"):
         options = {"transfer": transfer, "activations": "offload" if transfer == "copy" else "auto"}
-        self.pair = Pair.of(name, watched, compile_options=options, **MODES[mode])
+        self.sides = SideBySide.of(name, watched, compile_options=options, **MODES[mode])
         self.number = 0
 
     def take(self, count: int = 1) -> None:
         for _ in range(count):
-            self.pair.take(batches(self.number), seed=self.number)
+            self.sides.take(batches(self.number), seed=self.number)
             self.number += 1
 
     def expected(self) -> dict[str, Any]:
         """What both sides should be now; reading it completes no update."""
-        return snapshot(self.pair.eager, self.pair.eager_optimizer)
+        return snapshot(self.sides.eager, self.sides.eager_optimizer)
 
     def found(self) -> dict[str, Any]:
-        self.pair.step.flush()
-        return snapshot(self.pair.stepped, self.pair.optimizer)
+        self.sides.step.flush()
+        return snapshot(self.sides.streamed, self.sides.optimizer)
 
     def fail(self, error: Any, what: object, *, heal: Callable[[], None] = TRAP.clear) -> bool:
         """Takes a step that fails; asserts that it ended at a boundary, and returns whether at its own end."""
         torch.manual_seed(self.number)
         before = self.expected()
-        count = self.pair.step.progress.count
+        count = self.sides.step.progress.count
         with pytest.raises(error) as caught:
-            self.pair.step(batches(self.number))
+            self.sides.step(batches(self.number))
         drawn = torch.get_rng_state()
         heal()
         notes = "\n".join(getattr(caught.value, "__notes__", ()))
@@ -75,13 +75,13 @@ class Run:
         is_completed = "was completed" in notes
         torch.manual_seed(self.number)
         if is_completed:
-            self.pair.expect(batches(self.number))
+            self.sides.expect(batches(self.number))
             self.number += 1
             before = self.expected()
         torch.set_rng_state(drawn)
         assert_same(before, self.found(), f"{what}, completed: {is_completed}:")
-        assert self.pair.step.progress.count == count + is_completed
-        assert all(p.grad is None for p in self.pair.stepped.parameters()), what
+        assert self.sides.step.progress.count == count + is_completed
+        assert all(p.grad is None for p in self.sides.streamed.parameters()), what
         return is_completed
 
 
@@ -94,19 +94,19 @@ def tokens(schedule: megatrain.Schedule) -> list[str]:
 def test_a_failure_of_any_operation_ends_the_step_at_a_boundary(mode: str) -> None:
     run = Run(mode)
     run.take(2)
-    chosen = tokens(run.pair.step.schedule)
+    chosen = tokens(run.sides.step.schedule)
     assert {token.split(":")[1][0] for token in chosen} == set("WFBAGU" if mode == "overlap" else "WFBAGUN")
     assert any(token.startswith("h2d:A") for token in chosen)
-    engine, completed = run.pair.compiled.megatrain.engine, []
+    engine, completed = run.sides.compiled.megatrain.engine, []
     # Serial steps have the same operations: there every second one stands for all.
     for token in chosen if mode != "serial_clipped" else chosen[::2]:
         run.take()  # so that a deferred step has updates to take
-        assert token in tokens(run.pair.step.schedule) or mode == "deferred"
+        assert token in tokens(run.sides.step.schedule) or mode == "deferred"
         engine.set_chaos(Chaos(fail=token, max_delay_s=0))
         if run.fail((ExecuteError, RuntimeError), token, heal=lambda: engine.set_chaos(None)):
             completed.append(token)
     run.take(2)
-    run.pair.assert_same(mode)
+    run.sides.assert_same(mode)
     if mode == "deferred":
         assert not completed
     else:
@@ -117,14 +117,14 @@ def test_a_failure_of_any_operation_ends_the_step_at_a_boundary(mode: str) -> No
 @pytest.mark.parametrize("mode", ["deferred", "overlap"])
 def test_a_failure_of_the_very_first_step(mode: str) -> None:
     run = Run(mode)
-    engine = run.pair.compiled.megatrain.engine
-    for token in tokens(run.pair.step.prepare(batches(0))):
+    engine = run.sides.compiled.megatrain.engine
+    for token in tokens(run.sides.step.prepare(batches(0))):
         engine.set_chaos(Chaos(fail=token, max_delay_s=0))
         run.fail((ExecuteError, RuntimeError), token, heal=lambda: engine.set_chaos(None))
         if run.number:
             break  # completed: the first step is over
     run.take(3)
-    run.pair.assert_same()
+    run.sides.assert_same()
 
 
 def test_nothing_leaks_over_eighteen_failures() -> None:
@@ -133,17 +133,17 @@ def test_nothing_leaks_over_eighteen_failures() -> None:
     for mode in FAILING_MODES:
         run = Run(mode)
         run.take(2)
-        run.pair.step.flush()
-        engine, names = run.pair.compiled.megatrain.engine, tokens(run.pair.step.schedule)
+        run.sides.step.flush()
+        engine, names = run.sides.compiled.megatrain.engine, tokens(run.sides.step.schedule)
         gc.collect()
         held, tensors = engine.meter.current, num_tensors()
         for number in range(6):
             engine.set_chaos(None)
-            run.pair.step(batches(number))  # so that a deferred step has updates to take
+            run.sides.step(batches(number))  # so that a deferred step has updates to take
             engine.set_chaos(Chaos(fail=names[number * len(names) // 6], max_delay_s=0))
             with pytest.raises((ExecuteError, RuntimeError)):
-                run.pair.step(batches(number))
-            run.pair.step.flush()
+                run.sides.step(batches(number))
+            run.sides.step.flush()
         engine.set_chaos(None)
         gc.collect()
         assert engine.meter.current == held
@@ -193,7 +193,7 @@ def test_an_error_in_the_users_loss_leaves_no_trace(mode: str, micro_batch: int)
     TRAP.arm("loss", failing, after=micro_batch)
     assert not run.fail(OwnError, "loss")
     run.take(2)
-    run.pair.assert_same()
+    run.sides.assert_same()
 
 
 @pytest.mark.parametrize("mode", FAILING_MODES)
@@ -208,7 +208,7 @@ def test_an_error_once_in_the_models_own_code(mode: str, place: str, number: int
     is_completed = run.fail(OwnError, (place, number))
     assert not is_completed or mode == "overlap"
     run.take(2)
-    run.pair.assert_same()
+    run.sides.assert_same()
 
 
 def test_an_error_once_behind_an_update_completes_the_step() -> None:
@@ -219,7 +219,7 @@ def test_an_error_once_behind_an_update_completes_the_step() -> None:
             TRAP.arm(("backward", 0), fail, after=micro_batch)
             assert run.fail(OwnError, micro_batch)
         run.take(2)
-        run.pair.assert_same()
+        run.sides.assert_same()
 
 
 def test_an_error_always_behind_an_update_is_the_end() -> None:
@@ -228,16 +228,16 @@ def test_an_error_always_behind_an_update_is_the_end() -> None:
     with first_update() as fail:
         TRAP.arm(("backward", 0), fail, always=True)
         with pytest.raises(OwnError, match="my own error") as caught:
-            run.pair.step(batches(2))
+            run.sides.step(batches(2))
     notes = "\n".join(caught.value.__notes__)
     assert "the model is in the middle of a step: blocks [0" in notes
     TRAP.clear()
     for _ in range(2):
         with pytest.raises(ExecuteError, match=r"the model is in the middle of a step: blocks \[0.*are not updated"):
-            run.pair.step(batches(2))
-    assert all(p.grad is None for p in run.pair.stepped.parameters())
-    run.pair.compiled.state_dict()  # to look at it is not refused
-    run.pair.step.flush()
+            run.sides.step(batches(2))
+    assert all(p.grad is None for p in run.sides.streamed.parameters())
+    run.sides.compiled.state_dict()  # to look at it is not refused
+    run.sides.step.flush()
 
 
 @pytest.mark.parametrize("mode", ["deferred", "serial", "serial_clipped"])
@@ -248,7 +248,7 @@ def test_an_error_always_ahead_of_all_updates_leaves_no_trace(mode: str) -> None
         TRAP.arm(("backward", 0), failing, always=True)
         assert not run.fail(OwnError, mode)
     run.take(2)
-    run.pair.assert_same()
+    run.sides.assert_same()
 
 
 # -- errors of the optimizer ---------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_an_error_once_in_the_optimizer(mode: str, after: int) -> None:
     is_completed = run.fail(ExecuteError, after)
     assert is_completed == (after > 0 and mode != "deferred")
     run.take(2)
-    run.pair.assert_same()
+    run.sides.assert_same()
 
 
 @pytest.mark.parametrize("mode", ["overlap", "serial", "serial_clipped"])
@@ -275,7 +275,7 @@ def test_an_error_always_in_the_optimizers_first_update_leaves_no_trace(mode: st
         TRAP.arm("update", failing, always=True)
         assert not run.fail(ExecuteError, mode)
     run.take(2)
-    run.pair.assert_same()
+    run.sides.assert_same()
 
 
 @pytest.mark.parametrize("mode", ["overlap", "serial", "deferred"])
@@ -287,19 +287,19 @@ def test_an_error_always_in_a_later_update_leaves_the_rest_due(mode: str, heals_
     TRAP.arm("update", failing, after=1, always=True)
     torch.manual_seed(run.number)
     with pytest.raises(ExecuteError, match="U") as caught:
-        run.pair.step(batches(run.number))
+        run.sides.step(batches(run.number))
     assert any("are still due" in note for note in caught.value.__notes__)
     with pytest.raises(OwnError):
-        run.pair.step.flush()
+        run.sides.step.flush()
     TRAP.clear()
     if mode != "deferred":  # there it is the step before that isn't complete, and this one left no trace
         torch.manual_seed(run.number)
-        run.pair.expect(batches(run.number))
+        run.sides.expect(batches(run.number))
         run.number += 1
     if heals_by == "flush":
-        run.pair.assert_same()
+        run.sides.assert_same()
     run.take(2)
-    run.pair.assert_same()
+    run.sides.assert_same()
 
 
 def test_an_error_in_a_flush_leaves_the_rest_due() -> None:
@@ -308,9 +308,9 @@ def test_an_error_in_a_flush_leaves_the_rest_due() -> None:
         run.take(2)
         TRAP.arm("update", failing, after=after)
         with pytest.raises(OwnError):
-            run.pair.step.flush()
-        run.pair.assert_same() if after else run.take(2)
-        run.pair.assert_same()
+            run.sides.step.flush()
+        run.sides.assert_same() if after else run.take(2)
+        run.sides.assert_same()
 
 
 @pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
@@ -318,12 +318,12 @@ def test_an_error_in_a_flush_leaves_the_rest_due() -> None:
 def test_an_error_once_in_a_hook_of_the_step(hook: str, max_grad_norm: float | None) -> None:
     run = Run("overlap" if max_grad_norm is None else "deferred")
     run.take(1)
-    getattr(run.pair.optimizer, hook)(lambda *_: TRAP.at("hook"))
+    getattr(run.sides.optimizer, hook)(lambda *_: TRAP.at("hook"))
     run.take(1)
     TRAP.arm("hook", failing)
     run.fail((OwnError, ExecuteError), hook)
     run.take(2)
-    run.pair.assert_same()
+    run.sides.assert_same()
 
 
 @pytest.mark.parametrize("mode", FAILING_MODES)
@@ -332,13 +332,13 @@ def test_an_error_once_in_a_hook_of_the_step(hook: str, max_grad_norm: float | N
 def test_an_error_once_in_a_parameters_hook(mode: str, kind: str, name: str) -> None:
     """It leaves no trace: where there is such a hook, no update comes before the last gradient."""
     run = Run(mode)
-    handle = getattr(run.pair.stepped.get_parameter(name), kind)(lambda _: TRAP.at("parameter"))
+    handle = getattr(run.sides.streamed.get_parameter(name), kind)(lambda _: TRAP.at("parameter"))
     try:
         run.take(2)
         TRAP.arm("parameter", failing)
         assert not run.fail(ExecuteError, (kind, name))
         run.take(2)
-        run.pair.assert_same()
+        run.sides.assert_same()
     finally:
         handle.remove()
 
@@ -356,7 +356,7 @@ def interrupt() -> None:
 )
 def test_an_interrupt_ends_the_step_at_a_boundary(mode: str, place: object) -> None:
     run = Run(mode)
-    bias = run.pair.stepped.layers[0].fc.bias
+    bias = run.sides.streamed.layers[0].fc.bias
     # Only where it is the place: updates don't overlap where there is one.
     handle = bias.register_hook(lambda _: TRAP.at("parameter")) if place == "parameter" else None
     try:
@@ -368,7 +368,7 @@ def test_an_interrupt_ends_the_step_at_a_boundary(mode: str, place: object) -> N
             if mode == "serial_clipped" and place == "update":
                 assert is_completed
             run.take(2)
-        run.pair.assert_same()
+        run.sides.assert_same()
     finally:
         if handle is not None:
             handle.remove()
@@ -380,10 +380,10 @@ def test_an_interrupt_of_a_flush_comes_when_it_is_over() -> None:
         run.take(2)
         TRAP.arm("update", interrupt, after=after)
         with pytest.raises(KeyboardInterrupt):
-            run.pair.step.flush()
-        assert_same(run.expected(), snapshot(run.pair.stepped, run.pair.optimizer))
+            run.sides.step.flush()
+        assert_same(run.expected(), snapshot(run.sides.streamed, run.sides.optimizer))
         run.take(2)
-        run.pair.assert_same()
+        run.sides.assert_same()
 
 
 def test_a_handler_that_raises_nothing_lets_the_step_go_on() -> None:
@@ -395,6 +395,6 @@ def test_a_handler_that_raises_nothing_lets_the_step_go_on() -> None:
         TRAP.arm(("backward", 2), interrupt, after=1)
         run.take(1)
         assert seen == [signal.SIGINT]
-        run.pair.assert_same()
+        run.sides.assert_same()
     finally:
         signal.signal(signal.SIGINT, before)

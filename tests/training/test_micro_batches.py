@@ -17,7 +17,7 @@ from megatrain.runtime.stores.host_store import HostStore
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
 from tests.models import MODELS
-from tests.training.loops import MODES, TASKS, Pair, adamw, eager_gradients, ids, labelled, second, sgd, square
+from tests.training.parity import MODES, TASKS, SideBySide, adamw, ids, labelled, loop_gradients, second, sgd, square
 
 CHAOS = {"chaos": Chaos(seed=3, max_delay_s=0.0001)}
 
@@ -35,28 +35,30 @@ def tokens(batch: Any) -> int:
 @pytest.mark.parametrize("weight", [None, tokens], ids=["mean", "by_tokens"])
 def test_lists_of_other_sizes_have_the_bits_of_a_loop(mode: str, weight: Callable[[Any], int] | None) -> None:
     """Nothing is shared by blocks, so each sum has one order: that of the micro-batches. Dropout is on."""
-    pair = Pair.of("llama", adamw, compile_options={"activations": "offload"} | CHAOS, weight=weight, **MODES[mode])
+    sides = SideBySide.of(
+        "llama", adamw, compile_options={"activations": "offload"} | CHAOS, weight=weight, **MODES[mode]
+    )
     for number, count in enumerate((2, 3, 1, 3)):  # also in turns with other numbers of micro-batches
         batches = llama_batches(number)[:count]
         counts = None if weight is None else [float(weight(batch)) for batch in batches]
-        pair.take(batches, seed=number, counts=counts)
-    pair.assert_same()
+        sides.take(batches, seed=number, counts=counts)
+    sides.assert_same()
 
 
 @pytest.mark.parametrize("mode", ["overlap", "deferred"])
 def test_buffers_go_from_one_micro_batch_to_the_next(mode: str) -> None:
-    pair = Pair.of("cnn", sgd, compile_options=CHAOS, **MODES[mode])
+    sides = SideBySide.of("cnn", sgd, compile_options=CHAOS, **MODES[mode])
     for number in range(3):
-        pair.take([TASKS["cnn"].batch(number * 3 + i, size) for i, size in enumerate((2, 3, 2))], seed=number)
-    pair.assert_same()
-    assert pair.stepped.stem[1].num_batches_tracked == 9
+        sides.take([TASKS["cnn"].batch(number * 3 + i, size) for i, size in enumerate((2, 3, 2))], seed=number)
+    sides.assert_same()
+    assert sides.streamed.stem[1].num_batches_tracked == 9
 
 
 def test_a_list_of_one_is_that_micro_batch() -> None:
-    pair = Pair.of("gpt", adamw)
+    sides = SideBySide.of("gpt", adamw)
     for number in range(3):
-        pair.take([TASKS["gpt"].batch(number, 2)], seed=number)
-    pair.assert_same()
+        sides.take([TASKS["gpt"].batch(number, 2)], seed=number)
+    sides.assert_same()
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 3, 2, 3)])
@@ -67,23 +69,23 @@ def test_a_tied_matrix_differs_by_the_order_of_its_sum(sizes: tuple[int, ...]) -
     SGD adds a rounding of the result on each side. All other parameters have the same bits.
     """
     task = TASKS["gpt"]
-    pair = Pair.of("gpt", lambda model: torch.optim.SGD(model.parameters(), lr=1.0), compile_options=CHAOS)
+    sides = SideBySide.of("gpt", lambda model: torch.optim.SGD(model.parameters(), lr=1.0), compile_options=CHAOS)
     batches = [task.batch(i, size) for i, size in enumerate(sizes)]
-    apart = copy.deepcopy(pair.eager)
+    apart = copy.deepcopy(sides.eager)
     apart.head.weight = nn.Parameter(apart.head.weight.detach().clone())
     terms = torch.zeros_like(apart.head.weight)
     for number in range(len(batches)):  # a weight of 1 for one micro-batch leaves its own terms
         apart.zero_grad()
         torch.manual_seed(0)
         counts = [float(number == other) for other in range(len(batches))]
-        eager_gradients(apart, batches, loss=task.loss, counts=counts)
+        loop_gradients(apart, batches, loss=task.loss, counts=counts)
         terms += (apart.head.weight.grad.abs() + apart.embed.weight.grad.abs()) / len(batches)
-    before = pair.eager.embed.weight.detach().abs()
+    before = sides.eager.embed.weight.detach().abs()
     torch.manual_seed(0)
-    pair.expect(batches)
+    sides.expect(batches)
     torch.manual_seed(0)
-    pair.step(batches)
-    left, right = snapshot(pair.eager)["parameters"], snapshot(pair.stepped)["parameters"]
+    sides.step(batches)
+    left, right = snapshot(sides.eager)["parameters"], snapshot(sides.streamed)["parameters"]
     gap = (left.pop("embed.weight") - right.pop("embed.weight")).abs()
     assert bool((gap <= 2**-24 * (2 * 2 * len(batches) * terms + 2 * (before + terms))).all())
     assert_same(left, right)
@@ -102,12 +104,12 @@ def moved(monkeypatch: pytest.MonkeyPatch, count: int, mode: str, **options: Any
         original(self, layout, out, **rest)
 
     monkeypatch.setattr(HostStore, "prefetch", counting)
-    pair = Pair.of("stack", sgd, compile_options=options, **MODES[mode])
+    sides = SideBySide.of("stack", sgd, compile_options=options, **MODES[mode])
     for number in range(2):
         copied.clear()
-        pair.take([TASKS["stack"].batch(number * 8 + i, 2) for i in range(count)], seed=number)
-    pair.assert_same()
-    schedule = pair.step.schedule
+        sides.take([TASKS["stack"].batch(number * 8 + i, 2) for i in range(count)], seed=number)
+    sides.assert_same()
+    schedule = sides.step.schedule
     return Counter(op.block for _, op in schedule.positions() if op.what == "W"), sum(copied), schedule
 
 
@@ -139,10 +141,10 @@ def test_in_the_least_memory_each_weight_moves_twice_at_most(monkeypatch: pytest
 
 def test_memory_held_is_within_the_schedules_figure() -> None:
     for activations in ("recompute", "offload", "keep"):
-        pair = Pair.of("gpt", adamw, compile_options={"activations": activations}, max_grad_norm=1.0)
+        sides = SideBySide.of("gpt", adamw, compile_options={"activations": activations}, max_grad_norm=1.0)
         for number in range(3):
-            pair.step([TASKS["gpt"].batch(number, 2), TASKS["gpt"].batch(number, 3)])
-        assert 0 < pair.compiled.peak_bytes <= pair.step.schedule.device_bytes
+            sides.step([TASKS["gpt"].batch(number, 2), TASKS["gpt"].batch(number, 3)])
+        assert 0 < sides.compiled.peak_bytes <= sides.step.schedule.device_bytes
 
 
 class WideHead(nn.Linear):
@@ -247,12 +249,12 @@ def test_a_model_without_loss_is_refused() -> None:
 )
 @pytest.mark.parametrize("mode", ["overlap", "deferred"])
 def test_a_wrong_batch_is_refused(batch: Any, error: type, match: str, mode: str) -> None:
-    pair = Pair.of("stack", sgd, **MODES[mode])
-    pair.take(GOOD, seed=0)
-    pair.step.flush()
-    refused(pair.step, pair.stepped, pair.optimizer, batch, error, match)
-    pair.take(GOOD, seed=1)
-    pair.assert_same()
+    sides = SideBySide.of("stack", sgd, **MODES[mode])
+    sides.take(GOOD, seed=0)
+    sides.step.flush()
+    refused(sides.step, sides.streamed, sides.optimizer, batch, error, match)
+    sides.take(GOOD, seed=1)
+    sides.assert_same()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -290,24 +292,24 @@ def test_a_loss_of_a_parameter_that_the_model_returns_is_refused(transfer: str) 
 
 
 def test_an_input_that_requires_grad_is_refused() -> None:
-    pair = Pair.of("stack", sgd)
-    refused(pair.step, pair.stepped, pair.optimizer, GOOD.clone().requires_grad_(), ExecuteError, "requires grad")
-    pair.take(GOOD, seed=0)
-    pair.assert_same()
+    sides = SideBySide.of("stack", sgd)
+    refused(sides.step, sides.streamed, sides.optimizer, GOOD.clone().requires_grad_(), ExecuteError, "requires grad")
+    sides.take(GOOD, seed=0)
+    sides.assert_same()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_gradient_left_over_is_refused(mode: str) -> None:
-    pair = Pair.of("stack", sgd, **MODES[mode])
-    pair.take(GOOD, seed=0)
-    pair.compiled(GOOD).sum().backward()
-    before = snapshot(pair.stepped, pair.optimizer)
+    sides = SideBySide.of("stack", sgd, **MODES[mode])
+    sides.take(GOOD, seed=0)
+    sides.compiled(GOOD).sum().backward()
+    before = snapshot(sides.streamed, sides.optimizer)
     with pytest.raises(ExecuteError, match=r"parameter `.*` has a `\.grad` already"):
-        pair.step(GOOD)
-    assert_same(before, snapshot(pair.stepped, pair.optimizer))
-    pair.optimizer.zero_grad()
-    pair.take(GOOD, seed=1)
-    pair.assert_same()
+        sides.step(GOOD)
+    assert_same(before, snapshot(sides.streamed, sides.optimizer))
+    sides.optimizer.zero_grad()
+    sides.take(GOOD, seed=1)
+    sides.assert_same()
 
 
 @pytest.mark.parametrize("name", ["stack", "all_frozen"])
@@ -351,9 +353,9 @@ def test_what_is_no_compiled_model_or_needs_all_parameters_is_refused() -> None:
 @pytest.mark.parametrize("counts", [(0, 0), (-1, 2), (float("nan"), 1), (float("inf"), 1)])
 def test_weights_that_are_no_counts_are_refused(counts: tuple[float, float]) -> None:
     rest: list[Any] = []
-    pair = Pair.of("stack", sgd, weight=lambda batch: rest.pop(0))
+    sides = SideBySide.of("stack", sgd, weight=lambda batch: rest.pop(0))
     rest += counts
-    refused(pair.step, pair.stepped, pair.optimizer, [GOOD, GOOD], OptionError, "weight= counts the micro-batches")
+    refused(sides.step, sides.streamed, sides.optimizer, [GOOD, GOOD], OptionError, "weight= counts the micro-batches")
     rest[:] = [torch.tensor(3), 0]  # a micro-batch may count nothing, and counts may be tensors
-    pair.take([GOOD, GOOD * 2], seed=0, counts=[3.0, 0.0])
-    pair.assert_same()
+    sides.take([GOOD, GOOD * 2], seed=0, counts=[3.0, 0.0])
+    sides.assert_same()

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatrain
 from tests.comparing import assert_same_bits
-from tests.runtime.twins import seeded
+from tests.runtime.parity import seeded
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "default device": lambda: torch.device("meta"),

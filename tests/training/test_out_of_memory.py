@@ -25,7 +25,7 @@ from megatrain.runtime.operations import HANDLERS
 from megatrain.sizes import format_bytes
 from tests.models import MODELS
 from tests.training.hazards import TRAP
-from tests.training.loops import MODES, Pair, assert_same, eager_step, sgd, snapshot, stack_batch
+from tests.training.parity import MODES, SideBySide, assert_same, loop_step, sgd, snapshot, stack_batch
 from tests.training.test_failures import OwnError, Run, batches, first_update, tokens
 
 MODES_HERE = ("overlap", "deferred", "serial", "serial_clipped")
@@ -58,10 +58,10 @@ def repeated(run: Run, what: str = "the step") -> None:
     """Takes a step on both sides, of which something runs twice on one."""
     torch.manual_seed(run.number)
     with pytest.warns(DeviceMemoryWarning, match=f"{what} was repeated"):
-        run.pair.step(batches(run.number))
+        run.sides.step(batches(run.number))
     TRAP.clear()
     torch.manual_seed(run.number)
-    run.pair.expect(batches(run.number))
+    run.sides.expect(batches(run.number))
     run.number += 1
 
 
@@ -97,16 +97,16 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> Lacking:
 def test_memory_that_lacks_once_changes_no_bit(mode: str, lacking: Lacking):
     run = Run(mode)
     run.take(2)
-    chosen = tokens(run.pair.step.schedule)
+    chosen = tokens(run.sides.step.schedule)
     for token in chosen if mode in ("overlap", "deferred") else chosen[::3]:
         run.take()
         lacking.arm(token)
         with pytest.warns(DeviceMemoryWarning, match=r"cpu ran out of memory; (the rest of )?the step was repeated"):
             run.take()
         assert lacking.times == 0, token
-        run.pair.assert_same(token)
+        run.sides.assert_same(token)
     run.take(2)
-    run.pair.assert_same(mode)
+    run.sides.assert_same(mode)
 
 
 @pytest.mark.parametrize("mode", MODES_HERE)
@@ -114,14 +114,14 @@ def test_memory_that_always_lacks_ends_the_step_before_it_began(mode: str, lacki
     """In `overlap`, too, as long as no parameter was updated."""
     run = Run(mode)
     run.take(2)
-    last = len(run.pair.compiled.program.blocks) - 1
+    last = len(run.sides.compiled.program.blocks) - 1
     for token in ("h2d:W1@1", "compute:F1.0", f"compute:B{last}.0", f"d2h:G{last}"):
         run.take()
-        if token in tokens(run.pair.step.schedule):
+        if token in tokens(run.sides.step.schedule):
             lacking.arm(token, times=100)
             assert not run.fail(DeviceMemoryError, token, heal=lambda: lacking.arm(""))
     run.take(2)
-    run.pair.assert_same(mode)
+    run.sides.assert_same(mode)
 
 
 def test_the_error_has_the_figures_and_the_way_out(lacking: Lacking):
@@ -129,14 +129,14 @@ def test_the_error_has_the_figures_and_the_way_out(lacking: Lacking):
     run.take(2)
     lacking.arm("compute:B1.0", times=100)
     with pytest.raises(DeviceMemoryError) as caught:
-        run.pair.step(batches(2))
+        run.sides.step(batches(2))
     text = str(caught.value)
     assert text.startswith("cpu ran out of memory. It did again when the step was repeated with an empty cache: ")
     assert NO_MEMORY in text
-    schedule, meter = run.pair.step.schedule, run.pair.compiled.megatrain.engine.meter
+    schedule, meter = run.sides.step.schedule, run.sides.compiled.megatrain.engine.meter
     assert f"of which the schedule counts {format_bytes(schedule.device_bytes)}." in text
     assert f"took {format_bytes(meter.peak)} at most" in text
-    assert f"There is a budget of {format_bytes(run.pair.compiled.megatrain.budget.nbytes)}" in text
+    assert f"There is a budget of {format_bytes(run.sides.compiled.megatrain.budget.nbytes)}" in text
     assert "Give a smaller memory=" in text
     assert isinstance(caught.value, torch.OutOfMemoryError)
     assert isinstance(caught.value, ExecuteError)
@@ -151,18 +151,18 @@ def test_an_error_keeps_no_tensor_alive(lacking: Lacking):
     gc.disable()
     try:
         with pytest.raises(DeviceMemoryError) as caught:
-            run.pair.step(batches(2))
+            run.sides.step(batches(2))
         assert len(lacking.made) == 2
         assert [ref() for ref in lacking.made] == [None, None]
         assert caught.value.__cause__ is not None
-        assert run.pair.compiled.megatrain.engine.meter.current == run.pair.compiled.megatrain.engine.arena.nbytes
+        assert run.sides.compiled.megatrain.engine.meter.current == run.sides.compiled.megatrain.engine.arena.nbytes
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize("mode", ["overlap", "deferred", "serial"])
 def test_a_loss_that_lacks_memory(mode: str):
-    pair = Pair.of("stack", sgd)
+    sides = SideBySide.of("stack", sgd)
     left = [0]
 
     def loss(result: Any, batch: Any) -> torch.Tensor:
@@ -171,23 +171,23 @@ def test_a_loss_that_lacks_memory(mode: str):
             raise torch.OutOfMemoryError(NO_MEMORY)
         return result.square().mean()
 
-    step = megatrain.TrainStep(pair.compiled, pair.optimizer, loss=loss, **MODES[mode])
+    step = megatrain.TrainStep(sides.compiled, sides.optimizer, loss=loss, **MODES[mode])
     clip = MODES[mode].get("max_grad_norm")
     for number in range(3):
         given = [stack_batch(number, 2), stack_batch(number + 10, 2)]
-        expected, _ = eager_step(pair.eager, pair.eager_optimizer, given, loss=loss, max_norm=clip)
+        expected, _ = loop_step(sides.eager, sides.eager_optimizer, given, loss=loss, max_norm=clip)
         left[0] = number
         if number == 2:
             step.flush()
-            before = snapshot(pair.stepped, pair.optimizer)
+            before = snapshot(sides.streamed, sides.optimizer)
             with pytest.raises(DeviceMemoryError):
                 step(given)
             step.flush()
-            assert_same(before, snapshot(pair.stepped, pair.optimizer))
+            assert_same(before, snapshot(sides.streamed, sides.optimizer))
         with pytest.warns(DeviceMemoryWarning) if left[0] else contextlib.nullcontext():
             assert_same(expected, step(given), number)
     step.flush()
-    assert_same(snapshot(pair.eager, pair.eager_optimizer), snapshot(pair.stepped, pair.optimizer))
+    assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
 
 
 @pytest.mark.parametrize("mode", ["overlap", "serial", "deferred"])
@@ -198,7 +198,7 @@ def test_an_update_that_lacks_memory_once(mode: str, after: int):
     TRAP.arm("update", lacks, after=after)
     repeated(run)
     run.take(2)
-    run.pair.assert_same()
+    run.sides.assert_same()
 
 
 def test_memory_that_lacks_once_behind_an_update_completes_the_step():
@@ -208,7 +208,7 @@ def test_memory_that_lacks_once_behind_an_update_completes_the_step():
         TRAP.arm(("backward", 0), behind(fail))
         repeated(run, "the rest of the step")
     run.take(2)
-    run.pair.assert_same()
+    run.sides.assert_same()
 
 
 @pytest.mark.parametrize("back", [1, 9, 11])  # of the first block, of the next
@@ -235,7 +235,7 @@ def test_memory_that_lacks_between_two_sums_of_gradients_adds_none_twice(back: i
         repeated(run, "the rest of the step")
     assert not is_armed
     run.take(2)
-    run.pair.assert_same()
+    run.sides.assert_same()
 
 
 def test_memory_that_always_lacks_behind_an_update_is_the_end_and_says_so():
@@ -244,10 +244,10 @@ def test_memory_that_always_lacks_behind_an_update_is_the_end_and_says_so():
     with first_update() as fail:
         TRAP.arm(("backward", 0), behind(fail), always=True)
         with pytest.raises(DeviceMemoryError, match="It did again when the step was repeated") as caught:
-            run.pair.step(batches(2))
+            run.sides.step(batches(2))
     assert "the model is in the middle of a step: blocks [0" in "\n".join(caught.value.__notes__)
     with pytest.raises(ExecuteError, match=r"the model is in the middle of a step: blocks \[0"):
-        run.pair.step(batches(2))
+        run.sides.step(batches(2))
 
 
 # -- calls ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 import megatrain
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
-from tests.training.loops import MODES, TASKS, adamw, eager_step, fresh, sgd
+from tests.training.parity import MODES, TASKS, adamw, fresh, loop_step, sgd
 
 STEPS = 20
 
@@ -78,7 +78,7 @@ def test_twenty_steps_have_the_bits_of_the_loop(name: str, optimizer: str, mode:
     for number in range(STEPS):
         batch = task.batch(number % 4, 2)
         torch.set_rng_state(generator)
-        loss, norm = eager_step(eager, expected, batch, loss=task.loss, max_norm=options.get("max_grad_norm"))
+        loss, norm = loop_step(eager, expected, batch, loss=task.loss, max_norm=options.get("max_grad_norm"))
         drawn = torch.get_rng_state()
         torch.set_rng_state(generator)
         assert_same(loss, step(batch), f"loss of step {number}")

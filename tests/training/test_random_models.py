@@ -19,7 +19,7 @@ from tests.comparing import assert_same, largest, snapshot
 from tests.draws import draws
 from tests.runtime.test_chaos import has_shared_modules
 from tests.strategies import WIDTH, Branch, Halves, Odd, Start, WritesView, block_limits, module_trees
-from tests.training.loops import MODES, eager_step, seeded, sgd
+from tests.training.parity import MODES, generator_of, loop_step, sgd
 
 # What the micro-batches of one step can't do, and says so.
 REFUSED = ("can't go from one micro-batch to the next", "differs from micro-batch 0")
@@ -96,27 +96,27 @@ def compiled_with(model: nn.Module, largest: torch.Tensor, choice: Choice) -> me
 # Two steps that take two branches, with a schedule each.
 @example(**small(lambda: Branch(nn.LayerNorm(WIDTH)), seed=38))
 def test_two_steps_of_random_models_under_chaos(model: nn.Module, choice: Choice) -> None:
-    eager, stepped = copy.deepcopy(model), copy.deepcopy(model)
+    eager, streamed = copy.deepcopy(model), copy.deepcopy(model)
     is_shared = has_shared_modules(model)
     # Eager clips a gradient without dimensions in double precision if any other gradient is of that dtype.
     is_odd = any(isinstance(m, Odd) for m in model.modules())
     max_norm = None if is_shared or is_odd else MODES[choice.mode].get("max_grad_norm")
     options = MODES[choice.mode] | {"max_grad_norm": max_norm, "on_nonfinite": choice.on_nonfinite}
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) if is_shared else sgd(m) for m in (eager, stepped)]
-    generator = seeded(choice.seed)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) if is_shared else sgd(m) for m in (eager, streamed)]
+    generator = generator_of(choice.seed)
     steps = [[torch.randn(size, WIDTH, generator=generator) for size in choice.sizes] for _ in range(2)]
     losses, largest_bytes = [], 0
     torch.manual_seed(choice.seed)
     for batches in steps[: 1 if is_shared else 2]:
         try:
-            found = eager_step(eager, optimizers[0], copy.deepcopy(batches), loss=loss_of, max_norm=max_norm)
+            found = loop_step(eager, optimizers[0], copy.deepcopy(batches), loss=loss_of, max_norm=max_norm)
         except RuntimeError:
             reject()  # eager PyTorch refuses this model: it overwrites what its own backward needs
         losses.append(found[0])
     expected = snapshot(eager, optimizers[0])
     torch.manual_seed(choice.seed)
     try:
-        compiled = compiled_with(stepped, max(steps[0], key=len), choice)
+        compiled = compiled_with(streamed, max(steps[0], key=len), choice)
         step = megatrain.TrainStep(compiled, optimizers[1], loss=loss_of, **options)
         for loss, batches in zip(losses, steps, strict=False):
             assert_same(loss, step(batches), "loss")
@@ -130,9 +130,9 @@ def test_two_steps_of_random_models_under_chaos(model: nn.Module, choice: Choice
         reject()
     step.flush()
     if is_shared:
-        assert_same_but_for_order(expected, snapshot(stepped, optimizers[1]), model, len(choice.sizes))
+        assert_same_but_for_order(expected, snapshot(streamed, optimizers[1]), model, len(choice.sizes))
     else:
-        assert_same(expected, snapshot(stepped, optimizers[1]))
+        assert_same(expected, snapshot(streamed, optimizers[1]))
 
 
 def assert_same_but_for_order(expected: dict[str, Any], found: dict[str, Any], before: nn.Module, count: int) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError
 from tests.comparing import assert_same, snapshot
-from tests.training.loops import MODES, TASKS, Pair, adamw, eager_step, fresh, own_loss, sgd, square
+from tests.training.parity import MODES, TASKS, SideBySide, adamw, fresh, loop_step, own_loss, sgd, square
 
 TASK = TASKS["hazardous"]
 WEIGHT = "layers.0.fc.weight"
@@ -26,16 +26,16 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
 
 
-def due(optimizer: Any = sgd, **options: Any) -> Pair:
+def due(optimizer: Any = sgd, **options: Any) -> SideBySide:
     """Three steps, the updates of the third not taken."""
-    pair = Pair.of("hazardous", optimizer, **{"max_grad_norm": 0.5, **options})
-    pair.take(batch(0), seed=0)
-    alias = pair.stepped.get_parameter(WEIGHT).data  # the same memory; nobody knows who looks at it
-    pair.take(batch(1), seed=1)
-    pair.take(batch(2), seed=2)
-    assert pair.step.schedule.kind.updates == "deferred"
-    assert not torch.equal(alias, pair.eager.get_parameter(WEIGHT)), "nothing is due"
-    return pair
+    sides = SideBySide.of("hazardous", optimizer, **{"max_grad_norm": 0.5, **options})
+    sides.take(batch(0), seed=0)
+    alias = sides.streamed.get_parameter(WEIGHT).data  # the same memory; nobody knows who looks at it
+    sides.take(batch(1), seed=1)
+    sides.take(batch(2), seed=2)
+    assert sides.step.schedule.kind.updates == "deferred"
+    assert not torch.equal(alias, sides.eager.get_parameter(WEIGHT)), "nothing is due"
+    return sides
 
 
 def through_apply(compiled: Any) -> torch.Tensor:
@@ -62,62 +62,62 @@ READS: dict[str, Callable[[Any], torch.Tensor]] = {
 
 @pytest.mark.parametrize("read", READS)
 def test_every_read_through_the_compiled_model_sees_the_updates(read: str) -> None:
-    pair = due()
-    assert_same(pair.eager.get_parameter(WEIGHT).detach().clone(), READS[read](pair.compiled).detach().clone(), read)
-    assert_same(snapshot(pair.eager, pair.eager_optimizer), snapshot(pair.stepped, pair.optimizer))
-    pair.take(batch(2), seed=2)
-    pair.assert_same()
+    sides = due()
+    assert_same(sides.eager.get_parameter(WEIGHT).detach().clone(), READS[read](sides.compiled).detach().clone(), read)
+    assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
+    sides.take(batch(2), seed=2)
+    sides.assert_same()
 
 
 def test_an_evaluation_sees_the_updates() -> None:
-    pair = due()
-    pair.compiled.eval()
-    pair.eager.eval()
+    sides = due()
+    sides.compiled.eval()
+    sides.eager.eval()
     with torch.no_grad():
-        assert_same(pair.eager(batch(9)), pair.compiled(batch(9)))
-    pair.compiled.train()
-    pair.eager.train()
-    pair.take(batch(2), seed=2)
-    pair.take(batch(3), seed=3)
-    pair.assert_same()
+        assert_same(sides.eager(batch(9)), sides.compiled(batch(9)))
+    sides.compiled.train()
+    sides.eager.train()
+    sides.take(batch(2), seed=2)
+    sides.take(batch(3), seed=3)
+    sides.assert_same()
 
 
 def test_what_is_loaded_is_not_updated_from_before() -> None:
-    pair = due()
+    sides = due()
     other = {
         name: value + 0.25 if value.is_floating_point() else value for name, value in TASK.build().state_dict().items()
     }
-    for model in (pair.eager, pair.compiled):
+    for model in (sides.eager, sides.compiled):
         model.load_state_dict(copy.deepcopy(other))
-    assert_same(snapshot(pair.eager), snapshot(pair.stepped))
-    pair.take(batch(2), seed=2)
-    pair.assert_same()
+    assert_same(snapshot(sides.eager), snapshot(sides.streamed))
+    sides.take(batch(2), seed=2)
+    sides.assert_same()
 
 
 def test_a_value_written_in_place_is_not_lost() -> None:
-    pair = due()
+    sides = due()
     with torch.no_grad():
-        for model in (pair.eager, pair.compiled):
+        for model in (sides.eager, sides.compiled):
             model.get_parameter(WEIGHT).mul_(0.5)
-    pair.take(batch(2), seed=2)
-    pair.assert_same()
+    sides.take(batch(2), seed=2)
+    sides.assert_same()
 
 
-def averaged(pair: Pair) -> torch.Tensor:
+def averaged(sides: SideBySide) -> torch.Tensor:
     copied = torch.optim.swa_utils.AveragedModel(TASK.build())
-    copied.update_parameters(pair.stepped)
+    copied.update_parameters(sides.streamed)
     return copied.module.get_parameter(WEIGHT)
 
 
-READS_BESIDE: dict[str, Callable[[Pair, nn.Parameter], torch.Tensor]] = {
-    "the model's attribute": lambda pair, _: pair.stepped.layers[0].fc.weight * 1,
-    "the model's state dict": lambda pair, _: pair.stepped.state_dict()[WEIGHT],
-    "the model itself": lambda pair, _: pair.stepped.layers[0].fc(torch.eye(4)),
-    "a copy of the model": lambda pair, _: copy.deepcopy(pair.stepped).get_parameter(WEIGHT),
-    "a pickled model": lambda pair, _: pickle.loads(pickle.dumps(pair.stepped)).get_parameter(WEIGHT),
-    "a moving average": lambda pair, _: averaged(pair),
-    "the optimizer's groups": lambda pair, held: next(
-        p for p in pair.optimizer.param_groups[0]["params"] if p is held
+READS_BESIDE: dict[str, Callable[[SideBySide, nn.Parameter], torch.Tensor]] = {
+    "the model's attribute": lambda sides, _: sides.streamed.layers[0].fc.weight * 1,
+    "the model's state dict": lambda sides, _: sides.streamed.state_dict()[WEIGHT],
+    "the model itself": lambda sides, _: sides.streamed.layers[0].fc(torch.eye(4)),
+    "a copy of the model": lambda sides, _: copy.deepcopy(sides.streamed).get_parameter(WEIGHT),
+    "a pickled model": lambda sides, _: pickle.loads(pickle.dumps(sides.streamed)).get_parameter(WEIGHT),
+    "a moving average": lambda sides, _: averaged(sides),
+    "the optimizer's groups": lambda sides, held: next(
+        p for p in sides.optimizer.param_groups[0]["params"] if p is held
     ).clone(),
     "a tensor held since before": lambda _, held: held.detach(),
     "its data": lambda _, held: held.data,
@@ -131,14 +131,14 @@ READS_BESIDE: dict[str, Callable[[Pair, nn.Parameter], torch.Tensor]] = {
 
 @pytest.mark.parametrize("read", READS_BESIDE)
 def test_every_read_past_the_compiled_model_sees_the_updates(read: str) -> None:
-    pair = due()
-    held = pair.stepped.layers[0].fc.weight
-    seen = READS_BESIDE[read](pair, held).detach().clone()
-    assert_same(snapshot(pair.eager, pair.eager_optimizer), snapshot(pair.stepped, pair.optimizer))
-    assert_same(READS_BESIDE[read](pair, held).detach(), seen, read)
+    sides = due()
+    held = sides.streamed.layers[0].fc.weight
+    seen = READS_BESIDE[read](sides, held).detach().clone()
+    assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
+    assert_same(READS_BESIDE[read](sides, held).detach(), seen, read)
     assert type(held) is nn.Parameter
-    pair.take(batch(2), seed=2)
-    pair.assert_same()
+    sides.take(batch(2), seed=2)
+    sides.assert_same()
 
 
 WRITES: dict[str, Callable[[Any, nn.Parameter, torch.optim.Optimizer], object]] = {
@@ -158,41 +158,41 @@ WRITES: dict[str, Callable[[Any, nn.Parameter, torch.optim.Optimizer], object]] 
 
 @pytest.mark.parametrize("write", WRITES)
 def test_every_write_past_the_compiled_model_comes_behind_the_updates(write: str) -> None:
-    pair = due(lambda model: torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    sides = due(lambda model: torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
     with torch.no_grad():
-        for model, optimizer in ((pair.eager, pair.eager_optimizer), (pair.stepped, pair.optimizer)):
+        for model, optimizer in ((sides.eager, sides.eager_optimizer), (sides.streamed, sides.optimizer)):
             WRITES[write](model, model.layers[0].fc.weight, optimizer)
     for number in (2, 3):
-        pair.take(batch(number), seed=number)
-    pair.assert_same()
+        sides.take(batch(number), seed=number)
+    sides.assert_same()
 
 
 def test_questions_that_an_update_does_not_answer_leave_it_due() -> None:
     """Or every `zero_grad` and `train` of a loop would cost the overlap."""
-    pair = due()
-    pair.optimizer.zero_grad()
-    pair.compiled.train()
-    assert sum(p.numel() * p.element_size() for p in pair.compiled.parameters() if p.requires_grad) > 0
-    assert all(p.shape for p in pair.stepped.parameters())
-    assert pair.step.prepare(batch(2)).kind.updates == "deferred"
-    pair.take(batch(2), seed=2)
-    assert pair.step.schedule.kind.updates == "deferred"
-    pair.assert_same()
+    sides = due()
+    sides.optimizer.zero_grad()
+    sides.compiled.train()
+    assert sum(p.numel() * p.element_size() for p in sides.compiled.parameters() if p.requires_grad) > 0
+    assert all(p.shape for p in sides.streamed.parameters())
+    assert sides.step.prepare(batch(2)).kind.updates == "deferred"
+    sides.take(batch(2), seed=2)
+    assert sides.step.schedule.kind.updates == "deferred"
+    sides.assert_same()
 
 
 def test_an_optimizer_state_that_is_loaded_is_not_updated_from_before() -> None:
-    pair = due()
-    for optimizer in (pair.eager_optimizer, pair.optimizer):
+    sides = due()
+    for optimizer in (sides.eager_optimizer, sides.optimizer):
         optimizer.load_state_dict(sgd(TASK.build()).state_dict())
-    assert_same(snapshot(pair.eager, pair.eager_optimizer), snapshot(pair.stepped, pair.optimizer))
+    assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
 
 
 def test_the_last_updates_are_not_lost_with_the_step() -> None:
     """A function that trains and returns leaves the model trained, whatever of its objects live on."""
-    pair = due()
-    model, optimizer = pair.stepped, pair.optimizer
-    expected = snapshot(pair.eager, pair.eager_optimizer)
-    del pair
+    sides = due()
+    model, optimizer = sides.streamed, sides.optimizer
+    expected = snapshot(sides.eager, sides.eager_optimizer)
+    del sides
     gc.collect()
     assert_same(expected, snapshot(model, optimizer))
 
@@ -211,7 +211,7 @@ def test_two_steps_take_turns_over_one_model() -> None:
         for number in range(6):
             which, norm = number % 2, MODES[(mode, other)[number % 2]].get("max_grad_norm")
             torch.manual_seed(number)
-            loss, _ = eager_step(eager, expected[which], batch(number), loss=TASK.loss, max_norm=norm)
+            loss, _ = loop_step(eager, expected[which], batch(number), loss=TASK.loss, max_norm=norm)
             torch.manual_seed(number)
             assert_same(loss, steps[which](batch(number)), (mode, other, number))
         compiled.state_dict()
@@ -220,43 +220,43 @@ def test_two_steps_take_turns_over_one_model() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_backwards_by_hand_between_steps(mode: str) -> None:
-    pair = Pair.of("hazardous", adamw, **MODES[mode])
+    sides = SideBySide.of("hazardous", adamw, **MODES[mode])
     for number in range(4):
-        pair.take(batch(number), seed=number)
-        for model in (pair.eager, pair.compiled):
+        sides.take(batch(number), seed=number)
+        for model in (sides.eager, sides.compiled):
             torch.manual_seed(number)
             own_loss(model(batch(number + 10)), square, None).backward()
-        expected, found = ({n: p.grad for n, p in m.named_parameters()} for m in (pair.eager, pair.stepped))
+        expected, found = ({n: p.grad for n, p in m.named_parameters()} for m in (sides.eager, sides.streamed))
         assert_same(expected, found, "gradients")
         if number == 1:
-            pair.optimizer.step()  # and even a step by hand
-            pair.eager_optimizer.step()
-        pair.optimizer.zero_grad()
-        pair.eager_optimizer.zero_grad()
-    pair.assert_same()
+            sides.optimizer.step()  # and even a step by hand
+            sides.eager_optimizer.step()
+        sides.optimizer.zero_grad()
+        sides.eager_optimizer.zero_grad()
+    sides.assert_same()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_backward_that_comes_behind_a_step(mode: str) -> None:
     """The parameters it would read are no longer those of its forward, so it is refused, as by autograd."""
-    pair = Pair.of("hazardous", sgd, **MODES[mode])
-    pair.take(batch(0), seed=0)
-    loss = pair.compiled(batch(1)).square().mean()
-    pair.step(batch(2))
+    sides = SideBySide.of("hazardous", sgd, **MODES[mode])
+    sides.take(batch(0), seed=0)
+    loss = sides.compiled(batch(1)).square().mean()
+    sides.step(batch(2))
     with pytest.raises(ExecuteError, match="was modified between forward and backward"):
         loss.backward()
-    assert all(p.grad is None for p in pair.stepped.parameters())
-    pair.step(batch(3))
+    assert all(p.grad is None for p in sides.streamed.parameters())
+    sides.step(batch(3))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modules_frozen_and_thawed_between_steps(mode: str) -> None:
-    pair = Pair.of("hazardous", sgd, **MODES[mode])
+    sides = SideBySide.of("hazardous", sgd, **MODES[mode])
     for number in range(6):
-        for model in (pair.eager, pair.stepped):
+        for model in (sides.eager, sides.streamed):
             model.layers[0].requires_grad_(not 2 <= number < 4)
-        pair.take(batch(number), seed=number)
-    pair.assert_same()
+        sides.take(batch(number), seed=number)
+    sides.assert_same()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -264,26 +264,26 @@ def test_groups_that_are_added_and_changed_between_steps(mode: str) -> None:
     def of_layers(model: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.layers.parameters(), lr=1e-2)
 
-    pair = Pair.of("hazardous", of_layers, **MODES[mode])
+    sides = SideBySide.of("hazardous", of_layers, **MODES[mode])
     for number in range(5):
-        pair.take(batch(number), seed=number)
+        sides.take(batch(number), seed=number)
         if number == 1:
-            pair.eager_optimizer.add_param_group({"params": pair.eager.head.parameters(), "lr": 0.1})
-            pair.optimizer.add_param_group({"params": pair.stepped.head.parameters(), "lr": 0.1})
-        for optimizer in (pair.eager_optimizer, pair.optimizer):
+            sides.eager_optimizer.add_param_group({"params": sides.eager.head.parameters(), "lr": 0.1})
+            sides.optimizer.add_param_group({"params": sides.streamed.head.parameters(), "lr": 0.1})
+        for optimizer in (sides.eager_optimizer, sides.optimizer):
             optimizer.param_groups[0]["betas"] = (0.5 + 0.1 * number, 0.99)
             optimizer.param_groups[-1]["lr"] *= 0.5
-    pair.assert_same()
+    sides.assert_same()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_batches_of_other_sizes_in_turns(mode: str) -> None:
     """Updates that are due are taken by a step of another schedule."""
-    pair = Pair.of("hazardous", sgd, **MODES[mode])
+    sides = SideBySide.of("hazardous", sgd, **MODES[mode])
     for number, (size, count) in enumerate(((2, 1), (3, 1), (2, 2), (3, 1), (2, 1))):
         batches = [torch.randn(size, 4, generator=torch.Generator().manual_seed(number + i)) for i in range(count)]
-        pair.take(batches, seed=number)
-    pair.assert_same()
+        sides.take(batches, seed=number)
+    sides.assert_same()
 
 
 class Scaled:
@@ -307,7 +307,7 @@ def test_a_loss_with_a_parameter_of_its_own(mode: str) -> None:
     for number in range(4):
         batches = [batch(number), batch(number + 10)]
         torch.manual_seed(number)
-        loss, _ = eager_step(eager, expected, batches, loss=losses[0], max_norm=MODES[mode].get("max_grad_norm"))
+        loss, _ = loop_step(eager, expected, batches, loss=losses[0], max_norm=MODES[mode].get("max_grad_norm"))
         torch.manual_seed(number)
         assert_same(loss, step(batches), (mode, number))
     step.flush()
@@ -327,10 +327,10 @@ def test_hooks_of_the_optimizers_step_see_and_change_gradients(max_grad_norm: fl
         parameters[1].grad = None
         parameters[2].grad.mul_(0.5)
 
-    pair = Pair.of("hazardous", sgd, max_grad_norm=max_grad_norm)
-    for optimizer in (pair.eager_optimizer, pair.optimizer):
+    sides = SideBySide.of("hazardous", sgd, max_grad_norm=max_grad_norm)
+    for optimizer in (sides.eager_optimizer, sides.optimizer):
         optimizer.register_step_pre_hook(hook)
     for number in range(3):
-        pair.take(batch(number), seed=number)
-    pair.assert_same()
-    assert_same(seen[id(pair.eager_optimizer)], seen[id(pair.optimizer)], "seen")
+        sides.take(batch(number), seed=number)
+    sides.assert_same()
+    assert_same(seen[id(sides.eager_optimizer)], seen[id(sides.optimizer)], "seen")

@@ -13,7 +13,7 @@ import megatrain
 from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.guards import Guard
 from tests.models import Stack
-from tests.training.loops import MODES, adamw, square
+from tests.training.parity import MODES, adamw, square
 
 
 class Reader(Stack):

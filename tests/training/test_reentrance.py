@@ -21,7 +21,7 @@ from megatrain.runtime.streams.turn import Turn
 from tests.comparing import assert_same, snapshot
 from tests.interrupting import Lines
 from tests.training.hazards import TRAP
-from tests.training.loops import MODES, Pair, adamw, sgd, stack_batch
+from tests.training.parity import MODES, SideBySide, adamw, sgd, stack_batch
 
 KINDS = ("register_hook", "register_post_accumulate_grad_hook")
 UNTIL = 20.0
@@ -38,18 +38,18 @@ def batch(number: int) -> torch.Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
 
 
-USES: dict[str, Callable[[Pair, Path], object]] = {
-    "save": lambda pair, folder: pair.step.save(folder / "run"),
-    "step": lambda pair, folder: pair.step(batch(5)),
-    "measure": lambda pair, folder: pair.step.measure(batch(5)),
-    "prepare": lambda pair, folder: pair.step.prepare(torch.randn(7, 4)),
-    "flush": lambda pair, folder: pair.step.flush(),
-    "load": lambda pair, folder: megatrain.TrainStep.load(folder / "before", pair.compiled, pair.optimizer),
-    "call": lambda pair, folder: pair.compiled(batch(5)),
-    "compiled.prepare": lambda pair, folder: pair.compiled.prepare(torch.randn(6, 4)),
-    "optimizer's state": lambda pair, folder: pair.optimizer.state_dict(),
-    "model's state": lambda pair, folder: pair.compiled.state_dict(),
-    "load_state_dict": lambda pair, folder: pair.compiled.load_state_dict(pair.stepped.state_dict()),
+USES: dict[str, Callable[[SideBySide, Path], object]] = {
+    "save": lambda sides, folder: sides.step.save(folder / "run"),
+    "step": lambda sides, folder: sides.step(batch(5)),
+    "measure": lambda sides, folder: sides.step.measure(batch(5)),
+    "prepare": lambda sides, folder: sides.step.prepare(torch.randn(7, 4)),
+    "flush": lambda sides, folder: sides.step.flush(),
+    "load": lambda sides, folder: megatrain.TrainStep.load(folder / "before", sides.compiled, sides.optimizer),
+    "call": lambda sides, folder: sides.compiled(batch(5)),
+    "compiled.prepare": lambda sides, folder: sides.compiled.prepare(torch.randn(6, 4)),
+    "optimizer's state": lambda sides, folder: sides.optimizer.state_dict(),
+    "model's state": lambda sides, folder: sides.compiled.state_dict(),
+    "load_state_dict": lambda sides, folder: sides.compiled.load_state_dict(sides.streamed.state_dict()),
 }
 
 
@@ -75,49 +75,49 @@ def within(what: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize(("kind", "mode"), [(KINDS[0], "overlap"), (KINDS[1], "deferred")])
 @pytest.mark.parametrize("use", USES)
 def test_a_hook_that_would_wait_for_its_own_step_is_refused(use: str, kind: str, mode: str, tmp_path: Path) -> None:
-    pair = Pair.of("hazardous", sgd, **MODES[mode])
-    pair.take(batch(0), seed=0)
-    pair.step.save(tmp_path / "before")
-    pair.take(batch(1), seed=1)
-    before = snapshot(pair.eager, pair.eager_optimizer)
-    TRAP.arm("hook", lambda: USES[use](pair, tmp_path))
+    sides = SideBySide.of("hazardous", sgd, **MODES[mode])
+    sides.take(batch(0), seed=0)
+    sides.step.save(tmp_path / "before")
+    sides.take(batch(1), seed=1)
+    before = snapshot(sides.eager, sides.eager_optimizer)
+    TRAP.arm("hook", lambda: USES[use](sides, tmp_path))
     name = "head.weight" if mode == "overlap" else "layers.1.fc.weight"  # the first: nothing is updated then
-    handle = getattr(pair.stepped.get_parameter(name), kind)(lambda _: TRAP.at("hook"))
+    handle = getattr(sides.streamed.get_parameter(name), kind)(lambda _: TRAP.at("hook"))
     torch.manual_seed(2)
     before["generator"] = torch.get_rng_state()
     try:
         with pytest.raises(ExecuteError, match=r"^d2h:G. failed: ExecuteError: ") as caught:
-            within(lambda: pair.step(batch(2)))
+            within(lambda: sides.step(batch(2)))
     finally:
         handle.remove()
     assert re.match("(.* was called while (it|the model) runs|a hook .* looks at)", str(caught.value.__cause__))
-    pair.step.flush()
+    sides.step.flush()
     torch.manual_seed(2)
-    assert_same(before, snapshot(pair.stepped, pair.optimizer), "after the refusal")
+    assert_same(before, snapshot(sides.streamed, sides.optimizer), "after the refusal")
     assert not (tmp_path / "run").exists()
     for number in (2, 3):
-        pair.take(batch(number), seed=number)
-    pair.assert_same()
+        sides.take(batch(number), seed=number)
+    sides.assert_same()
 
 
 @pytest.mark.parametrize("use", [use for use in USES if "state" not in use])
 def test_a_loss_that_uses_its_own_step_is_refused(use: str, tmp_path: Path) -> None:
-    pair = Pair.of("hazardous", sgd, max_grad_norm=0.5)
-    pair.take(batch(0), seed=0)
-    pair.step.save(tmp_path / "before")
-    pair.take(batch(1), seed=1)
-    TRAP.arm("loss", lambda: USES[use](pair, tmp_path))
+    sides = SideBySide.of("hazardous", sgd, max_grad_norm=0.5)
+    sides.take(batch(0), seed=0)
+    sides.step.save(tmp_path / "before")
+    sides.take(batch(1), seed=1)
+    TRAP.arm("loss", lambda: USES[use](sides, tmp_path))
     with pytest.raises(ExecuteError, match=r"^.* was called while (it|the model) runs\."):
-        pair.step(batch(2))
+        sides.step(batch(2))
     for number in (2, 3):
-        pair.take(batch(number), seed=number)
-    pair.assert_same()
+        sides.take(batch(number), seed=number)
+    sides.assert_same()
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hook_that_only_looks_at_gradients_and_parameters_works(kind: str, mode: str) -> None:
-    pair = Pair.of("hazardous", sgd, **MODES[mode])
+    sides = SideBySide.of("hazardous", sgd, **MODES[mode])
     seen: list[Any] = []
 
     def look(model: Any) -> Callable[[torch.Tensor], None]:
@@ -131,11 +131,11 @@ def test_a_hook_that_only_looks_at_gradients_and_parameters_works(kind: str, mod
 
         return hook
 
-    handles = [getattr(m.layers[0].fc.weight, kind)(look(m)) for m in (pair.eager, pair.stepped)]
+    handles = [getattr(m.layers[0].fc.weight, kind)(look(m)) for m in (sides.eager, sides.streamed)]
     try:
         for number in range(3):
-            pair.take(batch(number), seed=number)
-        pair.assert_same()
+            sides.take(batch(number), seed=number)
+        sides.assert_same()
     finally:
         for handle in handles:
             handle.remove()
@@ -146,9 +146,9 @@ def test_a_hook_that_only_looks_at_gradients_and_parameters_works(kind: str, mod
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hook_of_a_backward_of_ones_own_may_call_the_model(kind: str) -> None:
     """It runs behind the run, as in eager."""
-    pair = Pair.of("stack", sgd)
+    sides = SideBySide.of("stack", sgd)
     x, found = stack_batch(0, 2), []
-    for model in (pair.eager, pair.compiled):
+    for model in (sides.eager, sides.compiled):
         weight = next(model.parameters())
         handle = getattr(weight, kind)(lambda _, model=model: found.append(model(x).detach().sum()))
         try:
@@ -159,7 +159,7 @@ def test_a_hook_of_a_backward_of_ones_own_may_call_the_model(kind: str) -> None:
 
 
 def test_another_model_may_be_used_in_a_hook_unless_that_leads_back() -> None:
-    pair, other = Pair.of("hazardous", sgd), Pair.of("stack", sgd)
+    sides, other = SideBySide.of("hazardous", sgd), SideBySide.of("stack", sgd)
     teacher = megatrain.compile(other.eager, device="cpu", transfer="copy")
     x, found = stack_batch(0, 2), []
     weight = next(teacher.parameters())
@@ -170,13 +170,13 @@ def test_another_model_may_be_used_in_a_hook_unless_that_leads_back() -> None:
         found.append(teacher(x).detach())
         taught(x)
 
-    handles.append(pair.stepped.head.weight.register_hook(hook))
+    handles.append(sides.streamed.head.weight.register_hook(hook))
     try:
-        within(lambda: pair.step(batch(0)))
-        TRAP.arm("inner", lambda: pair.compiled(batch(1)))
+        within(lambda: sides.step(batch(0)))
+        TRAP.arm("inner", lambda: sides.compiled(batch(1)))
         with pytest.raises(ExecuteError, match="the model was called while it runs"):
-            within(lambda: pair.step(batch(0)))
-        within(lambda: pair.step(batch(0)))
+            within(lambda: sides.step(batch(0)))
+        within(lambda: sides.step(batch(0)))
     finally:
         for handle in handles:
             handle.remove()

@@ -24,7 +24,7 @@ from megatrain.tracer.arguments import Structure
 from tests.captures import lowered_once
 from tests.comparing import difference
 from tests.host_updates import HostUpdates
-from tests.runtime.harness import loss_of
+from tests.runtime.parity import loss_of
 from tests.zoo.case import Case
 
 STEPS = 2

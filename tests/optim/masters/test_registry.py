@@ -20,7 +20,7 @@ from megatrain.saving import load, save
 from tests.comparing import assert_same_bits
 from tests.models import Gpt
 from tests.optim.reference import MAKERS, Loop, values_of
-from tests.runtime.twins import seeded
+from tests.runtime.parity import seeded
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

@@ -1,4 +1,4 @@
-"""What the tests of training steps share: small tasks, the plain eager loop, and comparisons to the bit."""
+"""Training steps and the plain eager loop side by side: tasks to train, and comparisons to the bit."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Task:
     loss: LossOf = None
 
 
-def seeded(step: int) -> torch.Generator:
+def generator_of(step: int) -> torch.Generator:
     return torch.Generator().manual_seed(1000 + step)
 
 
 def ids(step: int, size: int, length: int = 7, vocab: int = 32) -> torch.Tensor:
-    return torch.randint(3, vocab, (size, length), generator=seeded(step))
+    return torch.randint(3, vocab, (size, length), generator=generator_of(step))
 
 
 def gpt_batch(step: int, size: int) -> Any:
@@ -53,7 +53,7 @@ def labelled(step: int, size: int) -> Any:
 
 
 def image_batch(step: int, size: int) -> Any:
-    return (torch.randn(size, 3, 8, 8, generator=seeded(step)),)
+    return (torch.randn(size, 3, 8, 8, generator=generator_of(step)),)
 
 
 def image_loss(result: Any, batch: Any) -> torch.Tensor:
@@ -61,7 +61,7 @@ def image_loss(result: Any, batch: Any) -> torch.Tensor:
 
 
 def stack_batch(step: int, size: int) -> Any:
-    return torch.randn(size, 3, generator=seeded(step))
+    return torch.randn(size, 3, generator=generator_of(step))
 
 
 def square(result: Any, batch: Any) -> torch.Tensor:
@@ -136,7 +136,7 @@ def own_loss(result: Any, loss: LossOf, batch: Any) -> torch.Tensor:
     return result.loss if loss is None else loss(result, batch)
 
 
-def eager_gradients(
+def loop_gradients(
     model: nn.Module,
     batches: Sequence[Any],
     *,
@@ -156,7 +156,7 @@ def eager_gradients(
     return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0])
 
 
-def eager_step(
+def loop_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Any,
@@ -169,7 +169,7 @@ def eager_step(
     model.zero_grad()
     optimizer.zero_grad()
     batches = batches if isinstance(batches, list) else [batches]
-    found = eager_gradients(model, batches, loss=loss, counts=counts)
+    found = loop_gradients(model, batches, loss=loss, counts=counts)
     norm = None if max_norm is None else nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
     model.zero_grad()
@@ -180,11 +180,11 @@ def eager_step(
 
 
 @dataclass
-class Pair:
-    """A model trained eagerly, and a copy of it trained by a `TrainStep`; `stepped` is the copy itself."""
+class SideBySide:
+    """A model trained eagerly, and a copy of it trained by a `TrainStep`; `streamed` is the copy itself."""
 
     eager: Any
-    stepped: Any
+    streamed: Any
     compiled: megatrain.CompiledModule
     eager_optimizer: torch.optim.Optimizer
     optimizer: torch.optim.Optimizer
@@ -199,18 +199,20 @@ class Pair:
         *,
         compile_options: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> Pair:
+    ) -> SideBySide:
         """Compiles with `compile_options`, all else is for the TrainStep."""
         task = TASKS[name]
         compiled = fresh(name, **dict(compile_options or {}))
-        eager, stepped = task.build(), compiled.megatrain.model
-        own = optimizer(stepped)
+        eager, streamed = task.build(), compiled.megatrain.model
+        own = optimizer(streamed)
         step = megatrain.TrainStep(compiled, own, loss=task.loss, **options)
-        return Pair(eager, stepped, compiled, optimizer(eager), own, step, task.loss, options.get("max_grad_norm"))
+        return SideBySide(
+            eager, streamed, compiled, optimizer(eager), own, step, task.loss, options.get("max_grad_norm")
+        )
 
     def expect(self, batches: Any, counts: Sequence[float] | None = None) -> torch.Tensor:
         """Takes a step of the eager copy."""
-        return eager_step(
+        return loop_step(
             self.eager, self.eager_optimizer, batches, loss=self.loss, counts=counts, max_norm=self.max_norm
         )[0]
 
@@ -225,7 +227,7 @@ class Pair:
     def assert_same(self, what: object = "") -> None:
         """Compares everything after the latest step."""
         self.step.flush()
-        assert_same(snapshot(self.eager, self.eager_optimizer), snapshot(self.stepped, self.optimizer), what)
+        assert_same(snapshot(self.eager, self.eager_optimizer), snapshot(self.streamed, self.optimizer), what)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

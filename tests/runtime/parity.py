@@ -1,19 +1,30 @@
-"""Runs a model eagerly and compiled, side by side, and compares all that a training step produces."""
+"""Two copies of a model, one eager, one compiled: whatever their calls and backwards leave behind must be equal."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 import megatrain
 from megatrain.tracer.arguments import Structure
-from tests.comparing import assert_same, largest
+from tests.comparing import assert_same, assert_same_state, largest
 from tests.host_updates import HostUpdates
+
+PATHS: dict[str, dict[str, Any]] = {
+    "bind": {"transfer": "bind", "activations": "recompute"},
+    "recompute": {"transfer": "copy", "activations": "recompute"},
+    "keep": {"transfer": "copy", "activations": "keep"},
+    "offload": {"transfer": "copy", "activations": "offload", "block_bytes": 1},
+}
+"""Where weights lie and what is kept: each takes another path through the runtime."""
+
+M = TypeVar("M", bound=nn.Module)
+Drive = Callable[[Callable[..., Any], nn.Module], Any]
 
 
 @dataclass
@@ -84,3 +95,37 @@ def assert_parity(
     found = train(compiled, streamed, args, kwargs, steps=steps)
     assert_close(expected, found, tolerance)
     return compiled
+
+
+def seeded(build: Callable[[], M]) -> M:
+    """Builds a model from a fixed seed; the caller's generator is kept."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1234)
+        return build()
+
+
+def assert_parity_of(
+    model: nn.Module, drive: Drive, *, seed: int = 3, **options: Any
+) -> tuple[megatrain.CompiledModule, Any]:
+    """Runs `drive(call, model)` on both copies and compares what it returns, gradients, state and random numbers.
+
+    Args:
+        model: Copied for each run.
+        drive: Calls `call` as it likes; what it returns is compared tensor by tensor.
+        seed: Of torch's generator, before each run.
+        **options: Of `compile`.
+
+    Returns:
+        The compiled module and what `drive` returned for it.
+    """
+    eager, streamed = copy.deepcopy(model), copy.deepcopy(model)
+    compiled = megatrain.compile(streamed, device="cpu", **options)
+    torch.manual_seed(seed)
+    expected = drive(eager, eager)
+    end = torch.get_rng_state()
+    torch.manual_seed(seed)
+    found = drive(compiled, streamed)
+    assert_same(end, torch.get_rng_state(), "random generator")
+    assert_same(list(Structure.of(expected).placeholders), list(Structure.of(found).placeholders), "result")
+    assert_same_state(eager, streamed)
+    return compiled, found
