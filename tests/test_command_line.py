@@ -12,6 +12,7 @@ import torch
 
 import megatrain
 from megatrain import cli
+from tests.tiers import wide
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,7 +54,7 @@ def test_what_is_no_command_ends_with_2(arguments, capsys):
     assert "usage: megatrain" in wrong
 
 
-@pytest.mark.parametrize("module", ["megatrain", "megatrain.cli"])
+@pytest.mark.parametrize("module", ["megatrain", wide("megatrain.cli")])
 def test_python_m_is_the_command(module, tmp_path):
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}

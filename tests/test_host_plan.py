@@ -481,7 +481,7 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason
 
 
 @on_linux
-@pytest.mark.parametrize("options", [{}, {"memory": "80MB"}], ids=["in place", "streamed"])
+@pytest.mark.parametrize("options", [wide({}), {"memory": "80MB"}], ids=["in place", "streamed"])
 def test_measured_use_agrees_within_three_percent(options: dict[str, Any]):
     found = measured(options, width=768, depth=8, vocabulary=4000)
     passing = ("device memory", "update scratch")

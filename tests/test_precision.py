@@ -25,6 +25,7 @@ from tests.comparing import assert_same_bits
 from tests.models import MODELS, Gpt
 from tests.optim.reference import MAKERS, Loop, Reference, assert_same_training, loss_of, values_of
 from tests.runtime.parity import seeded
+from tests.tiers import checkered
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
@@ -99,9 +100,7 @@ def small_gpt() -> Any:
 # -- training ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", OPTIONS)
-@pytest.mark.parametrize("optimizer", MAKERS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "optimizer", "how"), checkered(CASES, MAKERS, OPTIONS))
 def test_twenty_steps_leave_the_bits_of_fp32_masters_with_bf16_compute(name: str, optimizer: str, how: str):
     model, args, kwargs = CASES[name]()
     reference = Reference(model, MAKERS[optimizer])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -22,6 +23,16 @@ SLOW_S = 0.5
 def every_other(cases: Iterable[Any]) -> list[Any]:
     """Marks every other case as wide: `make wide` runs these, and `make test` their neighbours, of the same kinds."""
     return [case if index % 2 == 0 else wide(case) for index, case in enumerate(cases)]
+
+
+def checkered(*axes: Iterable[Any]) -> list[Any]:
+    """Marks every other combination as wide, like the fields of a chessboard: each value meets half of the others."""
+    fields = product(*(enumerate(axis) for axis in axes))
+    return [
+        case if sum(index for index, _ in field) % 2 == 0 else wide(case)
+        for field in fields
+        for case in [tuple(value for _, value in field)]
+    ]
 
 
 def wide(case: Any) -> Any:

@@ -21,6 +21,9 @@ OPERATIONS = ("step", "flush", "read", "save", "load")
 BEGINNINGS = ("compile", "first step")
 # How many trials; of lines, every so-maniest of each case: cases take turns, so that each line has its trial.
 COUNTS = {"kills": 300, "interrupts": 300, "lines": len(CASES), "beginnings": 8 * len(BEGUN), "configurations": 1000}
+SMALL = {"kills": 4, "interrupts": 12, "lines": 200, "configurations": 8}
+SMALL_CASES = ("fp32 clipped", "bf16 overlap")
+"""What `make test` tries, in one process; of lines, in two runs."""
 
 
 def main() -> int:
@@ -28,6 +31,7 @@ def main() -> int:
     parser.add_argument("--only", choices=COUNTS, nargs="+", default=list(COUNTS), help="parts of the campaign")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6, help="what is drawn at random")
     parser.add_argument("--first", type=int, default=0, help="where to go on")
+    parser.add_argument("--small", action="store_true", help="a small part of the campaign, in a minute")
     parser.add_argument("--count", type=int, help="how many trials; of lines: every so-maniest")
     parser.add_argument("--cases", nargs="+", help="runs whose lines are interrupted; the names are those of a report")
     parser.add_argument("--kinds", nargs="+", help="operations whose lines are interrupted")
@@ -36,7 +40,7 @@ def main() -> int:
     print(f"seed {options.seed}", flush=True)
     tally = Tally()
     with tempfile.TemporaryDirectory() as folder:
-        for part in options.only:
+        for part in SMALL if options.small else options.only:
             began = time.perf_counter()
             run(part, tally, Path(folder) / part, options)
             print(f"{part}: {time.perf_counter() - began:.0f} s", flush=True)
@@ -45,13 +49,14 @@ def main() -> int:
 
 
 def run(part: str, tally: Tally, folder: Path, options: argparse.Namespace) -> None:
-    first, count = options.first, options.count or COUNTS[part]
+    first, count = options.first, options.count or (SMALL if options.small else COUNTS)[part]
     if part == "kills":
         kills(tally, folder, seed=options.seed, first=first, count=count)
     elif part == "interrupts":
         interrupts(tally, folder, seed=options.seed, first=first, count=count)
     elif part == "lines":
-        names, kinds = options.cases or tuple(CASES), options.kinds or OPERATIONS
+        names = options.cases or (SMALL_CASES if options.small else tuple(CASES))
+        kinds = options.kinds or OPERATIONS
         lines_of_operations(tally, folder, first=first, stride=count, kinds=kinds, names=names)
     elif part == "beginnings":
         names, kinds = options.cases or BEGUN, options.kinds or BEGINNINGS

@@ -155,7 +155,7 @@ class Interrupted:
 
 
 class Begun:
-    """A model and an optimizer that are about to be compiled, or streamed for the first time."""
+    """A model and an optimizer that are about to be compiled, or stepped for the first time."""
 
     def __init__(self, case: Case, *, is_compiled: bool) -> None:
         seed_all(0)

@@ -176,11 +176,12 @@ def finish(folder: Path, steps: int, waits_s: list[float]) -> int:
 
 @pytest.mark.parametrize(("kills", "steps"), [(3, 16), pytest.param(20, 120, marks=pytest.mark.users)])
 def test_a_run_that_is_killed_goes_on_to_the_bits_of_an_undisturbed_one(kills: int, steps: int, tmp_path: Path) -> None:
-    finish(tmp_path / "undisturbed", steps, [])
+    undisturbed = run(long(steps), tmp_path / "undisturbed", streams=True)
     waits = [0.003 * (7 * number % 20) ** 1.5 for number in range(kills)]
     assert finish(tmp_path / "killed", steps, waits) > kills // 2
-    expected, found = (torch.load(tmp_path / name / "end.pt") for name in ("undisturbed", "killed"))
-    assert_same(found, expected)
+    values, losses = torch.load(tmp_path / "killed" / "end.pt")
+    assert_same(undisturbed.values, values)
+    assert losses == [row for row in undisturbed.log if "loss" in row]
 
 
 def test_masters_are_updated_where_an_update_is_no_training_step(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.comparing import assert_same
 from tests.experts import IDLE, Bmm, Grouped, Layers, Routed
 from tests.gradients import grad_of
 from tests.runtime.parity import assert_parity, train
+from tests.tiers import checkered
 
 NUM, WIDTH, INNER = 32, 8, 16
 STACK = NUM * WIDTH * INNER * 4
@@ -53,8 +54,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["bmm", "gathered", "selected", "einsum"])
+@pytest.mark.parametrize(("kind", "mode"), checkered(["bmm", "gathered", "selected", "einsum"], MODES))
 def test_training_with_expert_groups_equals_eager(kind: str, mode: str):
     compiled = assert_parity(layers(Layers.KINDS[kind]), (tokens(),), {}, block_bytes=LIMIT, **MODES[mode])
     assert largest(compiled) <= LIMIT

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 
 from tests.models import MODELS
 from tests.runtime.parity import assert_parity
-from tests.tiers import wide
+from tests.tiers import checkered
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
 
@@ -27,13 +26,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 AUTO = ("gpt_loss", "cnn", "llama_labels", "t5_labels", "mixture_of_experts", "lstm")
 """Without options each model takes one of the paths above."""
-CASES = [
-    *(
-        (name, mode) if (number + place) % 2 == 0 else wide((name, mode))
-        for (number, name), (place, mode) in itertools.product(enumerate(MODELS), enumerate(MODES))
-    ),
-    *((name, "auto") for name in AUTO),
-]
+CASES = [*checkered(MODELS, MODES), *((name, "auto") for name in AUTO)]
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)

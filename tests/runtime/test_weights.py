@@ -22,6 +22,7 @@ from tests.comparing import assert_same
 from tests.gradients import grad_of
 from tests.runtime.parity import train
 from tests.runtime.saved import IDS, Partial, assert_holds, gpt, on_meta, partial_on_meta, save, save_sharded, state_of
+from tests.tiers import wide
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
 
@@ -347,7 +348,7 @@ print(json.dumps({
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with Linux's /proc")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [wide(torch.float32), torch.bfloat16])
 def test_loading_takes_the_memory_of_the_store_and_no_more(tmp_path: Path, dtype: torch.dtype):
     torch.manual_seed(0)
     state = {}

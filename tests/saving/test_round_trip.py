@@ -188,7 +188,7 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_state_of_learning_rate_schedulers(tmp_path: Path, name: str):
-    def streamed(scheduler: Any, count: int) -> list[float]:
+    def stepped(scheduler: Any, count: int) -> list[float]:
         rates = []
         for i in range(count):
             optimizer.step()
@@ -198,7 +198,7 @@ def test_the_state_of_learning_rate_schedulers(tmp_path: Path, name: str):
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.05)
     scheduler = SCHEDULERS[name](optimizer)
-    streamed(scheduler, 4)
+    stepped(scheduler, 4)
     save(tmp_path / "run", {}, extra={"scheduler": scheduler.state_dict()})
     state = load(tmp_path / "run").extra["scheduler"]
     assert same(state, dict(scheduler.state_dict()))

@@ -24,7 +24,7 @@ from tests.strategies import WIDTH, Halves, Odd, WritesView, module_trees
 from tests.training.parity import MODES, generator_of, sgd
 from tests.training.test_random_models import LARGER_BRANCH, REFUSED
 
-KINDS: tuple[OrderName, ...] = ("early", "late", "generator_of")
+KINDS: tuple[OrderName, ...] = ("early", "late", "seeded")
 ORDERS = 8  # of each example: 25 examples in each run of all tests
 
 
@@ -57,11 +57,11 @@ def loss_of(result: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def orders(sim: Simulator, compiled: megatrain.CompiledModule, seed: int) -> Iterator[str]:
-    """Chooses orders: first all streams late, then all generator_of, then random ones for each stream."""
+    """Chooses orders: first all streams late, then all seeded, then random ones for each stream."""
     dice, transfers = random.Random(seed), compiled.megatrain.engine.streams
     found = (transfers.h2d.device_stream, transfers.d2h.device_stream, torch.accelerator.current_stream())
     streams = [stream for stream in found if isinstance(stream, torch.Stream)]
-    for order in ("late", "generator_of"):
+    for order in ("late", "seeded"):
         choose(sim, order, seed=seed)
         yield order
     for number in range(ORDERS - 2):

@@ -217,7 +217,7 @@ def plateau(optimizer: torch.optim.Optimizer) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A run: what it is, and how the parts before and after the checkpoint are compiled and streamed.
+    """A run: what it is, and how the parts before and after the checkpoint are compiled and stepped.
 
     Args:
         build: The model, after the seed.

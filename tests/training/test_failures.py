@@ -18,6 +18,7 @@ from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.training.trainer import Running
 from tests.comparing import assert_same, snapshot
 from tests.threads import living
+from tests.tiers import checkered
 from tests.training.hazards import TRAP, WIDTH, watched
 from tests.training.parity import MODES, SideBySide, generator_of
 
@@ -196,10 +197,9 @@ def test_an_error_in_the_users_loss_leaves_no_trace(mode: str, micro_batch: int)
     run.sides.assert_same()
 
 
-@pytest.mark.parametrize("mode", FAILING_MODES)
-@pytest.mark.parametrize("number", [0, 2])
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("micro_batch", [0, 1])
+@pytest.mark.parametrize(
+    ("mode", "place", "number", "micro_batch"), checkered(FAILING_MODES, ["forward", "backward"], [0, 2], [0, 1])
+)
 def test_an_error_once_in_the_models_own_code(mode: str, place: str, number: int, micro_batch: int) -> None:
     run = Run(mode)
     run.take(2)
@@ -254,8 +254,7 @@ def test_an_error_always_ahead_of_all_updates_leaves_no_trace(mode: str) -> None
 # -- errors of the optimizer ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["overlap", "serial", "serial_clipped", "deferred"])
-@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize(("mode", "after"), checkered(MODES, [0, 1, 2]))
 def test_an_error_once_in_the_optimizer(mode: str, after: int) -> None:
     """It comes when the parameters of a block and their state are written already."""
     run = Run(mode)
@@ -326,9 +325,11 @@ def test_an_error_once_in_a_hook_of_the_step(hook: str, max_grad_norm: float | N
     run.sides.assert_same()
 
 
-@pytest.mark.parametrize("mode", FAILING_MODES)
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize("name", ["layers.0.fc.weight", "layers.1.norm.weight", "head.weight"])
+HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+HOOKED = ("layers.0.fc.weight", "layers.1.norm.weight", "head.weight")
+
+
+@pytest.mark.parametrize(("mode", "kind", "name"), checkered(FAILING_MODES, HOOKS, HOOKED))
 def test_an_error_once_in_a_parameters_hook(mode: str, kind: str, name: str) -> None:
     """It leaves no trace: where there is such a hook, no update comes before the last gradient."""
     run = Run(mode)
@@ -350,10 +351,10 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("mode", FAILING_MODES)
-@pytest.mark.parametrize(
-    "place", ["loss", ("forward", 0), ("forward", 2), ("backward", 2), ("backward", 0), "update", "parameter"], ids=str
-)
+PLACES = ("loss", ("forward", 0), ("forward", 2), ("backward", 2), ("backward", 0), "update", "parameter")
+
+
+@pytest.mark.parametrize(("mode", "place"), checkered(FAILING_MODES, PLACES))
 def test_an_interrupt_ends_the_step_at_a_boundary(mode: str, place: object) -> None:
     run = Run(mode)
     bias = run.sides.streamed.layers[0].fc.bias

@@ -12,6 +12,7 @@ from torch import nn
 import megatrain
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
+from tests.tiers import every_other
 from tests.training.parity import MODES, TASKS, adamw, fresh, loop_step, sgd
 
 STEPS = 20
@@ -34,12 +35,12 @@ OPTIMIZERS: dict[str, Any] = {
 }
 MODELS = ("gpt", "llama", "t5", "cnn", "lora")
 ACTIVATIONS = {"gpt": "offload", "llama": "recompute", "t5": "auto", "cnn": "keep", "lora": "offload"}
-CASES = [
-    pytest.param(model, optimizer, mode, transfer, id=f"{model}-{optimizer}-{mode}-{transfer}")
-    for (model, optimizer), mode, transfer in zip(
-        itertools.product(MODELS, OPTIMIZERS), itertools.cycle(MODES), itertools.cycle(["copy", "copy", "bind"])
-    )
-]
+# Modes and transfers take turns among the cases of `make test`, and again among those of `make wide`.
+MODE, TRANSFER = list(MODES), ("copy", "copy", "bind")
+CASES = every_other(
+    (model, optimizer, MODE[index // 2 % len(MODE)], TRANSFER[index // 2 % len(TRANSFER)])
+    for index, (model, optimizer) in enumerate(itertools.product(MODELS, OPTIMIZERS))
+)
 
 
 class Schedule:
