@@ -74,6 +74,7 @@ test: $(READY)
 # What make test leaves out of its largest tables.
 wide: $(READY)
 	$(PYTEST) -m wide $(ARGS)
+	$(if $(ARGS),,$(PYTEST) -m wide $(SIMULATED))
 
 slow: $(READY)
 	$(PYTEST) --write-slow $(ARGS)
@@ -104,11 +105,11 @@ bench: $(READY)
 
 gpu: $(READY)
 	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.accelerator.is_available() else "make gpu: torch finds no accelerator here")'
-	$(PY) -m pytest tests/gpu $(ARGS)
+	$(PY) -m pytest tests/gpu -m 'wide or not wide' $(ARGS)
 
 # Four times the random models and budgets, each in eight orders; ARGS="--hypothesis-seed 7" chooses others.
 device: $(READY)
-	$(PYTEST) $(SIMULATED) --hypothesis-profile=seeds $(ARGS)
+	$(PYTEST) $(SIMULATED) -m 'wide or not wide' --hypothesis-profile=seeds $(ARGS)
 
 # Tests, benchmarks and figures of a machine with a GPU, in one file: docs/gpu.md.
 gpu-report: $(READY)

@@ -67,6 +67,7 @@ def test_hf_llama_learns_and_its_checkpoint_is_a_hugging_face_model(tmp_path: Pa
     assert re.search(r"verify LlamaForCausalLM: equal to eager PyTorch; (\d+) of \1 tensors bit for bit", shown)
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(is_missing("peft") or is_missing("transformers"), reason="peft or transformers isn't installed")
 def test_lora_trains_adapters_and_nothing_else(tmp_path: Path):
     shown = printed("lora", tmp_path)
@@ -79,6 +80,7 @@ def test_lora_trains_adapters_and_nothing_else(tmp_path: Path):
     assert back < weights / 4 < moved
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(is_missing("transformers"), reason="transformers isn't installed")
 def test_the_plan_fits_the_card_and_one_of_two_machines(tmp_path: Path):
     shown = printed("plan_before_you_rent", tmp_path)

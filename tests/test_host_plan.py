@@ -495,7 +495,7 @@ def test_measured_use_agrees_within_three_percent(options: dict[str, Any]):
 @on_linux
 @pytest.mark.parametrize(
     ("options", "step_options"),
-    [wide(({}, {})), ({"memory": "350MB"}, {"max_grad_norm": 1.0}), ({"precision": "bf16"}, {"overlap": False})],
+    [wide(({}, {})), ({"memory": "350MB"}, {"max_grad_norm": 1.0}), wide(({"precision": "bf16"}, {"overlap": False}))],
     ids=["overlap", "deferred", "bf16"],
 )
 def test_whole_steps_never_take_more_than_the_plan(options: dict[str, Any], step_options: dict[str, Any]):

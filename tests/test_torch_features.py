@@ -169,6 +169,7 @@ def test_random_numbers_go_on():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.wide
 def test_a_missing_name_breaks_no_import():
     code = """
 import torch, torch.overrides, torch.autograd

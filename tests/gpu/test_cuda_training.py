@@ -18,6 +18,7 @@ from megatrain.runtime.streams.stream_set import Chaos, Recording
 from tests.models import MODELS, Gpt
 from tests.runtime.parity import assert_close, train
 from tests.simulated_device import is_loaded
+from tests.tiers import checkered, every_other
 
 NAMES = [
     "gpt_loss",
@@ -57,13 +58,12 @@ def assert_parity_there(name: str, **options) -> None:
     assert_close(expected, found, 0.0)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "offload", "keep"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "activations"), checkered(NAMES, ["recompute", "offload", "keep"]))
 def test_training_equals_eager(name: str, activations: str) -> None:
     assert_parity_there(name, activations=activations)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", every_other(range(20)))
 def test_training_equals_eager_under_chaos(seed: int) -> None:
     assert_parity_there(NAMES[seed % len(NAMES)], activations="offload", chaos=Chaos(seed=seed))
 

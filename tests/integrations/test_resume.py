@@ -23,6 +23,7 @@ from megatrain.errors import CheckpointError
 from tests.comparing import assert_same
 from tests.integrations.runs import RAGGED, Ran, Scenario, llama, run
 from tests.integrations.test_trainer import LooksAtGradients, OwnStep
+from tests.tiers import wide
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
 ROOT = Path(__file__).parents[2]
@@ -174,7 +175,7 @@ def finish(folder: Path, steps: int, waits_s: list[float]) -> int:
     return kills
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(3, 16), pytest.param(20, 120, marks=pytest.mark.users)])
+@pytest.mark.parametrize(("kills", "steps"), [wide((3, 16)), pytest.param(20, 120, marks=pytest.mark.users)])
 def test_a_run_that_is_killed_goes_on_to_the_bits_of_an_undisturbed_one(kills: int, steps: int, tmp_path: Path) -> None:
     undisturbed = run(long(steps), tmp_path / "undisturbed", streams=True)
     waits = [0.003 * (7 * number % 20) ** 1.5 for number in range(kills)]

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import megatrain
 from megatrain.errors import ExecuteError, TraceError
 from tests.comparing import assert_same_state
+from tests.tiers import checkered
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
 
@@ -198,8 +199,9 @@ def _trained(hooks: Callable[[nn.Sequential], Collect], **options: Any) -> tuple
     return [*found, *(p.grad for p in model.parameters() if p.grad is not None)], call
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep", "offload"])
-@pytest.mark.parametrize("hooks", [*OBSERVING, *OPAQUE, *CAPTURED], ids=lambda hooks: hooks.__name__)
+@pytest.mark.parametrize(
+    ("hooks", "activations"), checkered([*OBSERVING, *OPAQUE, *CAPTURED], ["recompute", "keep", "offload"])
+)
 def test_what_hooks_find_is_what_they_find_in_eager(hooks: Any, activations: str) -> None:
     eager, _ = _trained(hooks)
     ours, compiled = _trained(hooks, activations=activations)

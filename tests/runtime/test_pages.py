@@ -169,6 +169,7 @@ HostArena(64).lock(device)
 """
 
 
+@pytest.mark.wide
 @linux
 def test_a_forked_child_lacks_what_is_locked_and_nothing_else():
     done = subprocess.run(

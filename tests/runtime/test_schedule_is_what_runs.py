@@ -98,6 +98,7 @@ def test_peak_does_not_grow_with_depth() -> None:
     assert deep == shallow
 
 
+@pytest.mark.wide
 def test_peak_grows_by_the_kept_inputs_only() -> None:
     _, small = slow_peak(12, activations="recompute")
     deep, large = slow_peak(24, activations="recompute")

@@ -23,6 +23,7 @@ from tests.comparing import assert_same
 from tests.models import MODELS
 from tests.runtime import settings
 from tests.runtime.settings import gain
+from tests.tiers import every_other
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
 
@@ -212,7 +213,7 @@ def globals_restored() -> Iterator[None]:
     settings.GAIN, Plain.factor, Reader.bias_scale = gain_before, factor, 1.0
 
 
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("what", every_other(CHANGES))
 def test_a_change_between_two_calls_is_seen(sides: SideBySide, what: str) -> None:
     sides.check()
     sides.check()

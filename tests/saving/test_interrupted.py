@@ -284,6 +284,7 @@ def python(code: str, *args: object) -> str:
     return done.stdout
 
 
+@pytest.mark.wide
 def test_thirty_kills_at_random_moments_leave_a_whole_checkpoint_each_time(tmp_path: Path):
     out = python(KILLED, tmp_path, torch.seed() % 2**32).split()
     assert int(out[1]) > 1, "no save was ever completed"

@@ -226,6 +226,7 @@ def test_an_update_without_gradients_or_with_itself_is_refused(block):
         schedule(replace(workload, blocks=(replace(workload.blocks[0], **block), workload.blocks[1])))
 
 
+@pytest.mark.wide
 def test_two_thousand_blocks_of_four_micro_batches_take_seconds():
     workload = with_updates(chain([40 * EMBED, *[LAYER + 64 * (i % 3) for i in range(1998)], 40 * EMBED]))
     start = time.process_time()

@@ -14,6 +14,7 @@ import megatrain
 from megatrain.device import Accelerator
 from megatrain.tracer.recording.random_numbers import kept_rng
 from tests.simulated_device import Simulator, Synchronization
+from tests.tiers import checkered, every_other
 from tests.training.parity import MODES, TASKS, adamw
 
 
@@ -36,9 +37,9 @@ def on_launching_threads(found: list[Synchronization]) -> list[str]:
     return [str(one) for one in found if not one.thread.startswith("megatrain-")]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("name", "count"), [("gpt", 1), ("llama", 2), ("cnn", 1), ("cnn", 3)])
-def test_the_launching_thread_waits_at_the_end_alone(sim: Simulator, name: str, count: int, mode: str):
+@pytest.mark.parametrize(("task", "mode"), checkered([("gpt", 1), ("llama", 2), ("cnn", 1), ("cnn", 3)], MODES))
+def test_the_launching_thread_waits_at_the_end_alone(sim: Simulator, task: tuple[str, int], mode: str):
+    name, count = task
     _, step = stepping(name, mode, TASKS[name].build())
     for number in range(2):
         step(batches(name, number, count))
@@ -57,7 +58,7 @@ def num_labels(batch: Any) -> torch.Tensor:
     return (batch["labels"] > 5).sum()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", every_other(MODES))
 def test_weights_on_the_device_are_not_waited_for(sim: Simulator, mode: str):
     def on_host(batch: Any) -> int:
         return int(num_labels(batch))

@@ -20,14 +20,15 @@ from tests.simulated_runs.on_device import (
     step_by_hand,
     trained,
 )
+from tests.tiers import checkered, every_other
 from tests.training.parity import MODES, TASKS, adamw
 
 NAMES = ("gpt_loss", "mlp", "cnn", "llama_labels", "t5_labels", "torch_encoder", "encoder_decoder", "tied_blocks")
 
 
-@pytest.mark.parametrize(("name", "activations"), [
+@pytest.mark.parametrize(("name", "activations"), every_other([
     *((name, "offload") for name in NAMES), ("gpt_loss", "recompute"), ("gpt_loss", "keep"), ("cnn", "keep"),
-])  # fmt: skip
+]))  # fmt: skip
 def test_calls_have_the_bits_of_eager(sim: Simulator, name: str, activations: str):
     model, args, kwargs = MODELS[name]()
     eager = eager_copy(model)
@@ -40,9 +41,9 @@ def test_calls_have_the_bits_of_eager(sim: Simulator, name: str, activations: st
     assert sim.violations() == []
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("name", "micro_batches"), [("gpt", 1), ("stack", 3)])
-def test_training_steps_have_the_bits_of_a_loop(sim: Simulator, name: str, micro_batches: int, mode: str):
+@pytest.mark.parametrize(("case", "mode"), checkered([("gpt", 1), ("stack", 3)], MODES))
+def test_training_steps_have_the_bits_of_a_loop(sim: Simulator, case: tuple[str, int], mode: str):
+    name, micro_batches = case
     task = TASKS[name]
     model, eager = task.build(), task.build()
     compiled = megatrain.compile(model, device=DEVICE, activations="offload")

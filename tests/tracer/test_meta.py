@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatrain.passes.pipeline import lower
@@ -41,6 +42,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.wide
 def test_a_llama_of_120_billion_parameters_is_lowered_in_seconds_and_little_memory():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=900, check=True

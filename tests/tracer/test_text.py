@@ -37,6 +37,7 @@ def test_equal_models_print_equal_texts(name: str):
     assert " at 0x" not in str(first)
 
 
+@pytest.mark.wide
 def test_the_hash_seed_of_the_process_changes_no_text():
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     other = subprocess.run(

@@ -10,6 +10,7 @@ import weakref
 from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
@@ -130,6 +131,7 @@ print("parent works")
 """
 
 
+@pytest.mark.wide
 def test_a_forked_process_is_refused_runs_and_may_look() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKS], capture_output=True, text=True, timeout=120, cwd=ROOT

@@ -17,6 +17,7 @@ from megatrain.runtime.stores.host_store import HostStore
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
 from tests.models import MODELS
+from tests.tiers import checkered
 from tests.training.parity import MODES, TASKS, SideBySide, adamw, ids, labelled, loop_gradients, second, sgd, square
 
 CHAOS = {"chaos": Chaos(seed=3, max_delay_s=0.0001)}
@@ -31,8 +32,7 @@ def tokens(batch: Any) -> int:
     return batch["input_ids"].numel()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("weight", [None, tokens], ids=["mean", "by_tokens"])
+@pytest.mark.parametrize(("mode", "weight"), checkered(MODES, [None, tokens]))
 def test_lists_of_other_sizes_have_the_bits_of_a_loop(mode: str, weight: Callable[[Any], int] | None) -> None:
     """Nothing is shared by blocks, so each sum has one order: that of the micro-batches. Dropout is on."""
     sides = SideBySide.of(

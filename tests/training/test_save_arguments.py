@@ -113,6 +113,7 @@ print(refused, text)
 """
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of the address space")
 def test_a_load_that_finds_no_memory_is_refused_and_can_be_repeated(tmp_path: Path):
     done = subprocess.run(

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.saving.test_interrupted import python
-from tests.tiers import wide
 
 MEMORY = """
 import sys, threading, time
@@ -60,7 +59,8 @@ print(saved, again, loaded, first)
 """
 
 
-@pytest.mark.parametrize("precision", [wide("fp32"), "bf16"])
+@pytest.mark.wide
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_neither_saving_nor_loading_takes_a_second_copy(tmp_path: Path, precision: str):
     """Of 192 MiB of weights, or as much of masters, with 384 MiB of moments: less than a twentieth of the weights."""
     found = dict(

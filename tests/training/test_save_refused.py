@@ -109,6 +109,7 @@ def test_every_cut_or_missing_file_is_named_before_anything_is_changed(whole: Pa
             shutil.rmtree(folder)
 
 
+@pytest.mark.wide
 def test_every_flipped_byte_is_found_and_file_and_tensor_are_named(whole: Path, tmp_path: Path):
     """Three in each tensor, each header and each text; one at a time."""
     folder = tmp_path / "run"

@@ -196,6 +196,7 @@ def test_only_a_tuple_and_a_dict_are_arguments_and_keywords(target, tmp_path, mo
     assert (len(args), kwargs) == (2, {})
 
 
+@pytest.mark.wide
 def test_in_a_process_of_its_own(target, tmp_path):
     (tmp_path / "json.py").unlink()  # what Python itself would stumble over
     root = str(Path(megatrain.__file__).parent.parent)

@@ -110,6 +110,7 @@ def test_an_interrupt_at_any_line_leaves_the_model_as_it_was(kind: str) -> None:
     assert interrupted(kind, captures=False) > 100
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_while_a_failed_compile_is_undone_leaves_the_model_as_it_was(kind: str) -> None:
     assert interrupted(kind, captures=True) > 150
