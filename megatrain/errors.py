@@ -64,7 +64,7 @@ class ScheduleError(MegatrainError):
 
 
 class MicroBatchError(ScheduleError):
-    """Micro-batches of one training step differ in more than their sizes."""
+    """Micro-batches of one training step run other layers, or the same ones in another order."""
 
 
 class ExecuteError(MegatrainError):

@@ -101,10 +101,10 @@ class Call:
 
     def pass_on(self, names: Iterable[str], later: Call) -> None:
         """Gives new values of buffers to the next micro-batch, whose forward begins with them."""
-        buffers = self.loaded.written_buffers
+        written, entering = self.loaded.written, later.loaded.entering
         for name in names:
-            if name in buffers and name in self.values:
-                later.set_value(buffers[name], self.values[name])
+            for buffer in written.get(name, ()) if name in self.values else ():
+                later.set_value(entering[buffer], self.values[name])
 
     def take(self, name: str, device: Device) -> None:
         """Takes memory for a parked value that will come back, from the allocator of the calling thread's stream."""

@@ -32,14 +32,15 @@ class Executor:
     """Runs a schedule: the forward and the backward of calls, or whole training steps.
 
     Args:
-        program: The blocks; of a training step one program per micro-batch, of the same structure: captures for
-            inputs of other sizes.
+        program: The blocks; of a training step one program per micro-batch: captures of one model, with the same
+            blocks of state.
         schedule: A checked schedule of that program, or of the programs' merged workload.
         model: The model, whose parameters move into a host store; or the engine that holds it already.
         arena: Where gradients of a training step wait for their updates; None takes one of its own.
 
     Raises:
         ExecuteError: If the schedule is of other programs.
+        ScheduleError: If the programs can't share blocks.
     """
 
     @checked()
@@ -58,14 +59,14 @@ class Executor:
         self.schedule = schedule
         self.engine = engine
         is_training = schedule.kind.mode == "train"
-        known = {id(p): Loaded.of(p, engine, is_training=is_training) for p in programs}
+        loaded = Loaded.of_each(programs, engine, is_training=is_training)
         if schedule.kind.is_training_step and arena is None:
             arena = LandingArena(engine.bus)
-        for loaded in known.values():
-            loaded.check_recomputed(schedule.saves)
-        self._operations = Operations([known[id(p)] for p in programs], schedule.instructions, engine, arena)
+        for each in loaded:
+            each.check_recomputed(schedule.saves)
+        self._operations = Operations(loaded, schedule.instructions, engine, arena)
         self._resumed: Instructions | None = None
-        self.loaded = self._operations.loaded[0]
+        self.loaded = loaded[0]
         self.facts = self.loaded.facts
         self.differentiable_outputs = self.facts.differentiable_outputs
         self.differentiable_inputs = self.facts.differentiable_inputs

@@ -12,7 +12,7 @@ from megatrain.runtime.block import HIDDEN_DRAWS, BlockRunner
 from megatrain.runtime.draws import Draws
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.flow import Facts
-from megatrain.tracer.spec import TensorSpec
+from megatrain.scheduler.from_program import merge_programs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,9 +24,9 @@ class Loaded:
         images: Layout of each block's state.
         runners: The runner of each block.
         facts: Where gradients flow.
-        names: The values' names, by index.
-        specs: The values' shapes and dtypes, by index.
-        written_buffers: The value with which a buffer enters, by the value that it is given.
+        names: The values' names, by their index in the schedule's workload; None for those of other micro-batches.
+        entering: The value with which each buffer that the forward writes begins.
+        written: The buffers that take a value, by the value's name.
         draws: The random calls of a forward; None if they can't be made without it.
     """
 
@@ -34,27 +34,39 @@ class Loaded:
     images: Sequence[BlockImage]
     runners: list[BlockRunner]
     facts: Facts
-    names: Sequence[str]
-    specs: Sequence[TensorSpec]
-    written_buffers: Mapping[str, str]
+    names: Sequence[str | None]
+    entering: Mapping[str, str]
+    written: Mapping[str, Sequence[str]]
     draws: Draws | None
 
     @staticmethod
-    def of(program: Program, engine: Engine, *, is_training: bool) -> Loaded:
-        """Brings a program onto an engine.
+    def of_each(programs: Sequence[Program], engine: Engine, *, is_training: bool) -> list[Loaded]:
+        """Brings the programs of a step's micro-batches onto an engine, each once.
 
         Raises:
             ExecuteError: See `Engine.adopt`.
             WeightsError: See `Engine.adopt`.
+            ScheduleError: If they can't share blocks.
         """
+        distinct = {id(program): program for program in programs}
+        places = merge_programs(list(distinct.values())).places
+        known = {
+            key: Loaded._of(program, own, engine, is_training=is_training)
+            for (key, program), own in zip(distinct.items(), places, strict=True)
+        }
+        return [known[id(program)] for program in programs]
+
+    @staticmethod
+    def _of(program: Program, places: Sequence[int | None], engine: Engine, *, is_training: bool) -> Loaded:
+        names = list(program.values)
         return Loaded(
             program=program,
             images=engine.adopt(program),
             runners=[engine.runner(program.templates[b.template]) for b in program.blocks],
             facts=Facts.of(program, is_training=is_training),
-            names=list(program.values),
-            specs=[value.spec for value in program.values.values()],
-            written_buffers={new: name for name, key in program.buffers for k, new in program.commits if k == key},
+            names=[None if place is None else names[place] for place in places],
+            entering={key: name for name, key in program.buffers},
+            written={new: [key for key, name in program.commits if name == new] for _, new in program.commits},
             draws=Draws.of(program) if is_training else None,
         )
 

@@ -152,13 +152,17 @@ class Operations:
         """Lets go of items."""
         for kind, number, micro_batch in items:
             call = calls[micro_batch]
-            call.drop(kind, call.loaded.names[number] if kind in _OF_VALUES else number)
+            name = call.loaded.names[number] if kind in _OF_VALUES else number
+            if name is not None:  # otherwise it is a value of other micro-batches
+                call.drop(kind, name)
 
     def take(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
         """Takes device memory for what transfers will bring; on the thread of compute, in the order of its stream."""
         for _, number, micro_batch in items:
             call = calls[micro_batch]
-            call.take(call.loaded.names[number], self.engine.device)
+            name = call.loaded.names[number]
+            if name is not None:
+                call.take(name, self.engine.device)
 
     # -- handlers ------------------------------------------------------------------------------------------
 
@@ -171,14 +175,16 @@ class Operations:
         call = taken.calls[instruction.micro_batch]
         for value, place in instruction.parked:
             name = call.loaded.names[value]
-            call.parks.put(name, call.values[name], place.offset)
+            if name is not None:
+                call.parks.put(name, call.values[name], place.offset)
 
     def unpark(self, taken: Taken, instruction: Instruction) -> None:
         """A to the device."""
         call = taken.calls[instruction.micro_batch]
         for value, _ in instruction.parked:
             name = call.loaded.names[value]
-            call.parks.get(name, call.returned[name])
+            if name is not None:
+                call.parks.get(name, call.returned[name])
 
     def forward(self, taken: Taken, instruction: Instruction) -> None:
         """F: with its graph retained, or without."""

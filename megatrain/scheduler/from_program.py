@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatrain.checks import checked, optional
-from megatrain.errors import ScheduleError
+from megatrain.errors import MicroBatchError, ScheduleError
 from megatrain.passes.program import Block, Program
 from megatrain.scheduler.builder.build import STEP, build
+from megatrain.scheduler.merging import Merged, merge
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.workload import BlockWork, ValueWork, Workload, merged
+from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 from megatrain.sizes import SIZE, aligned, parse_bytes
 
 # What AdamW touches per byte of a parameter: it reads gradient, parameter and two moments, and writes the last three.
@@ -108,7 +109,7 @@ def step_schedule(
     """Places one step whose micro-batches are captures of one model.
 
     Args:
-        programs: One per micro-batch; those for inputs of other sizes differ in nothing but sizes.
+        programs: One per micro-batch; each runs the same blocks of state.
         kind: The kind of the step.
         num_slots: As in `schedule`, like those below.
         keep: See there.
@@ -117,14 +118,44 @@ def step_schedule(
         loss_bytes: As in `Workload`.
 
     Raises:
-        ScheduleError: If they differ in more, `memory` is too small, or a buffer can't go from one to the next.
+        ScheduleError: If they don't, `memory` is too small, or a buffer can't go from one to the next.
     """
-    distinct = {id(program): program for program in programs}.values()
+    distinct = list({id(program): program for program in programs}.values())
     if kind.micro_batches > 1:
         for program in distinct:
             check_buffers(program)
-    works = replace(merged([workload(program) for program in distinct]), loss_bytes=loss_bytes)
+    works = replace(merge_programs(distinct).workload, loss_bytes=loss_bytes)
     return build(works, kind, num_slots=num_slots, keep=keep, memory=memory, activations=activations)
+
+
+def merge_programs(programs: Sequence[Program]) -> Merged:
+    """Merges the workloads of captures of one model, which all use the state that comes for the first of them.
+
+    Raises:
+        ScheduleError: If a block of one has other state than that of the first, or they write other buffers.
+    """
+    merged = merge([workload(program) for program in programs])
+    first = programs[0]
+    for number, other in enumerate(programs):
+        for difference in _differences_of_state(first, other):
+            raise MicroBatchError(
+                f"micro-batch {number} differs from micro-batch 0: {difference}.\n"
+                "  All micro-batches of a step use the weights of a block while they are on the device, and hand on "
+                "their buffers.\n"
+                "  Use micro-batches for which the model runs the same layers in the same order, or separate steps."
+            )
+    return merged
+
+
+def _differences_of_state(first: Program, other: Program) -> Iterator[str]:
+    for here, there in zip(first.blocks, other.blocks, strict=True):
+        expected, found = ([p.state[key] for key in b.binding] for p, b in ((first, here), (other, there)))
+        if found != expected:
+            named = [", ".join(entry.key for entry in entries) for entries in (found, expected)]
+            yield f"block {here.index} ({here.name}) has the state [{named[0]}], not [{named[1]}]"
+    written, expected = (sorted(key for key, _ in program.commits) for program in (other, first))
+    if written != expected:
+        yield f"it writes the buffers {written}, not {expected}"
 
 
 def check_buffers(program: Program) -> None:
@@ -133,7 +164,7 @@ def check_buffers(program: Program) -> None:
     All micro-batches of a block run before the next block, so a buffer's new value must come in no later a block than
     the first that reads the old one. An old value that the model returns is read before any block runs.
 
-    `schedule` calls this check; code that builds a table of several programs' `merged` workload must call it for each.
+    `schedule` calls this check; code that builds a table of several programs' merged workload must call it for each.
 
     Raises:
         ScheduleError: Naming the buffer and the blocks.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 from megatrain.checks import checked, shown
-from megatrain.errors import MicroBatchError, ScheduleError
+from megatrain.errors import ScheduleError
 
 
 @checked()
@@ -83,16 +83,13 @@ class BlockWork:
         return self.gradient_bytes + self.gradient_padding
 
 
-_Work = TypeVar("_Work", BlockWork, ValueWork)
-
-
 @checked()
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Blocks in execution order, the values between them, and the storages behind the values.
 
-    Of a step with several micro-batches this describes one, the largest; each has values of its own. `merged` makes
-    it of several.
+    Of a step with several micro-batches this describes one, the largest; each has values of its own. `merging.merge`
+    makes it of several.
 
     Args:
         blocks: In execution order; index in the tuple is the block's index.
@@ -242,68 +239,6 @@ class Workload:
                 f"these data aren't a workload: {type(error).__name__}: {error}\n"
                 "  The data must come from Workload.to_dict.\n  Give the result of to_dict, unchanged."
             ) from error
-
-
-def merged(workloads: Sequence[Workload]) -> Workload:
-    """The workload of a step whose micro-batches are different captures: each size is the largest of them.
-
-    A table for it serves each of them: memory only grows with sizes. They must have the same structure, and blocks
-    of the same state; that it is the same *parameters*, only programs can tell. Names are those of the first.
-
-    Args:
-        workloads: Of the micro-batches, at least one, in any order.
-
-    Raises:
-        ScheduleError: At the first difference in structure.
-
-    >>> layer = BlockWork("layer", 1024, 1024, 8, 0, 0, True, 10**6)
-    >>> other = BlockWork("layer", 1024, 1024, 4, 16, 0, True, 10**6)
-    >>> merged([Workload((layer,), (), ()), Workload((other,), (), ())]).blocks[0].saved_bytes
-    8
-    """
-    if not workloads:
-        raise ScheduleError("an empty list of workloads can't be merged.\n  A step has at least one micro-batch.")
-    first = workloads[0]
-    for number, other in enumerate(workloads):
-        for difference in _differences(first, other):
-            raise MicroBatchError(
-                f"micro-batch {number} differs from micro-batch 0: {difference}.\n"
-                "  All micro-batches of a step use a block while it is on the device, so only sizes may differ.\n"
-                "  Use micro-batches of one structure (for example, pad them), or separate steps."
-            )
-    return Workload(
-        blocks=tuple(_largest(same, _BLOCK_SIZES) for same in zip(*(w.blocks for w in workloads), strict=True)),
-        values=tuple(_largest(same, ("nbytes",)) for same in zip(*(w.values for w in workloads), strict=True)),
-        storages=tuple(max(same) for same in zip(*(w.storages for w in workloads), strict=True)),
-        loss_bytes=max(w.loss_bytes for w in workloads),
-    )
-
-
-# What a batch may change of a block, besides its name.
-_BLOCK_SIZES = ("saved_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "forward_flops")
-
-
-def _largest(same: Sequence[_Work], names: Sequence[str]) -> _Work:
-    return replace(same[0], **{name: max(getattr(work, name) for work in same) for name in names})
-
-
-def _differences(first: Workload, other: Workload) -> Iterator[str]:
-    """Says in what other structure differs, part by part."""
-    for what in ("blocks", "values", "storages"):
-        here, there = len(getattr(first, what)), len(getattr(other, what))
-        if here != there:
-            yield f"it has {there} {what}, not {here}"
-    for index, (here, there) in enumerate(zip(first.blocks, other.blocks, strict=False)):
-        yield from _work_differences(f"block {index} ({here.name})", here, there, _BLOCK_SIZES)
-    for here, there in zip(first.values, other.values, strict=False):
-        yield from _work_differences(f"value {here.name}", here, there, ("nbytes",))
-
-
-def _work_differences(owner: str, here: _Work, there: _Work, sizes: Sequence[str]) -> Iterator[str]:
-    for part in fields(here):
-        expected, found = getattr(here, part.name), getattr(there, part.name)
-        if part.name not in ("name", *sizes) and found != expected:
-            yield f"of {owner}, {part.name} is {found}, not {expected}"
 
 
 def _read_block(*, shares: Sequence[int] = (), **rest: Any) -> BlockWork:

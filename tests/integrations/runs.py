@@ -51,7 +51,7 @@ class Scenario:
         arguments: The class of its arguments.
         reason: Begins what the warning says if updates aren't training steps.
         streaming: `megatrain_...` options.
-        is_mixed: Some updates have micro-batches of several structures, so they aren't training steps.
+        is_mixed: Some updates have micro-batches that run other layers, so they aren't training steps.
         tolerance: How far numbers may be from the stock run's, relative to the largest of their tensor; 0 for none.
         after: What is compared besides, from the trainer that has trained.
     """

@@ -82,6 +82,17 @@ class Plain(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+class Skipping(Plain):
+    """Leaves a layer out for some batches."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        first, act, middle, _, last = self.layers
+        x = act(first(x))
+        x = x if x.sum() > 8 else act(middle(x))
+        logits = last(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
 FULL = [{**row, "attention_mask": torch.ones_like(row["input_ids"]), "labels": row["input_ids"]} for row in RAGGED]
 POINTS = [{"x": torch.arange(4.0) + i, "labels": torch.tensor(i % 2)} for i in range(12)]
 
@@ -375,8 +386,9 @@ SCENARIOS: dict[str, Scenario] = {
     "tensors on a budget": Scenario(ACCUMULATED, streaming={"memory": "300KiB"}),
     "model_init": Scenario(ACCUMULATED, more=lambda model: {"model": None, "model_init": lambda: llama()}),
     "padding in some": Scenario(
-        {**ACCUMULATED, "max_steps": 6}, rows=[*FULL[:8], *RAGGED[:4]], is_mixed=True
+        {**ACCUMULATED, "max_steps": 6}, rows=[*FULL[:8], *RAGGED[:4]]
     ),
+    "other layers in some": Scenario({**ACCUMULATED, "max_steps": 6}, model=Skipping, rows=POINTS, is_mixed=True),
     "an optimizer of all parameters": Scenario(
         ACCUMULATED, more=of_all, reason="the optimizer can't update block by block"
     ),

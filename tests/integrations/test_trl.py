@@ -77,16 +77,16 @@ AGAIN = "the loss calls the model more than once"
 
 SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "sft": lambda: scenario("SFT", texts),
-    "sft, accumulation": lambda: scenario("SFT", texts, options=TWO, is_mixed=True),
+    "sft, accumulation": lambda: scenario("SFT", texts, options=TWO),
     "sft, packing": lambda: scenario("SFT", texts, options={"packing": True, "max_length": 16}),
     "sft, padding-free": lambda: scenario("SFT", texts, options={"padding_free": True, "max_length": None, **TWO}),
     "sft, completions": lambda: scenario("SFT", answers, options={"eval_strategy": "steps", "eval_steps": 2}),
     "sft, all tokens of answers": lambda: scenario("SFT", answers, options={"completion_only_loss": False, **TWO}),
     "sft, bf16": lambda: scenario("SFT", texts, options={"bf16": True}),
-    "sft, dft": lambda: scenario("SFT", texts, options={"loss_type": "dft", **TWO}, is_mixed=True),
+    "sft, dft": lambda: scenario("SFT", texts, options={"loss_type": "dft", **TWO}),
     "sft, its defaults": lambda: scenario("SFT", texts, options={"bf16": True, "gradient_checkpointing": True}),
-    "sft, lora": lambda: scenario("SFT", texts, more=ADAPTED, options=TWO, is_mixed=True),
-    "sft, neftune": lambda: scenario("SFT", texts, options={"neftune_noise_alpha": 5.0, **TWO}, is_mixed=True),
+    "sft, lora": lambda: scenario("SFT", texts, more=ADAPTED, options=TWO),
+    "sft, neftune": lambda: scenario("SFT", texts, options={"neftune_noise_alpha": 5.0, **TWO}),
     "dpo, reference": lambda: scenario("DPO", preferences, more=REFERENCE, options=TWO),
     "dpo, reference ahead": lambda: scenario(
         "DPO", preferences, more=REFERENCE, options={"precompute_ref_log_probs": True, **TWO}
@@ -111,7 +111,7 @@ def test_a_trainer_of_trl_that_streams_has_the_stock_runs_bits(name: str, tmp_pa
 def test_a_trainer_of_trl_loads_a_model_by_its_name(tmp_path: Path) -> None:
     named(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    found = scenario("SFT", texts, more=lambda model: {"model": str(tmp_path / "model")}, options=TWO, is_mixed=True)
+    found = scenario("SFT", texts, more=lambda model: {"model": str(tmp_path / "model")}, options=TWO)
     assert_streams_as_stock(found, tmp_path)
 
 

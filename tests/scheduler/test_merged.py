@@ -16,14 +16,19 @@ from megatrain.errors import ScheduleError
 from megatrain.scheduler.books import slab_bytes
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
+from megatrain.scheduler.merging import Merged, merge
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
-from megatrain.scheduler.workload import Workload, merged
+from megatrain.scheduler.workload import ValueWork, Workload
 from tests.draws import draws
 from tests.scheduler.mutations import with_figures
 from tests.scheduler.symbolic import Machine, run
 from tests.scheduler.workloads import trained, whole_steps, workloads
+
+
+def whole_of(family: list[Workload]) -> Workload:
+    return merge(family).workload
 
 
 @st.composite
@@ -60,19 +65,19 @@ def sizes(workload: Workload) -> list[int]:
 @given(families())
 @draws(60)
 def test_a_merged_workload_has_the_largest_of_each_size_and_one_structure(family: list[Workload]):
-    whole = merged(family)
+    whole = whole_of(family)
     whole.check()
     assert sizes(whole) == list(map(max, *map(sizes, family)))
-    assert merged([whole, *family]) == replace(whole)
-    assert merged(family[:1]) == family[0]
-    assert sizes(merged(family[::-1])) == sizes(whole)
+    assert whole_of([whole, *family]) == replace(whole)
+    assert whole_of(family[:1]) == family[0]
+    assert sizes(whole_of(family[::-1])) == sizes(whole)
     assert [b.name for b in whole.blocks] == [b.name for b in family[0].blocks]
 
 
 @given(families(count=2), whole_steps())
 @draws(60)
 def test_no_member_takes_more_than_a_table_for_all_says(family: list[Workload], options):
-    plan = options.build(merged(family))
+    plan = options.build(whole_of(family))
     for member in family:
         alone = with_figures(replace(plan, workload=member))
         if not plan.kind.holds_gradients:
@@ -103,7 +108,7 @@ class Mixed(Machine):
 @given(families(), whole_steps(), st.integers(0, 2**20))
 @draws(60)
 def test_micro_batches_of_different_sizes_do_no_harm_in_any_order(family: list[Workload], options, seed: int):
-    plan = options.build(merged(family))
+    plan = options.build(whole_of(family))
     random = Random(seed)
     for attempt in range(6):
         run(Mixed(plan, family), plan.waits(), random, is_fixed=attempt % 3 != 0)
@@ -116,7 +121,7 @@ def test_a_table_for_the_smaller_member_is_too_small_for_the_larger():
     plan = schedule(small, micro_batches=2)
     with pytest.raises(AssertionError, match="too much workspace"):
         run(Mixed(plan, [small, large]), plan.waits(), Random(0), is_fixed=True)
-    both = schedule(merged([small, large]), micro_batches=2)
+    both = schedule(whole_of([small, large]), micro_batches=2)
     run(Mixed(both, [small, large]), both.waits(), Random(0), is_fixed=True)
 
 
@@ -124,11 +129,11 @@ def test_a_difference_is_named_with_the_rule_and_the_way_out():
     other = trained(4)
     blocks = (*other.blocks[:2], replace(other.blocks[2], gradient_bytes=0, update_bytes=0), other.blocks[3])
     with pytest.raises(ScheduleError) as caught:
-        merged([trained(4), trained(4), replace(other, blocks=blocks)])
+        whole_of([trained(4), trained(4), replace(other, blocks=blocks)])
     assert str(caught.value) == (
         "micro-batch 2 differs from micro-batch 0: of block 2 (layers.2), gradient_bytes is 0, not 132864.\n"
-        "  All micro-batches of a step use a block while it is on the device, so only sizes may differ.\n"
-        "  Use micro-batches of one structure (for example, pad them), or separate steps."
+        "  All micro-batches of a step use a block while it is on the device, so all must have the same blocks.\n"
+        "  Use micro-batches for which the model runs the same layers, or separate steps."
     )
 
 
@@ -136,45 +141,99 @@ def changed_block(workload: Workload, **changes: object) -> Workload:
     return replace(workload, blocks=(*workload.blocks[:-1], replace(workload.blocks[-1], **changes)))
 
 
-def changed_value(workload: Workload, **changes: object) -> Workload:
-    return replace(workload, values=(*workload.values[:-1], replace(workload.values[-1], **changes)))
-
-
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
         (trained(2), "it has 2 blocks, not 3"),
-        (replace(trained(3), values=trained(3).values[:-1]), "it has 3 values, not 4"),
-        (replace(trained(3), storages=(*trained(3).storages, 8)), "it has 5 storages, not 4"),
         (changed_block(trained(3), has_backward=False), "of block 2 (layers.2), has_backward is False, not True"),
         (changed_block(trained(3), state_bytes=64), "of block 2 (layers.2), state_bytes is 64, not 132864"),
         (changed_block(trained(3), update_bytes=0), "of block 2 (layers.2), update_bytes is 0, not 930048"),
         (changed_block(trained(3), shares=(0,)), "of block 2 (layers.2), shares is (0,), not ()"),
-        (changed_value(trained(3), producer=1), "of value v2, producer is 1, not 2"),
-        (changed_value(trained(3), readers=(1,)), "of value v2, readers is (1,), not ()"),
-        (changed_value(trained(3), storage=0), "of value v2, storage is 0, not 3"),
-        (changed_value(trained(3), is_output=False), "of value v2, is_output is False, not True"),
-        (changed_value(trained(3), has_gradient=False), "of value v2, has_gradient is False, not True"),
-        (changed_value(trained(3), is_parkable=True), "of value v2, is_parkable is True, not False"),
-        (changed_value(trained(3), is_committed=True), "of value v2, is_committed is True, not False"),
     ],
 )
-def test_each_difference_in_structure_is_refused(other: Workload, difference: str):
+def test_each_difference_of_blocks_is_refused(other: Workload, difference: str):
     with pytest.raises(ScheduleError) as caught:
-        merged([trained(3), other])
+        whole_of([trained(3), other])
     assert str(caught.value).splitlines()[0] == f"micro-batch 1 differs from micro-batch 0: {difference}."
+
+
+# -- values that not all have ------------------------------------------------------------------------------------
+
+
+@st.composite
+def mixed_families(draw: st.DrawFn) -> list[Workload]:
+    """Workloads over the same blocks, of which each lacks some of the storages, with all of their values."""
+    found: list[Workload] = []
+    for member in draw(families()):
+        kept = [storage for storage in range(len(member.storages)) if draw(st.booleans())]
+        values = [replace(v, storage=kept.index(v.storage)) for v in member.values if v.storage in kept]
+        found.append(Workload(member.blocks, tuple(values), tuple(member.storages[s] for s in kept)))
+    return found
+
+
+def projected(both: Merged, number: int, family: list[Workload]) -> Workload:
+    """A member as the table sees it: a value that it lacks takes nothing."""
+    member, places, storages = family[number], both.places[number], [0] * len(both.workload.storages)
+    values: list[ValueWork] = []
+    for value, place in zip(both.workload.values, places, strict=True):
+        own = None if place is None else member.values[place]
+        values.append(replace(value, nbytes=0 if own is None else own.nbytes))
+        if own is not None:
+            storages[value.storage] = member.storages[own.storage]
+    return Workload(member.blocks, tuple(values), tuple(storages))
+
+
+@given(mixed_families())
+@draws(60)
+def test_each_value_has_one_place_among_values_that_are_made_and_read_alike(family: list[Workload]):
+    both = merge(family)
+    whole = both.workload
+    whole.check()
+    for member, places in zip(family, both.places, strict=True):
+        at = {own: place for place, own in enumerate(places) if own is not None}
+        assert sorted(at) == list(range(len(member.values)))
+        for own, place in at.items():
+            value, known = member.values[own], whole.values[place]
+            assert value.nbytes <= known.nbytes
+            assert member.storages[value.storage] <= whole.storages[known.storage]
+            assert replace(value, name="", nbytes=0, storage=0) == replace(known, name="", nbytes=0, storage=0)
+        for one, place in at.items():
+            for other, elsewhere in at.items():
+                is_shared = member.values[one].storage == member.values[other].storage
+                assert is_shared == (whole.values[place].storage == whole.values[elsewhere].storage)
+
+
+@given(mixed_families(), whole_steps(), st.integers(0, 2**20))
+@draws(60)
+def test_micro_batches_with_other_values_do_no_harm_in_any_order(family: list[Workload], options, seed: int):
+    both = merge(family)
+    plan = options.build(both.workload)
+    members = [projected(both, number, family) for number in range(len(family))]
+    random = Random(seed)
+    for attempt in range(6):
+        run(Mixed(plan, members), plan.waits(), random, is_fixed=attempt % 3 != 0)
+
+
+def test_a_value_that_one_lacks_counts_for_all():
+    work = trained(3)
+    mask = ValueWork("mask", 8000, len(work.storages), None, (0, 1, 2), False, False, False)
+    masked = replace(work, values=(*work.values, mask), storages=(*work.storages, 8000))
+    assert whole_of([masked, work]) == masked
+    both = merge([work, masked])
+    assert both.workload == masked
+    assert both.places == ((0, 1, 2, 3, None), (0, 1, 2, 3, 4))
 
 
 def test_no_workloads_are_refused():
     with pytest.raises(ScheduleError, match="at least one micro-batch"):
-        merged([])
+        whole_of([])
 
 
 def test_captures_of_other_lengths_merge_into_one_step():
     model = nn.Sequential(nn.Embedding(11, 8), *(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
     shapes = ((4, 5), (1, 7), (2, 9))
     found = [workload_of(megatrain.lower(megatrain.trace(model, (torch.ones(s, dtype=torch.int64),)))) for s in shapes]
-    whole = merged(found)
+    whole = whole_of(found)
     assert whole.values[0].nbytes == 8 * 20
     plan = schedule(whole, micro_batches=3, updates="overlap")
     run(Mixed(plan, found), plan.waits(), Random(1), is_fixed=False)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.errors import ExecuteError, MegatrainError, OptimizerError, OptionError, ScheduleError
+from megatrain.errors import ExecuteError, MegatrainError, MicroBatchError, OptimizerError, OptionError, ScheduleError
 from megatrain.runtime.stores.host_store import HostStore
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
@@ -43,6 +43,109 @@ def test_lists_of_other_sizes_have_the_bits_of_a_loop(mode: str, weight: Callabl
         counts = None if weight is None else [float(weight(batch)) for batch in batches]
         sides.take(batches, seed=number, counts=counts)
     sides.assert_same()
+
+
+def padded_in_some(step: int) -> list[Any]:
+    """A mask where there is padding makes other values, and other templates, than none."""
+    batches = [labelled(step + i, 2) for i in range(3)]
+    for number, batch in enumerate(batches):
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        if (number + step) % 2:
+            batch["attention_mask"][0, -2:] = 0
+    return batches
+
+
+@pytest.mark.parametrize(("mode", "activations"), checkered(MODES, ["recompute", "keep", "offload"]))
+def test_micro_batches_of_other_structure_have_the_bits_of_a_loop(mode: str, activations: str) -> None:
+    """Some have padding and some have none; the last micro-batch may be either."""
+    sides = SideBySide.of("llama", adamw, compile_options={"activations": activations} | CHAOS, **MODES[mode])
+    for number in range(3):
+        sides.take(padded_in_some(number), seed=number)
+    sides.assert_same()
+    variants = list(sides.compiled.megatrain._variants)
+    assert len({len(variant.program.values) for variant in variants}) > 1
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_masked_micro_batches_move_weights_as_often_as_one(activations: str) -> None:
+    moved = []
+    for count in (1, 3):
+        sides = SideBySide.of("llama", sgd, compile_options={"activations": activations})
+        sides.take(padded_in_some(0)[:count], seed=0)
+        moved.append(Counter(op.what for op in sides.step.schedule.ops)["W"])
+    assert moved[0] == moved[1]
+
+
+class Counting(nn.Module):
+    """Writes buffers under names that another capture gives to other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x if scale is None else x * scale))
+        return self.head(x).square().mean()
+
+
+def test_buffers_go_on_between_micro_batches_of_other_structure() -> None:
+    torch.manual_seed(0)
+    eager = Counting()
+    compiled = megatrain.compile(copy.deepcopy(eager), device="cpu", transfer="copy", activations="offload")
+    optimizers = sgd(eager), sgd(compiled.megatrain.model)
+    step = megatrain.TrainStep(compiled, optimizers[1], loss=lambda result, _: result)
+    for number in range(3):
+        batches = [(torch.randn(4, 3, generator=torch.Generator().manual_seed(3 * number + i)),) for i in range(3)]
+        batches[number] = (*batches[number], torch.rand(3))
+        loss = loop_gradients(eager, batches, loss=lambda result, _: result)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        assert_same(loss, step(batches), f"loss of step {number}")
+    step.flush()
+    assert_same(snapshot(eager, optimizers[0]), snapshot(compiled.megatrain.model, optimizers[1]))
+
+
+class Ordered(nn.Module):
+    """Runs equal layers in the order that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(3, affine=False) for _ in range(2))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, layers: tuple[int, ...], norm: int = 0) -> torch.Tensor:
+        for index in layers:
+            x = torch.tanh(self.layers[index](x))
+        return self.norms[norm](self.head(x)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("ways", "said"),
+    [
+        ([((0, 1),), ((2, 3),)], "block 0 (layers.0) has the state [layers.2.weight, layers.2.bias], not [layers.0"),
+        ([((0, 1),), ((1, 0),)], "block 0 (layers.0) has the state [layers.1.weight, layers.1.bias], not [layers.0"),
+        ([((0, 1, 2),), ((0, 2, 1),)], "block 1 (layers.1) has the state [layers.2.weight"),
+        ([((0, 1), 0), ((0, 1), 1)], "it writes the buffers ['norms.1.num_batches_tracked', 'norms.1.running_mean'"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("mode", ["overlap", "serial"])
+def test_micro_batches_that_use_other_state_are_refused_before_anything_runs(ways: Any, said: str, mode: str) -> None:
+    """Equal layers in another order have the same sizes: their gradients would go to the wrong parameters."""
+    torch.manual_seed(0)
+    model = Ordered()
+    before = copy.deepcopy(dict(model.state_dict()))
+    compiled = megatrain.compile(model, device="cpu", transfer="copy")
+    step = megatrain.TrainStep(compiled, sgd(model), loss=lambda result, _: result, **MODES[mode])
+    x = torch.randn(4, 3)
+    with pytest.raises(MicroBatchError) as caught:
+        step([(x, *way) for way in ways])
+    assert str(caught.value).startswith(f"micro-batch 1 differs from micro-batch 0: {said}")
+    assert_same(before, dict(model.state_dict()))
+    for way in ways:  # a step of each by itself is fine
+        step((x, *way))
 
 
 @pytest.mark.parametrize("mode", ["overlap", "deferred"])

@@ -211,7 +211,7 @@ class OneStep:
         try:
             self.step(batches)
         except MicroBatchError:  # found ahead of the first operation: the code still waits
-            self._say("the micro-batches of an update differ in structure (one has padding and another has none, say)")
+            self._say("the micro-batches of an update run other layers (the model leaves out some at random, say)")
             return self.run_waiting()
         except (CallsAgainError, DrawsError, _DrawsBehindError) as error:
             # The step is undone. What the code did besides (a list of metrics, say) it does once more.
