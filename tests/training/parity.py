@@ -52,6 +52,16 @@ def labelled(step: int, size: int) -> Any:
     return {"input_ids": ids(step, size), "labels": ids(step, size)}
 
 
+def padded_in_some(step: int) -> list[Any]:
+    """A mask where there is padding makes other values, and other templates, than none."""
+    batches = [labelled(step + i, 2) for i in range(3)]
+    for number, batch in enumerate(batches):
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        if (number + step) % 2:
+            batch["attention_mask"][0, -2:] = 0
+    return batches
+
+
 def image_batch(step: int, size: int) -> Any:
     return (torch.randn(size, 3, 8, 8, generator=generator_of(step)),)
 

@@ -18,7 +18,19 @@ from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
 from tests.models import MODELS
 from tests.tiers import checkered
-from tests.training.parity import MODES, TASKS, SideBySide, adamw, ids, labelled, loop_gradients, second, sgd, square
+from tests.training.parity import (
+    MODES,
+    TASKS,
+    SideBySide,
+    adamw,
+    ids,
+    labelled,
+    loop_gradients,
+    padded_in_some,
+    second,
+    sgd,
+    square,
+)
 
 CHAOS = {"chaos": Chaos(seed=3, max_delay_s=0.0001)}
 
@@ -43,16 +55,6 @@ def test_lists_of_other_sizes_have_the_bits_of_a_loop(mode: str, weight: Callabl
         counts = None if weight is None else [float(weight(batch)) for batch in batches]
         sides.take(batches, seed=number, counts=counts)
     sides.assert_same()
-
-
-def padded_in_some(step: int) -> list[Any]:
-    """A mask where there is padding makes other values, and other templates, than none."""
-    batches = [labelled(step + i, 2) for i in range(3)]
-    for number, batch in enumerate(batches):
-        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        if (number + step) % 2:
-            batch["attention_mask"][0, -2:] = 0
-    return batches
 
 
 @pytest.mark.parametrize(("mode", "activations"), checkered(MODES, ["recompute", "keep", "offload"]))
