@@ -68,7 +68,7 @@ def after(diff: str) -> str:
 
 def tiny() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, use_cache=False))
 
 
@@ -165,6 +165,8 @@ def test_a_script_trains_with_the_step_that_a_plan_of_its_model_has(name: str, p
     assert plan.schedule.host_bytes == step.schedule.host_bytes
     if name == "lora-on-32b":
         assert (machine / "runs" / "32b" / "adapters" / "adapter_model.safetensors").exists()
+        dtypes = {(p.requires_grad, p.dtype) for p in found["model"].parameters()}
+        assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 @pytest.mark.filterwarnings("ignore")
