@@ -29,7 +29,7 @@ PYTEST = $(PY) -m pytest $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/de
 SIMULATED = -p tests.simulated_device.plugin tests/simulated_device tests/simulated_runs tests/gpu
 
 .DEFAULT_GOAL := help
-.PHONY: wide users simulated device gpu-report faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
+.PHONY: docs wide users simulated device gpu-report faults seeds help demo quick slow test check format-check lint types fix accept bench gpu zoo test-torch zoo-torch clean
 
 help:
 	@echo 'make demo    train a small language model through the whole compiler, interrupted and resumed, in minutes'
@@ -46,6 +46,7 @@ help:
 	@echo 'make zoo     hundreds of models against eager PyTorch; writes docs/models.md'
 	@echo 'make wide    every other case of large tables, which make test leaves out'
 	@echo 'make users   scripts with Trainer, TRL and others, each against its stock run, in an environment of their own'
+	@echo 'make docs    the pages and the API reference as a site, in site/; a broken link or a missing name fails'
 	@echo 'make faults  kills, interrupts at each line and random configurations, about 20 minutes; ARGS chooses pieces'
 	@echo 'make slow    measures the tests, and rewrites the list of those that make quick leaves out'
 	@echo 'make seeds   every hypothesis test with 20 random seeds; ARGS="--first 7 --count 3 tests/scheduler" chooses pieces'
@@ -131,6 +132,17 @@ zoo: $(READY)
 users: .venv-users/.ready
 	.venv-users/bin/python -m pytest -m 'users or not users' tests/integrations tests/tools $(ARGS)
 
+# The pages and the reference, as a site. The docstrings are read from the sources: this environment needs no torch.
+DOCS_OF = import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"]))
+.venv-docs/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv-docs
+	.venv-docs/bin/python -c '$(DOCS_OF)' > .venv-docs/requirements.txt
+	.venv-docs/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -r .venv-docs/requirements.txt
+	@touch $@
+
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict $(ARGS)
+
 ifdef TORCH
 $(TORCH_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(TORCH_VENV)
@@ -149,7 +161,7 @@ test-torch zoo-torch:
 endif
 
 clean:
-	rm -rf megatrain-demo .venv .venv-users .venv-torch-* .pytest_cache .ruff_cache .hypothesis
+	rm -rf megatrain-demo site .venv .venv-users .venv-docs .venv-torch-* .pytest_cache .ruff_cache .hypothesis
 
 # ARGS="--only kills --seed 3 --count 50": a piece; `--help` lists the rest.
 faults: $(READY)

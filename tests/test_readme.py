@@ -98,6 +98,7 @@ def test_the_figures_of_the_readme_are_those_of_the_pages_with_measurements():
 def test_the_readme_links_every_page_of_the_documentation():
     links = set(re.findall(r"\]\(([^):#]+)", README))
     there = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    there |= {f"docs/tasks/{path.name}" for path in (ROOT / "docs" / "tasks").glob("*.md")}
     assert {"docs/decisions/README.md", *there} <= links
 
 

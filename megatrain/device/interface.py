@@ -35,7 +35,7 @@ class DeviceStream(Protocol):
 class Memory(NamedTuple):
     """Memory of a device, in bytes.
 
-    Args:
+    Attributes:
         free: Bytes that can be allocated now.
         total: All bytes.
     """

@@ -12,7 +12,7 @@ class Item(NamedTuple):
     What exists once for all micro-batches, such as the gradients of a block's parameters, of which there is one sum,
     counts as that of micro-batch 0.
 
-    Args:
+    Attributes:
         kind: A key of `ITEMS`.
         number: The index of a value or of a block, as the kind says.
         micro_batch: Whose it is.

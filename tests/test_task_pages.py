@@ -1,0 +1,225 @@
+"""The code of the pages in docs/tasks runs, and prints, refuses and takes what these pages say.
+
+Plans are of the models that the pages name, on meta. Scripts train a tiny model in place of the page's, with shorter
+texts and fewer steps: a test changes `LENGTH` and `max_steps` of a script, and nothing else. The trainer's step must
+have the schedule of a plan, so what a page plans is what its script takes.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import megatrain
+from tests.comparing import assert_same
+from tests.tiers import every_other
+
+FOLDER = Path(__file__).parents[1] / "docs" / "tasks"
+BLOCKS = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LENGTH, WORDS = 16, 64
+BUDGET = "20GiB"
+MICRO_BATCHES = 8
+
+
+def page(name: str) -> str:
+    return (FOLDER / f"{name}.md").read_text()
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return [text for found, text in BLOCKS.findall(page(name)) if found == language]
+
+
+def prose(name: str) -> str:
+    """The text of a page, without its code, in one line."""
+    return " ".join(BLOCKS.sub("", page(name)).split())
+
+
+def with_options(name: str, **options: str) -> str:
+    """The code of a page's plan with these options in place of its own."""
+    code = blocks(name, "python")[0].replace("print(plan)", "")
+    for option, value in options.items():
+        code = re.sub(rf"^    {option}=.*\n", "", code, flags=re.MULTILINE)
+        code = code.replace('    optimizer="AdamW",\n', f'    optimizer="AdamW",\n    {option}={value},\n')
+    return code
+
+
+def execute(code: str, found: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Runs code of a page, so that errors can show its lines."""
+    found = {"__name__": "page"} if found is None else found
+    linecache.cache["model.py"] = (len(code), None, code.splitlines(keepends=True), "model.py")
+    exec(compile(code, "model.py", "exec"), found)
+    return found
+
+
+def after(diff: str) -> str:
+    """The code that a change of a page leaves."""
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] != "-")
+
+
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, use_cache=False))
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a model and a text where the pages have theirs, on a machine without an accelerator."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    words = {f"w{number}": number for number in range(WORDS)}
+    plain = Tokenizer(WordLevel(words, unk_token="w0"))  # pyright: ignore[reportCallIssue]
+    plain.pre_tokenizer = Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain)
+    for name in ("8b", "32b"):
+        tiny().save_pretrained(tmp_path / "models" / name)
+        tokenizer.save_pretrained(tmp_path / "models" / name)
+    (tmp_path / "text.txt").write_text(" ".join(f"w{number * number % 61}" for number in range(40 * LENGTH)))
+    yield tmp_path
+    linecache.cache.pop("model.py", None)
+
+
+@pytest.mark.parametrize("name", ["eight-billion-on-24-gb", "lora-on-32b", "long-documents"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_plan_on_a_page_is_the_one_that_is_made(name: str, capsys: pytest.CaptureFixture[str]):
+    found = execute(blocks(name, "python")[0])
+    (shown,) = (text for text in blocks(name, "text") if text.startswith("plan: "))
+    assert capsys.readouterr().out == shown
+    assert found["plan"].device_memory == 20 * 2**30
+    moved = re.search(r"A step moves (\S+ GiB) to the card and (\S+ GiB) back", prose(name))
+    assert moved is None or f"moves: {moved[1]} to the device, {moved[2]} to the host" in shown
+    assert (moved is not None) == (name == "eight-billion-on-24-gb")
+
+
+@pytest.mark.wide
+def test_the_smaller_card_takes_what_the_page_says():
+    name = "eight-billion-on-24-gb"
+    said = re.search(
+        r'With `device_memory="(\w+)"` the same step takes (\S+ GiB) of the card and (\S+ GiB) of the host: (\d+)',
+        prose(name),
+    )
+    assert said is not None
+    memory, device, host, parked = said.groups()
+    shown = str(execute(with_options(name, device_memory=f'"{memory}"'))["plan"])
+    assert f"device: {device} of" in shown
+    assert f"host: {host} of" in shown
+    assert f"parks {parked} activations" in shown
+
+
+LONG = "long-documents"
+ROWS = re.findall(r"^\| (\d+) \| (\d+) \| (\S+) \| (\S+ GiB) \| (\S+ GiB) \| (\S+ GiB) \|$", page(LONG), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("tokens", "pieces", "activations", "device", "parks", "host"), every_other(ROWS))
+def test_another_plan_of_a_long_text_has_the_figures_of_its_row(
+    tokens: str, pieces: str, activations: str, device: str, parks: str, host: str
+):
+    code = with_options(LONG, activations=activations.strip("`")).replace("32768", tokens)
+    shown = str(execute(code.replace("(model, 8)", f"(model, {pieces})"))["plan"])
+    assert f"device: {device} of" in shown
+    assert f"host: {host} of" in shown
+    assert re.search(rf"^  parks +\d+ +{parks} ", shown, re.MULTILINE)
+
+
+@pytest.mark.wide
+def test_a_long_text_in_the_plain_model_takes_what_the_page_says():
+    said = re.search(r"plan of the plain model below needs (\S+ GiB)", prose(LONG))
+    assert said is not None
+    code = blocks(LONG, "python")[0].replace("LongText(model, 8),\n    ids,\n    ids,", "model,")
+    named = 'example_kwargs={"input_ids": ids, "labels": ids, "use_cache": False}'
+    shown = str(execute(code.replace("max_grad_norm=1.0,", f"max_grad_norm=1.0, {named},"))["plan"])
+    assert shown.splitlines()[1].startswith(f"device: {said[1]} of 20.00 GiB: doesn't fit")
+
+
+@pytest.mark.parametrize(("name", "precision"), [("eight-billion-on-24-gb", "bf16"), ("lora-on-32b", "fp32")])
+@pytest.mark.filterwarnings("ignore")
+def test_a_script_trains_with_the_step_that_a_plan_of_its_model_has(name: str, precision: str, machine: Path):
+    script = blocks(name, "python")[1]
+    assert script.count(", 2048\n") == script.count("max_steps=100") == 1
+    found = execute(script.replace(", 2048\n", f", {LENGTH}\n").replace("max_steps=100", "max_steps=2"))
+    step = found["trainer"].train_step
+    assert step.progress.count == 2
+    ids = torch.zeros(1, LENGTH, dtype=torch.long)
+    plan = megatrain.plan(
+        found["model"],
+        device_memory=BUDGET,
+        optimizer="AdamW",
+        precision=precision,
+        micro_batches=MICRO_BATCHES,
+        max_grad_norm=1.0,
+        example_kwargs={"input_ids": ids, "labels": ids},
+    )
+    # The trainer gives the loss a count of targets, which is a tensor of 8 bytes.
+    assert abs(plan.schedule.device_bytes - step.schedule.device_bytes) <= 8
+    assert plan.schedule.ticks == step.schedule.ticks
+    assert plan.schedule.host_bytes == step.schedule.host_bytes
+    if name == "lora-on-32b":
+        assert (machine / "runs" / "32b" / "adapters" / "adapter_model.safetensors").exists()
+        dtypes = {(p.requires_grad, p.dtype) for p in found["model"].parameters()}
+        assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_long_text_trains_in_pieces_to_a_loss_of_the_plain_model(machine: Path):
+    made, train = blocks("long-documents", "python")
+    found = execute(made.partition("config = ")[0])
+    execute(train, found)
+    saved = LlamaForCausalLM.from_pretrained(machine / "runs" / "long")
+    assert_same(dict(saved.state_dict()), {k: t.detach() for k, t in found["model"].state_dict().items()})
+    ids = found["ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(found["text"](ids, ids), saved(input_ids=ids, labels=ids).loss)
+    heads = [block for block in found["compiled"].program.blocks if block.name.startswith("heads")]
+    assert len(heads) >= 7, "each piece is a block"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_changed_scripts_train_and_what_was_left_is_refused(machine: Path):
+    name = "from-deepspeed-or-fsdp"
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(WORDS, (32, LENGTH))]
+    torch.save(rows, "rows.pt")
+    with_trainer, with_loop = (after(diff) for diff in blocks(name, "diff"))
+    found = execute(with_trainer)
+    assert found["trainer"].train_step.progress.count == 2
+    (wrong,), (shown,) = blocks(name, "python"), blocks(name, "text")
+    assert refusal(wrong, {**found, "model": tiny()}) == shown
+    batches = [{name: row[None] for name, row in each.items()} for each in rows[:2]]
+    own = {"model": tiny(), "updates": [batches]}
+    assert execute(with_loop, own)["step"].progress.count == 1
+    assert (machine / "runs" / "moved-loop" / "checkpoint.json").exists()
+
+
+def refusal(code: str, found: dict[str, Any]) -> str:
+    with pytest.raises(megatrain.MegatrainError) as caught:
+        execute(code, found)
+    return f"{type(caught.value).__name__}: {caught.value}\n"
+
+
+def test_each_refusal_is_as_shown_and_each_way_out_works():
+    found: dict[str, Any] = {"__name__": "page"}
+    parts = BLOCKS.findall(page("my-model-is-refused"))
+    num_refused = 0
+    for (language, code), (next_language, shown) in zip(parts, [*parts[1:], ("", "")], strict=True):
+        if language == "python" and next_language == "text":
+            assert refusal(code, found) == shown
+            num_refused += 1
+        elif language == "python":
+            execute(code, found)
+    assert num_refused == 8
+
+
+def test_the_pages_are_short_and_linked_from_the_readme():
+    readme = (FOLDER.parents[1] / "README.md").read_text()
+    for path in FOLDER.glob("*.md"):
+        assert f"(docs/tasks/{path.name})" in readme
+        assert len(BLOCKS.sub("", path.read_text()).splitlines()) < 110, path.name
