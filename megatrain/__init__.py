@@ -39,7 +39,7 @@ from megatrain.planning.plan import Plan, plan
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.streams.stream_set import Chaos, Recording
-from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.from_program import schedule, workload
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.timing.costs import Hardware
@@ -98,4 +98,5 @@ __all__ = [
     "schedule",
     "trace",
     "verify",
+    "workload",
 ]

@@ -83,6 +83,7 @@ def _functions(made: Made) -> Iterator[Target]:
     yield Target("trace", lambda: (megatrain.trace, {"model": made.model, "args": (INPUT,)}))
     yield Target("lower", lambda: (megatrain.lower, {"traced": made.traced}))
     yield Target("schedule", lambda: (megatrain.schedule, {"program": made.program}))
+    yield Target("workload", lambda: (megatrain.workload, {"program": made.program}))
     yield Target("plan", lambda: (megatrain.plan, {"model": made.model, "example_args": (INPUT,)}))
     yield Target("verify", lambda: (verify, {"model": made.model, "device": "cpu", "steps": 1}))
 

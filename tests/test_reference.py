@@ -26,7 +26,6 @@ PUBLIC = (
 FURTHER = (
     "megatrain.compiled.inside.Compiled",
     "megatrain.optim.masters.registry.Masters",
-    "megatrain.scheduler.from_program.workload",
     "megatrain.scheduler.instructions.Instructions",
     "megatrain.scheduler.table.Table",
     "megatrain.scheduler.timing.costs.Measured",

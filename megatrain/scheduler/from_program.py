@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatrain.checks import checked, optional
+from megatrain.checks import checked, count, optional
 from megatrain.errors import MicroBatchError, ScheduleError
 from megatrain.passes.program import Block, Program
 from megatrain.scheduler.builder.build import STEP, build
@@ -19,12 +19,16 @@ from megatrain.sizes import SIZE, aligned, parse_bytes
 UPDATE_TRAFFIC = 7
 
 
+@checked(update_traffic=count(1, 2**20))
 def workload(program: Program, *, update_traffic: int = UPDATE_TRAFFIC) -> Workload:
     """Describes `program` by bytes and dependencies only.
 
     Args:
         program: After `measure`.
         update_traffic: Bytes that an update reads and writes per byte of a parameter.
+
+    Raises:
+        OptionError: If an argument has a wrong type or value.
     """
     updates = _updates(program)
     return Workload(
