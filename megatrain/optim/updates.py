@@ -93,8 +93,8 @@ class Updates:
         self._block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block}
         self._source = _Source(self._block_of)
         self._code = MasterStep(masters, gradient_of=self._source, threads=threads)
-        undo = Undo(masters)
-        self._parts = [OptimizerPart(optimizer, blocks, self._code, undo) for optimizer in optimizers]
+        self._undo = Undo(masters)
+        self._parts = [OptimizerPart(optimizer, blocks, self._code, self._undo) for optimizer in optimizers]
         self._names = list(names.values())
         self._norm = GradientNorm(names, masters, threads=norm_threads)
         self._max_norm = max_norm
