@@ -287,7 +287,9 @@ def _kind(optimizers: Sequence[Optimizer]) -> str:
     """Names the classes. Of several each with its groups, which are stored in one list."""
     if len(optimizers) == 1:
         return _class_of(optimizers[0])
-    return ", ".join(f"{_class_of(each)} of {len(each.param_groups)} groups" for each in optimizers)
+    counts = [len(each.param_groups) for each in optimizers]
+    pairs = zip(optimizers, counts, strict=True)
+    return ", ".join(f"{_class_of(each)} with {count} group{'s' * (count != 1)}" for each, count in pairs)
 
 
 def _class_of(optimizer: Optimizer) -> str:

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from megatrain.checks import PATH, checked, instance_of, optional
-from megatrain.checks.rules import either
+from megatrain.checks import PATH, Rule, checked, optional
 from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers
 from megatrain.errors import CheckpointError
 from megatrain.files import disk, json_rules
@@ -31,7 +30,14 @@ _FILE_OVERHEAD = 8192
 """What a file takes on the disk beyond its bytes, at most: a block that isn't full, and its entry."""
 
 
-@checked(folder=PATH, optimizer=optional(either(OPTIMIZERS, instance_of(OptimizerState))), shard_bytes=SIZE)
+_STATE = Rule(
+    f"{OPTIMIZERS.text}, or an OptimizerState",
+    OPTIMIZERS.way,
+    lambda value: None if isinstance(value, OptimizerState) else OPTIMIZERS.fault(value),
+)
+
+
+@checked(folder=PATH, optimizer=optional(_STATE), shard_bytes=SIZE)
 def save(
     folder: str | os.PathLike[str],
     weights: Mapping[str, torch.Tensor | Source],
