@@ -73,6 +73,11 @@ class BlockOptimizer:
         return self._owned[block]
 
     @property
+    def left(self) -> Set[int]:
+        """The blocks that are not updated yet in the step under way."""
+        return self._left
+
+    @property
     def is_under_way(self) -> bool:
         """Whether a step has begun and not ended."""
         return self._step is not None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatrain.checks import Rule
+from megatrain.checks.several_optimizers import several_fault
 from megatrain.errors import OptionError
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.rehearsal import empty
@@ -51,14 +52,16 @@ def _class_of(kind: object) -> object:
 
 
 def _fault(value: object) -> str | None:
+    if isinstance(value, list | tuple):
+        return several_fault(value)
     kind = _class_of(value)
     is_known = isinstance(kind, Optimizer) or (isinstance(kind, type) and issubclass(kind, Optimizer))
     return None if is_known else "is not known"
 
 
 OPTIMIZER = Rule(
-    "an optimizer over the model's parameters, its class, or the name of a class in torch.optim",
+    "an optimizer over the model's parameters, a list of several, a class, or the name of a class in torch.optim",
     '{name}="AdamW"',
     _fault,
 )
-"""What `made_over` takes, and an optimizer itself."""
+"""What `made_over` takes, and optimizers themselves."""

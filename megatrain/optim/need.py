@@ -64,11 +64,13 @@ class OptimizerNeed:
     Args:
         state: Bytes by their name in a parameter's state (`exp_avg`), in order of first appearance.
         scratch_bytes: The largest temporary memory of one block's update, with the copies made before it.
+        undo_bytes: Of these the copies; their memory stays from block to block.
         is_estimate: The optimizer's code ran on corners of parameters only, for it needs memory behind its tensors.
     """
 
     state: Mapping[str, int]
     scratch_bytes: int
+    undo_bytes: int = 0
     is_estimate: bool = False
 
 
@@ -120,7 +122,24 @@ def optimizer_need(
     for parameter, held in dict(optimizer.state).items():
         if parameter not in seen:
             _add(state, _bytes_by_name(held))
-    return OptimizerNeed(state, scratch + undo, any(part.is_estimate for part in known.values()))
+    return OptimizerNeed(state, scratch + undo, undo, any(part.is_estimate for part in known.values()))
+
+
+def joint_need(
+    optimizers: Sequence[Optimizer], blocks: Sequence[Sequence[Updated]], *, undoes: bool = False, scales: bool = False
+) -> OptimizerNeed:
+    """Finds out the memory that optimizers take whose updates follow each other; see `optimizer_need`.
+
+    Returns:
+        The state of all by class and name (`AdamW.exp_avg`), and of the rest the largest.
+    """
+    needs = [optimizer_need(each, blocks, undoes=undoes, scales=scales) for each in optimizers]
+    state: dict[str, int] = {}
+    for optimizer, need in zip(optimizers, needs, strict=True):
+        _add(state, {f"{type(optimizer).__name__}.{name}": nbytes for name, nbytes in need.state.items()})
+    undo = max(need.undo_bytes for need in needs)
+    scratch = undo + max(need.scratch_bytes - need.undo_bytes for need in needs)
+    return OptimizerNeed(state, scratch, undo, any(need.is_estimate for need in needs))
 
 
 def _path(optimizer: Optimizer, member: Updated, group: int) -> FastPath | None:

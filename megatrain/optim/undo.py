@@ -22,24 +22,24 @@ class Undo:
     library's heap.
 
     Args:
-        optimizer: Holds the state.
         masters: Parameters that have halves have more to copy.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: Mapping[torch.Tensor, Master]):
-        self._optimizer = optimizer
+    def __init__(self, masters: Mapping[torch.Tensor, Master]):
+        self._optimizer: Optimizer | None = None
         self._masters = masters
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._used = 0
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._state: dict[torch.Tensor, Any] = {}
 
-    def note(self, parameters: Collection[torch.Tensor]) -> None:
-        """Copies the tensors that an update of these parameters may write; replaces earlier copies."""
+    def note(self, optimizer: Optimizer, parameters: Collection[torch.Tensor]) -> None:
+        """Copies the tensors that an optimizer's update of these parameters may write; replaces earlier copies."""
+        self._optimizer = optimizer
         masters = (self._masters.get(parameter) for parameter in parameters)
         lows = [master.low for master in masters if isinstance(master, SplitMaster)]
         written = [*(parameter.detach() for parameter in parameters), *lows]
-        states = {parameter: self._optimizer.state.get(parameter) for parameter in parameters}
+        states = {parameter: optimizer.state.get(parameter) for parameter in parameters}
         leaves: list[Any] = pytree.tree_leaves(list(states.values()))
         needed = sum(aligned(t.nbytes) for t in (*written, *leaves) if _is_dense(t))
         if needed > self._memory.numel():
@@ -59,6 +59,7 @@ class Undo:
     @torch.no_grad()
     def restore(self) -> None:
         """Puts everything back."""
+        assert self._optimizer is not None, "nothing was noted"
         for tensor, before in self._values:
             tensor.copy_(before)
         for parameter, state in self._state.items():

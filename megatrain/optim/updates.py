@@ -1,20 +1,19 @@
-"""Updates: the gradients of a step on their way to the optimizer, block by block."""
+"""Updates: the gradients of a step on their way to the optimizers, block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from megatrain.checks.several_optimizers import parameters_of
 from megatrain.optim.block_update import MasterStep
-from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.masters.halves import Master
 from megatrain.optim.norm import GradientNorm, NonFinite
+from megatrain.optim.optimizer_part import OptimizerPart
 from megatrain.optim.undo import Undo
-from megatrain.torch_private import pytree
 
 
 @dataclass(slots=True, eq=False)
@@ -57,24 +56,31 @@ class _Source:
 
 
 class Updates:
-    """Takes whole gradients as they come, their norm, and the optimizer's step block by block.
+    """Takes whole gradients as they come, their norm, and the steps of the optimizers block by block.
 
-    `receive` and then `take_norm` fill `arriving`; `begin` makes them those of the optimizer's step, which `update`
+    `receive` and then `take_norm` fill `arriving`; `begin` makes them those of the optimizers' step, which `update`
     takes for each block in any order and `finish` ends. In between gradients of the next step may arrive.
 
+    Several optimizers take their steps side by side: `update` takes a block with each of them, in their order. Hooks
+    on steps may look at everything that the optimizers before theirs have done: if there are any, each optimizer
+    begins when the one before has ended, all but the first in `finish`.
+
     Args:
-        optimizer: The user's.
+        optimizers: The user's, in the order of their steps. No two hold the same parameter.
         blocks: The parameters that are updated with each block.
         masters: Of parameters that have one; see `MasterStep`.
         names: Of the parameters, in the order in which `clip_grad_norm_` would get them.
         max_norm: Largest norm of all gradients; None doesn't clip.
         threads: How many threads a native kernel takes; None is as many as torch.
         norm_threads: See `GradientNorm`.
+
+    Attributes:
+        has_updated: The latest step has updated a parameter.
     """
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         blocks: Sequence[Sequence[torch.Tensor]],
         *,
         masters: Mapping[torch.Tensor, Master],
@@ -83,27 +89,27 @@ class Updates:
         threads: int | None = None,
         norm_threads: int | None = None,
     ):
-        self._optimizer = optimizer
-        self._undo = Undo(optimizer, masters)
+        self._blocks = blocks
         self._block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block}
         self._source = _Source(self._block_of)
         self._code = MasterStep(masters, gradient_of=self._source, threads=threads)
-        self.blocks = BlockOptimizer(optimizer, blocks, code=self._code, probe=False)
+        self._undo = Undo(masters)
+        self._parts = [OptimizerPart(optimizer, blocks, self._code, self._undo) for optimizer in optimizers]
         self._names = list(names.values())
         self._norm = GradientNorm(names, masters, threads=norm_threads)
         self._max_norm = max_norm
         self.arriving = Gradients.none()
-        self._left: set[int] = set()
+        self.has_updated = False
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a step of the optimizer has begun and not ended."""
-        return self.blocks.is_under_way
+        """Whether a step has begun and not ended."""
+        return any(part.is_under_way for part in self._parts)
 
     @property
     def is_whole(self) -> bool:
-        """Whether such a step has not updated anything yet."""
-        return self.is_under_way and len(self._left) == len(self.blocks)
+        """Whether such a step has all its updates left."""
+        return self.is_under_way and all(len(part.left) == len(self._blocks) for part in self._parts)
 
     def receive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Takes a whole gradient."""
@@ -134,86 +140,98 @@ class Updates:
             found.scale = float(self._norm.coefficient(self._max_norm))
 
     def begin(self) -> None:
-        """Starts a step of the optimizer with the gradients that have arrived or will; options are read now.
+        """Starts a step of the optimizers with the gradients that have arrived or will; options are read now.
 
         Raises:
             OptimizerError: See `BlockOptimizer.begin`.
         """
-        has_hooks = self.blocks.has_hooks
+        assert not self.is_under_way, "a step must end before the next begins"
+        self.has_updated = False
+        self._source.using = self.arriving
+        for part in self._parts:
+            part.wait()
+        try:
+            self._begin_waiting()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _begin_waiting(self) -> None:
+        """Begins the steps whose turn has come: all that wait, or with hooks the first of them."""
+        waiting = [part for part in self._parts if part.is_waiting]
+        has_hooks = any(part.blocks.has_hooks for part in waiting)
         try:
             if has_hooks:
-                self._show_gradients()
-            self.blocks.begin()
+                _show_gradients(self._source.using)
+            for part in waiting[:1] if has_hooks else waiting:
+                part.begin()
         except BaseException:
-            _hide_gradients(self.arriving)
+            _hide_gradients(self._source.using)
             raise
         if has_hooks:
-            self._take_shown_gradients()
-        self._source.using = self.arriving
+            _take_shown_gradients(self._source.using)
         self._code.scale = self._source.using.scale
-        self._left = set(range(len(self.blocks)))
-
-    def _show_gradients(self) -> None:
-        """Lets hooks before the step see gradients where they look for them, clipped."""
-        found = self.arriving
-        for parameter, gradient in found.by_parameter.items():
-            # A copy, which the hooks may keep: gradients lie where the next step's will.
-            parameter.grad = found.by_parameter[parameter] = gradient.clone().mul_(found.scale)
-        found.scale = 1.0
-
-    def _take_shown_gradients(self) -> None:
-        """Reads the gradients back after the hooks."""
-        shown: list[tuple[torch.Tensor, torch.Tensor | None]] = [(p, p.grad) for p in self.arriving.by_parameter]
-        self.arriving.by_parameter = {parameter: gradient for parameter, gradient in shown if gradient is not None}
 
     def update(self, block: int) -> None:
-        """Updates the parameters of a block. If that fails they are as before, and it may be tried again."""
-        owned = [p for p in self.blocks.owned(block) if p in self._source.using.by_parameter]
-        can_fail = bool(owned) and not self._code.cannot_fail(self._optimizer, owned)
-        if can_fail:
-            self._undo.note(owned)
-        try:
-            self.blocks.update(block)
-        except BaseException:
-            if can_fail:
-                self._undo.restore()
-            raise
-        for parameter in owned:
-            _own(self._optimizer.state.get(parameter, {}), self._source.using.by_parameter.pop(parameter))
-            parameter.grad = None
-        self._left.remove(block)
+        """Updates the parameters of a block, with each optimizer that has begun and not done so.
+
+        If one of them fails, its parameters are as before; only what is left of the block may be tried again.
+        """
+        parts = [part for part in self._parts if block in part.blocks.left]
+        assert parts, f"block {block} has no update left"
+        for part in parts:
+            self.has_updated |= part.update(block, self._source.using.by_parameter)
+        if not self._has_waiting:  # a hook may look at all gradients until the last optimizer has begun
+            for parameter in self._blocks[block]:
+                if self._source.using.by_parameter.pop(parameter, None) is not None:
+                    parameter.grad = None
 
     def finish(self) -> None:
-        """Runs the rest of the optimizer's step, and ends it."""
-        for block in sorted(self._left):
-            self.update(block)
-        self._code.scale = 1.0  # the remaining parameters are outside the model, and weren't clipped with it
-        self.blocks.finish()
+        """Runs the rest of the optimizers' steps, and ends them."""
+        self._finish_begun()
+        while self._has_waiting:
+            self._begin_waiting()
+            self._finish_begun()
+        _hide_gradients(self._source.using)
         self._source.using = Gradients.none()
         for parameter in self._parameters():
             parameter.grad = None
 
+    def _finish_begun(self) -> None:
+        for block in sorted({block for part in self._parts for block in part.blocks.left}):
+            self.update(block)
+        self._code.scale = 1.0  # the remaining parameters are outside the model, and weren't clipped with it
+        for part in self._parts:
+            if part.blocks.is_under_way:
+                part.blocks.finish()
+
+    @property
+    def _has_waiting(self) -> bool:
+        return any(part.is_waiting for part in self._parts)
+
     def abandon(self) -> None:
-        """Ends the optimizer's step without an update; see `BlockOptimizer.abandon`."""
-        self.blocks.abandon()
+        """Ends the optimizers' step without a further update; see `BlockOptimizer.abandon`."""
+        for part in self._parts:
+            part.abandon()
         _hide_gradients(self._source.using)
         self._source.using = Gradients.none()
-        self._left.clear()
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return parameters_of(*(part.optimizer for part in self._parts))
 
     @property
     def due(self) -> list[int]:
-        """The blocks whose update is not taken yet."""
-        return sorted(self._left)
+        """The blocks whose update is not taken yet, by all optimizers."""
+        return sorted({block for part in self._parts for block in part.left})
 
     def changing(self) -> Iterable[torch.Tensor]:
         """The parameters and optimizer state that the remaining updates will change."""
-        for block in self.due:
-            for parameter in self.blocks.owned(block) & self._source.using.by_parameter.keys():
+        gradients = self._source.using.by_parameter
+        for part in self._parts:
+            for parameter in (p for block in sorted(part.left) for p in part.owned(block) if p in gradients):
                 yield parameter
-                yield from (v for v in self._optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor))
+                state = part.optimizer.state.get(parameter, {})
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def describe_nonfinite(self) -> str:
         """Names the first of the gradients that arrived which isn't finite."""
@@ -222,18 +240,19 @@ class Updates:
         return f"the gradient of `{self._names[found.parameter]}`, of block {found.block},"
 
 
-def _own(state: dict[Any, Any], gradient: torch.Tensor) -> None:
-    """Copies what an optimizer kept of a gradient by reference: its memory will be that of the next step's."""
-    if gradient.layout != torch.strided:
-        return
-    place = gradient.untyped_storage().data_ptr()
+def _show_gradients(found: Gradients) -> None:
+    """Lets hooks before a step see gradients where they look for them, clipped."""
+    for parameter, gradient in found.by_parameter.items():
+        if parameter.grad is not gradient:
+            # A copy, which the hooks may keep: gradients lie where the next step's will.
+            parameter.grad = gradient.clone().mul_(found.scale)
 
-    def own(value: Any) -> Any:
-        is_kept = isinstance(value, torch.Tensor) and value.layout == torch.strided
-        return value.clone() if is_kept and value.untyped_storage().data_ptr() == place else value
 
-    for name, value in state.items():
-        state[name] = pytree.tree_map(own, value)
+def _take_shown_gradients(found: Gradients) -> None:
+    """Reads the gradients back after the hooks."""
+    shown: list[tuple[torch.Tensor, torch.Tensor | None]] = [(p, p.grad) for p in found.by_parameter]
+    found.by_parameter = {parameter: gradient for parameter, gradient in shown if gradient is not None}
+    found.scale = 1.0
 
 
 def _hide_gradients(found: Gradients) -> None:

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from megatrain.checks import Rule, checked, count, one_of, optional
+from megatrain.checks.several_optimizers import Optimizers, check_apart, optimizers_of
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.memory.available import available_bytes as available_now
 from megatrain.optim.made_over import OPTIMIZER, made_over
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
 from megatrain.optim.masters.registry import Masters
-from megatrain.optim.need import OptimizerNeed, Updated, optimizer_need
+from megatrain.optim.need import OptimizerNeed, Updated, joint_need
 from megatrain.options import PRECISION
 from megatrain.passes.program import Program
 from megatrain.runtime.gradients.flow import Facts
@@ -24,8 +25,8 @@ from megatrain.sizes import aligned, format_bytes
 from megatrain.torch_private import FakeTensor
 from megatrain.tracer.inventory import StateEntry, inventory
 
-OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
-"""An optimizer, its class, or the class's name in `torch.optim`."""
+OptimizerLike = Optimizers | type[torch.optim.Optimizer] | str
+"""An optimizer or several, or a class of optimizers, or the class's name in `torch.optim`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ def host_plan(
         programs: All captures of the model that share the store.
         schedule: Of the step. Without updates or a norm in it, gradients are the tensors in `.grad`.
         model: The model; its parameters may be on meta.
-        optimizer: Over the model's parameters; None for none.
+        optimizer: Over the model's parameters, or a list of several; None for none.
         precision: `"fp32"`, or `"bf16"` for bf16 parameters over fp32 masters, whether or not they are bf16 yet.
         masters: Masters of bf16 parameters: `"exact"` (with low halves) or `"rounded"` (without). Or the masters
             themselves, `compiled.masters`.
@@ -142,7 +143,8 @@ def host_plan(
 
     Raises:
         OptionError: If an option has a wrong value, or the class of an optimizer can't be made over all parameters.
-        OptimizerError: If the optimizer needs all parameters at once, or the size of its state can't be found out.
+        OptimizerError: If an optimizer needs all parameters at once, the size of its state can't be found out, or two
+            hold the same parameter.
     """
     kind = masters.kind if isinstance(masters, Masters) else masters
     programs = (programs,) if isinstance(programs, Program) else tuple(programs)
@@ -155,12 +157,12 @@ def host_plan(
     held: list[torch.Tensor] = [*tensors.values(), *(t.grad for t in tensors.values() if t.grad is not None)]
     need = OptimizerNeed({}, 0)
     if optimizer is not None:
-        optimizer, parameters = _over(optimizer, entries, tensors)
+        optimizers, parameters = _over(optimizer, entries, tensors)
         blocks = _updates(programs, entries, parameters, master)
-        need = optimizer_need(optimizer, blocks, undoes=schedule.kind.updates != "none", scales=schedule.kind.clip)
-        name = type(optimizer).__name__
-        rows += [(f"{name}.{key}", nbytes) for key, nbytes in need.state.items()]
-        held += [t for state in optimizer.state.values() for t in dict(state).values() if isinstance(t, torch.Tensor)]
+        need = joint_need(optimizers, blocks, undoes=schedule.kind.updates != "none", scales=schedule.kind.clip)
+        rows += need.state.items()
+        states = (state for each in optimizers for state in each.state.values())
+        held += [t for state in states for t in dict(state).values() if isinstance(t, torch.Tensor)]
     rows += [*_step_rows(programs, entries, schedule, on_host=on_host), ("update scratch", need.scratch_bytes)]
     kept = tuple(HostRow(name, nbytes) for name, nbytes in rows if nbytes)
     num_parameters = sum(e.spec.numel for e in entries.values() if e.kind == "parameter")
@@ -224,12 +226,15 @@ def _updates(
 
 def _over(
     optimizer: OptimizerLike, entries: Mapping[str, StateEntry], tensors: Mapping[str, torch.Tensor]
-) -> tuple[torch.optim.Optimizer, Mapping[str, torch.Tensor]]:
-    """Returns an optimizer and its parameters by key: the user's, or one over tensors without memory."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer, tensors
-    specs = {key: e.spec for key, e in entries.items() if e.kind == "parameter" and e.requires_grad}
-    return made_over(optimizer, specs)
+) -> tuple[Sequence[torch.optim.Optimizer], Mapping[str, torch.Tensor]]:
+    """Returns optimizers and their parameters by key: the user's, or one over tensors without memory."""
+    if isinstance(optimizer, str | type):
+        specs = {key: e.spec for key, e in entries.items() if e.kind == "parameter" and e.requires_grad}
+        made, parameters = made_over(optimizer, specs)
+        return [made], parameters
+    optimizers = optimizers_of(optimizer)
+    check_apart(optimizers, tensors.items())
+    return optimizers, tensors
 
 
 def _step_rows(

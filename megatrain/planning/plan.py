@@ -149,7 +149,7 @@ def plan(  # noqa: PLR0913  # as for `compile`
         device_memory: Memory of the device for the step, as `memory` of `compile`: bytes, or text like `"10GiB"`. None
             doesn't bound the step.
         host_memory: Memory of the host, likewise. With None `Plan.check` asks this machine.
-        optimizer: Over the model's parameters, or a class, or the name of one in `torch.optim`; None for none.
+        optimizer: Over the model's parameters, or several; or a class, or its name in `torch.optim`; None for none.
         precision: `"fp32"`, or `"bf16"` for bf16 compute over fp32 masters.
         micro_batches: Number of micro-batches in a step (gradient accumulation).
         max_grad_norm: Any number means that gradients are clipped, so that updates wait for their norm.
@@ -166,7 +166,7 @@ def plan(  # noqa: PLR0913  # as for `compile`
         TraceError: If the model can't be captured faithfully.
         LowerError: If one of `passes` breaks a rule.
         ScheduleError: If no amount of memory allows this schedule.
-        OptimizerError: If the optimizer can't update block by block.
+        OptimizerError: If an optimizer can't update block by block, or two hold the same parameter.
     """
     model = original(model)
     device_limit = None if device_memory is None else parse_bytes(device_memory, "device_memory")

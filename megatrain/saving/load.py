@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from megatrain.checks import PATH, checked
+from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers, check_apart, optimizers_of
 from megatrain.errors import CheckpointError
 from megatrain.files.byte_source import Source
 from megatrain.files.digest import Digest
@@ -22,7 +22,7 @@ from megatrain.files.replace import present, resolved
 from megatrain.files.room import room_to_read
 from megatrain.files.weight_files import PIECE_BYTES
 from megatrain.saving.manifest import FileRecord, Manifest
-from megatrain.saving.optimizers import destinations, differences, misfitting_options, put_back
+from megatrain.saving.optimizers import destinations, differences, misfitting_options, misfitting_rest, put_back
 from megatrain.saving.saved import Saved
 from megatrain.saving.schema import FILE, TRAINING
 from megatrain.saving.values import decode
@@ -116,9 +116,9 @@ class Checkpoint:
                 self.weights[name].read(tensor)
                 done.add(place)
 
-    @checked()
+    @checked(optimizer=OPTIMIZERS)
     @room_to_read()
-    def check_optimizer(self, optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> None:
+    def check_optimizer(self, optimizer: Optimizers, names: Mapping[str, torch.Tensor]) -> None:
         """Compares class, groups and parameters with those of the optimizer that was saved, and reads nothing.
 
         Args:
@@ -127,13 +127,16 @@ class Checkpoint:
 
         Raises:
             CheckpointError: If there is none, or the two differ, with all differences.
+            OptimizerError: If two optimizers hold the same parameter.
         """
-        saved = self._saved_optimizer()
+        saved, several = self._saved_optimizer(), optimizers_of(optimizer)
+        check_apart(several, names.items())
         problems = differences(
-            saved["class"], saved["parameters"], [g["params"] for g in saved["param_groups"]], optimizer, names
+            saved["class"], saved["parameters"], [g["params"] for g in saved["param_groups"]], several, names
         )
         if not problems:
-            problems = misfitting_options(self._groups(), optimizer, is_whole=self.is_of_this_torch)
+            problems = misfitting_options(self._decoded("param_groups"), several, is_whole=self.is_of_this_torch)
+            problems += misfitting_rest(self._decoded("rest"), several)
         if problems:
             lines = [
                 f"the checkpoint doesn't fit this optimizer: {len(problems)} differences.",
@@ -144,15 +147,16 @@ class Checkpoint:
             ]
             raise CheckpointError("\n  ".join(lines))
 
-    @checked()
+    @checked(optimizer=OPTIMIZERS)
     @room_to_read()
-    def read_optimizer(self, optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> None:
+    def read_optimizer(self, optimizer: Optimizers, names: Mapping[str, torch.Tensor]) -> None:
         """Continues with the saved state, options of groups included.
 
         Existing state with the saved shape and dtype is overwritten in place.
 
         Args:
-            optimizer: Of the class that was saved, with the same parameters in the same groups, in any order.
+            optimizer: Of the class that was saved, with the same parameters in the same groups, in any order. If
+                several were saved, as many, in the same order.
             names: Its parameters by name.
 
         Raises:
@@ -160,24 +164,22 @@ class Checkpoint:
         """
         self.check_optimizer(optimizer, names)
         saved, stored = self._saved_optimizer(), self._tensors(self._stem("optimizer"))
-        existing = destinations(optimizer, names)
+        existing = destinations(several := optimizers_of(optimizer), names)
         state = {
             name: {key: _state(value, stored, existing.get((name, key))) for key, value in values.items()}
             for name, values in saved["state"].items()
         }
-        groups = self._groups()
-        rest = decode(saved["rest"], lambda name: _fresh(stored[name]))
-        put_back(optimizer, names, groups, state, rest)
+        put_back(several, names, self._decoded("param_groups"), state, self._decoded("rest"))
 
     @property
     def is_of_this_torch(self) -> bool:
         """Whether the same version of torch wrote it; another version may have fewer options."""
         return self.manifest.torch_version == str(torch.__version__)
 
-    def _groups(self) -> list[dict[str, Any]]:
-        """The options of the optimizer's groups; tensors in them are read, such as learning rates."""
+    def _decoded(self, field: str) -> Any:
+        """The options of the optimizer's groups, or its `rest`; tensors in them are read, such as learning rates."""
         stored = self._tensors(self._stem("optimizer"))
-        return decode(self._saved_optimizer()["param_groups"], lambda name: _fresh(stored[name]))
+        return decode(self._saved_optimizer()[field], lambda name: _fresh(stored[name]))
 
     def _saved_optimizer(self) -> Mapping[str, Any]:
         if self.manifest.optimizer is None:

@@ -1,4 +1,4 @@
-"""Optimizers: their state by the names of parameters instead of positions and objects."""
+"""Optimizers: the state of one or several by the names of parameters instead of positions and objects."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from megatrain.checks import shown
+from megatrain.checks.several_optimizers import Optimizers, check_apart, optimizers_of
 from megatrain.errors import CheckpointError
 from megatrain.saving.fitting import misfits
 from megatrain.saving.values import Encoder
@@ -21,15 +23,15 @@ _ALIGNED = ("params", "param_names")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The contents of `optimizer.state_dict()`, with names instead of positions.
+    """The contents of `optimizer.state_dict()`, with names instead of positions; of several optimizers in their order.
 
     Args:
-        kind: The optimizer's class.
+        kind: The optimizer's class; of several each class with its number of groups.
         parameters: Its parameters by name, each as `f32[2, 3]`, in the order of the groups.
         groups: Each group's options; `params` lists names.
         state: Each parameter's state by name. Values are what `Encoder.encode` takes; a `Source` may stand for a
             tensor.
-        rest: All other entries of the state dict.
+        rest: All other entries of the state dict; of several optimizers those of each, by its number as text.
     """
 
     kind: str
@@ -39,16 +41,32 @@ class OptimizerState:
     rest: Mapping[str, Any]
 
     @staticmethod
-    def of(optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> OptimizerState:
-        """Reads an optimizer; tensors are not copied.
+    def of(optimizers: Optimizers, names: Mapping[str, torch.Tensor]) -> OptimizerState:
+        """Reads an optimizer, or several; tensors are not copied.
 
         Args:
-            optimizer: Any optimizer of torch, or one with the same `state_dict`.
-            names: The parameters by name; those that the optimizer doesn't have don't matter.
+            optimizers: Any of torch, or with the same `state_dict`.
+            names: The parameters by name; those that no optimizer has don't matter.
 
         Raises:
-            CheckpointError: If parameters of the optimizer have no name, or its state belongs to no parameter.
+            CheckpointError: If parameters of an optimizer have no name, or its state belongs to no parameter.
+            OptimizerError: If two optimizers hold the same parameter.
         """
+        several = optimizers_of(optimizers)
+        check_apart(several, names.items())
+        parts = [OptimizerState._of_one(each, names) for each in several]
+        if len(parts) == 1:
+            return parts[0]
+        return OptimizerState(
+            _kind(several),
+            {name: spec for part in parts for name, spec in part.parameters.items()},
+            [group for part in parts for group in part.groups],
+            {name: state for part in parts for name, state in part.state.items()},
+            {str(i): part.rest for i, part in enumerate(parts)},
+        )
+
+    @staticmethod
+    def _of_one(optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> OptimizerState:
         named = _named(optimizer, names)
         content = optimizer.state_dict()
         by_id: dict[Any, str] = {}
@@ -59,12 +77,12 @@ class OptimizerState:
         loose = [key for key in content["state"] if key not in by_id]
         if loose:
             raise CheckpointError(
-                f"the state of {_kind(optimizer)} has entries that belong to no parameter: {loose}.\n"
+                f"the state of {_class_of(optimizer)} has entries that belong to no parameter: {loose}.\n"
                 "  State is stored by parameter.\n"
                 "  Keep such values in the optimizer's param_groups."
             )
         return OptimizerState(
-            _kind(optimizer),
+            _class_of(optimizer),
             {name: _spec(tensor) for members in named for name, tensor in members.items()},
             groups,
             {by_id[key]: state for key, state in content["state"].items()},
@@ -92,20 +110,20 @@ def differences(
     kind: str,
     parameters: Mapping[str, str],
     groups: Sequence[Sequence[str]],
-    optimizer: Optimizer,
+    optimizers: Sequence[Optimizer],
     names: Mapping[str, torch.Tensor],
 ) -> list[str]:
-    """Yields the differences between a stored optimizer and this one: class, groups, parameters.
+    """Yields the differences between stored optimizers and these: classes, groups, parameters.
 
     Args:
         kind: Stored class.
         parameters: Stored parameters by name, as `OptimizerState.parameters`.
         groups: The names in each stored group.
-        optimizer: The optimizer that is to continue.
-        names: Its parameters by name.
+        optimizers: Those that are to continue.
+        names: Their parameters by name.
     """
-    named = _named(optimizer, names)
-    found = [] if kind == _kind(optimizer) else [f"class: {kind} in the checkpoint, but {_kind(optimizer)} here"]
+    named = [members for optimizer in optimizers for members in _named(optimizer, names)]
+    found = [] if kind == _kind(optimizers) else [f"class: {kind} in the checkpoint, but {_kind(optimizers)} here"]
     own = {name: i for i, members in enumerate(named) for name in members}
     specs = {name: _spec(tensor) for members in named for name, tensor in members.items()}
     stored = {name: i for i, members in enumerate(groups) for name in members}
@@ -121,43 +139,70 @@ def differences(
     return sorted(found)
 
 
-def misfitting_options(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, is_whole: bool) -> list[str]:
-    """Yields the stored options of groups that have another kind than this optimizer's, or are missing.
+def misfitting_options(
+    groups: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], *, is_whole: bool
+) -> list[str]:
+    """Yields the stored options of groups that have another kind than these optimizers', or are missing.
 
     Args:
         groups: The stored groups, decoded.
-        optimizer: An optimizer for which `differences` yields nothing.
-        is_whole: Whether the stored groups must have all options that the optimizer is made with.
+        optimizers: Those for which `differences` yields nothing.
+        is_whole: Whether the stored groups must have all options that the optimizers are made with.
     """
     found: list[str] = []
-    for i, (stored, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+    groups_here = [(group, optimizer.defaults) for optimizer in optimizers for group in optimizer.param_groups]
+    for i, (stored, (own, defaults)) in enumerate(zip(groups, groups_here, strict=True)):
         for key, value in own.items():
             if key in stored and key not in _ALIGNED:
                 found += misfits(value, stored[key], f"{key} of group {i}")
-            elif key not in stored and key in optimizer.defaults and is_whole:
+            elif key not in stored and key in defaults and is_whole:
                 found.append(f"`{key} of group {i}` is not in the checkpoint")
     return found
 
 
-def destinations(optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
-    """Lists the tensors that the optimizer's state consists of now, by names of parameter and state."""
+def destinations(
+    optimizers: Sequence[Optimizer], names: Mapping[str, torch.Tensor]
+) -> dict[tuple[str, str], torch.Tensor]:
+    """Lists the tensors that the optimizers' state consists of now, by names of parameter and state."""
     found: dict[tuple[str, str], torch.Tensor] = {}
-    for members in _named(optimizer, names):
-        for name, tensor in members.items():
+    for optimizer in optimizers:
+        for name, tensor in (item for members in _named(optimizer, names) for item in members.items()):
             for key, value in optimizer.state.get(tensor, {}).items():
                 if isinstance(value, torch.Tensor):
                     found[name, str(key)] = value
     return found
 
 
+def misfitting_rest(rest: Any, optimizers: Sequence[Optimizer]) -> list[str]:
+    """Yields what is wrong with the stored further entries of several optimizers, which are by their numbers."""
+    numbers = [str(i) for i in range(len(optimizers))]
+    if len(optimizers) == 1 or (list(rest) == numbers and all(isinstance(each, dict) for each in rest.values())):
+        return []
+    return [f"rest: {shown(rest)} in the checkpoint, not the further entries of {len(optimizers)} optimizers"]
+
+
 def put_back(
+    optimizers: Sequence[Optimizer],
+    names: Mapping[str, torch.Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[str, Mapping[str, Any]],
+    rest: Mapping[str, Any],
+) -> None:
+    """Gives optimizers the state of ones that `differences` found alike, through their own `load_state_dict`."""
+    left = iter(groups)
+    for i, optimizer in enumerate(optimizers):
+        own = [next(left) for _ in optimizer.param_groups]
+        held = {name: state[name] for group in own for name in group["params"] if name in state}
+        _put_back_one(optimizer, names, own, held, rest if len(optimizers) == 1 else rest[str(i)])
+
+
+def _put_back_one(
     optimizer: Optimizer,
     names: Mapping[str, torch.Tensor],
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[str, Mapping[str, Any]],
     rest: Mapping[str, Any],
 ) -> None:
-    """Gives an optimizer the state of one that `differences` found alike, through its own `load_state_dict`."""
     named = _named(optimizer, names)
     ids = {name: i for i, name in enumerate(name for members in named for name in members)}
     ordered: list[dict[str, Any]] = []
@@ -218,7 +263,7 @@ def _named(optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> list[dict
         raise CheckpointError(
             "\n  ".join(
                 [
-                    f"{len(nameless)} parameters of {_kind(optimizer)} have no name.",
+                    f"{len(nameless)} parameters of {_class_of(optimizer)} have no name.",
                     *_shortened(nameless),
                     "State is stored by the names of parameters.",
                     "Give names= a dict of all parameters of the optimizer, such as dict(model.named_parameters()).",
@@ -238,5 +283,14 @@ def _spec(tensor: torch.Tensor) -> str:
     return f"{dtype_name(tensor.dtype)}[{', '.join(map(str, tensor.shape))}]"
 
 
-def _kind(optimizer: Optimizer) -> str:
+def _kind(optimizers: Sequence[Optimizer]) -> str:
+    """Names the classes. Of several each with its groups, which are stored in one list."""
+    if len(optimizers) == 1:
+        return _class_of(optimizers[0])
+    counts = [len(each.param_groups) for each in optimizers]
+    pairs = zip(optimizers, counts, strict=True)
+    return ", ".join(f"{_class_of(each)} with {count} group{'s' * (count != 1)}" for each, count in pairs)
+
+
+def _class_of(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from megatrain.checks import PATH, checked
+from megatrain.checks import PATH, Rule, checked, optional
+from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers
 from megatrain.errors import CheckpointError
 from megatrain.files import disk, json_rules
 from megatrain.files.byte_source import Source, obstacle, without_ties
@@ -30,12 +30,19 @@ _FILE_OVERHEAD = 8192
 """What a file takes on the disk beyond its bytes, at most: a block that isn't full, and its entry."""
 
 
-@checked(folder=PATH, shard_bytes=SIZE)
+_STATE = Rule(
+    f"{OPTIMIZERS.text}, or an OptimizerState",
+    OPTIMIZERS.way,
+    lambda value: None if isinstance(value, OptimizerState) else OPTIMIZERS.fault(value),
+)
+
+
+@checked(folder=PATH, optimizer=optional(_STATE), shard_bytes=SIZE)
 def save(
     folder: str | os.PathLike[str],
     weights: Mapping[str, torch.Tensor | Source],
     *,
-    optimizer: Optimizer | OptimizerState | None = None,
+    optimizer: Optimizers | OptimizerState | None = None,
     names: Mapping[str, torch.Tensor] | None = None,
     extra: Mapping[str, Any] | None = None,
     tensors: Mapping[str, torch.Tensor | Source] | None = None,
@@ -47,7 +54,7 @@ def save(
     Args:
         folder: The folder to write. An existing checkpoint is replaced when the new one is complete.
         weights: Tensors by name, on any device. Names for the same memory are stored once, under the first.
-        optimizer: Its state is stored by the names of its parameters.
+        optimizer: Its state is stored by the names of its parameters. Or a list of several, which share no parameter.
         names: The optimizer's parameters by name; None takes `weights`, if these are the parameters themselves.
         extra: Values that `load` gives back: None, numbers, texts, tensors, arrays, and dicts, lists, tuples and
             Counters of these.
@@ -61,6 +68,7 @@ def save(
         CheckpointError: If something can't be stored (all of it in one error, before anything is written), the
             disk is too full or fails, or `folder` isn't a checkpoint. The previous checkpoint is still complete then.
         OptionError: If an argument has a wrong value.
+        OptimizerError: If two optimizers hold the same parameter.
     """
     place = resolved(folder)
     draft = _Draft.of(weights, optimizer, names, extra, tensors or {}, parse_bytes(shard_bytes, "shard_bytes"))
@@ -101,7 +109,7 @@ class _Draft:
     @staticmethod
     def of(
         weights: Mapping[str, torch.Tensor | Source],
-        optimizer: Optimizer | OptimizerState | None,
+        optimizer: Optimizers | OptimizerState | None,
         names: Mapping[str, torch.Tensor] | None,
         extra: Mapping[str, Any] | None,
         tensors: Mapping[str, torch.Tensor | Source],
@@ -110,7 +118,7 @@ class _Draft:
         sources, problems = _sources(weights)
         apart, others = _sources(tensors)
         stored, ties = without_ties(sources)
-        if isinstance(optimizer, Optimizer):
+        if optimizer is not None and not isinstance(optimizer, OptimizerState):
             known = {name: t for name, t in weights.items() if isinstance(t, torch.Tensor)}
             optimizer = OptimizerState.of(optimizer, known if names is None else names)
         moments, values = Encoder(), Encoder()

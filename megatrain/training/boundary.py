@@ -97,8 +97,7 @@ class Boundary:
     def _end(self, run: Run, running: Running, updates: Updates) -> None:
         """Does what follows the last operation."""
         found = updates.arriving
-        if updates.is_under_way:
-            updates.finish()
+        running.finish()
         self.progress.grad_norm = found.norm
         if running.is_skipped:
             self._skip(updates)

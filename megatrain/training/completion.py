@@ -45,8 +45,8 @@ class Completion:
     ):
         self._complete = None if complete is None else weakref.WeakMethod(complete)
         self._changing = None if changing is None else weakref.WeakMethod(changing)
-        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._hooks: tuple[RemovableHandle, ...] = ()
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._hooks: list[RemovableHandle] = []
         self._classes: dict[type, type] = {}
         self._marked: list[object] = []
 
@@ -56,16 +56,15 @@ class Completion:
         if complete is not None:
             complete()
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Looks after the state of an optimizer, too."""
-        self._optimizer = weakref.ref(optimizer)
-        self._hooks = (
-            optimizer.register_state_dict_pre_hook(self),
-            optimizer.register_load_state_dict_pre_hook(self),
-        )
+    def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Looks after the state of optimizers, too."""
+        for optimizer in optimizers:
+            self._optimizers.append(weakref.ref(optimizer))
+            self._hooks.append(optimizer.register_state_dict_pre_hook(self))
+            self._hooks.append(optimizer.register_load_state_dict_pre_hook(self))
 
     def detach(self) -> None:
-        """Leaves nothing with the optimizer; it may live longer."""
+        """Leaves nothing with the optimizers; they may live longer."""
         for hook in self._hooks:
             hook.remove()
 
@@ -77,7 +76,7 @@ class Completion:
 
     @contextmanager
     def suspended(self) -> Generator[None]:
-        """Lets the body use tensors and optimizer unmarked; afterwards marks tensors with due updates."""
+        """Lets the body use tensors and optimizers unmarked; afterwards marks tensors with due updates."""
         # Twice: Ctrl-C may come at any line, and due updates must not look done.
         try:
             try:
@@ -90,13 +89,13 @@ class Completion:
 
     def mark(self) -> None:
         """Gives them a subclass of their own class, as torch's lazy parameters have one until they have a shape."""
-        optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is not None and self._is_marked(optimizer):
+        optimizers = [optimizer for known in self._optimizers if (optimizer := known()) is not None]
+        if optimizers and self._is_marked(optimizers[-1]):
             return  # it is the last to be marked, and the first not to be any more
         changing = None if self._changing is None else self._changing()
         for tensor in () if changing is None else changing():
             self._mark(tensor, _DueTensor, f"{type(tensor).__name__}WithUpdateDue")
-        if optimizer is not None and self._marked:
+        for optimizer in optimizers if self._marked else ():
             self._mark(optimizer, _DueOptimizer, type(optimizer).__name__)
 
     def _mark(self, thing: object, due: type[_Due], name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,12 +13,12 @@ from torch import nn
 
 from megatrain import saving
 from megatrain.checks import Rule, named, shown
+from megatrain.checks.several_optimizers import Optimizer, parameters_of
 from megatrain.compiled.inside import Compiled
 from megatrain.errors import CheckpointError
 from megatrain.files import json_rules
 from megatrain.files.json_rules import anything, integer, mapping, optional, problems, record, text
 from megatrain.files.room import room_to_read
-from megatrain.optim.impostor import Optimizer
 from megatrain.saving.fitting import misfits
 from megatrain.training.boundary import Progress
 from megatrain.training.config import with_config
@@ -50,7 +50,7 @@ SCHEDULER = Rule(
 def save(
     folder: str | os.PathLike[str],
     compiled: Compiled,
-    optimizer: Optimizer,
+    optimizers: Sequence[Optimizer],
     progress: Progress,
     *,
     scheduler: Scheduler | None,
@@ -67,8 +67,8 @@ def save(
     saving.save(
         folder,
         state.weights if weights else {},
-        optimizer=optimizer,
-        names=_parameters(compiled, optimizer),
+        optimizer=optimizers,
+        names=_parameters(compiled, optimizers),
         tensors={**compiled.masters.sources(), **state.hidden},
         extra={
             "progress": asdict(progress),
@@ -86,9 +86,9 @@ def save(
 
 @room_to_read()
 def restore(
-    folder: str | os.PathLike[str], compiled: Compiled, optimizer: Optimizer, scheduler: Scheduler | None
+    folder: str | os.PathLike[str], compiled: Compiled, optimizers: Sequence[Optimizer], scheduler: Scheduler | None
 ) -> tuple[Progress, dict[str, Any]]:
-    """Reads a checkpoint into a model, an optimizer, a scheduler and the generators.
+    """Reads a checkpoint into a model, its optimizers, a scheduler and the generators.
 
     Returns:
         The progress of training, and the user's values.
@@ -100,8 +100,8 @@ def restore(
     extra = _extra(checkpoint)
     _check_scheduler(checkpoint, extra, scheduler)
     saving.check_generators(extra["generators"], compiled.options.device)
-    names = _parameters(compiled, optimizer)
-    checkpoint.check_optimizer(optimizer, names)
+    names = _parameters(compiled, optimizers)
+    checkpoint.check_optimizer(optimizers, names)
     hidden = {name: saved for name, saved in checkpoint.tensors.items() if name.startswith(HIDDEN)}
     masters = {name: saved for name, saved in checkpoint.tensors.items() if name not in hidden}
     compiled.masters.check(masters)
@@ -125,7 +125,7 @@ def restore(
         hidden[name].read(tensor)
     compiled.written_buffers.update(name.removeprefix(HIDDEN) for name in hidden)
     compiled.masters.restore(masters)  # after the parameters, because a write into parameters sets the masters
-    checkpoint.read_optimizer(optimizer, names)
+    checkpoint.read_optimizer(optimizers, names)
     if scheduler is not None:
         _restore_scheduler(checkpoint, scheduler, extra["scheduler"])
     saving.restore_generators(extra["generators"], compiled.options.device)
@@ -228,11 +228,11 @@ def _refuse(first: str, problems: list[str]) -> None:
         raise CheckpointError("\n  ".join([first, *problems, rule, way]))
 
 
-def _parameters(compiled: Compiled, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """The model's parameters by name: all that the optimizer may hold."""
+def _parameters(compiled: Compiled, optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
+    """The model's parameters by name: all that the optimizers may hold."""
     named: dict[str, torch.Tensor] = dict(nn.Module.named_parameters(compiled.model, remove_duplicate=False))
     known = set(map(id, named.values()))
-    others = sum(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"])
+    others = sum(id(parameter) not in known for parameter in parameters_of(*optimizers))
     if others:
         raise CheckpointError(
             f"{others} parameters of the optimizer don't belong to the model.\n"

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from megatrain.checks import instance_of
+from megatrain.checks.several_optimizers import check_apart, parameters_of
 from megatrain.compiled.inside import Compiled, Variant
 from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.interrupts import Interrupts
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.impostor import Optimizer
+from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.optim.processors import update_threads
 from megatrain.optim.updates import Updates
 from megatrain.planning.host_plan import HostPlan, host_plan
@@ -25,8 +26,6 @@ from megatrain.tracer.arguments import Arguments
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.modes import without_modes
 from megatrain.training.step_tables import StepTables
-
-OPTIMIZER = instance_of(Optimizer, "an optimizer of torch", "torch.optim.AdamW(compiled.parameters()), say")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +58,14 @@ class Setup:
 
     Args:
         compiled: The model.
-        optimizer: The user's.
+        optimizers: The user's, in the order of their steps.
         max_norm: Largest norm of all gradients, or None.
         overlap: Whether updates may run at the same time as the device's work.
         needs_norm: Whether updates wait for a norm.
         loss: The caller's, or None if the model's result is the loss.
+
+    Raises:
+        OptimizerError: If an optimizer needs all parameters at once, or two hold the same parameter.
 
     Attributes:
         updates: Take the gradients of the blocks; None before the first step.
@@ -73,15 +75,18 @@ class Setup:
     def __init__(
         self,
         compiled: Compiled,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         *,
         max_norm: float | None,
         overlap: bool,
         needs_norm: bool,
         loss: Loss | None = None,
     ):
+        for optimizer in optimizers:
+            check_per_parameter(optimizer)
         self._compiled = compiled
-        self._optimizer = optimizer
+        self._optimizers = optimizers
+        self._check_apart()
         self._max_norm = max_norm
         self._overlap = overlap
         self._needs_norm = needs_norm
@@ -129,7 +134,9 @@ class Setup:
         Raises:
             TraceError: If a call can't be captured.
             ScheduleError: If the memory is too small, or the micro-batches can't share blocks.
+            OptimizerError: If two optimizers hold the same parameter.
         """
+        self._check_apart()  # groups may have been added
         own = [untrained(self._compiled.model, batch) for batch in batches]
         arguments = [self._compiled.cast(given) for given in own]
         variants: list[Variant] = []
@@ -158,7 +165,7 @@ class Setup:
     def _kind(self, micro_batches: int) -> StepKind:
         # Work between the gradients and the updates that may fail must come before the first update.
         waits = self._holds_others() if self._needs_norm else self._has_gradient_hooks()
-        is_serial = not self._overlap or has_hooks(self._optimizer) or waits
+        is_serial = not self._overlap or any(map(has_hooks, self._optimizers)) or waits
         if self.updates is not None and self.is_due and not self.updates.is_whole:
             self.complete()  # of a step that failed some are taken already
         if self._needs_norm and not is_serial:
@@ -173,9 +180,9 @@ class Setup:
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._compiled.model.parameters())  # pyright: ignore
 
     def _holds_others(self) -> bool:
-        """Whether the optimizer has parameters outside the model, such as a loss's own: the next loss reads them."""
+        """Whether an optimizer has parameters outside the model, such as a loss's own: the next loss reads them."""
         own = set(self._compiled.model.parameters())
-        return any(p not in own for group in self._optimizer.param_groups for p in group["params"])
+        return any(p not in own for p in parameters_of(*self._optimizers))
 
     def host_plan(self, setting: Setting) -> HostPlan:
         """Adds up the host memory that steps like this one take, without allocating it.
@@ -195,7 +202,7 @@ class Setup:
                 lambda: setting.schedule.known_workload().loss_bytes,
             ),
             self._compiled.model,
-            self._optimizer,
+            self._optimizers,
             precision=options.precision,
             masters=self._compiled.masters,
             on_host=options.device.is_host,
@@ -205,7 +212,7 @@ class Setup:
         """Returns the executor of a setting, with `updates` of its blocks; None if other blocks have due updates.
 
         Raises:
-            OptimizerError: If the optimizer holds none of the parameters.
+            OptimizerError: If no optimizer holds any of the parameters.
             ExecuteError: If a parameter has a gradient already, or no values, or the host lacks the memory; the last
                 before anything is allocated.
         """
@@ -224,7 +231,7 @@ class Setup:
             self._check_held(blocks)
             self._blocks = blocks
             self.updates = Updates(
-                self._optimizer,
+                self._optimizers,
                 blocks,
                 masters=self._compiled.masters,
                 names={p: name for name, p in self._compiled.model.named_parameters()},
@@ -246,11 +253,15 @@ class Setup:
                     "  Make a new optimizer of compiled.parameters(), and a new TrainStep with it."
                 )
 
+    def _check_apart(self) -> None:
+        check_apart(self._optimizers, nn.Module.named_parameters(self._compiled.model))
+
     def _check_held(self, blocks: Sequence[Sequence[torch.Tensor]]) -> None:
-        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        held = set(map(id, parameters_of(*self._optimizers)))
         if not any(id(p) in held for block in blocks for p in block):
+            subject = "the optimizer holds" if len(self._optimizers) == 1 else "the optimizers hold"
             raise OptimizerError(
-                "the optimizer holds none of the parameters that the model trains.\n"
+                f"{subject} none of the parameters that the model trains.\n"
                 "  A step updates only parameters of the optimizer.\n  Make the optimizer from compiled.parameters()."
             )
 

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from megatrain.checks import PATH, checked, number, one_of, optional
+from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers, optimizers_of
 from megatrain.compiled.inside import Variant
 from megatrain.compiled.module import COMPILED, CompiledModule
 from megatrain.errors import ExecuteError
 from megatrain.memory.out_of_memory import Attempts
-from megatrain.optim.impostor import Optimizer
-from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.executor import Executor
@@ -31,7 +30,7 @@ from megatrain.training import saved_step as checkpoint
 from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
-from megatrain.training.setup import NO_STEP, OPTIMIZER, Setting, Setup
+from megatrain.training.setup import NO_STEP, Setting, Setup
 from megatrain.training.shares import Shares, Weight, check_reduce
 from megatrain.training.trainer import Running
 
@@ -59,6 +58,7 @@ class TrainStep:
         compiled: From `megatrain.compile`.
         optimizer: Any optimizer of torch, or a subclass, over the model's parameters, that updates each parameter from
             its gradient and its state alone. LR schedulers and changes of `param_groups` between calls work as usual.
+            Or a list, such as of Muon for matrices and AdamW for the rest, whose steps follow each other.
         loss: `loss(result, batch)` computes the scalar to differentiate; None takes the result itself, or its `loss`.
         weight: `weight(batch)` says how much a micro-batch counts, such as its number of targets; with None all count
             the same. Loss and gradients are those of the weighted mean.
@@ -68,7 +68,7 @@ class TrainStep:
         on_nonfinite: If a gradient has an infinite or undefined element, `"raise"` an error, or `"skip"` the update.
 
     Raises:
-        OptimizerError: If the optimizer needs all parameters at once, or holds none of the model's.
+        OptimizerError: If one needs all parameters at once, two hold the same, or none holds one of the model's.
         OptionError: If an option has a wrong value.
 
     Attributes:
@@ -77,7 +77,7 @@ class TrainStep:
 
     @checked(
         compiled=COMPILED,
-        optimizer=OPTIMIZER,
+        optimizer=OPTIMIZERS,
         reduce=one_of("mean", "sum"),
         max_grad_norm=optional(number(above=0)),
         on_nonfinite=optional(one_of("raise", "skip")),
@@ -85,7 +85,7 @@ class TrainStep:
     def __init__(
         self,
         compiled: CompiledModule,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         *,
         loss: Loss | None = None,
         weight: Weight | None = None,
@@ -95,8 +95,8 @@ class TrainStep:
         on_nonfinite: str | None = None,
     ):
         check_reduce(reduce, weight)
-        compiled.megatrain.complete_updates()  # of other steps: the trial below looks at the optimizer's state
-        check_per_parameter(optimizer)
+        compiled.megatrain.complete_updates()  # of other steps: the trials below look at the optimizers' state
+        self._optimizers = optimizers_of(optimizer)
         self._compiled = compiled.megatrain
         self._loss = loss
         self._weight = weight
@@ -104,17 +104,16 @@ class TrainStep:
         self._on_nonfinite = on_nonfinite
         needs_norm = max_grad_norm is not None or on_nonfinite is not None
         self._setup = Setup(
-            self._compiled, optimizer, max_norm=max_grad_norm, overlap=overlap, needs_norm=needs_norm, loss=loss
+            self._compiled, self._optimizers, max_norm=max_grad_norm, overlap=overlap, needs_norm=needs_norm, loss=loss
         )
         self._boundary = Boundary(on_nonfinite)
-        self._optimizer = optimizer
         self.user: Mapping[str, Any] = {}
         self._setting: Setting | None = None
         self._running: Running | None = None
         self._failed_at = 0
         self._completion = Completion(self._complete, self._setup.changing)
         self._compiled.before_reads(self._completion)
-        self._completion.attach(optimizer)
+        self._completion.attach(self._optimizers)
 
     @property
     def schedule(self) -> Schedule:
@@ -263,7 +262,7 @@ class TrainStep:
             checkpoint.save(
                 folder,
                 self._compiled,
-                self._optimizer,
+                self._optimizers,
                 self.progress,
                 scheduler=scheduler,
                 user=self.user if user is None else user,
@@ -273,12 +272,12 @@ class TrainStep:
             )
 
     @classmethod
-    @checked(folder=PATH, scheduler=optional(checkpoint.SCHEDULER), compiled=COMPILED, optimizer=OPTIMIZER)
+    @checked(folder=PATH, scheduler=optional(checkpoint.SCHEDULER), compiled=COMPILED, optimizer=OPTIMIZERS)
     def load(
         cls,
         folder: str | os.PathLike[str],
         compiled: CompiledModule,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         *,
         scheduler: checkpoint.Scheduler | None = None,
         **options: Any,
@@ -292,7 +291,7 @@ class TrainStep:
             folder: Written by `save`.
             compiled: The model built as it was, with any weights; or on meta, compiled with `weights=folder` and for
                 example arguments.
-            optimizer: Of the same class, with the same parameters in the same groups.
+            optimizer: Of the same class, with the same parameters in the same groups; or as many, in the same order.
             scheduler: As given to `save`, if it was.
             options: Of `TrainStep`.
 
@@ -302,7 +301,7 @@ class TrainStep:
         """
         step = cls(compiled, optimizer, **options)
         with compiled.megatrain.exclusively("load()"), torch.device("cpu"):
-            restored = checkpoint.restore(folder, compiled.megatrain, optimizer, scheduler)
+            restored = checkpoint.restore(folder, compiled.megatrain, step._optimizers, scheduler)
         step._boundary.progress, step.user = restored
         return step
 

@@ -198,5 +198,19 @@ class Running:
                 return
             if not self._updates.is_under_way:
                 self._updates.begin()
-        self._updates.update(block)
-        self.has_updated = self.kind.updates != "deferred"
+        try:
+            self._updates.update(block)
+        finally:
+            self._note_updates()
+
+    def finish(self) -> None:
+        """Runs the rest of the step that the optimizers have begun, if they have."""
+        if self._updates.is_under_way:
+            try:
+                self._updates.finish()
+            finally:
+                self._note_updates()
+
+    def _note_updates(self) -> None:
+        # Of several optimizers some may have updated a parameter before another one failed.
+        self.has_updated = self.kind.updates != "deferred" and self._updates.has_updated

@@ -69,7 +69,7 @@ def test_training_steps_on_the_toy_have_the_bits_of_eager(name: str, micro_batch
     compiled = megatrain.compile(model, device=toy, activations="offload")
     own, clip = adamw(model), MODES[mode].get("max_grad_norm")
     step = megatrain.TrainStep(compiled, own, loss=task.loss, **MODES[mode])
-    sides = SideBySide(eager, model, compiled, adamw(eager), own, step, task.loss, clip)
+    sides = SideBySide(eager, model, compiled, [adamw(eager)], [own], step, task.loss, clip)
     for seed in range(4):
         before = toy.copied_bytes
         sides.take([task.batch(10 * seed + number, 2) for number in range(micro_batches)], seed=seed)

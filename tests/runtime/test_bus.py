@@ -69,7 +69,7 @@ def test_training_steps_have_the_bits_of_eager(make: Any, mode: str):
     compiled = megatrain.compile(model, device=make(), activations="offload")
     own, clip = adamw(model), MODES[mode].get("max_grad_norm")
     step = megatrain.TrainStep(compiled, own, loss=task.loss, **MODES[mode])
-    sides = SideBySide(eager, model, compiled, adamw(eager), own, step, task.loss, clip)
+    sides = SideBySide(eager, model, compiled, [adamw(eager)], [own], step, task.loss, clip)
     for seed in range(3):
         sides.take([task.batch(seed, 2)], seed=seed)
     sides.assert_same()

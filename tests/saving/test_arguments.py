@@ -66,7 +66,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "tensors zero": ({"tensors": 0}, "tensors=0 is an int"),
     "optimizer": ({"optimizer": "AdamW"}, "optimizer='AdamW' is a str"),
     "optimizer zero": ({"optimizer": 0}, "optimizer=0 is an int"),
-    "optimizer class": ({"optimizer": torch.optim.AdamW}, "is the class AdamW"),
+    "optimizer class": ({"optimizer": torch.optim.AdamW}, "is the class itself, not an object of it"),
     "names": ({"names": ["a"]}, "names=['a'] is a list"),
     "extra": ({"extra": 0}, "extra=0 is an int"),
     "extra list": ({"extra": [1]}, "extra=[1] is a list"),

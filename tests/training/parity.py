@@ -18,6 +18,7 @@ from tests.models import MODELS, Stack
 from tests.training.adapters import adapted_llama
 from tests.training.hazards import TRAP, bridged, hazardous
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 LossOf = Callable[[Any, Any], torch.Tensor] | None
 
 
@@ -136,6 +137,10 @@ def fresh(name: str, chaos: Chaos | None = None, **options: Any) -> megatrain.Co
 # -- the plain loop ------------------------------------------------------------------------------------------
 
 
+def listed(optimizers: Optimizers) -> Sequence[torch.optim.Optimizer]:
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+
+
 def call(model: Any, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
@@ -168,7 +173,7 @@ def loop_gradients(
 
 def loop_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     batches: Any,
     *,
     loss: LossOf = None,
@@ -176,12 +181,15 @@ def loop_step(
     max_norm: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One step of the loop that a `TrainStep` stands for; returns the loss and the norm."""
+    several = listed(optimizers)
     model.zero_grad()
-    optimizer.zero_grad()
+    for optimizer in several:
+        optimizer.zero_grad()
     batches = batches if isinstance(batches, list) else [batches]
     found = loop_gradients(model, batches, loss=loss, counts=counts)
     norm = None if max_norm is None else nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    optimizer.step()
+    for optimizer in several:
+        optimizer.step()
     model.zero_grad()
     return found, norm
 
@@ -196,8 +204,8 @@ class SideBySide:
     eager: Any
     streamed: Any
     compiled: megatrain.CompiledModule
-    eager_optimizer: torch.optim.Optimizer
-    optimizer: torch.optim.Optimizer
+    eager_optimizers: Sequence[torch.optim.Optimizer]
+    optimizers: Sequence[torch.optim.Optimizer]
     step: megatrain.TrainStep
     loss: LossOf
     max_norm: float | None
@@ -205,7 +213,7 @@ class SideBySide:
     @staticmethod
     def of(
         name: str,
-        optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        optimizer: Callable[[nn.Module], Optimizers],
         *,
         compile_options: Mapping[str, Any] | None = None,
         **options: Any,
@@ -216,14 +224,23 @@ class SideBySide:
         eager, streamed = task.build(), compiled.megatrain.model
         own = optimizer(streamed)
         step = megatrain.TrainStep(compiled, own, loss=task.loss, **options)
-        return SideBySide(
-            eager, streamed, compiled, optimizer(eager), own, step, task.loss, options.get("max_grad_norm")
-        )
+        clip = options.get("max_grad_norm")
+        return SideBySide(eager, streamed, compiled, listed(optimizer(eager)), listed(own), step, task.loss, clip)
+
+    @property
+    def eager_optimizer(self) -> torch.optim.Optimizer:
+        """The first of the optimizers, as a rule the only one."""
+        return self.eager_optimizers[0]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Likewise of the copy."""
+        return self.optimizers[0]
 
     def expect(self, batches: Any, counts: Sequence[float] | None = None) -> torch.Tensor:
         """Takes a step of the eager copy."""
         return loop_step(
-            self.eager, self.eager_optimizer, batches, loss=self.loss, counts=counts, max_norm=self.max_norm
+            self.eager, self.eager_optimizers, batches, loss=self.loss, counts=counts, max_norm=self.max_norm
         )[0]
 
     def take(self, batches: Any, *, seed: int, counts: Sequence[float] | None = None) -> None:
@@ -237,7 +254,8 @@ class SideBySide:
     def assert_same(self, what: object = "") -> None:
         """Compares everything after the latest step."""
         self.step.flush()
-        assert_same(snapshot(self.eager, self.eager_optimizer), snapshot(self.streamed, self.optimizer), what)
+        expected, found = snapshot(self.eager, *self.eager_optimizers), snapshot(self.streamed, *self.optimizers)
+        assert_same(expected, found, what)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from tests.tiers import every_other
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-SCRIPT, WEIGHT, PLAN, SAVING, READING, DROPOUT = SNIPPETS
+SCRIPT, WEIGHT, SEVERAL, PLAN, SAVING, READING, DROPOUT = SNIPPETS
 
 
 def execute(code: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -72,6 +74,33 @@ def test_the_snippets_behind_the_script_do_what_they_say(tmp_path: Path, monkeyp
     mixed[0]["labels"] = mixed[0]["labels"].index_fill(1, torch.arange(8), -100)
     assert [int(found["num_targets"](part)) for part in mixed] == [48, 62]
     found["step"](mixed)
+
+
+def test_several_optimizers_have_the_bits_of_their_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    found = execute(SCRIPT, {})
+    found["step"].flush()
+    eager = copy.deepcopy(found["model"])
+    torch.manual_seed(3)
+    execute(SEVERAL, found)
+    assert {len(found["muon"].state), len(found["adamw"].state)} == {28, 11}
+    streamed = dict(found["model"].named_parameters())
+    ours = {id(p): own for (name, own) in eager.named_parameters() for p in [streamed[name]]}
+    torch.manual_seed(3)
+    for arguments in found["batch"](0):
+        (eager(**arguments).loss / 4).backward()
+    torch.nn.utils.clip_grad_norm_(eager.parameters(), 1.0)
+    for optimizer in (found["muon"], found["adamw"]):
+        (group,) = optimizer.param_groups
+        options = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+        type(optimizer)([ours[id(p)] for p in group["params"]], **own_options(optimizer, options)).step()
+    assert same(dict(eager.state_dict()), dict(found["model"].state_dict()))
+
+
+def own_options(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> dict[str, Any]:
+    """What the constructor takes of a group's options."""
+    taken = inspect.signature(type(optimizer)).parameters
+    return {key: value for key, value in options.items() if key in taken}
 
 
 def test_the_handler_of_the_page_saves_scheduler_and_model_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

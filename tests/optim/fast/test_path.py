@@ -132,7 +132,7 @@ def test_an_update_that_fails_is_put_back_and_taken_again(descent: Descent):
     parameter = torch.nn.Parameter(torch.zeros(2 * size))
     optimizer = sgd(parameter)
     masters: dict[torch.Tensor, Master] = {parameter: WholeMaster(parameter.detach())}
-    updates = Updates(optimizer, [[parameter]], masters=masters, names={parameter: "weight"})
+    updates = Updates([optimizer], [[parameter]], masters=masters, names={parameter: "weight"})
     updates.receive(parameter, torch.ones(2 * size))
     updates.begin()
     descent.fails = True
