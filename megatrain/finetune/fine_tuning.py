@@ -33,6 +33,7 @@ _EITHER = (("steps", "epochs"), ("accumulate", "tokens_per_step"), ("eval_data",
     precision=PRECISION,
     device=optional(DEVICE_NAME),
     memory=optional(SIZE),
+    block_bytes=optional(SIZE),
     length=optional(count(2, 2**24)),
     eval_data=optional(PATH),
     eval_part=optional(number(least=0, below=1, example=0.05)),
@@ -63,6 +64,7 @@ class FineTuning:
         precision: `"bf16"` or `"fp32"`.
         device: Compute device; None takes the accelerator if it has what a run needs, else the CPU.
         memory: Device-memory budget; None takes what is free, less a reserve.
+        block_bytes: Target size of a block's state, for budgets that a whole layer or embedding doesn't fit into.
         length: Most tokens of a sequence; None is 2048, or what the model takes if that is less.
         documents: Empty lines of a .txt separate documents.
         eval_data: Another file to evaluate with.
@@ -93,6 +95,7 @@ class FineTuning:
     precision: str = "bf16"
     device: str | None = None
     memory: int | str | None = None
+    block_bytes: int | str | None = None
     length: int | None = None
     documents: bool = False
     eval_data: str | None = None

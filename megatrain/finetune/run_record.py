@@ -18,7 +18,7 @@ from megatrain.finetune.fine_tuning import FineTuning, flag
 NAME = "megatrain_train.json"
 _VERSION = 1
 # A run may go on in another folder, on another device and with another budget: its numbers stay.
-_FREE = ("out", "device", "memory", "model", "data", "eval_data", "tokenizer")
+_FREE = ("out", "device", "memory", "block_bytes", "model", "data", "eval_data", "tokenizer")
 _HASHED_BYTES = 2**20
 
 
@@ -114,13 +114,14 @@ class RunRecord:
         ]
         names = sorted({*inputs, *self.inputs})
         differing += [f"{name}: not the one it was" for name in names if inputs.get(name) != self.inputs.get(name)]
-        if differing:
+        # Where no checkpoint was begun, a run ended before it trained anything, by an error say.
+        if differing and (is_finished or any(self.folder.glob("checkpoint-*"))):
             raise CheckpointError(
                 "\n  ".join(
                     [
                         f"`{self.folder}` has the training of other settings:",
                         *differing,
-                        "A training goes on with the settings that it began with; --device and --memory may change.",
+                        "A training goes on with its settings; only --device, --memory and --block-bytes may change.",
                         "Repeat the command as it was, or give another --out.",
                     ]
                 )

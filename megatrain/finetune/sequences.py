@@ -119,9 +119,20 @@ def _packed(documents: Documents, tokenizer: Any, length: int) -> list[tuple[tor
     for record in documents.records:
         # Without `verbose`, it doesn't warn that a whole text is longer than what the model takes: it is cut below.
         stream += _ended(tokenizer(record["text"], verbose=False)["input_ids"], tokenizer)
-    whole = torch.tensor(stream, dtype=torch.int32)
-    # The last, shorter one is padded; a single token has nothing that follows it.
-    return [(ids, ids) for ids in whole.split(length) if len(ids) > 1]
+    # Where texts begin with a token of their own, each sequence does: some models are at a loss without it.
+    begin = tokenizer.bos_token_id
+    begins = begin is not None and stream[0] == begin
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    place = 0
+    while place < len(stream):
+        first = [begin] if begins and stream[place] != begin else []
+        end = place + length - len(first)
+        ids = torch.tensor([*first, *stream[place:end]], dtype=torch.int32)
+        # The last, shorter one is padded; a single token has nothing that follows it.
+        if len(ids) > 1:
+            pairs.append((ids, ids))
+        place = end
+    return pairs
 
 
 def _prompts(documents: Documents, tokenizer: Any, notes: list[str]) -> Iterator[tuple[list[int], list[int]]]:

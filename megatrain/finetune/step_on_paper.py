@@ -35,7 +35,7 @@ def plan_step(tuning: FineTuning, model: Any, device: Device, width: int, micro_
     given = None if tuning.memory is None else parse_bytes(tuning.memory, "memory")
     ids = torch.zeros(tuning.batch, width, dtype=torch.long, device=device.torch_device)
     trained = [p for p in model.parameters() if p.requires_grad]
-    found = plan(
+    return plan(
         model,
         device=device,
         device_memory=DeviceBudget(device, given).nbytes,
@@ -43,6 +43,6 @@ def plan_step(tuning: FineTuning, model: Any, device: Device, width: int, micro_
         precision=tuning.precision,
         micro_batches=micro_batches,
         max_grad_norm=MAX_GRAD_NORM,
+        block_bytes=tuning.block_bytes,
         example_kwargs={"input_ids": ids, "labels": ids},
     )
-    return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback, TrainingArguments, default_data_collator
@@ -57,84 +59,91 @@ def train(tuning: FineTuning) -> None:
     if record.is_finished:
         print(f"the training in `{record.folder}` is finished; there is nothing left to do.")
         return
-    length = longest(tuning, config)
     tokenizer = read_tokenizer(tuning)
-    training, held_out = sequences_of(files, tuning, tokenizer, length)
+    training, held_out = sequences_of(files, tuning, tokenizer, longest(tuning, config))
     pace = Pace.of(tuning, len(training), training.width)
-    _plan(tuning, config, device, pace, [training, held_out])
+    run = _TrainingRun(tuning, record, config, tokenizer, device, pace, training, held_out)
+    run.plan()
     with record.locked():
-        record.write()
-        _run(record, tuning, config, tokenizer, device, pace, (training, held_out))
+        run.go_on()
 
 
-def _plan(tuning: FineTuning, config: Any, device: Device, pace: Pace, sequences: list[Sequences | None]) -> None:
-    """Prints the plan of a step, and refuses what doesn't fit."""
-    model = model_on_paper(tuning, config)
-    check_ids(max(each.largest_id for each in sequences if each is not None), model)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    kind = f"adapters of rank {tuning.lora_rank}" if tuning.lora else "all weights"
-    print(f"model   {type(model).__name__}, {kind}: {trained} parameters to train")
-    print(f"run     {pace}")
-    print(f"device  {device}\n", flush=True)
-    found = plan_step(tuning, model, device, pace.width, pace.accumulate)
-    print(f"{found}\n", flush=True)
-    found.check()
+@dataclass(frozen=True, slots=True)
+class _TrainingRun:
+    """A training whose data is read and whose counts are known."""
 
+    tuning: FineTuning
+    record: RunRecord
+    config: Any
+    tokenizer: Any
+    device: Device
+    pace: Pace
+    training: Sequences
+    held_out: Sequences | None
 
-def _run(
-    record: RunRecord,
-    tuning: FineTuning,
-    config: Any,
-    tokenizer: Any,
-    device: Device,
-    pace: Pace,
-    sequences: tuple[Sequences, Sequences | None],
-) -> None:
-    """Trains what is left of the steps, and makes the trained model of the last checkpoint."""
-    found = newest(record.folder)
-    try:
-        if found is None or found[1]["global_step"] < pace.num_steps:
-            if found is not None:
-                print(f"resume  step {found[1]['global_step']} of {pace.num_steps}, from `{found[0]}`", flush=True)
-            _train_on(record, tuning, config, tokenizer, device, pace, sequences)
-            found = newest(record.folder)
-            assert found is not None
-    except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt(_saved_words(record, pace)) from interrupt
-    finish(record, *found)
+    def plan(self) -> None:
+        """Prints the plan of a step, and refuses what doesn't fit."""
+        model = model_on_paper(self.tuning, self.config)
+        both = (self.training, self.held_out)
+        check_ids(max(each.largest_id for each in both if each is not None), model)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        kind = f"adapters of rank {self.tuning.lora_rank}" if self.tuning.lora else "all weights"
+        print(f"model   {type(model).__name__}, {kind}: {trained} parameters to train")
+        print(f"run     {self.pace}")
+        print(f"device  {self.device}\n", flush=True)
+        found = plan_step(self.tuning, model, self.device, self.pace.width, self.pace.accumulate)
+        print(f"{found}\n", flush=True)
+        found.check()
 
+    def go_on(self) -> None:
+        """Trains what is left of the steps, and makes the trained model of the last checkpoint."""
+        try:
+            found = newest(self.record.folder)
+            if found is None or found[1]["global_step"] < self.pace.num_steps:
+                self._train(found)
+                found = newest(self.record.folder)
+            assert found is not None, "the trainer ends with a checkpoint"
+            finish(self.record, *found)
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(self._saved()) from interrupt
 
-def _train_on(
-    record: RunRecord,
-    tuning: FineTuning,
-    config: Any,
-    tokenizer: Any,
-    device: Device,
-    pace: Pace,
-    sequences: tuple[Sequences, Sequences | None],
-) -> None:
-    arguments = training_arguments(tuning, pace, device, evaluates=sequences[1] is not None)
-    found = newest(record.folder)
-    progress = ShowsProgress(pace.tokens_per_step)
-    stop = StopBetweenSteps()
-    trainer = Trainer(
-        model=read_model(tuning, config),
-        args=arguments,
-        data_collator=default_data_collator,
-        train_dataset=sequences[0],
-        eval_dataset=sequences[1],
-        processing_class=tokenizer,
-        callbacks=[progress, stop],
-        megatrain_precision=tuning.precision,
-        megatrain_memory=tuning.memory,
-    )
-    trainer.remove_callback(PrinterCallback)  # which prints each step's log as a dict
-    logging.disable_progress_bar()  # of the files of each checkpoint, in the middle of ours
-    with closing(progress), stop:
-        trainer.train(resume_from_checkpoint=None if found is None else str(found[0]))
-    print(f"trained {progress.words()}", flush=True)
-    if trainer.state.global_step < pace.num_steps:
-        raise KeyboardInterrupt
+    def _train(self, found: tuple[Path, dict[str, Any]] | None) -> None:
+        """Trains from a checkpoint, or from the beginning.
+
+        Raises:
+            KeyboardInterrupt: If it ended before its last step, with a checkpoint.
+        """
+        if found is not None:
+            print(f"resume  step {found[1]['global_step']} of {self.pace.num_steps}, from `{found[0]}`", flush=True)
+        progress, stop = ShowsProgress(self.pace.tokens_per_step), StopBetweenSteps()
+        trainer = Trainer(
+            args=training_arguments(self.tuning, self.pace, self.device, evaluates=self.held_out is not None),
+            model=read_model(self.tuning, self.config),
+            data_collator=default_data_collator,
+            train_dataset=self.training,
+            eval_dataset=self.held_out,
+            processing_class=self.tokenizer,
+            callbacks=[progress, stop],
+            megatrain_precision=self.tuning.precision,
+            megatrain_memory=self.tuning.memory,
+            megatrain_block_bytes=self.tuning.block_bytes,
+        )
+        trainer.remove_callback(PrinterCallback)  # which prints each step's log as a dict
+        self.record.write()
+        logging.disable_progress_bar()  # of the files of each checkpoint, in the middle of ours
+        with closing(progress), stop:
+            trainer.train(resume_from_checkpoint=None if found is None else str(found[0]))
+        print(f"trained {progress.words()}", flush=True)
+        if trainer.state.global_step < self.pace.num_steps:
+            raise KeyboardInterrupt
+
+    def _saved(self) -> str:
+        """Says what is saved, and how to go on."""
+        found = newest(self.record.folder)
+        if found is None:
+            return f"no step is saved in `{self.record.folder}` yet.\n  The same command begins anew."
+        saved = f"step {found[1]['global_step']} of {self.pace.num_steps} is saved in `{self.record.folder}`"
+        return f"{saved}, and nothing is still running.\n  The same command goes on from there."
 
 
 def training_arguments(tuning: FineTuning, pace: Pace, device: Device, *, evaluates: bool) -> TrainingArguments:
@@ -176,11 +185,3 @@ def training_arguments(tuning: FineTuning, pace: Pace, device: Device, *, evalua
             "  Show it another one with CUDA_VISIBLE_DEVICES, and leave --device out."
         )
     return arguments
-
-
-def _saved_words(record: RunRecord, pace: Pace) -> str:
-    found = newest(record.folder)
-    again = "  The same command goes on from there."
-    if found is None:
-        return f"no step is saved in `{record.folder}` yet.\n  The same command begins anew."
-    return f"step {found[1]['global_step']} of {pace.num_steps} is saved in `{record.folder}`.\n{again}"
