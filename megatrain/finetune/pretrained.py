@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,7 +138,9 @@ def _adapted(model: Any, tuning: FineTuning) -> Any:
         target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, adapters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that will go
+        return get_peft_model(model, adapters)
 
 
 def _source(name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers import PrinterCallback, TrainingArguments, default_data_collat
 from transformers.utils import logging
 
 from megatrain.checks import checked
-from megatrain.device import Device, usable
+from megatrain.device import Device, find, usable
 from megatrain.errors import OptionError
 from megatrain.finetune.fine_tuning import FineTuning
 from megatrain.finetune.finished import finish, newest
@@ -124,6 +124,8 @@ class _TrainingRun:
             eval_dataset=self.held_out,
             processing_class=self.tokenizer,
             callbacks=[progress, stop],
+            megatrain_device=self.device,
+            megatrain_on_nonfinite="raise",  # the trainer would show another loss in its place, and go on
             megatrain_precision=self.tuning.precision,
             megatrain_memory=self.tuning.memory,
             megatrain_block_bytes=self.tuning.block_bytes,
@@ -173,12 +175,12 @@ def training_arguments(tuning: FineTuning, pace: Pace, device: Device, *, evalua
         prediction_loss_only=True,
         label_names=["labels"],
         remove_unused_columns=False,
-        dataloader_pin_memory=not device.can_bind,
-        use_cpu=device.can_bind,
+        dataloader_pin_memory=not device.is_host,
+        use_cpu=device.is_host,
         disable_tqdm=True,
         report_to=[],
     )
-    if arguments.device != device.torch_device:
+    if find(arguments.device).torch_device != device.torch_device:
         raise OptionError(
             f"--device {tuning.device} is not the device on which transformers trains: {arguments.device}.\n"
             "  Its trainer takes the first device that the process sees.\n"

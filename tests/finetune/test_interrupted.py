@@ -7,6 +7,8 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -107,6 +109,20 @@ def test_a_finished_training_is_left_alone(undisturbed: Path, capsys: pytest.Cap
     assert train(*arguments(undisturbed, out)) == 0
     assert capsys.readouterr().out == f"the training in `{out}` is finished; there is nothing left to do.\n"
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_ctrl_c_in_an_evaluation_ends_the_training_at_the_checkpoint_behind_it() -> None:
+    control: Any = SimpleNamespace(should_save=False, should_training_stop=False)
+    stop = StopBetweenSteps()
+    stop.on_step_end(None, None, control)
+    stop.on_save(None, None, control)
+    assert (control.should_save, control.should_training_stop) == (False, False)
+    with stop:
+        signal.raise_signal(signal.SIGINT)
+    stop.on_save(None, None, control)
+    assert (control.should_save, control.should_training_stop) == (False, True)
+    stop.on_step_end(None, None, control)
+    assert (control.should_save, control.should_training_stop) == (True, True)
 
 
 def test_the_second_ctrl_c_is_an_ordinary_one() -> None:

@@ -195,6 +195,16 @@ def test_a_folder_has_one_training_at_a_time(folder: Path, tmp_path: Path, capsy
     assert "another process trains in" in capsys.readouterr().err
 
 
+def test_a_training_that_diverges_ends_with_the_parameter(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [folder / "model", folder / "text.jsonl", "--out", tmp_path / "out", *ON_CPU]
+    assert train(*command, "--lr=1e30", "--accumulate=2", "--steps=6", "--warmup=0") == 2
+    said = capsys.readouterr().err
+    assert "megatrain: the gradient of `model." in said
+    assert "is not finite." in said
+
+
 def test_a_chat_that_the_template_refuses_is_named(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
