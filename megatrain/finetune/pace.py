@@ -71,4 +71,5 @@ class Pace:
     def __str__(self) -> str:
         """What a step is and how many there are."""
         sizes = f"{self.accumulate} x {self.batch} sequences of {self.width} tokens"
-        return f"{self.num_steps} steps of {sizes}, {self.tokens_per_step} tokens; a checkpoint every {self.save_every}"
+        steps = f"{self.num_steps} step{'s' * (self.num_steps != 1)}"
+        return f"{steps} of {sizes}, {self.tokens_per_step} tokens; a checkpoint every {self.save_every}"

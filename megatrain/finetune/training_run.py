@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from megatrain.checks import checked
 from megatrain.device import Device, find, usable
-from megatrain.errors import OptionError
+from megatrain.errors import MegatrainError, OptionError
 from megatrain.finetune.fine_tuning import FineTuning
 from megatrain.finetune.finished import finish, newest
 from megatrain.finetune.pace import Pace
@@ -93,7 +93,11 @@ class _TrainingRun:
         print(f"device  {self.device}\n", flush=True)
         found = plan_step(self.tuning, model, self.device, self.pace.width, self.pace.accumulate)
         print(f"{found}\n", flush=True)
-        found.check()
+        try:
+            found.check()
+        except MegatrainError as error:
+            error.add_note("  Of this command: --lora, a smaller --length, --batch or --block-bytes, --precision bf16.")
+            raise
 
     def go_on(self) -> None:
         """Trains what is left of the steps, and makes the trained model of the last checkpoint."""

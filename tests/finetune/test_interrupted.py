@@ -64,15 +64,22 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     assert "The same command goes on from there." in wrong
     assert not list(out.glob("*.safetensors"))
     assert train(*arguments(undisturbed, out), "--memory=1MiB") == 0  # the budget may change
-    assert f"resume  step {saved} of {NUM_STEPS}, from" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"resume  step {saved} of {NUM_STEPS}, from" in said
+    assert f"trained {NUM_STEPS - saved} steps, " in said
     assert_same_run(out, undisturbed)
 
 
-def test_a_killed_training_goes_on_from_the_newest_whole_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_killed_training_goes_on_from_the_newest_whole_checkpoint(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     status, _, _ = ended_by(signal.SIGKILL, arguments(undisturbed, out), out, "checkpoint-12")
     assert status == -signal.SIGKILL
     assert train(*arguments(undisturbed, out)) == 0
+    # The checkpoint of step 12 is whole or isn't, by the moment of the kill.
+    said = capsys.readouterr().out
+    assert any(f"trained {NUM_STEPS - step} steps, " in said for step in (8, 12, 16))
     assert_same_run(out, undisturbed)
 
 

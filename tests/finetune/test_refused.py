@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatrain.finetune.run_record import RunRecord
+from megatrain.planning import host_plan
 from tests.finetune.commands import train
 from tests.finetune.materials import ON_CPU, chat, config, data, save_model, write_lines
 
@@ -135,6 +136,15 @@ def test_libraries_that_are_missing_are_named(
     said = refused(capsys, folder / "model", folder / "text.jsonl", "--lora", out=tmp_path / "out")
     assert "megatrain train needs peft, which is not installed." in said
     assert "pip install peft" in said
+
+
+def test_too_little_memory_of_the_host_is_refused_before_weights_are_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host_plan, "available_now", lambda: 100_000)
+    said = refused(capsys, folder / "halved", folder / "text.jsonl", out=tmp_path / "out")
+    assert "of host memory, 97.66 KiB are available." in said
+    assert "Of this command: --lora, a smaller --length" in said
 
 
 @pytest.fixture
