@@ -143,7 +143,7 @@ def test_too_little_memory_of_the_host_is_refused_before_weights_are_read(
 ) -> None:
     monkeypatch.setattr(host_plan, "available_now", lambda: 100_000)
     said = refused(capsys, folder / "halved", folder / "text.jsonl", out=tmp_path / "out")
-    assert "of host memory, 97.66 KiB are available." in said
+    assert "of host memory, 97.7" in said
     assert "Of this command: --lora, a smaller --length" in said
 
 
