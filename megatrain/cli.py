@@ -1,4 +1,4 @@
-"""The command line: `megatrain demo`, `megatrain verify`, `megatrain --version`."""
+"""The command line: `megatrain train`, `megatrain demo`, `megatrain verify`, `megatrain --version`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from megatrain import __version__
 from megatrain.demo import demo_command as demo_command
 from megatrain.errors import MegatrainError
+from megatrain.finetune import train_command as train_command
 from megatrain.verification import verify_command as verify_command
 
 
@@ -46,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     versions = f"megatrain {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     parser.add_argument("--version", action="version", version=versions, help="print the versions and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
+    train_command.add_arguments(
+        commands.add_parser("train", help="fine-tune a Hugging Face model, and go on after an interruption")
+    )
     demo_command.add_arguments(
         commands.add_parser("demo", help="train a small language model through the whole compiler, and show what ran")
     )

@@ -9,6 +9,7 @@ import pytest
 
 from megatrain import cli
 from megatrain.demo import demonstrate
+from megatrain.finetune import training_run
 from tests.bad_values import outcome
 
 TEXTS = {
@@ -32,6 +33,15 @@ RIGHT = {
     "--batch-size": "huge",
     "--context": "huge",
     "--seed": "zero",
+    "train --out": "zero minus half nan inf huge evil",
+    "train --tokenizer": "zero minus half nan inf huge evil",
+    "train --lora-alpha": "half huge",
+    "train --lora-dropout": "zero",
+    "train --eval-part": "zero",
+    "train --epochs": "half",
+    "train --lr": "half huge",
+    "train --warmup": "zero",
+    "train --seed": "zero",
     "verify --seed": "zero minus",
     "verify --tolerance": "zero half huge",
 }
@@ -44,6 +54,11 @@ def build():
 DEMO = (
     *("--folder", "--interrupt-at", "--device", "--memory", "--steps", "--seconds", "--micro-batches", "--batch-size"),
     *("--context", "--width", "--depth", "--sample-bytes", "--seed"),
+)
+TRAIN = (
+    *("--out", "--tokenizer", "--lora-rank", "--lora-alpha", "--lora-dropout", "--precision", "--device", "--memory"),
+    *("--block-bytes", "--length", "--eval", "--eval-part", "--epochs", "--steps", "--batch", "--accumulate"),
+    *("--tokens-per-step", "--lr", "--warmup", "--save-every", "--seed"),
 )
 VERIFY = ("--device", "--memory", "--activations", "--transfer", "--block-bytes", "--steps", "--seed", "--tolerance")
 
@@ -85,6 +100,18 @@ def test_bad_values_of_the_demo_are_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demonstrate, "_demonstrate", lambda course, interrupt_at: True)
     assert faults(lambda option, text: ended(["demo", f"{option}={text}"], capsys), DEMO, "") == []
+
+
+def test_bad_values_of_train_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training_run, "train", lambda tuning: None)
+    Path("data.txt").write_text("some text")
+    given = ["train", "model", "data.txt", "--out=run"]
+    assert faults(lambda option, text: ended([*given, f"{option}={text}"], capsys), TRAIN, "train ") == []
+    wrong = {name: ended(["train", "model", text, "--out=run"], capsys) for name, text in TEXTS.items()}
+    assert set(wrong.values()) == {"refused"}
 
 
 def test_bad_values_of_verify_are_refused(

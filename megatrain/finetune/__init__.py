@@ -1,0 +1,1 @@
+"""Fine-tuning from the command line: `megatrain train`."""

@@ -1,0 +1,162 @@
+"""FineTuning: what `megatrain train` is asked for, checked before any work."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.checks import PATH, checked, count, number, optional
+from megatrain.errors import OptionError
+from megatrain.options import PRECISION
+from megatrain.scheduler.builder.build import STEP
+from megatrain.sizes import SIZE
+from megatrain.tracer.given import DEVICE_NAME
+
+LENGTH = 2048
+TOKENS_PER_STEP = 16384
+EVAL_PART = 0.05
+_MOST = 2**31 - 1
+_FORMATS = (".jsonl", ".txt")
+# Two ways to say the same; each has a default of its own, so both must not be given.
+_EITHER = (("steps", "epochs"), ("accumulate", "tokens_per_step"), ("eval_data", "eval_part"))
+
+
+@checked(
+    model=PATH,
+    data=PATH,
+    out=PATH,
+    tokenizer=optional(PATH),
+    lora_rank=count(1, 2**16),
+    lora_alpha=optional(number(above=0, below=math.inf, example=32.0)),
+    lora_dropout=number(least=0, below=1, example=0.05),
+    precision=PRECISION,
+    device=optional(DEVICE_NAME),
+    memory=optional(SIZE),
+    block_bytes=optional(SIZE),
+    length=optional(count(2, 2**24)),
+    eval_data=optional(PATH),
+    eval_part=optional(number(least=0, below=1, example=0.05)),
+    epochs=optional(number(above=0, below=10_000, example=1.0)),
+    steps=optional(count(1, _MOST)),
+    batch=count(1, 2**16),
+    accumulate=optional(STEP["micro_batches"]),
+    tokens_per_step=optional(count(1, 2**40)),
+    lr=optional(number(above=0, below=math.inf, example=1e-5)),
+    warmup=optional(count(0, _MOST)),
+    save_every=optional(count(1, _MOST)),
+    seed=count(0, 2**32 - 1),
+)
+@dataclass(frozen=True, slots=True)
+class FineTuning:
+    """What is trained, on which data, for how long, and where it goes.
+
+    Args:
+        model: Folder of a Hugging Face model, or its name on the hub; with `from_config` a configuration.
+        data: A .jsonl or .txt file.
+        out: Folder of the trained model and of its checkpoints.
+        from_config: The weights are random.
+        tokenizer: Folder or name of the tokenizer; None takes the model's.
+        lora: Adapters are trained, not the weights.
+        lora_rank: Rank of the adapters.
+        lora_alpha: Their scale times the rank; None is twice the rank.
+        lora_dropout: Dropout before the adapters.
+        precision: `"bf16"` or `"fp32"`.
+        device: Compute device; None takes the accelerator if it has what a run needs, else the CPU.
+        memory: Device-memory budget; None takes what is free, less a reserve.
+        block_bytes: Target size of a block's state, for budgets that a whole layer or embedding doesn't fit into.
+        length: Most tokens of a sequence; None is 2048, or what the model takes if that is less.
+        documents: Empty lines of a .txt separate documents.
+        eval_data: Another file to evaluate with.
+        eval_part: Part of the data that is held out to evaluate with; None is 0.05 if there is no `eval_data`.
+        epochs: Passes over the data; None is 1 if there are no `steps`.
+        steps: Optimizer steps.
+        batch: Sequences in a micro-batch.
+        accumulate: Micro-batches in a step.
+        tokens_per_step: Tokens in a step; None is 16384 if there is no `accumulate`.
+        lr: Learning rate at its peak; None is 1e-5, of adapters 2e-4.
+        warmup: Steps until the peak; None is 3 of 100.
+        save_every: Steps between checkpoints; None is a tenth of all steps.
+        seed: Fixes the order of the data and all random numbers.
+
+    Raises:
+        OptionError: If an option is wrong, or two of them exclude each other.
+    """
+
+    model: str
+    data: str
+    out: str
+    from_config: bool = False
+    tokenizer: str | None = None
+    lora: bool = False
+    lora_rank: int = 16
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
+    precision: str = "bf16"
+    device: str | None = None
+    memory: int | str | None = None
+    block_bytes: int | str | None = None
+    length: int | None = None
+    documents: bool = False
+    eval_data: str | None = None
+    eval_part: float | None = None
+    epochs: float | None = None
+    steps: int | None = None
+    batch: int = 1
+    accumulate: int | None = None
+    tokens_per_step: int | None = None
+    lr: float | None = None
+    warmup: int | None = None
+    save_every: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for one, other in _EITHER:
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise OptionError(
+                    f"{flag(one)} and {flag(other)} are both given.\n  Each says the same in another way.\n"
+                    f"  Leave out one of them."
+                )
+        if self.lora and self.from_config:
+            raise OptionError(
+                "adapters over random weights are of no use: --lora and --from-config are both given.\n"
+                "  An adapter is saved without the weights that it belongs to, and random ones are nowhere.\n"
+                "  Leave out one of them."
+            )
+        for path in (self.data, self.eval_data):
+            if path is not None:
+                _check_file(path)
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate at its peak."""
+        return self.lr if self.lr is not None else 2e-4 if self.lora else 1e-5
+
+    @property
+    def alpha(self) -> float:
+        """Scale of the adapters, times their rank."""
+        return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+
+    @property
+    def held_out(self) -> float:
+        """Which part of the data is held out; 0 if another file is evaluated."""
+        return 0.0 if self.eval_data is not None else EVAL_PART if self.eval_part is None else self.eval_part
+
+
+def flag(name: str) -> str:
+    """Returns an option as it is written on the command line."""
+    return "--eval" if name == "eval_data" else f"--{name.replace('_', '-')}"
+
+
+def _check_file(text: str) -> None:
+    path = Path(text)
+    if path.suffix not in _FORMATS:
+        raise OptionError(
+            f"`{text}` is neither a .jsonl nor a .txt file.\n"
+            "  Lines of a .jsonl have `text`, `messages`, or `prompt` and `completion`; a .txt is plain text.\n"
+            "  A data set of the hub becomes such a file by `datasets.load_dataset(...).to_json('train.jsonl')`."
+        )
+    if not path.is_file():
+        raise OptionError(f"there is no file `{text}`.\n  A path is relative to the current folder.\n  Check the path.")
+    if path.stat().st_size == 0:
+        raise OptionError(f"`{text}` is empty.\n  There must be text to train on.\n  Check what has written the file.")

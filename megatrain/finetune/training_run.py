@@ -1,0 +1,193 @@
+"""train(): a fine-tuning from its files to the trained model, in as many processes as it takes."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PrinterCallback, TrainingArguments, default_data_collator
+from transformers.utils import logging
+
+from megatrain.checks import checked
+from megatrain.device import Device, find, usable
+from megatrain.errors import MegatrainError, OptionError
+from megatrain.finetune.fine_tuning import FineTuning
+from megatrain.finetune.finished import finish, newest
+from megatrain.finetune.pace import Pace
+from megatrain.finetune.pretrained import (
+    check_ids,
+    longest,
+    model_on_paper,
+    read_config,
+    read_model,
+    read_tokenizer,
+)
+from megatrain.finetune.run_callbacks import ShowsProgress, StopBetweenSteps
+from megatrain.finetune.run_record import RunRecord, fingerprint
+from megatrain.finetune.sequences import Sequences
+from megatrain.finetune.step_on_paper import MAX_GRAD_NORM, plan_step
+from megatrain.finetune.training_data import Files, sequences_of
+from megatrain.integrations.hf import Trainer
+
+# The newest, and the one before it, for a kill while the newest is written.
+_KEPT_CHECKPOINTS = 2
+
+
+@checked()
+def train(tuning: FineTuning) -> None:
+    """Plans, trains, evaluates and saves, and prints all of it; goes on where an earlier run of the same ended.
+
+    Args:
+        tuning: What is trained.
+
+    Raises:
+        OptionError: If a file can't be used.
+        CheckpointError: If the folder has something else than this training, or another process trains there.
+        ScheduleError: If the device's memory is too small.
+        ExecuteError: If the host's memory is too small.
+        KeyboardInterrupt: Saying what is saved.
+    """
+    device = usable(tuning.device)
+    config = read_config(tuning)
+    files = Files.of(tuning)
+    inputs = {"model": fingerprint(tuning.model), **files.digests()}
+    if tuning.tokenizer is not None:
+        inputs["tokenizer"] = fingerprint(tuning.tokenizer)
+    record = RunRecord.of(tuning, inputs)
+    if record.is_finished:
+        print(f"the training in `{record.folder}` is finished; there is nothing left to do.")
+        return
+    tokenizer = read_tokenizer(tuning)
+    training, held_out = sequences_of(files, tuning, tokenizer, longest(tuning, config))
+    pace = Pace.of(tuning, len(training), training.width)
+    run = _TrainingRun(tuning, record, config, tokenizer, device, pace, training, held_out)
+    run.plan()
+    with record.locked():
+        run.go_on()
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainingRun:
+    """A training whose data is read and whose counts are known."""
+
+    tuning: FineTuning
+    record: RunRecord
+    config: Any
+    tokenizer: Any
+    device: Device
+    pace: Pace
+    training: Sequences
+    held_out: Sequences | None
+
+    def plan(self) -> None:
+        """Prints the plan of a step, and refuses what doesn't fit."""
+        model = model_on_paper(self.tuning, self.config)
+        both = (self.training, self.held_out)
+        check_ids(max(each.largest_id for each in both if each is not None), model)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        kind = f"adapters of rank {self.tuning.lora_rank}" if self.tuning.lora else "all weights"
+        print(f"model   {type(model).__name__}, {kind}: {trained} parameters to train")
+        print(f"run     {self.pace}")
+        print(f"device  {self.device}\n", flush=True)
+        found = plan_step(self.tuning, model, self.device, self.pace.width, self.pace.accumulate)
+        print(f"{found}\n", flush=True)
+        try:
+            found.check()
+        except MegatrainError as error:
+            error.add_note("  Of this command: --lora, a smaller --length, --batch or --block-bytes, --precision bf16.")
+            raise
+
+    def go_on(self) -> None:
+        """Trains what is left of the steps, and makes the trained model of the last checkpoint."""
+        try:
+            found = newest(self.record.folder)
+            if found is None or found[1]["global_step"] < self.pace.num_steps:
+                self._train(found)
+                found = newest(self.record.folder)
+            assert found is not None, "the trainer ends with a checkpoint"
+            finish(self.record, *found)
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(self._saved()) from interrupt
+
+    def _train(self, found: tuple[Path, dict[str, Any]] | None) -> None:
+        """Trains from a checkpoint, or from the beginning.
+
+        Raises:
+            KeyboardInterrupt: If it ended before its last step, with a checkpoint.
+        """
+        if found is not None:
+            print(f"resume  step {found[1]['global_step']} of {self.pace.num_steps}, from `{found[0]}`", flush=True)
+        progress, stop = ShowsProgress(self.pace.tokens_per_step), StopBetweenSteps()
+        trainer = Trainer(
+            args=training_arguments(self.tuning, self.pace, self.device, evaluates=self.held_out is not None),
+            model=read_model(self.tuning, self.config),
+            data_collator=default_data_collator,
+            train_dataset=self.training,
+            eval_dataset=self.held_out,
+            processing_class=self.tokenizer,
+            callbacks=[progress, stop],
+            megatrain_device=self.device,
+            megatrain_on_nonfinite="raise",  # the trainer would show another loss in its place, and go on
+            megatrain_precision=self.tuning.precision,
+            megatrain_memory=self.tuning.memory,
+            megatrain_block_bytes=self.tuning.block_bytes,
+        )
+        trainer.remove_callback(PrinterCallback)  # which prints each step's log as a dict
+        self.record.write()
+        logging.disable_progress_bar()  # of the files of each checkpoint, in the middle of ours
+        with closing(progress), stop:
+            trainer.train(resume_from_checkpoint=None if found is None else str(found[0]))
+        print(f"trained {progress.words()}", flush=True)
+        if trainer.state.global_step < self.pace.num_steps:
+            raise KeyboardInterrupt
+
+    def _saved(self) -> str:
+        """Says what is saved, and how to go on."""
+        found = newest(self.record.folder)
+        if found is None:
+            return f"no step is saved in `{self.record.folder}` yet.\n  The same command begins anew."
+        saved = f"step {found[1]['global_step']} of {self.pace.num_steps} is saved in `{self.record.folder}`"
+        return f"{saved}, and nothing is still running.\n  The same command goes on from there."
+
+
+def training_arguments(tuning: FineTuning, pace: Pace, device: Device, *, evaluates: bool) -> TrainingArguments:
+    """Returns the arguments of transformers' Trainer.
+
+    Raises:
+        OptionError: If its device isn't the one that is asked for.
+    """
+    arguments = TrainingArguments(
+        tuning.out,
+        per_device_train_batch_size=pace.batch,
+        per_device_eval_batch_size=pace.batch,
+        gradient_accumulation_steps=pace.accumulate,
+        max_steps=pace.num_steps,
+        learning_rate=tuning.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=pace.warmup,
+        max_grad_norm=MAX_GRAD_NORM,
+        optim="adamw_torch_fused",
+        seed=tuning.seed,
+        logging_steps=1,  # so that the losses of a run that was interrupted are those of an undisturbed one
+        save_strategy="steps",
+        save_steps=pace.save_every,
+        save_total_limit=_KEPT_CHECKPOINTS,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=pace.save_every,
+        prediction_loss_only=True,
+        label_names=["labels"],
+        remove_unused_columns=False,
+        dataloader_pin_memory=not device.is_host,
+        use_cpu=device.is_host,
+        disable_tqdm=True,
+        report_to=[],
+    )
+    if find(arguments.device).torch_device != device.torch_device:
+        raise OptionError(
+            f"--device {tuning.device} is not the device on which transformers trains: {arguments.device}.\n"
+            "  Its trainer takes the first device that the process sees.\n"
+            "  Show it another one with CUDA_VISIBLE_DEVICES, and leave --device out."
+        )
+    return arguments

@@ -1,0 +1,142 @@
+"""A training that is interrupted or killed goes on by the same command, to the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatrain.finetune.run_callbacks import StopBetweenSteps
+from tests.comparing import assert_same
+from tests.finetune.commands import log_of, started, train, weights_of
+from tests.finetune.materials import data, save_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
+NUM_STEPS = 20
+GIVEN = (
+    *("--device=cpu", "--length=16", f"--steps={NUM_STEPS}", "--accumulate=2", "--lr=1e-2", "--save-every=4"),
+    *("--eval-part=0.2", "--memory=150KiB"),
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    save_model(folder / "model")
+    data(folder, "messages")
+    assert train(*arguments(folder, folder / "out")) == 0
+    return folder
+
+
+def arguments(materials: Path, out: Path) -> list[object]:
+    return [materials / "model", materials / "messages.jsonl", "--out", out, *GIVEN]
+
+
+def ended_by(number: int, command: list[object], out: Path, checkpoint: str) -> tuple[int, str, str]:
+    """Starts the command, and sends a signal when it writes a checkpoint."""
+    process = started(*command)
+    while process.poll() is None and not (out / checkpoint).exists():
+        time.sleep(0.002)
+    process.send_signal(number)
+    said, wrong = process.communicate(timeout=600)
+    return process.returncode, said, wrong
+
+
+def assert_same_run(out: Path, undisturbed: Path) -> None:
+    assert log_of(out) == log_of(undisturbed / "out")
+    assert_same(weights_of(out), weights_of(undisturbed / "out"))
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    status, _, wrong = ended_by(signal.SIGINT, arguments(undisturbed, out), out, "checkpoint-4")
+    assert status == 130, wrong
+    saved = max(int(path.name.partition("-")[2]) for path in out.glob("checkpoint-*"))
+    assert f"interrupted; step {saved} of {NUM_STEPS} is saved in `{out}`" in wrong
+    assert "The same command goes on from there." in wrong
+    assert not list(out.glob("*.safetensors"))
+    assert train(*arguments(undisturbed, out), "--memory=1MiB") == 0  # the budget may change
+    said = capsys.readouterr().out
+    assert f"resume  step {saved} of {NUM_STEPS}, from" in said
+    assert f"trained {NUM_STEPS - saved} steps, " in said
+    assert_same_run(out, undisturbed)
+
+
+def test_a_killed_training_goes_on_from_the_newest_whole_checkpoint(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    status, _, _ = ended_by(signal.SIGKILL, arguments(undisturbed, out), out, "checkpoint-12")
+    assert status == -signal.SIGKILL
+    assert train(*arguments(undisturbed, out)) == 0
+    # The checkpoint of step 12 is whole or isn't, by the moment of the kill.
+    said = capsys.readouterr().out
+    assert any(f"trained {NUM_STEPS - step} steps, " in said for step in (8, 12, 16))
+    assert_same_run(out, undisturbed)
+
+
+def test_a_training_that_was_killed_in_its_first_checkpoint_begins_anew(undisturbed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "checkpoint-4").mkdir(parents=True)
+    shutil.copy(undisturbed / "out" / "megatrain_train.json", out)
+    unfinished(out)
+    assert train(*arguments(undisturbed, out)) == 0
+    assert_same_run(out, undisturbed)
+
+
+def test_a_training_that_ended_before_its_model_was_copied_copies_it(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(undisturbed / "out", out)
+    for path in [*out.glob("*.safetensors"), out / "config.json"]:
+        path.unlink()
+    unfinished(out)
+    assert train(*arguments(undisturbed, out)) == 0
+    assert "\ntrained" not in capsys.readouterr().out
+    assert_same_run(out, undisturbed)
+
+
+def unfinished(out: Path) -> None:
+    record = json.loads((out / "megatrain_train.json").read_text())
+    (out / "megatrain_train.json").write_text(json.dumps({**record, "is_finished": False}))
+
+
+def test_a_finished_training_is_left_alone(undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = undisturbed / "out"
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert train(*arguments(undisturbed, out)) == 0
+    assert capsys.readouterr().out == f"the training in `{out}` is finished; there is nothing left to do.\n"
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_ctrl_c_in_an_evaluation_ends_the_training_at_the_checkpoint_behind_it() -> None:
+    control: Any = SimpleNamespace(should_save=False, should_training_stop=False)
+    stop = StopBetweenSteps()
+    stop.on_step_end(None, None, control)
+    stop.on_save(None, None, control)
+    assert (control.should_save, control.should_training_stop) == (False, False)
+    with stop:
+        signal.raise_signal(signal.SIGINT)
+    stop.on_save(None, None, control)
+    assert (control.should_save, control.should_training_stop) == (False, True)
+    stop.on_step_end(None, None, control)
+    assert (control.should_save, control.should_training_stop) == (True, True)
+
+
+def test_the_second_ctrl_c_is_an_ordinary_one() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with StopBetweenSteps() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.is_asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
