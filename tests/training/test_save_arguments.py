@@ -54,7 +54,8 @@ def test_an_argument_of_load_that_is_something_else_is_refused(tmp_path: Path):
     for given, text in (
         ((run.model, run.optimizer), "compiled is a model that megatrain.compile made"),
         ((run.compiled, None), "optimizer is None"),
-        ((run.compiled, [run.optimizer]), "optimizer=<list> is a list"),
+        ((run.compiled, [run.optimizer, None]), "optimizer=<list> has item 1, None, which is None"),
+        ((run.compiled, []), "optimizer=[] is empty"),
     ):
         assert text in refusal(OptionError, lambda given=given: load(tmp_path / "run", *given))
     bad: Any = run.optimizer.state_dict
