@@ -131,7 +131,7 @@ def test_the_index_of_decisions_has_every_page_and_says_which_numbers_are_not_us
         (
             "TrainStep",
             (TRAIN_STEP.__init__, TRAIN_STEP.save, TRAIN_STEP.load),
-            {"self", "compiled", "folder", "options"},
+            {"self", "compiled", "optimizer", "folder", "options"},
         ),
         ("plan", (megatrain.plan,), {"model", "args"}),
         ("schedule", (megatrain.schedule,), {"program"}),

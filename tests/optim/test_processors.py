@@ -81,9 +81,8 @@ def test_updates_leave_the_threads_that_launch_their_processors(
 ):
     monkeypatch.setattr("megatrain.training.setup.update_threads", lambda leave: -leave)
     compiled = megatrain.compile(nn.Linear(2, 2), device="cpu").megatrain
-    step = Setup(
-        compiled, [torch.optim.SGD(compiled.model.parameters())], max_norm=None, overlap=True, needs_norm=False
-    )
+    optimizers = [torch.optim.SGD(compiled.model.parameters())]
+    step = Setup(compiled, optimizers, max_norm=None, overlap=True, needs_norm=False)
     assert step.threads == torch.get_num_threads()
     object.__setattr__(compiled.options, "device", device)
     assert step.threads == -left

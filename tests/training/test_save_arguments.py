@@ -56,6 +56,8 @@ def test_an_argument_of_load_that_is_something_else_is_refused(tmp_path: Path):
         ((run.compiled, None), "optimizer is None"),
         ((run.compiled, [run.optimizer, run.model]), "optimizer=<list> has item 1, <Sequential>, which is a"),
         ((run.compiled, {"one": run.optimizer}), "optimizer=<dict> is a dict"),
+        ((run.compiled, [run.optimizer, None]), "optimizer=<list> has item 1, None, which is None"),
+        ((run.compiled, []), "optimizer=[] is empty"),
     ):
         assert text in refusal(OptionError, lambda given=given: load(tmp_path / "run", *given))
     bad: Any = run.optimizer.state_dict
