@@ -117,9 +117,9 @@ class Updates:
         self.arriving.arrivals.append((self._block_of[parameter], parameter))
 
     def drop_arriving(self) -> None:
-        """Forgets all gradients that have arrived, and those of parameters outside the model."""
+        """Forgets all gradients that have arrived, and those of parameters outside the model that no step waits for."""
         self.arriving = Gradients.none()
-        for parameter in self._parameters():
+        for parameter in self._parameters() if not self.is_under_way else ():
             if parameter not in self._block_of:
                 parameter.grad = None
 

@@ -125,10 +125,11 @@ class Boundary:
     def _go_back(self, run: Run, running: Running, updates: Updates, error: BaseException) -> None:
         """Leaves no trace of a step that has not updated anything; updates of the previous step are completed."""
         run.close()
-        updates.drop_arriving()
         if running.kind.updates != "deferred":
             updates.abandon()
+            updates.drop_arriving()
             return
+        updates.drop_arriving()
         try:
             if updates.is_under_way:
                 updates.finish()
@@ -162,8 +163,8 @@ class Boundary:
             "  gradient, and a step that fails leaves no trace."
         )
         run.close()
-        updates.drop_arriving()
         updates.abandon()
+        updates.drop_arriving()
 
 
 def _still_due(updates: Updates, error: BaseException) -> str:

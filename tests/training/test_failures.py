@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
@@ -20,7 +21,7 @@ from tests.comparing import assert_same, snapshot
 from tests.threads import living
 from tests.tiers import checkered
 from tests.training.hazards import TRAP, WIDTH, watched
-from tests.training.parity import MODES, SideBySide, generator_of
+from tests.training.parity import MODES, SideBySide, generator_of, loop_step
 
 FAILING_MODES = ("overlap", "deferred", "serial_clipped")
 UNTIL = 300.0  # on a loaded machine
@@ -299,6 +300,41 @@ def test_an_error_always_in_a_later_update_leaves_the_rest_due(mode: str, heals_
         run.sides.assert_same()
     run.take(2)
     run.sides.assert_same()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "serial"])
+@pytest.mark.parametrize("heals_by", ["flush", "step"])
+def test_the_gradient_of_a_losses_own_parameter_waits_with_the_rest(mode: str, heals_by: str) -> None:
+    found: list[Any] = []
+    for is_streamed in (False, True):
+        sides = SideBySide.of("hazardous", watched, **MODES[mode])
+        model, optimizer = (sides.streamed, sides.optimizer) if is_streamed else (sides.eager, sides.eager_optimizer)
+        scale = nn.Parameter(torch.tensor(1.5))
+        optimizer.add_param_group({"params": [scale]})
+
+        def loss(result: torch.Tensor, batch: Any, scale: torch.Tensor = scale) -> torch.Tensor:
+            return (result * scale).square().mean()
+
+        step = megatrain.TrainStep(sides.compiled, optimizer, loss=loss, **MODES[mode]) if is_streamed else None
+        for number in range(4):
+            given = batches(number)
+            torch.manual_seed(number)
+            if step is None:
+                loop_step(model, optimizer, given, loss=loss)
+            elif number != 2:
+                step(given)
+            else:
+                TRAP.arm("update", failing, after=1, always=True)
+                with pytest.raises(ExecuteError):
+                    step(given)
+                with pytest.raises(OwnError):
+                    step.flush()
+                TRAP.clear()
+                step.flush() if heals_by == "flush" else None
+        if step is not None:
+            step.flush()
+        found.append((scale, snapshot(model, optimizer)))
+    assert_same(found[0], found[1])
 
 
 def test_an_error_in_a_flush_leaves_the_rest_due() -> None:
