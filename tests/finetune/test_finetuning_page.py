@@ -44,6 +44,7 @@ def test_the_commands_train_and_what_they_leave_is_read(here: Path) -> None:
     assert len(found["tokenizer"]) == 64
 
 
+@pytest.mark.wide
 def test_the_command_of_the_readme_trains(here: Path) -> None:
     (command,) = COMMAND.findall((ROOT / "README.md").read_text())
     assert train(*shlex.split(command.partition("#")[0]), "--device=cpu") == 0

@@ -17,6 +17,7 @@ from megatrain.errors import ExecuteError, OptimizerError, OptionError
 from megatrain.planning.host_plan import host_plan
 from tests.comparing import assert_same, snapshot
 from tests.optim.reference import Reference, assert_same_training, loss_of
+from tests.tiers import checkered
 from tests.training.hazards import TRAP, WIDTH
 from tests.training.parity import MODES, TASKS, SideBySide, fresh, generator_of, loop_step
 
@@ -69,9 +70,7 @@ def schedulers(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
 # -- bits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("name", ["gpt", "llama", "cnn"])
+@pytest.mark.parametrize(("name", "pair", "mode"), checkered(["gpt", "llama", "cnn"], PAIRS, MODES))
 def test_steps_have_the_bits_of_the_loop(name: str, pair: str, mode: str) -> None:
     """With a scheduler for each optimizer, and one micro-batch or two in turns.
 
@@ -123,10 +122,13 @@ class InTurns:
             optimizer.step()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("name", "pair"), [("gpt", muon_adamw), ("llama", sgd_adafactor), ("llama", sgd_adamw)])
-def test_bf16_has_the_bits_of_fp32_masters(name: str, pair: Callable[[Sequence[Any]], Optimizers], mode: str) -> None:
+IN_BF16 = (("gpt", muon_adamw), ("llama", sgd_adafactor), ("llama", sgd_adamw))
+
+
+@pytest.mark.parametrize(("case", "mode"), checkered(IN_BF16, MODES))
+def test_bf16_has_the_bits_of_fp32_masters(case: tuple[str, Callable[[Sequence[Any]], Optimizers]], mode: str) -> None:
     """In bf16 AdamW has the bits of its fused code."""
+    name, pair = case
     model, clip = TASKS[name].build(), MODES[mode].get("max_grad_norm")
 
     def make(parameters: Sequence[Any]) -> Any:
@@ -149,8 +151,7 @@ def test_bf16_has_the_bits_of_fp32_masters(name: str, pair: Callable[[Sequence[A
     assert_same_training(reference, trained)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize(("kind", "mode"), checkered(["AdamW", "SGD"], MODES))
 def test_rounded_masters_draw_as_with_one_optimizer_of_two_groups(kind: str, mode: str) -> None:
     """No eager loop rounds at random, so the bits are those of a single optimizer of the same class."""
     make = getattr(torch.optim, kind)
@@ -258,9 +259,7 @@ READS: dict[str, Callable[[SideBySide, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("read", "which", "steps"), checkered(READS, [0, 1], [1, 3]))
 def test_any_look_at_either_optimizer_completes_the_step(read: str, which: int, steps: int) -> None:
     sides = SideBySide.of("gpt", over(muon_adamw), max_grad_norm=0.5)
     kinds = [torch.optim.Muon, torch.optim.AdamW]
@@ -362,9 +361,7 @@ class Run:
         assert all(p.grad is None for p in self.sides.streamed.parameters())
 
 
-@pytest.mark.parametrize("mode", ["overlap", "serial", "serial_clipped", "deferred"])
-@pytest.mark.parametrize("which", ["First", "Second"])
-@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize(("mode", "which", "after"), checkered(MODES, ["First", "Second"], [0, 1, 2]))
 def test_an_update_that_fails_once(mode: str, which: str, after: int) -> None:
     """Of the first block's, the first optimizer's leaves no trace of the step; the second comes after it."""
     run = Run(mode)
@@ -378,9 +375,9 @@ def test_an_update_that_fails_once(mode: str, which: str, after: int) -> None:
     run.assert_same()
 
 
-@pytest.mark.parametrize("mode", ["overlap", "serial", "deferred"])
-@pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("heals_by", ["flush", "step"])
+@pytest.mark.parametrize(
+    ("mode", "after", "heals_by"), checkered(["overlap", "serial", "deferred"], [0, 1], ["flush", "step"])
+)
 def test_an_update_that_fails_until_it_heals_leaves_the_rest_due(mode: str, after: int, heals_by: str) -> None:
     """What the first optimizer has updated meanwhile is never updated again."""
     run = Run(mode)
@@ -433,10 +430,9 @@ def test_a_hook_that_fails(which: int, hook: str, *, always: bool) -> None:
 INTERRUPTED = [("overlap", "step"), ("deferred", "step"), ("deferred", "flush"), ("serial_clipped", "step")]
 
 
-@pytest.mark.parametrize(("mode", "use"), INTERRUPTED)
-@pytest.mark.parametrize("which", ["First", "Second"])
-@pytest.mark.parametrize("after", [0, 1, 2])
-def test_an_interrupt_comes_between_two_steps(mode: str, use: str, which: str, after: int) -> None:
+@pytest.mark.parametrize(("case", "which", "after"), checkered(INTERRUPTED, ["First", "Second"], [0, 1, 2]))
+def test_an_interrupt_comes_between_two_steps(case: tuple[str, str], which: str, after: int) -> None:
+    mode, use = case
     run = Run(mode)
     TRAP.arm(which, lambda: signal.raise_signal(signal.SIGINT), after=after)
     torch.manual_seed(run.number)
