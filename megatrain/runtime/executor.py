@@ -32,11 +32,11 @@ class Executor:
     """Runs a schedule: the forward and the backward of calls, or whole training steps.
 
     Args:
-        program: The blocks; of a training step one program per micro-batch: captures of one model, with the same
-            blocks of state.
+        program: The blocks; of a training step one program per micro-batch, with the same blocks of state.
         schedule: A checked schedule of that program, or of the programs' merged workload.
         model: The model, whose parameters move into a host store; or the engine that holds it already.
         arena: Where gradients of a training step wait for their updates; None takes one of its own.
+        merged: The programs in the order in which their workloads were merged; None is that of first use.
 
     Raises:
         ExecuteError: If the schedule is of other programs.
@@ -51,6 +51,7 @@ class Executor:
         model: nn.Module | Engine,
         *,
         arena: LandingArena | None = None,
+        merged: Sequence[Program] | None = None,
     ):
         programs = [program] if isinstance(program, Program) else list(program)
         _check_fits(programs, schedule)
@@ -59,7 +60,7 @@ class Executor:
         self.schedule = schedule
         self.engine = engine
         is_training = schedule.kind.mode == "train"
-        loaded = Loaded.of_each(programs, engine, is_training=is_training)
+        loaded = Loaded.of_each(programs, merged or programs, engine, is_training=is_training)
         if schedule.kind.is_training_step and arena is None:
             arena = LandingArena(engine.bus)
         for each in loaded:
@@ -303,8 +304,7 @@ def _check_fits(programs: Sequence[Program], schedule: Schedule) -> None:
 
 _FURTHER_OPS = (
     "another call used the slots between this call's forward and its backward.\n"
-    "  The backward then needs another table. megatrain makes this table, but can't place your own kinds of ops in "
-    "it.\n"
+    "  The backward then needs another table, in which megatrain can't place your own kinds of ops.\n"
     "  Run each call's backward before the next call."
 )
 _TRAINING_STEP = (

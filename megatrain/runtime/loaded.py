@@ -40,15 +40,23 @@ class Loaded:
     draws: Draws | None
 
     @staticmethod
-    def of_each(programs: Sequence[Program], engine: Engine, *, is_training: bool) -> list[Loaded]:
+    def of_each(
+        programs: Sequence[Program], merged: Sequence[Program], engine: Engine, *, is_training: bool
+    ) -> list[Loaded]:
         """Brings the programs of a step's micro-batches onto an engine, each once.
+
+        Args:
+            programs: One per micro-batch.
+            merged: The same, in the order in which their workloads were merged.
+            engine: Holds the state.
+            is_training: The schedule has a backward.
 
         Raises:
             ExecuteError: See `Engine.adopt`.
             WeightsError: See `Engine.adopt`.
             ScheduleError: If they can't share blocks.
         """
-        distinct = {id(program): program for program in programs}
+        distinct = {id(program): program for program in merged}
         places = merge_programs(list(distinct.values())).places
         known = {
             key: Loaded._of(program, own, engine, is_training=is_training)

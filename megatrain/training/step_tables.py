@@ -1,9 +1,10 @@
-"""StepTables: the schedules of whole steps, one per combination of captures, and their executors."""
+"""StepTables: the schedules of whole steps, one per set of captures, and an executor for each order of these."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from megatrain.errors import ExecuteError
 from megatrain.memory.device_budget import DeviceBudget
@@ -20,6 +21,15 @@ from megatrain.scheduler.step_kind import StepKind
 _MOST = 16
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """A schedule, which serves its programs in any order, and the executors of the orders used last."""
+
+    programs: Sequence[Program]
+    schedule: Schedule
+    executors: OrderedDict[tuple[int, ...], Executor] = field(default_factory=OrderedDict[tuple[int, ...], Executor])
+
+
 class StepTables:
     """Makes schedules of whole steps, and keeps them.
 
@@ -32,10 +42,7 @@ class StepTables:
         self._options = options
         self._budget = budget
         self._arena: LandingArena | None = None
-        self._schedules: OrderedDict[tuple[tuple[int, ...], StepKind], tuple[Sequence[Program], Schedule]] = (
-            OrderedDict()
-        )
-        self._executors: dict[object, Executor] = {}
+        self._tables: OrderedDict[tuple[frozenset[int], StepKind], _Table] = OrderedDict()
 
     def kind(self, micro_batches: int, updates: str, *, clip: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""
@@ -54,38 +61,42 @@ class StepTables:
             ExecuteError: If there is nothing to train.
         """
         key = self._key(programs, kind)
-        if key not in self._schedules:
-            self._schedules[key] = tuple(programs), self._planned(programs, kind, self._loss_bytes(key[0], loss_bytes))
-            while len(self._schedules) > _MOST:
-                old, _ = self._schedules.popitem(last=False)
-                self._executors.pop(old, None)
-        self._schedules.move_to_end(key)
-        return self._schedules[key][1]
+        if key not in self._tables:
+            planned = self._planned(programs, kind, self._loss_bytes(key[0], loss_bytes))
+            self._tables[key] = _Table(tuple({id(program): program for program in programs}.values()), planned)
+            while len(self._tables) > _MOST:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        return self._tables[key].schedule
 
     def has_executor(self, programs: Sequence[Program], kind: StepKind) -> bool:
-        """Tells whether `executor` was called for these."""
-        return self._key(programs, kind) in self._executors
+        """Tells whether `executor` was called for these, in any order."""
+        known = self._tables.get(self._key(programs, kind))
+        return known is not None and bool(known.executors)
 
     def executor(self, programs: Sequence[Program], kind: StepKind, engine: Engine) -> Executor:
         """Returns the executor of a known schedule; the first one moves the model into the engine's store."""
-        key = self._key(programs, kind)
-        if key not in self._executors:
-            _, planned = self._schedules[key]
+        known, order = self._tables[self._key(programs, kind)], tuple(map(id, programs))
+        if order not in known.executors:
             if self._arena is None:
                 self._arena = LandingArena(engine.bus)
                 engine.gradients.clear()  # gradients land there from now on
-            self._executors[key] = Executor(programs, planned, engine, arena=self._arena)
-        return self._executors[key]
+            made = Executor(programs, known.schedule, engine, arena=self._arena, merged=known.programs)
+            known.executors[order] = made
+            while len(known.executors) > _MOST:
+                known.executors.popitem(last=False)
+        known.executors.move_to_end(order)
+        return known.executors[order]
 
     @staticmethod
-    def _key(programs: Sequence[Program], kind: StepKind) -> tuple[tuple[int, ...], StepKind]:
-        return tuple(map(id, programs)), kind
+    def _key(programs: Sequence[Program], kind: StepKind) -> tuple[frozenset[int], StepKind]:
+        return frozenset(map(id, programs)), kind
 
-    def _loss_bytes(self, programs: tuple[int, ...], measure: Callable[[], int]) -> int:
+    def _loss_bytes(self, programs: frozenset[int], measure: Callable[[], int]) -> int:
         """Those of another schedule of these programs, or measured now."""
-        for (known, _), (_, planned) in self._schedules.items():
+        for (known, _), table in self._tables.items():
             if known == programs:
-                return planned.known_workload().loss_bytes
+                return table.schedule.known_workload().loss_bytes
         return measure()
 
     def _planned(self, programs: Sequence[Program], kind: StepKind, loss_bytes: int) -> Schedule:

@@ -128,7 +128,7 @@ def test_a_changed_name_is_refused_or_means_the_same(whole: Path, expected: dict
     assert wrong == {}
 
 
-def test_no_two_values_can_change_places(whole: Path):
+def test_no_two_values_can_change_places(whole: Path, expected: dict[str, Any]):
     """Tensors of the same spec, files, digests: each stays what it is."""
     content = content_of(whole)
     by_text: dict[str, list[Place]] = {}

@@ -99,8 +99,8 @@ def test_buffers_go_on_between_micro_batches_of_other_structure() -> None:
     optimizers = sgd(eager), sgd(compiled.megatrain.model)
     step = megatrain.TrainStep(compiled, optimizers[1], loss=lambda result, _: result)
     for number in range(3):
-        batches = [(torch.randn(4, 3, generator=torch.Generator().manual_seed(3 * number + i)),) for i in range(3)]
-        batches[number] = (*batches[number], torch.rand(3))
+        points = [torch.randn(4, 3, generator=torch.Generator().manual_seed(3 * number + i)) for i in range(3)]
+        batches: list[Any] = [(x,) if i != number else (x, torch.rand(3)) for i, x in enumerate(points)]
         loss = loop_gradients(eager, batches, loss=lambda result, _: result)
         optimizers[0].step()
         optimizers[0].zero_grad()
