@@ -60,7 +60,7 @@ class Executor:
         self.schedule = schedule
         self.engine = engine
         is_training = schedule.kind.mode == "train"
-        loaded = Loaded.of_each(programs, merged or programs, engine, is_training=is_training)
+        loaded = Loaded.of_each(programs, merged, engine, is_training=is_training)
         if schedule.kind.is_training_step and arena is None:
             arena = LandingArena(engine.bus)
         for each in loaded:

@@ -41,13 +41,13 @@ class Loaded:
 
     @staticmethod
     def of_each(
-        programs: Sequence[Program], merged: Sequence[Program], engine: Engine, *, is_training: bool
+        programs: Sequence[Program], merged: Sequence[Program] | None, engine: Engine, *, is_training: bool
     ) -> list[Loaded]:
         """Brings the programs of a step's micro-batches onto an engine, each once.
 
         Args:
             programs: One per micro-batch.
-            merged: The same, in the order in which their workloads were merged.
+            merged: The same, in the order in which their workloads were merged; None is that of first use.
             engine: Holds the state.
             is_training: The schedule has a backward.
 
@@ -56,7 +56,13 @@ class Loaded:
             WeightsError: See `Engine.adopt`.
             ScheduleError: If they can't share blocks.
         """
-        distinct = {id(program): program for program in merged}
+        distinct = {id(program): program for program in (programs if merged is None else merged)}
+        if distinct.keys() != {id(program) for program in programs}:
+            raise ExecuteError(
+                "merged has other programs than the micro-batches.\n"
+                "  A schedule serves the programs that it was made for.\n"
+                "  Give the programs that run, each once, or None."
+            )
         places = merge_programs(list(distinct.values())).places
         known = {
             key: Loaded._of(program, own, engine, is_training=is_training)

@@ -68,6 +68,17 @@ def test_micro_batches_of_other_structure_have_the_bits_of_a_loop(mode: str, act
     assert len({len(variant.program.values) for variant in variants}) > 1
 
 
+def test_one_schedule_serves_them_in_any_order() -> None:
+    sides = SideBySide.of("llama", adamw, compile_options={"activations": "offload"} | CHAOS)
+    found = []
+    for number, order in enumerate([(0, 1, 2), (1, 0, 2), (2, 0, 1), (1, 2, 0), (0, 1, 2)]):
+        batches = padded_in_some(0)
+        sides.take([batches[place] for place in order], seed=number)
+        found.append(sides.step.schedule)
+    sides.assert_same()
+    assert all(schedule is found[0] for schedule in found)
+
+
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
 def test_masked_micro_batches_move_weights_as_often_as_one(activations: str) -> None:
     moved = []
