@@ -136,7 +136,11 @@ def test_the_loss_is_measured_once_per_shape(monkeypatch: pytest.MonkeyPatch):
         step(ids(seed))  # the first and the others have schedules of two kinds
     assert len(calls) == 1
     step([ids(3), ids(4)])
-    assert len(calls) == 2, "one for two micro-batches of one program"
+    assert len(calls) == 1, "two micro-batches of one program"
+    step([ids(5), ids(6)[:1]])
+    assert len(calls) == 3, "two micro-batches of two programs"
+    step([ids(7)[:1], ids(8)])
+    assert len(calls) == 3, "the same two"
 
 
 def test_a_plan_counts_the_loss_too():
