@@ -37,7 +37,7 @@ RIGHT = {
     "train --tokenizer": "zero minus half nan inf huge evil",
     "train --lora-alpha": "half huge",
     "train --lora-dropout": "zero",
-    "train --eval-part": "zero",
+    "train --eval-fraction": "zero",
     "train --epochs": "half",
     "train --lr": "half huge",
     "train --warmup": "zero",
@@ -57,7 +57,7 @@ DEMO = (
 )
 TRAIN = (
     *("--out", "--tokenizer", "--lora-rank", "--lora-alpha", "--lora-dropout", "--precision", "--device", "--memory"),
-    *("--block-bytes", "--length", "--eval", "--eval-part", "--epochs", "--steps", "--batch", "--accumulate"),
+    *("--block-bytes", "--length", "--eval", "--eval-fraction", "--epochs", "--steps", "--batch", "--accumulate"),
     *("--tokens-per-step", "--lr", "--warmup", "--save-every", "--seed"),
 )
 VERIFY = ("--device", "--memory", "--activations", "--transfer", "--block-bytes", "--steps", "--seed", "--tolerance")

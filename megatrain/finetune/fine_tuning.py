@@ -15,11 +15,11 @@ from megatrain.tracer.given import DEVICE_NAME
 
 LENGTH = 2048
 TOKENS_PER_STEP = 16384
-EVAL_PART = 0.05
+EVAL_FRACTION = 0.05
 _MOST = 2**31 - 1
 _FORMATS = (".jsonl", ".txt")
 # Two ways to say the same; each has a default of its own, so both must not be given.
-_EITHER = (("steps", "epochs"), ("accumulate", "tokens_per_step"), ("eval_data", "eval_part"))
+_EITHER = (("steps", "epochs"), ("accumulate", "tokens_per_step"), ("eval_data", "eval_fraction"))
 
 
 @checked(
@@ -36,7 +36,7 @@ _EITHER = (("steps", "epochs"), ("accumulate", "tokens_per_step"), ("eval_data",
     block_bytes=optional(SIZE),
     length=optional(count(2, 2**24)),
     eval_data=optional(PATH),
-    eval_part=optional(number(least=0, below=1, example=0.05)),
+    eval_fraction=optional(number(least=0, below=1, example=0.05)),
     epochs=optional(number(above=0, below=10_000, example=1.0)),
     steps=optional(count(1, _MOST)),
     batch=count(1, 2**16),
@@ -68,7 +68,7 @@ class FineTuning:
         length: Most tokens of a sequence; None is 2048, or what the model takes if that is less.
         documents: Empty lines of a .txt separate documents.
         eval_data: Another file to evaluate with.
-        eval_part: Part of the data that is held out to evaluate with; None is 0.05 if there is no `eval_data`.
+        eval_fraction: Fraction of the data that is held out to evaluate with; None is 0.05 if there is no `eval_data`.
         epochs: Passes over the data; None is 1 if there are no `steps`.
         steps: Optimizer steps.
         batch: Sequences in a micro-batch.
@@ -99,7 +99,7 @@ class FineTuning:
     length: int | None = None
     documents: bool = False
     eval_data: str | None = None
-    eval_part: float | None = None
+    eval_fraction: float | None = None
     epochs: float | None = None
     steps: int | None = None
     batch: int = 1
@@ -139,8 +139,10 @@ class FineTuning:
 
     @property
     def held_out(self) -> float:
-        """Which part of the data is held out; 0 if another file is evaluated."""
-        return 0.0 if self.eval_data is not None else EVAL_PART if self.eval_part is None else self.eval_part
+        """The fraction of the data that is held out; 0 if another file is evaluated."""
+        if self.eval_data is not None:
+            return 0.0
+        return EVAL_FRACTION if self.eval_fraction is None else self.eval_fraction
 
 
 def flag(name: str) -> str:

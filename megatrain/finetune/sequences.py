@@ -53,8 +53,8 @@ class Sequences:
         }
 
     @property
-    def padded_part(self) -> float:
-        """Which part of all tokens is padding."""
+    def padded_fraction(self) -> float:
+        """The fraction of all tokens that is padding."""
         return 1 - sum(len(ids) for ids, _ in self.pairs) / max(1, self.width * len(self.pairs))
 
     @property
@@ -69,9 +69,9 @@ class Sequences:
         for each in both:
             each.width = min(most, -(-width // _MULTIPLE) * _MULTIPLE)
 
-    def split(self, part: float, seed: int) -> tuple[Sequences, Sequences | None]:
-        """Holds out a part at random; None if that is less than one sequence."""
-        num_out = int(part * len(self))
+    def split(self, fraction: float, seed: int) -> tuple[Sequences, Sequences | None]:
+        """Holds out a fraction at random; None if that is less than one sequence."""
+        num_out = int(fraction * len(self))
         if num_out == 0:
             return self, None
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -64,7 +64,12 @@ def _of_data(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--length", int, "most tokens of a sequence (default: 2048, or what the model takes if that is less)")
     _flag(parser, "--documents", "empty lines of a .txt separate documents (default: the file is one document)")
     _add(parser, "--eval", str, "another file, of the same kinds as DATA, to evaluate with", "eval_data")
-    _add(parser, "--eval-part", float, "part of DATA that is held out to evaluate with; 0 for none (default: 0.05)")
+    _add(
+        parser,
+        "--eval-fraction",
+        float,
+        "fraction of DATA that is held out to evaluate with; 0 for none (default: 0.05)",
+    )
 
 
 def _of_steps(parser: argparse.ArgumentParser) -> None:

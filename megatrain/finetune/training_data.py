@@ -55,7 +55,7 @@ def sequences_of(files: Files, tuning: FineTuning, tokenizer: Any, length: int) 
         held_out = tokenized(files.evaluation, tokenizer, length)
     training.widened(held_out, length)
     print(f"data    {files.training}")
-    padding = f", {training.padded_part:.0%} of them padding" if training.padded_part >= 0.005 else ""
+    padding = f", {training.padded_fraction:.0%} of them padding" if training.padded_fraction >= 0.005 else ""
     print(f"        {len(training)} sequences of {training.width} tokens{padding}")
     for note in training.notes:
         print(f"        {note}")
@@ -64,8 +64,8 @@ def sequences_of(files: Files, tuning: FineTuning, tokenizer: Any, length: int) 
         for note in held_out.notes:
             print(f"        {note}")
     elif held_out is not None:
-        print(f"eval    {len(held_out)} more sequences, held out of the data; --eval-part 0 trains on all")
+        print(f"eval    {len(held_out)} more sequences, held out of the data; --eval-fraction 0 trains on all")
     else:
         few = f"{tuning.held_out:g} of them is less than one; " if tuning.held_out else ""
-        print(f"eval    no sequences are held out: {few}--eval or a larger --eval-part evaluates")
+        print(f"eval    no sequences are held out: {few}--eval or a larger --eval-fraction evaluates")
     return training, held_out

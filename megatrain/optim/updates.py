@@ -12,8 +12,8 @@ from megatrain.optim.block_update import MasterStep
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.masters.halves import Master
 from megatrain.optim.norm import GradientNorm, NonFinite
-from megatrain.optim.optimizer_part import OptimizerPart
 from megatrain.optim.undo import Undo
+from megatrain.optim.updater import Updater
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,7 @@ class Updates:
         self._source = _Source(self._block_of)
         self._code = MasterStep(masters, gradient_of=self._source, threads=threads)
         self._undo = Undo(masters)
-        self._parts = [OptimizerPart(optimizer, blocks, self._code, self._undo) for optimizer in optimizers]
+        self._updaters = [Updater(optimizer, blocks, self._code, self._undo) for optimizer in optimizers]
         self._names = list(names.values())
         self._norm = GradientNorm(names, masters, threads=norm_threads)
         self._max_norm = max_norm
@@ -104,12 +104,12 @@ class Updates:
     @property
     def is_under_way(self) -> bool:
         """Whether a step has begun and not ended."""
-        return any(part.is_under_way for part in self._parts)
+        return any(updater.is_under_way for updater in self._updaters)
 
     @property
     def is_whole(self) -> bool:
         """Whether such a step has all its updates left."""
-        return self.is_under_way and all(len(part.left) == len(self._blocks) for part in self._parts)
+        return self.is_under_way and all(len(updater.left) == len(self._blocks) for updater in self._updaters)
 
     def receive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Takes a whole gradient."""
@@ -148,8 +148,8 @@ class Updates:
         assert not self.is_under_way, "a step must end before the next begins"
         self.has_updated = False
         self._source.using = self.arriving
-        for part in self._parts:
-            part.wait()
+        for updater in self._updaters:
+            updater.wait()
         try:
             self._begin_waiting()
         except BaseException:
@@ -158,13 +158,13 @@ class Updates:
 
     def _begin_waiting(self) -> None:
         """Begins the steps whose turn has come: all that wait, or with hooks the first of them."""
-        waiting = [part for part in self._parts if part.is_waiting]
-        has_hooks = any(part.blocks.has_hooks for part in waiting)
+        waiting = [updater for updater in self._updaters if updater.is_waiting]
+        has_hooks = any(updater.blocks.has_hooks for updater in waiting)
         try:
             if has_hooks:
                 _show_gradients(self._source.using)
-            for part in waiting[:1] if has_hooks else waiting:
-                part.begin()
+            for updater in waiting[:1] if has_hooks else waiting:
+                updater.begin()
         except BaseException:
             _hide_gradients(self._source.using)
             raise
@@ -177,10 +177,10 @@ class Updates:
 
         If one of them fails, its parameters are as before; only what is left of the block may be tried again.
         """
-        parts = [part for part in self._parts if block in part.blocks.left]
-        assert parts, f"block {block} has no update left"
-        for part in parts:
-            self.has_updated |= part.update(block, self._source.using.by_parameter)
+        updaters = [updater for updater in self._updaters if block in updater.blocks.left]
+        assert updaters, f"block {block} has no update left"
+        for updater in updaters:
+            self.has_updated |= updater.update(block, self._source.using.by_parameter)
         if not self._has_waiting:  # a hook may look at all gradients until the last optimizer has begun
             for parameter in self._blocks[block]:
                 if self._source.using.by_parameter.pop(parameter, None) is not None:
@@ -198,39 +198,39 @@ class Updates:
             parameter.grad = None
 
     def _finish_begun(self) -> None:
-        for block in sorted({block for part in self._parts for block in part.blocks.left}):
+        for block in sorted({block for updater in self._updaters for block in updater.blocks.left}):
             self.update(block)
         self._code.scale = 1.0  # the remaining parameters are outside the model, and weren't clipped with it
-        for part in self._parts:
-            if part.blocks.is_under_way:
-                part.blocks.finish()
+        for updater in self._updaters:
+            if updater.blocks.is_under_way:
+                updater.blocks.finish()
 
     @property
     def _has_waiting(self) -> bool:
-        return any(part.is_waiting for part in self._parts)
+        return any(updater.is_waiting for updater in self._updaters)
 
     def abandon(self) -> None:
         """Ends the optimizers' step without a further update; see `BlockOptimizer.abandon`."""
-        for part in self._parts:
-            part.abandon()
+        for updater in self._updaters:
+            updater.abandon()
         _hide_gradients(self._source.using)
         self._source.using = Gradients.none()
 
     def _parameters(self) -> list[torch.Tensor]:
-        return parameters_of(*(part.optimizer for part in self._parts))
+        return parameters_of(*(updater.optimizer for updater in self._updaters))
 
     @property
     def due(self) -> list[int]:
         """The blocks whose update is not taken yet, by all optimizers."""
-        return sorted({block for part in self._parts for block in part.left})
+        return sorted({block for updater in self._updaters for block in updater.left})
 
     def changing(self) -> Iterable[torch.Tensor]:
         """The parameters and optimizer state that the remaining updates will change."""
         gradients = self._source.using.by_parameter
-        for part in self._parts:
-            for parameter in (p for block in sorted(part.left) for p in part.owned(block) if p in gradients):
+        for updater in self._updaters:
+            for parameter in (p for block in sorted(updater.left) for p in updater.owned(block) if p in gradients):
                 yield parameter
-                state = part.optimizer.state.get(parameter, {})
+                state = updater.optimizer.state.get(parameter, {})
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def describe_nonfinite(self) -> str:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn o
 NUM_STEPS = 20
 GIVEN = (
     *("--device=cpu", "--length=16", f"--steps={NUM_STEPS}", "--accumulate=2", "--lr=1e-2", "--save-every=4"),
-    *("--eval-part=0.2", "--memory=150KiB"),
+    *("--eval-fraction=0.2", "--memory=150KiB"),
 )
 
 

@@ -109,7 +109,10 @@ BAD_RUNS: dict[str, tuple[list[str], str]] = {
     "a step too small": (["model", "text.jsonl", "--tokens-per-step=8"], "is less than one micro-batch: 1 x 16"),
     "a long warm-up": (["model", "text.jsonl", "--steps=3", "--warmup=4"], "--warmup 4 is longer than the training"),
     "both counts": (["model", "text.jsonl", "--steps=3", "--epochs=1"], "--steps and --epochs are both given."),
-    "both held out": (["model", "text.jsonl", "--eval=text.jsonl", "--eval-part=0.1"], "--eval and --eval-part are"),
+    "both held out": (
+        ["model", "text.jsonl", "--eval=text.jsonl", "--eval-fraction=0.1"],
+        "--eval and --eval-fraction are",
+    ),
     "a random base": (["bare", "text.jsonl", "--from-config", "--lora"], "adapters over random weights are of no use"),
 }
 

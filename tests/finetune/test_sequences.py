@@ -37,7 +37,7 @@ def test_texts_are_packed_one_after_the_other() -> None:
     ids = [[*words(1, 2, 3), END], [*words(4, 5), END, 0]]
     assert rows(made) == [(ids[0], ids[0]), (ids[1], [*ids[1][:3], IGNORED])]
     assert made.notes == []
-    assert made.padded_part == 1 / 8
+    assert made.padded_fraction == 1 / 8
 
 
 class Begins:

@@ -68,7 +68,9 @@ def test_the_weights_are_trained_as_by_the_stock_trainer(kind: str, memory: str 
 def test_adapters_are_trained_as_by_the_stock_trainer(tmp_path: Path) -> None:
     folder, out = save_model(tmp_path / "model"), tmp_path / "out"
     training = data(tmp_path, "messages")
-    assert train(folder, training, "--out", out, *GIVEN, "--lora-rank=2", "--lora-dropout=0.1", "--eval-part=0") == 0
+    assert (
+        train(folder, training, "--out", out, *GIVEN, "--lora-rank=2", "--lora-dropout=0.1", "--eval-fraction=0") == 0
+    )
     set_seed(7)
     adapters = LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")  # pyright: ignore
     model = get_peft_model(LlamaForCausalLM.from_pretrained(folder), adapters)

@@ -1,4 +1,4 @@
-"""OptimizerPart: one of the optimizers that take a step together, and what is left of its own step."""
+"""Updater: one of the optimizers that take a step together, and what is left of its own step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatrain.optim.undo import Undo
 from megatrain.torch_private import pytree
 
 
-class OptimizerPart:
-    """An optimizer's part of the steps that several take together; a single optimizer has the only part.
+class Updater:
+    """Takes the steps of one optimizer, among those that take each step together; a single optimizer has the only one.
 
-    A part of a step waits until `begin`, and is over after `finish`.
+    A step waits until `begin`, and is over after `blocks.finish`.
 
     Args:
         optimizer: The user's.
         blocks: The parameters that are updated with each block, by any optimizer.
-        code: Updates parameters; of all parts.
-        undo: Restores the block whose update failed; of all parts.
+        code: Updates parameters; of all updaters.
+        undo: Restores the block whose update failed; of all updaters.
 
     Attributes:
         optimizer: See above.
@@ -42,7 +42,7 @@ class OptimizerPart:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a step has begun and this part isn't over."""
+        """Whether a step has begun, and this optimizer's isn't over."""
         return self.is_waiting or self.blocks.is_under_way
 
     @property
@@ -86,7 +86,7 @@ class OptimizerPart:
         return bool(owned)
 
     def abandon(self) -> None:
-        """Ends the part without a further update; see `BlockOptimizer.abandon`."""
+        """Ends the step without a further update; see `BlockOptimizer.abandon`."""
         self.is_waiting = False
         self.blocks.abandon()
 
