@@ -56,17 +56,17 @@ class Loaded:
             WeightsError: See `Engine.adopt`.
             ScheduleError: If they can't share blocks.
         """
-        distinct = {id(program): program for program in (programs if merged is None else merged)}
+        merged = programs if merged is None else merged
+        distinct = {id(program): program for program in merged}
         if distinct.keys() != {id(program) for program in programs}:
             raise ExecuteError(
                 "merged has other programs than the micro-batches.\n"
                 "  A schedule serves the programs that it was made for.\n"
-                "  Give the programs that run, each once, or None."
+                "  Give the programs that run, or None."
             )
-        places = merge_programs(list(distinct.values())).places
+        places = dict(zip(map(id, merged), merge_programs(merged).places, strict=True))
         known = {
-            key: Loaded._of(program, own, engine, is_training=is_training)
-            for (key, program), own in zip(distinct.items(), places, strict=True)
+            key: Loaded._of(program, places[key], engine, is_training=is_training) for key, program in distinct.items()
         }
         return [known[id(program)] for program in programs]
 

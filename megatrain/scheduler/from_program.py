@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatrain.checks import checked, count, optional
-from megatrain.errors import MicroBatchError, ScheduleError
+from megatrain.errors import ScheduleError
 from megatrain.passes.program import Block, Program
 from megatrain.scheduler.builder.build import STEP, build
-from megatrain.scheduler.merging import Merged, merge
+from megatrain.scheduler.merging import Merged, merge, refuse
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
@@ -124,30 +124,25 @@ def step_schedule(
     Raises:
         ScheduleError: If they don't, `memory` is too small, or a buffer can't go from one to the next.
     """
-    distinct = list({id(program): program for program in programs}.values())
     if kind.micro_batches > 1:
-        for program in distinct:
+        for program in {id(program): program for program in programs}.values():
             check_buffers(program)
-    works = replace(merge_programs(distinct).workload, loss_bytes=loss_bytes)
+    works = replace(merge_programs(programs).workload, loss_bytes=loss_bytes)
     return build(works, kind, num_slots=num_slots, keep=keep, memory=memory, activations=activations)
 
 
 def merge_programs(programs: Sequence[Program]) -> Merged:
     """Merges the workloads of captures of one model, which all use the state that comes for the first of them.
 
+    Args:
+        programs: One per micro-batch; some may be the same.
+
     Raises:
         ScheduleError: If a block of one has other state than that of the first, or they write other buffers.
     """
-    merged = merge([workload(program) for program in programs])
-    first = programs[0]
-    for number, other in enumerate(programs):
-        for difference in _differences_of_state(first, other):
-            raise MicroBatchError(
-                f"micro-batch {number} differs from micro-batch 0: {difference}.\n"
-                "  All micro-batches of a step use the weights of a block while they are on the device, and hand on "
-                "their buffers.\n"
-                "  Use micro-batches for which the model runs the same layers in the same order, or separate steps."
-            )
+    works = {key: workload(program) for key, program in {id(each): each for each in programs}.items()}
+    merged = merge([works[id(program)] for program in programs])
+    refuse(_differences_of_state(programs[0], other) for other in programs)
     return merged
 
 

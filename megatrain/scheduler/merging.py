@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from megatrain.errors import MicroBatchError, ScheduleError
@@ -46,15 +46,8 @@ def merge(workloads: Sequence[Workload]) -> Merged:
     """
     if not workloads:
         raise ScheduleError("an empty list of workloads can't be merged.\n  A step has at least one micro-batch.")
-    first = workloads[0]
-    for number, other in enumerate(workloads):
-        for difference in _differences(first, other):
-            raise MicroBatchError(
-                f"micro-batch {number} differs from micro-batch 0: {difference}.\n"
-                "  All micro-batches of a step use a block while it is on the device, so all must have the same blocks."
-                "\n  Use micro-batches for which the model runs the same layers, or separate steps."
-            )
-    storages = _Storages(first)
+    refuse(_differences(workloads[0], other) for other in workloads)
+    storages = _Storages(workloads[0])
     places = [storages.places_of(each) for each in workloads]
     values = storages.values
     return Merged(
@@ -66,6 +59,25 @@ def merge(workloads: Sequence[Workload]) -> Merged:
         ),
         tuple(tuple(own.get(index) for index in range(len(values))) for own in places),
     )
+
+
+def refuse(differences: Iterable[Iterator[str]]) -> None:
+    """Refuses micro-batches that differ from the first in more than sizes and values.
+
+    Args:
+        differences: Of each micro-batch, in words.
+
+    Raises:
+        MicroBatchError: At the first difference.
+    """
+    for number, found in enumerate(differences):
+        for difference in found:
+            raise MicroBatchError(
+                f"micro-batch {number} differs from micro-batch 0: {difference}.\n"
+                "  All micro-batches of a step use the weights of a block while they are on the device, and hand on "
+                "their buffers.\n"
+                "  Use micro-batches for which the model runs the same layers in the same order, or separate steps."
+            )
 
 
 class _Storages:

@@ -23,7 +23,13 @@ _MOST = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """A schedule, which serves its programs in any order, and the executors of the orders used last."""
+    """A schedule, which serves its programs in any order, and the executors of the orders used last.
+
+    Args:
+        programs: In the order in which their workloads were merged.
+        schedule: Of a step with these.
+        executors: By the order of the programs.
+    """
 
     programs: Sequence[Program]
     schedule: Schedule
@@ -63,7 +69,7 @@ class StepTables:
         key = self._key(programs, kind)
         if key not in self._tables:
             planned = self._planned(programs, kind, self._loss_bytes(key[0], loss_bytes))
-            self._tables[key] = _Table(tuple({id(program): program for program in programs}.values()), planned)
+            self._tables[key] = _Table(tuple(programs), planned)
             while len(self._tables) > _MOST:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)

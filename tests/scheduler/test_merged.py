@@ -132,8 +132,9 @@ def test_a_difference_is_named_with_the_rule_and_the_way_out():
         whole_of([trained(4), trained(4), replace(other, blocks=blocks)])
     assert str(caught.value) == (
         "micro-batch 2 differs from micro-batch 0: of block 2 (layers.2), gradient_bytes is 0, not 132864.\n"
-        "  All micro-batches of a step use a block while it is on the device, so all must have the same blocks.\n"
-        "  Use micro-batches for which the model runs the same layers, or separate steps."
+        "  All micro-batches of a step use the weights of a block while they are on the device, and hand on "
+        "their buffers.\n"
+        "  Use micro-batches for which the model runs the same layers in the same order, or separate steps."
     )
 
 

@@ -157,6 +157,8 @@ def test_micro_batches_that_use_other_state_are_refused_before_anything_runs(way
         step([(x, *way) for way in ways])
     assert str(caught.value).startswith(f"micro-batch 1 differs from micro-batch 0: {said}")
     assert_same(before, dict(model.state_dict()))
+    with pytest.raises(MicroBatchError, match=r"^micro-batch 2 differs from micro-batch 0: "):
+        step([(x, *ways[0]), (x, *ways[0]), (x, *ways[1])])
     for way in ways:  # a step of each by itself is fine
         step((x, *way))
 
