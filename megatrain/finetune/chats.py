@@ -12,14 +12,22 @@ from megatrain.finetune.documents import Documents
 _MARK = re.compile(r"\{%-?\s*generation\b")
 
 
-def chat_tokens(documents: Documents, tokenizer: Any) -> Iterator[tuple[list[int], list[bool], bool]]:
-    """Yields for each chat its ids, which of them are learnt, and whether these are the assistant's turns alone.
+def marks_turns(tokenizer: Any) -> bool:
+    """Tells whether the chat template marks the assistant's turns, so that they alone can be learnt.
+
+    Raises:
+        OptionError: If the tokenizer has no chat template.
+    """
+    return _MARK.search(_template_of(tokenizer)) is not None
+
+
+def chat_tokens(documents: Documents, tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
+    """Yields for each chat its ids, and which of them are learnt.
 
     Raises:
         OptionError: If the tokenizer has no chat template, or the template refuses a chat.
     """
-    template = _template_of(tokenizer)
-    has_turns = _MARK.search(template) is not None
+    has_turns = marks_turns(tokenizer)
     for number, record in enumerate(documents.records, 1):
         try:
             found: Any = tokenizer.apply_chat_template(
@@ -37,7 +45,7 @@ def chat_tokens(documents: Documents, tokenizer: Any) -> Iterator[tuple[list[int
                 "  Correct the chat, or take it out."
             ) from error
         ids: list[int] = list(found["input_ids"])
-        yield ids, [bool(mark) for mark in found["assistant_masks"]] if has_turns else [True] * len(ids), has_turns
+        yield ids, [bool(mark) for mark in found["assistant_masks"]] if has_turns else [True] * len(ids)
 
 
 def _template_of(tokenizer: Any) -> str:

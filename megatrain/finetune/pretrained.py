@@ -178,6 +178,6 @@ def _readable(
         yield
     except MegatrainError:
         raise
-    except Exception as error:
+    except Exception as error:  # transformers, and a model's own code, raise anything for files that they can't use
         said = " ".join(str(error).split()) or type(error).__name__
         raise OptionError(f"{what} can't be read: {said[:300]}\n  transformers reads it.\n{way}") from error

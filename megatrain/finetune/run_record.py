@@ -13,13 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import CheckpointError
+from megatrain.files import disk
+from megatrain.files.json_rules import anything, mapping, one_of, problems, read_json, record, text
 from megatrain.finetune.fine_tuning import FineTuning, flag
 
 NAME = "megatrain_train.json"
 _VERSION = 1
 # A run may go on in another folder, on another device and with another budget: its numbers stay.
 _FREE = ("out", "device", "memory", "block_bytes", "model", "data", "eval_data", "tokenizer")
-_HASHED_BYTES = 2**20
+_RECORD = record({
+    "version": one_of([_VERSION]),
+    "settings": mapping(text(), anything),
+    "inputs": mapping(text(), text()),
+    "is_finished": one_of([True, False]),
+})  # fmt: skip
+_PIECE_BYTES = 2**24
 
 
 @dataclass(slots=True)
@@ -94,18 +102,20 @@ class RunRecord:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(self.folder / NAME)
+        disk.sync_folder(self.folder)
 
     def _compared(self, path: Path) -> bool:
         """Returns whether the training of the folder is finished, if it is this one."""
         try:
-            found = json.loads(path.read_text())
-            settings, inputs, is_finished = found["settings"], found["inputs"], bool(found["is_finished"])
-            assert isinstance(settings, dict) and isinstance(inputs, dict) and found["version"] == _VERSION  # noqa: PT018
-        except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
+            found = read_json(path)
+            if wrong := problems(_RECORD, found, NAME):
+                raise ValueError(wrong[0])
+        except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"`{path}` can't be read.\n  It has the settings of the training in this folder.\n"
+                f"`{path}` can't be read: {error}.\n  It has the settings of the training in this folder.\n"
                 "  Give another --out, or remove the folder."
             ) from error
+        settings, inputs, is_finished = found["settings"], found["inputs"], found["is_finished"]
         now = json.loads(json.dumps(self.settings))
         differing = [
             f"{flag(name)}: {_shown(now[name])} is given, but {_shown(settings.get(name))} was"
@@ -136,9 +146,9 @@ def _shown(value: object) -> str:
 
 
 def fingerprint(source: str) -> str:
-    """Tells one model or tokenizer from another: names, sizes and beginnings of the files in its folder.
+    """Tells one model or tokenizer from another, by names and contents of the files in its folder.
 
-    The weights themselves aren't read whole, which would take as long as loading them.
+    The weights are read whole: two models may differ in their last layers alone, and adapters belong to one of them.
 
     Args:
         source: A file, a folder, or a name on the hub, which stands for itself.
@@ -152,5 +162,6 @@ def fingerprint(source: str) -> str:
         if each.suffix in (".json", ".safetensors", ".model", ".jinja", ".txt"):
             with each.open("rb") as file:
                 digest.update(f"{each.name}\0{each.stat().st_size}\0".encode())
-                digest.update(file.read(_HASHED_BYTES))
+                while piece := file.read(_PIECE_BYTES):
+                    digest.update(piece)
     return digest.hexdigest()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatrain.errors import OptionError
-from megatrain.finetune.chats import chat_tokens
+from megatrain.finetune.chats import chat_tokens, marks_turns
 from megatrain.finetune.documents import CHAT, PROMPT, TEXT, Documents
 
 IGNORED = -100
@@ -148,12 +148,11 @@ def _prompts(documents: Documents, tokenizer: Any, notes: list[str]) -> Iterator
 
 
 def _chats(documents: Documents, tokenizer: Any, notes: list[str]) -> Iterator[tuple[list[int], list[int]]]:
-    has_turns = False
-    for ids, learnt, has_turns in chat_tokens(documents, tokenizer):  # noqa: B007  # the same for all
+    for ids, learnt in chat_tokens(documents, tokenizer):
         yield ids, [token if is_learnt else IGNORED for token, is_learnt in zip(ids, learnt, strict=True)]
     notes.append(
         "the loss is on the assistant's turns"
-        if has_turns
+        if marks_turns(tokenizer)
         else "the loss is on all tokens, because the chat template doesn't mark the assistant's turns "
         "with {% generation %}"
     )

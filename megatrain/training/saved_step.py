@@ -13,12 +13,13 @@ from torch import nn
 
 from megatrain import saving
 from megatrain.checks import Rule, named, shown
-from megatrain.checks.several_optimizers import Optimizer, parameters_of
+from megatrain.checks.several_optimizers import parameters_of
 from megatrain.compiled.inside import Compiled
 from megatrain.errors import CheckpointError
 from megatrain.files import json_rules
 from megatrain.files.json_rules import anything, integer, mapping, optional, problems, record, text
 from megatrain.files.room import room_to_read
+from megatrain.optim.impostor import Optimizer
 from megatrain.saving.fitting import misfits
 from megatrain.training.boundary import Progress
 from megatrain.training.config import with_config

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.finetune.run_record import RunRecord
+from megatrain.finetune.run_record import RunRecord, fingerprint
 from megatrain.planning import host_plan
 from tests.finetune.commands import train
 from tests.finetune.materials import ON_CPU, chat, config, data, save_model, write_lines
@@ -197,9 +197,27 @@ def test_a_folder_of_something_else_is_refused(
     (tmp_path / "thesis.txt").write_text("years of work")
     assert train(folder / "model", folder / "text.jsonl", "--out", tmp_path, *ON_CPU) == 2
     assert "has other files, and no training of this command." in capsys.readouterr().err
-    (tmp_path / "megatrain_train.json").write_text(json.dumps({"settings": 3}))
-    assert train(folder / "model", folder / "text.jsonl", "--out", tmp_path, *ON_CPU) == 2
-    assert "megatrain_train.json` can't be read." in capsys.readouterr().err
+    whole = {"version": 1, "settings": {}, "inputs": {}, "is_finished": True}
+    for broken, why in (
+        ({"settings": 3}, "megatrain_train.json has no `version`"),
+        ({**whole, "version": 2}, "megatrain_train.json.version is 2"),
+        ({**whole, "is_finished": "no"}, "megatrain_train.json.is_finished is"),
+        ({**whole, "inputs": {"model": 1}}, "megatrain_train.json.inputs.model is 1"),
+    ):
+        (tmp_path / "megatrain_train.json").write_text(json.dumps(broken))
+        assert train(folder / "model", folder / "text.jsonl", "--out", tmp_path, *ON_CPU) == 2
+        assert f"megatrain_train.json` can't be read: {why}" in capsys.readouterr().err
+
+
+def test_models_that_differ_at_their_end_alone_are_two(tmp_path: Path) -> None:
+    """As two tunings of one model do, whose embeddings are frozen."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(3 * 2**20))
+    before = fingerprint(str(tmp_path))
+    with weights.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    assert fingerprint(str(tmp_path)) != before
 
 
 def test_a_folder_has_one_training_at_a_time(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
