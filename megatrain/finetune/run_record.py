@@ -72,10 +72,16 @@ class RunRecord:
         """Keeps other processes from training in the folder, which is made if it isn't there.
 
         Raises:
-            CheckpointError: If another process trains there.
+            CheckpointError: If another process trains there, or the system refuses the folder.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.folder, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(
+                f"`{self.folder}` can't be made: {error}.\n  A training writes its checkpoints into a folder.\n"
+                "  Give another --out, in a folder where you may write."
+            ) from error
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

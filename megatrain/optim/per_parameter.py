@@ -86,7 +86,7 @@ def _try(optimizer: Optimizer) -> str | None:
     except OptimizerError:
         raise
     except Exception as error:  # the user's optimizer may raise anything on stand-ins
-        why = f"it can't be tried on small stand-ins ({error}); probe=False skips the trial"
+        why = f"it can't be tried on small stand-ins ({error})"
         raise _refusal(optimizer, why) from error
 
 

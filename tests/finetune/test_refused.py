@@ -209,6 +209,15 @@ def test_a_folder_of_something_else_is_refused(
         assert f"megatrain_train.json` can't be read: {why}" in capsys.readouterr().err
 
 
+def test_a_folder_that_the_system_refuses_is_one_of_our_errors(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "out"
+    assert train(folder / "model", folder / "text.jsonl", "--out", out, *ON_CPU) == 2
+    assert f"megatrain: `{out}` can't be made: " in capsys.readouterr().err
+
+
 def test_models_that_differ_at_their_end_alone_are_two(tmp_path: Path) -> None:
     """As two tunings of one model do, whose embeddings are frozen."""
     weights = tmp_path / "model.safetensors"
