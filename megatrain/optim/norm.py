@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,21 +61,12 @@ class GradientNorm:
         self._first: NonFinite | None = None
 
     def begin(self) -> None:
-        """Forgets the last step."""
+        """Forgets the last step, and lets its threads go."""
         self._norms.clear()
         self._first = None
-
-    @contextmanager
-    def summing(self) -> Generator[None]:
-        """Keeps threads ready during the body, which adds gradients."""
-        if self._threads is None:
-            yield
-            return
-        with ThreadPoolExecutor(self._threads, initializer=partial(torch.set_num_threads, 1)) as self._pool:
-            try:
-                yield
-            finally:
-                self._pool = None
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
 
     @property
     def first_nonfinite(self) -> NonFinite | None:
@@ -115,8 +105,10 @@ class GradientNorm:
                 self._first = NonFinite(block, place)
 
     def _norm_of(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if self._pool is None or gradient.numel() <= _PIECE:
+        if self._threads is None or gradient.numel() <= _PIECE:
             return torch.linalg.vector_norm(gradient, dtype=dtype)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, initializer=partial(torch.set_num_threads, 1))
         pieces = gradient.reshape(-1).split(_PIECE)
         squares = self._pool.map(lambda piece: torch.linalg.vector_norm(piece, dtype=dtype).double() ** 2, pieces)
         return torch.stack(list(squares)).sum().sqrt().to(dtype)

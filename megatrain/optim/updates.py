@@ -22,14 +22,12 @@ class Gradients:
 
     Args:
         by_parameter: Gradients that no update has used yet.
-        arrivals: Each parameter and its block, in the order in which they came.
         norm: Of all gradients; None until it is known, or if nobody asks.
         scale: The factor of clipping.
         nonfinite: The first that isn't finite, if somebody looked.
     """
 
     by_parameter: dict[torch.Tensor, torch.Tensor]
-    arrivals: list[tuple[int, torch.Tensor]]
     norm: torch.Tensor | None = None
     scale: float = 1.0
     nonfinite: NonFinite | None = None
@@ -37,7 +35,7 @@ class Gradients:
     @staticmethod
     def none() -> Gradients:
         """Returns those of a step that begins."""
-        return Gradients({}, [])
+        return Gradients({})
 
 
 class _Source:
@@ -58,7 +56,7 @@ class _Source:
 class Updates:
     """Takes whole gradients as they come, their norm, and the steps of the optimizers block by block.
 
-    `receive` and then `take_norm` fill `arriving`; `begin` makes them those of the optimizers' step, which `update`
+    `receive`, `take_squares` and then `take_norm` fill `arriving`; `begin` makes them those of the optimizers' step, which `update`
     takes for each block in any order and `finish` ends. In between gradients of the next step may arrive.
 
     Several optimizers take their steps side by side: `update` takes a block with each of them, in their order. Hooks
@@ -114,26 +112,31 @@ class Updates:
     def receive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Takes a whole gradient."""
         self.arriving.by_parameter[parameter] = gradient
-        self.arriving.arrivals.append((self._block_of[parameter], parameter))
 
     def drop_arriving(self) -> None:
         """Forgets all gradients that have arrived, and those of parameters outside the model that no step waits for."""
         self.arriving = Gradients.none()
+        self._norm.begin()
         for parameter in self._parameters() if not self.is_under_way else ():
             if parameter not in self._block_of:
                 parameter.grad = None
 
-    def take_norm(self) -> None:
-        """Takes the norm of the gradients that have arrived, and computes the factor of clipping.
+    def take_squares(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Sums the squares of gradients that have arrived, for the norm of all; others may still be on their way.
+
+        Args:
+            parameters: Whose; those that got no gradient are left out.
 
         Raises:
             OptimizerError: If a gradient is sparse.
         """
+        for parameter in parameters:
+            if parameter in self.arriving.by_parameter:
+                self._norm.add(self._block_of[parameter], {parameter: self.arriving.by_parameter[parameter]})
+
+    def take_norm(self) -> None:
+        """Takes the norm of all gradients from their squares, and computes the factor of clipping."""
         found = self.arriving
-        self._norm.begin()
-        with self._norm.summing():
-            for block, parameter in found.arrivals:
-                self._norm.add(block, {parameter: found.by_parameter[parameter]})
         found.norm = self._norm.total()
         found.nonfinite = self._norm.first_nonfinite
         if self._max_norm is not None:

@@ -288,6 +288,11 @@ class Operations:
         completes = loaded.facts.completes[block.index]
         self.sink.receive(block.index, block.binding, gradients, completes, instruction.landing)
 
+    def squares(self, taken: Taken, instruction: Instruction) -> None:
+        """S."""
+        assert taken.trainer is not None
+        taken.trainer.squares(taken.calls[0].loaded.facts.completes[instruction.op.block])
+
     def norm(self, taken: Taken, instruction: Instruction) -> None:
         """N."""
         assert taken.trainer is not None
@@ -310,6 +315,7 @@ HANDLERS: dict[tuple[str, str], Handler] = {
     (Stream.COMPUTE, "B"): Operations.backward,
     (Stream.D2H, "A"): Operations.park,
     (Stream.D2H, "G"): Operations.offload,
+    (Stream.HOST, "S"): Operations.squares,
     (Stream.HOST, "N"): Operations.norm,
     (Stream.HOST, "U"): Operations.update,
 }

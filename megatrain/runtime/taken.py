@@ -23,8 +23,11 @@ class StepTrainer(Protocol):
     def receive(self, key: str, gradient: torch.Tensor) -> None:
         """Takes a parameter's whole gradient, on the host; on a transfer's thread."""
 
+    def squares(self, keys: Sequence[str]) -> None:
+        """Sums the squares of some whole gradients; on the host stream's thread, like `norm` and `update`."""
+
     def norm(self) -> None:
-        """Takes the norm of all gradients; on the host stream's thread, like `update`."""
+        """Takes the norm of all gradients, from their squares."""
 
     def update(self, block: int) -> None:
         """Updates the parameters that belong to a block."""

@@ -267,11 +267,14 @@ def _offload(step: Effects, block: int, micro_batch: int) -> Effect:
     return Effect((Item("parameters", block),), makes, moves=step.copied(step.workload.blocks[block].gradient_bytes))
 
 
+def _squares(step: Effects, block: int, micro_batch: int) -> Effect:
+    """Gradients that several blocks share are whole with the last of them, which reads the sum."""
+    moves = step.workload.blocks[block].gradient_bytes
+    return Effect((Item("landed", block),), (Item("squares", block),), moves=moves)
+
+
 def _norm(step: Effects, block: int, micro_batch: int) -> Effect:
-    moves = sum(step.workload.blocks[block].gradient_bytes for block in step.gradient_blocks)
-    return Effect(
-        tuple(Item("landed", block) for block in step.gradient_blocks), (Item("norm", NO_BLOCK),), moves=moves
-    )
+    return Effect(tuple(Item("squares", block) for block in step.gradient_blocks), (Item("norm", NO_BLOCK),))
 
 
 def _update(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -296,7 +299,8 @@ KINDS: dict[tuple[str, str], OpKind] = {
         # What a backward needs to the host, and gradients of parameters.
         OpKind(Stream.D2H, "A", _park, per_micro_batch=True),
         OpKind(Stream.D2H, "G", _offload),
-        # The norm of all gradients, and an optimizer's update.
+        # The squares of a block's gradients, the norm of all gradients, and an optimizer's update.
+        OpKind(Stream.HOST, "S", _squares),
         OpKind(Stream.HOST, "N", _norm, has_block=False),
         OpKind(Stream.HOST, "U", _update),
     )

@@ -78,7 +78,8 @@ def schedule(
         updates: When the host updates the parameters of a block. `"none"`: the step doesn't; `"overlap"`: when
             its gradients have left; `"serial"`: when all gradients have left; `"deferred"`: at the head of the
             next step, so this table begins with the updates of the previous step, each before the weights are copied.
-        clip: The host takes the norm of all gradients once they have left. Updates of this step wait for it.
+        clip: The host sums the squares of each block's gradients once these have left, and takes the norm of all.
+            Updates of this step wait for it.
         outputs: `"keep"` the model's outputs on the device until the step ends, or `"release"` them once the
             backward of their micro-batch begins, when the caller has made a loss of them.
 

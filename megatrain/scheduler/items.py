@@ -79,6 +79,8 @@ ITEMS: dict[str, ItemKind] = {
     # A block's state in a slot, and in host memory.
     "weights": ItemKind(edge="weight"),
     "state": ItemKind(edge="weight"),
+    # The sum of the squares of the gradients that are whole with a block.
+    "squares": ItemKind(),
     # Of all blocks together: the norm of the gradients, and that the gradients so far have left.
     "norm": ItemKind(),
     "left": ItemKind(),

@@ -184,9 +184,13 @@ class Running:
                 "  Look after the call of the step has returned."
             )
 
+    def squares(self, keys: Sequence[str]) -> None:
+        """See `StepTrainer`. Parts of parameters, which have keys as well, are whole with their parameter."""
+        torch.set_num_threads(self._threads)
+        self._updates.take_squares(self._parameters[key] for key in keys if key in self._parameters)
+
     def norm(self) -> None:
         """See `StepTrainer`."""
-        torch.set_num_threads(self._threads)
         self._updates.take_norm()
         self.is_skipped = self._looks_for_nonfinite and self._updates.arriving.nonfinite is not None
 

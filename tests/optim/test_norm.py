@@ -120,8 +120,7 @@ def test_large_gradients_are_summed_on_several_threads_to_the_same_bits(dtype: t
     for threads in (1, 2, 5):
         norm = GradientNorm([large, other], {large: None, other: None}, threads=threads)
         norm.begin()
-        with norm.summing():
-            norm.add(0, {large: gradient, other: small})
+        norm.add(0, {large: gradient, other: small})
         totals.append(norm.total())
     exact = torch.cat([gradient.double().flatten(), small.double()]).norm()
     assert totals[0] == totals[1] == totals[2]
@@ -132,8 +131,7 @@ def test_small_gradients_have_torchs_bits_with_threads_too():
     gradient, parameter = torch.rand(300, 300), torch.empty(300, 300)
     norm = GradientNorm([parameter], threads=2)
     norm.begin()
-    with norm.summing():
-        norm.add(0, {parameter: gradient})
+    norm.add(0, {parameter: gradient})
     assert torch.equal(norm.total(), torch.linalg.vector_norm(gradient))
 
 
@@ -142,7 +140,6 @@ def test_a_large_gradient_that_is_not_finite_is_found_with_threads_too():
     gradient[-1] = torch.inf
     norm = GradientNorm([parameter], threads=2)
     norm.begin()
-    with norm.summing():
-        norm.add(3, {parameter: gradient})
+    norm.add(3, {parameter: gradient})
     assert norm.first_nonfinite is not None
     assert norm.first_nonfinite.block == 3

@@ -18,7 +18,7 @@ class Harm(AssertionError):
 
 
 def op_name(position: Position, op: Op) -> str:
-    if op.what in "WGUN" and op.micro_batch is not None:
+    if op.what in "WGSNU" and op.micro_batch is not None:
         raise Harm(f"{op} of one micro-batch")
     leaves = ">" if op.what == "A" and position.stream == Stream.D2H else ""
     return f"{op.what}{op.block}.{op.micro_batch or 0}{leaves}"
@@ -45,6 +45,7 @@ class Ledger:
         self.updated: set[int] = set()
         self.at_work: set[int] = set()
         self.readers: Counter[int] = Counter()
+        self.squared: set[int] = set()
         self.has_new_norm = False
         self.places = {place.block: place for place in schedule.places}
         self.waiting, self.most_waiting = Counter[tuple[str, int]](), self.room_to_wait(machine)
@@ -93,9 +94,13 @@ class Ledger:
             self.waiting["new", op.block] = self.blocks[op.block].gradient_bytes
             if self.most_waiting is not None:
                 self.expect(self.waiting.total() <= self.most_waiting, f"too many gradients wait when {op} starts")
+        elif op.what == "S":
+            self.expect(self.clip, f"{op} for nobody")
+            self.expect(op.block in self.new_gradients, f"{op} without its gradients")
+            self.expect(op.block not in self.squared, f"{op} twice")
         elif op.what == "N":
             self.expect(self.clip, "a norm for nobody")
-            self.expect(self.new_gradients == self.offloading, "N without all gradients")
+            self.expect(self.squared == self.offloading, "N without the squares of all gradients")
             if self.is_deferred:
                 self.expect(self.updated == self.updating, "N replaces a norm that is still needed")
         elif op.what == "U":
@@ -122,6 +127,8 @@ class Ledger:
             self.readers[op.block] -= 1
         elif op.what == "G":
             self.new_gradients.add(op.block)
+        elif op.what == "S":
+            self.squared.add(op.block)
         elif op.what == "N":
             self.has_new_norm = True
         elif op.what == "U":

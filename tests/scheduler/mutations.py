@@ -129,7 +129,7 @@ def _other_ops(
                 yield f"{where} into slot {slot}", with_cells(schedule, {position: replace(op, slot=slot)})
     yield from _other_micro_batches(schedule, position, op, where)
     for stream in streams():
-        for what in "WAFBGNU":
+        for what in "WAFBGSNU":
             slot = op.slot if what == "W" else None
             try:
                 changed = Op(stream, what, op.block, slot=slot, micro_batch=op.micro_batch)

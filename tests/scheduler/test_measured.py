@@ -208,17 +208,20 @@ measured: 3 blocks, transfer copy; ms
   compute  F2.0*         13.000
   compute  F2.1*         16.000
   compute  B0.0          23.000
-  compute  B0.1          24.000
+  compute  B0.1          25.000
   compute  B1.0          20.000
   compute  B1.1          21.000
   compute  B2.0*         14.000
   compute  B2.1*         18.000
   d2h      A1.0           8.000
   d2h      A1.1          11.000
-  d2h      G0            26.000
-  d2h      G1            25.000
+  d2h      G0            27.000
+  d2h      G1            26.000
   d2h      G2            22.000
-  host     N             27.000
+  host     S0            29.000
+  host     S1            28.000
+  host     S2            24.000
+  host     N             30.000
   host     U0             1.000
   host     U1             3.000
   host     U2             6.000""",

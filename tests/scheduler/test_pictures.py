@@ -81,7 +81,7 @@ def test_every_chain_ends_where_nothing_is_waited_for_and_every_op_is_drawn(plan
     # Each op takes at least the time of a launch, no op more than the step, so each has a slice of its own.
     streams = {str(p.stream) for p, _ in plan.positions()}
     assert {row.split()[0] for row in rows} == streams
-    assert all(set(row.split()[1].upper()) <= set("WAFBGNU.") for row in rows)
+    assert all(set(row.split()[1].upper()) <= set("WAFBGSNU.") for row in rows)
 
 
 def test_a_step_that_takes_no_time_is_drawn_empty():

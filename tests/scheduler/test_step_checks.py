@@ -33,7 +33,8 @@ def test_every_op_of_the_host_is_needed_where_it_is(updates: str, clip: bool):
     """Deleted, doubled, or one op earlier in its stream: each is refused, and the oracle agrees where it runs."""
     plan = schedule(trained(4, tied=True), keep=1, micro_batches=3, updates=updates, clip=clip)
     host = [(p, op) for p, op in plan.positions() if p.stream == Stream.HOST]
-    assert len(host) == (0 if updates == "none" else 3) + clip
+    # Of the four blocks three have gradients, and a norm of them all.
+    assert len(host) == (0 if updates == "none" else 3) + (4 + 1 if clip else 0)
     for position, op in host:
         assert is_rejected(with_figures(with_cells(plan, {position: None})))
         doubled = Position(len(plan.ticks), Stream.HOST)
@@ -70,13 +71,14 @@ def test_each_fault_of_a_step_is_named(changes: dict[str, object], message: str)
     ("updates", "op", "tick", "message"),
     [
         ("deferred", "U1", 5, "h2d:W1@1 at tick 2 reads what is written by host:U1 at tick 5"),
-        ("deferred", "N", 3, "host:N at tick 3 takes the norm of gradients that leave with d2h:G0"),
+        ("deferred", "N", 3, "host:N at tick 3 takes the norm from what is summed by host:S0"),
+        ("deferred", "S1", 3, "host:S1 at tick 3 sums squares of gradients that leave with d2h:G1"),
         ("overlap", "U2", 5, "host:U2 at tick 5 reads what leaves with d2h:G2"),
-        ("serial", "N", 31, "host:U0 at tick 30 is scaled by host:N at tick 31"),
+        ("serial", "N", 32, "host:U0 at tick 31 is scaled by host:N at tick 32"),
     ],
 )
 def test_an_op_of_the_host_in_the_wrong_place_is_named(updates: str, op: str, tick: int, message: str):
-    plan = schedule(trained(4, tied=True), keep=1, micro_batches=3, updates=updates, clip=op == "N")
+    plan = schedule(trained(4, tied=True), keep=1, micro_batches=3, updates=updates, clip=op[0] in "NS")
     position, found = next((p, o) for p, o in plan.positions() if str(o) == op)
     moved = with_cells(plan, {position: None, Position(tick, Stream.HOST): found})
     with pytest.raises(ScheduleError) as caught:

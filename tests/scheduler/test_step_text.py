@@ -62,7 +62,7 @@ class TestPrintedSteps(expecttest.TestCase):
         self.assertExpectedInline(
             str(plan),
             """\
-schedule: 4 blocks, 2 slots, keep 1, 20 ticks; h2d 829952 B, d2h 564224 B, peak 597504 B
+schedule: 4 blocks, 2 slots, keep 1, 21 ticks; h2d 829952 B, d2h 564224 B, peak 597504 B
 device: 763136 B; host: 564224 B
 slots: 0 = 0+132864; 1 = 132864+132864
 saves: 3
@@ -84,12 +84,13 @@ tick  h2d   compute  d2h   host  live_bytes
   11  A2.1  B3.1     .     .         481024
   12  W1@1  B2.0     .     .         597504
   13  A1.0  B2.1     G3    .         597504
-  14  A1.1  B1.0     .     .         589312
+  14  A1.1  B1.0     .     S3        589312
   15  W0@0  B1.1     G2    .         581120
-  16  .     B0.0     .     .         564736
+  16  .     B0.0     .     S2        564736
   17  .     B0.1     G1    .         556288
-  18  .     .        G0    .         414976
-  19  .     .        .     N         282112""",
+  18  .     .        G0    S1        414976
+  19  .     .        .     S0        282112
+  20  .     .        .     N         282112""",
         )
 
     def test_overlapping_updates_of_one_micro_batch(self):

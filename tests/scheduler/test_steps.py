@@ -179,8 +179,9 @@ def test_updates_of_the_host_overlap_with_the_backward_unless_serial():
     assert seconds["serial"] == pytest.approx(seconds["none"] + host)
     assert seconds["none"] <= seconds["overlap"] < 0.9 * seconds["serial"]
     assert seconds["deferred"] < 0.9 * seconds["serial"]
+    # Squares are summed beside the backward: only those of the last block to leave are still missing.
     clipped = schedule(workload, clip=True).simulate(machine).step_s
-    assert clipped == pytest.approx(seconds["none"] + sum(b.gradient_bytes for b in workload.blocks) / 1e9)
+    assert clipped == pytest.approx(seconds["none"] + workload.blocks[0].gradient_bytes / 1e9)
     found = schedule(workload, updates="serial").simulate(machine)
     assert found.busy[Stream.HOST] * found.step_s == pytest.approx(host)
 

@@ -155,6 +155,7 @@ def _ops(rows: Rows, host: HostTicks) -> Iterator[tuple[Stream, int, tuple[str, 
     ):
         yield from ((stream, tick, (what, block, number)) for (block, number), tick in ticks.items())
     yield from ((Stream.HOST, tick, ("U", block, 0)) for block, tick in host.update.items())
+    yield from ((Stream.HOST, tick, ("S", block, 0)) for block, tick in host.squares.items())
     if host.norm is not None:
         yield Stream.HOST, host.norm, ("N", NO_BLOCK, 0)
 

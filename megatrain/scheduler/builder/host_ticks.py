@@ -1,4 +1,4 @@
-"""Updates: the ticks of the host's ops, which are the norm of the gradients and the updates of the blocks."""
+"""Updates: the ticks of the host's ops: squares of gradients, their norm, and the updates of the blocks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ class HostTicks:
 
     Args:
         update: Of each `U`, by block.
+        squares: Of each `S`, by block; none without `N`.
         norm: Of `N`; None if there is none.
     """
 
     update: Mapping[int, int]
+    squares: Mapping[int, int]
     norm: int | None
 
     @property
@@ -57,7 +59,8 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
     """Gives the ops of the host their ticks: updates in the order in which their gradients leave.
 
     Updates that overlap take the tick of the next `G`. In an earlier one they would release their gradients before
-    it, which would have to wait for them (see the memory edges of the dependency graph).
+    it, which would have to wait for them (see the memory edges of the dependency graph). Squares release nothing: they
+    follow their `G` at once, so that only those of the last block are left when all gradients are there.
 
     Args:
         workload: What runs.
@@ -67,9 +70,13 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
     """
     last = max(ticks.offload.values(), default=-1)
     free = max(head.values(), default=-1) + 1
+    squares: dict[int, int] = {}
+    for (block, _), left in sorted(ticks.offload.items(), key=lambda leaving: leaving[1]) if kind.clip else ():
+        squares[block] = free = max(free, left + 1)
+        free += 1
     norm = max(last + 1, free) if kind.clip else None
     if kind.updates in ("none", "deferred"):
-        return HostTicks(head, norm)
+        return HostTicks(head, squares, norm)
     at_least = last if kind.updates == "serial" else -1
     at_least = at_least if norm is None else norm
     arrivals = sorted(ticks.offload.values())
@@ -79,7 +86,7 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
         overlapped = arrivals[following] if following < len(arrivals) else ready + 1
         placed[block] = free = max(free, overlapped, at_least + 1)
         free += 1
-    return HostTicks(placed, norm)
+    return HostTicks(placed, squares, norm)
 
 
 def _by_readiness(workload: Workload, ticks: OpTicks) -> Sequence[tuple[int, int]]:

@@ -11,14 +11,25 @@ from megatrain.scheduler.table import Position
 
 def check_norm(case: Case) -> None:
     """The norm is taken once, over all gradients, after the previous step's updates have used its old value."""
-    rule = "A clipped step has one N, after all G and after updates of the previous step; other steps have none."
+    rule = (
+        "A clipped step has one S for each G, after it, and one N, after all S and after updates of the previous step; "
+        "other steps have neither."
+    )
+    blocks = range(len(case.workload.blocks))
     if not case.schedule.kind.clip:
-        case.never(Stream.HOST, "N", NO_BLOCK, "is read by nothing", rule)
+        for block in (NO_BLOCK, *blocks):
+            case.never(Stream.HOST, "N" if block == NO_BLOCK else "S", block, "is read by nothing", rule)
         return
     norm = case.once(Stream.HOST, "N", NO_BLOCK, rule)
-    for block in range(len(case.workload.blocks)):
-        for offload in case.at(Stream.D2H, "G", block):
-            case.require_before(offload, norm, "takes the norm of gradients that leave with", rule)
+    for block in blocks:
+        offloads = case.at(Stream.D2H, "G", block)
+        if not offloads:
+            case.never(Stream.HOST, "S", block, "has no gradients", rule)
+            continue
+        squares = case.once(Stream.HOST, "S", block, rule)
+        for offload in offloads:
+            case.require_before(offload, squares, "sums squares of gradients that leave with", rule)
+        case.require_before(squares, norm, "takes the norm from what is summed by", rule)
         if case.schedule.kind.updates == "deferred":
             for update in case.at(Stream.HOST, "U", block):
                 case.require_before(update, norm, "replaces the norm that is read by", rule)
