@@ -176,7 +176,7 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield "Engine.set_chaos", engine, {"chaos": None}
     yield "Engine.give_slots", engine, {"owner": engine}
     yield "Engine.has_slots", engine, {"owner": engine}
-    yield "Engine.reserve_slots", engine, {"nbytes": 64}
+    yield "Engine.reserve_slots", engine, {"nbytes": 64, "scheduled": 64}
     yield "Engine.memory_figures", engine, {"scheduled": 64}
     executor = megatrain.Executor(made.program, made.schedule, model())
     yield "Executor.forward", executor, {"inputs": [INPUT]}

@@ -75,6 +75,7 @@ RIGHT = {
     "Plan.reserve": TEXTS,
     "Engine.memory_figures.scheduled": "zero huge",
     "Engine.reserve_slots.nbytes": "zero",
+    "Engine.reserve_slots.scheduled": "zero huge",
     "HostPlan.rows": "tuple",
     "HostPlan.helps": "tuple",
     "HostPlan.num_parameters": "zero huge",

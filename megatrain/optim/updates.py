@@ -56,8 +56,9 @@ class _Source:
 class Updates:
     """Takes whole gradients as they come, their norm, and the steps of the optimizers block by block.
 
-    `receive`, `take_squares` and then `take_norm` fill `arriving`; `begin` makes them those of the optimizers' step, which `update`
-    takes for each block in any order and `finish` ends. In between gradients of the next step may arrive.
+    `receive`, `take_squares` and then `take_norm` fill `arriving`; `begin` makes them those of the optimizers' step,
+    which `update` takes for each block in any order and `finish` ends. In between gradients of the next step may
+    arrive.
 
     Several optimizers take their steps side by side: `update` takes a block with each of them, in their order. Hooks
     on steps may look at everything that the optimizers before theirs have done: if there are any, each optimizer

@@ -115,13 +115,23 @@ class Engine:
         """Tells whether the slots are as `owner`'s forward left them."""
         return self._slot_owner is not None and self._slot_owner() is owner
 
-    @checked(nbytes=count(0, 1 << 62))
-    def reserve_slots(self, nbytes: int) -> None:
-        """Makes the arena large enough for the slots of a schedule, and counts it."""
-        if nbytes > self.arena.nbytes:
+    @checked(nbytes=count(0, 1 << 62), scheduled=count())
+    def reserve_slots(self, nbytes: int, scheduled: int) -> None:
+        """Makes the arena large enough for the slots of a schedule, and counts it.
+
+        An arena that another schedule left larger stays, unless the rest of this schedule needs the memory.
+
+        Args:
+            nbytes: Bytes of the slots.
+            scheduled: Device bytes of the schedule, with the slots.
+        """
+        held = self.arena.nbytes
+        budget = None if self._budget is None else self._budget.nbytes
+        is_in_the_way = held > nbytes and budget is not None and held + scheduled - nbytes > budget
+        if held < nbytes or is_in_the_way:
             # Its memory goes back to the stream on which it was allocated, and another stream may still read it.
             self.streams.settle()
-        self.arena.ensure(nbytes)
+            self.arena.resize(nbytes)
         self.meter.set_arena(self.arena.nbytes)
 
     def refresh(self) -> None:

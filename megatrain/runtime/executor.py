@@ -65,8 +65,8 @@ class Executor:
             arena = LandingArena(engine.bus)
         for each in loaded:
             each.check_recomputed(schedule.saves)
-        self._operations = Operations(loaded, schedule.instructions, engine, arena)
-        self._resumed: Instructions | None = None
+        self._operations = Operations(loaded, schedule, engine, arena)
+        self._resumed: tuple[Instructions, int] | None = None
         self.loaded = loaded[0]
         self.facts = self.loaded.facts
         self.differentiable_outputs = self.facts.differentiable_outputs
@@ -233,20 +233,22 @@ class Executor:
         self._operations.sink.begin(take)
         is_warm = self.engine.has_slots(call)
         self.engine.give_slots(None)
-        instructions = self._operations.instructions if is_warm else self._cold()
-        self.engine.reserve_slots(instructions.slot_bytes)
+        warm = self._operations.instructions, self.schedule.device_bytes
+        instructions, device_bytes = warm if is_warm else self._cold()
+        self.engine.reserve_slots(instructions.slot_bytes, device_bytes)
         try:
             self._operations.run([call], instructions.backward)
         finally:
             self._operations.sink.end()
         return [call.gradients.get(self.program.inputs[i]) for i in self.differentiable_inputs]
 
-    def _cold(self) -> Instructions:
-        """The backward of a call after which another used the slots: it prefetches everything anew."""
+    def _cold(self) -> tuple[Instructions, int]:
+        """The backward of a call after which another used the slots, and its device bytes: it prefetches all anew."""
         if any((op.stream, op.what) not in BUILT_IN for op in self.schedule.ops):
             raise ExecuteError(_FURTHER_OPS)
         if self._resumed is None:
-            self._resumed = _cold_schedule(self.schedule).instructions
+            cold = _cold_schedule(self.schedule)
+            self._resumed = cold.instructions, cold.device_bytes
         return self._resumed
 
     def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
@@ -278,13 +280,11 @@ def _check_number(name: str, given: Sequence[object], wanted: Sequence[object]) 
 
 
 def _cold_schedule(warm: Schedule) -> Schedule:
-    """The backward alone, checked, in the memory that `warm` takes if possible."""
+    """The backward alone, in the memory that `warm` takes if possible."""
     try:
-        cold = backward_schedule(warm, memory=warm.device_bytes)
+        return backward_schedule(warm, memory=warm.device_bytes)
     except ScheduleError:
-        cold = backward_schedule(warm, num_slots=1)
-    cold.check()
-    return cold
+        return backward_schedule(warm, num_slots=1)
 
 
 def _check_fits(programs: Sequence[Program], schedule: Schedule) -> None:

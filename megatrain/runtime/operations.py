@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from megatrain.runtime.streams.stopwatch import Stopwatch
 from megatrain.runtime.streams.stream_set import Event
 from megatrain.runtime.taken import StepTrainer, Taken
 from megatrain.scheduler.effects import Stream, kind_of
-from megatrain.scheduler.instructions import Half, Instruction, Instructions
+from megatrain.scheduler.instructions import Half, Instruction
 from megatrain.scheduler.items import Item
+from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 
 
@@ -33,7 +34,7 @@ class Operations:
 
     Args:
         loaded: The programs, one per micro-batch.
-        instructions: Those of the schedule.
+        schedule: What they run.
         engine: Streams, host store and arena.
         arena: Host memory where gradients wait for their updates; None if none wait.
 
@@ -41,16 +42,15 @@ class Operations:
         sink: Takes the gradients of parameters.
     """
 
-    def __init__(
-        self, loaded: Sequence[Loaded], instructions: Instructions, engine: Engine, arena: LandingArena | None = None
-    ):
+    def __init__(self, loaded: Sequence[Loaded], schedule: Schedule, engine: Engine, arena: LandingArena | None = None):
         self.loaded = loaded
-        self.instructions = instructions
+        self.schedule = schedule
+        self.instructions = schedule.instructions
         self.engine = engine
         self._slots = Slots(loaded[0].images, engine)
         landing, parts = self._landing(arena), loaded[0].facts.parts
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
-        blocks = {what: {i.op.block for i in instructions.all if i.op.what == what} for what in "BG"}
+        blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
         self._without_offload = blocks["B"] - blocks["G"]
 
     def _landing(self, arena: LandingArena | None) -> Landing | PlainLanding | None:
@@ -100,17 +100,14 @@ class Operations:
         try:
             with streams.step(waits_for=waits_for, is_recovery=is_recovery):
                 for instruction in in_order:
-                    waits, over = self._waits(instruction, events), events[instruction.position]
+                    over = events[instruction.position]
+                    waits = [events[w] for w in instruction.waits if w in events]  # others are over
                     work = self._work(taken, instruction)
                     work = work if watch is None else watch.timed(instruction, work)
                     streams.submit(instruction.op.stream, str(instruction.op), work, waits, over)
         finally:
             done.update(position for position, event in events.items() if event.host_done and not event.has_failed)
         self.release(calls, half.frees)
-
-    def _waits(self, instruction: Instruction, events: Mapping[Position, Event]) -> list[Event]:
-        """Events of these operations; others are over."""
-        return [events[w] for w in instruction.waits if w in events]
 
     def _work(self, taken: Taken, instruction: Instruction) -> Callable[[], None]:
         kind = kind_of(instruction.op.stream, instruction.op.what)
@@ -290,18 +287,15 @@ class Operations:
 
     def squares(self, taken: Taken, instruction: Instruction) -> None:
         """S."""
-        assert taken.trainer is not None
-        taken.trainer.squares(taken.calls[0].loaded.facts.completes[instruction.op.block])
+        taken.step_trainer.squares(taken.calls[0].loaded.facts.completes[instruction.op.block])
 
     def norm(self, taken: Taken, instruction: Instruction) -> None:
         """N."""
-        assert taken.trainer is not None
-        taken.trainer.norm()
+        taken.step_trainer.norm()
 
     def update(self, taken: Taken, instruction: Instruction) -> None:
         """U."""
-        assert taken.trainer is not None
-        taken.trainer.update(instruction.op.block)
+        taken.step_trainer.update(instruction.op.block)
 
 
 _OF_VALUES = ("value", "gradient", "original", "returned")

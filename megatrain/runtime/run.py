@@ -60,8 +60,9 @@ class Run:
     def begin(self) -> None:
         """Makes everything that the forward starts from ready."""
         engine = self._operations.engine
-        engine.give_slots(None)  # growing loses what they hold, also if it fails
-        engine.reserve_slots(self._operations.instructions.slot_bytes)
+        engine.give_slots(None)  # another size loses what they hold, also if it fails
+        operations = self._operations
+        engine.reserve_slots(operations.instructions.slot_bytes, operations.schedule.device_bytes)
         for number, call in enumerate(self.calls):
             call.begin(engine.buffers if number == 0 else None)
         for call, later in pairwise(self.calls):

@@ -38,3 +38,9 @@ class Taken(NamedTuple):
 
     calls: Sequence[Call]
     trainer: StepTrainer | None = None
+
+    @property
+    def step_trainer(self) -> StepTrainer:
+        """The trainer, which a training step has."""
+        assert self.trainer is not None
+        return self.trainer

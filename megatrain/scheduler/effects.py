@@ -182,19 +182,16 @@ class Effects:
 
 
 def _prefetch(step: Effects, block: int, micro_batch: int) -> Effect:
-    nbytes = step.copied(step.workload.blocks[block].state_bytes)
-    return Effect(tuple(step.state(block)), (Item("weights", block),), moves=nbytes)
+    weights = (Item("weights", block),)
+    return Effect(tuple(step.state(block)), weights, moves=step.copied(step.workload.blocks[block].state_bytes))
 
 
 def _forward(step: Effects, block: int, micro_batch: int) -> Effect:
     reads = [step.value(index, micro_batch, is_forward=True) for index in step.inputs[block]]
     makes = [step.value(index, micro_batch, is_forward=True) for index in step.outputs[block]]
-    makes.append(Item("record", block, micro_batch))
-    if block in step.saves:
-        makes.append(Item("saved", block, micro_batch))
+    makes += [Item(kind, block, micro_batch) for kind in ("record", *(["saved"] if block in step.saves else []))]
     reads += step.loss_reads("F", block, micro_batch)
-    flops = step.workload.blocks[block].forward_flops
-    return Effect((*reads, *step.weights(block)), tuple(makes), flops=flops)
+    return Effect((*reads, *step.weights(block)), tuple(makes), flops=step.workload.blocks[block].forward_flops)
 
 
 def _forward_workspace(step: Effects, block: int, micro_batch: int) -> int:
@@ -268,9 +265,8 @@ def _offload(step: Effects, block: int, micro_batch: int) -> Effect:
 
 
 def _squares(step: Effects, block: int, micro_batch: int) -> Effect:
-    """Gradients that several blocks share are whole with the last of them, which reads the sum."""
-    moves = step.workload.blocks[block].gradient_bytes
-    return Effect((Item("landed", block),), (Item("squares", block),), moves=moves)
+    # Gradients that several blocks share are whole with the last of them, which reads the sum.
+    return Effect((Item("landed", block),), (Item("squares", block),), moves=step.workload.blocks[block].gradient_bytes)
 
 
 def _norm(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -299,7 +295,7 @@ KINDS: dict[tuple[str, str], OpKind] = {
         # What a backward needs to the host, and gradients of parameters.
         OpKind(Stream.D2H, "A", _park, per_micro_batch=True),
         OpKind(Stream.D2H, "G", _offload),
-        # The squares of a block's gradients, the norm of all gradients, and an optimizer's update.
+        # Squares of a block's gradients, the norm of all of them, and an optimizer's update.
         OpKind(Stream.HOST, "S", _squares),
         OpKind(Stream.HOST, "N", _norm, has_block=False),
         OpKind(Stream.HOST, "U", _update),

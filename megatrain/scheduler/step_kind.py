@@ -39,8 +39,8 @@ class StepKind:
             micro-batch.
         updates: `"none"`, `"overlap"` (each `U` follows its `G`), `"serial"` (all `U` follow all `G`), or
             `"deferred"` (each `U` of the previous step precedes the first `W` of this step that reads its parameters).
-        clip: An `S` sums the squares of each block's gradients once they have left, and `N` takes the norm of all at the
-            end; updates wait for the norm that they use.
+        clip: An `S` sums the squares of each block's gradients once they have left, and `N` takes the norm of all at
+            the end; updates wait for the norm that they use.
         outputs: `"keep"`: outputs of the model stay until the step ends. `"release"`: until the first B of their
             micro-batch, before which the caller has computed a loss from them, or until their last reader.
 

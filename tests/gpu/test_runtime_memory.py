@@ -59,7 +59,7 @@ class Chain:
         self.store.lock()
         self.arena, self.pool = DeviceArena(device), ParkPool(bus)
         self.slot_bytes = -(-self.images[0].nbytes // 256) * 256
-        self.arena.ensure(2 * self.slot_bytes)
+        self.arena.resize(2 * self.slot_bytes)
         self.streams = StreamSet(device, chaos=chaos)
 
     def plain(self) -> torch.Tensor:

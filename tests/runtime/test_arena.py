@@ -8,8 +8,11 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 
 from megatrain.device import Cpu
+from megatrain.memory.device_budget import DeviceBudget
+from megatrain.runtime.engine import Engine
 from megatrain.runtime.stores.device_arena import DeviceArena, Meter
 
 CPU = Cpu()
@@ -18,32 +21,49 @@ CPU = Cpu()
 def test_an_arena_has_the_exact_size_and_an_aligned_start():
     arena = DeviceArena(CPU)
     assert arena.nbytes == 0
-    arena.ensure(12345)
+    arena.resize(12345)
     assert arena.nbytes == 12345
     assert arena.slot(0, 12345).untyped_storage().nbytes() == 12345
     assert arena.slot(0, 1).data_ptr() % 256 == 0
 
 
-def test_an_arena_grows_only_when_it_must():
+def test_an_arena_of_another_size_has_other_memory():
     arena = DeviceArena(CPU)
-    arena.ensure(100)
+    arena.resize(100)
     before = arena.slot(0, 100).fill_(7)
-    arena.ensure(100)
-    arena.ensure(5)
-    assert arena.nbytes == 100
-    assert arena.slot(0, 100).data_ptr() == before.data_ptr()
-    arena.ensure(200)
+    arena.resize(200)
     assert arena.nbytes == 200
     assert arena.slot(0, 100).data_ptr() != before.data_ptr()
     assert before.tolist() == [7] * 100, "an old view must stay readable"
+    arena.resize(5)
+    assert arena.nbytes == 5
+
+
+@pytest.mark.parametrize(
+    ("needed", "scheduled", "expected"),
+    [
+        (101, 300, 101),  # it grows
+        (40, 900, 100),  # the rest of the schedule has room beside it
+        (40, 940, 100),
+        (40, 941, 40),  # it is in the way
+    ],
+)
+def test_an_arena_grows_and_shrinks_only_when_it_must(needed: int, scheduled: int, expected: int):
+    engine = Engine(nn.Linear(2, 2), CPU, budget=DeviceBudget(CPU, 1000))
+    engine.reserve_slots(100, 1000)
+    before = engine.arena.slot(0, 100).data_ptr()
+    engine.reserve_slots(needed, scheduled)
+    assert engine.arena.nbytes == engine.meter.current == expected
+    if expected == 100:
+        assert engine.arena.slot(0, 100).data_ptr() == before
 
 
 def test_views_that_an_arena_keeps_end_with_its_memory():
     arena = DeviceArena(CPU)
-    arena.ensure(100)
+    arena.resize(100)
     view = weakref.ref(arena.kept_views("first", lambda: [arena.slot(0, 8)])[0])
     assert arena.kept_views("first", list) == [view()]
-    arena.ensure(200)
+    arena.resize(200)
     gc.collect()
     assert view() is None
     assert arena.kept_views("first", lambda: [arena.slot(0, 8)])[0].data_ptr() == arena.slot(0, 8).data_ptr()
@@ -51,7 +71,7 @@ def test_views_that_an_arena_keeps_end_with_its_memory():
 
 def test_slots_are_views_of_their_range():
     arena = DeviceArena(CPU)
-    arena.ensure(1024)
+    arena.resize(1024)
     arena.slot(0, 1024).zero_()
     arena.slot(256, 64).fill_(1)
     assert arena.slot(0, 1024).sum().item() == 64
@@ -62,7 +82,7 @@ def test_slots_are_views_of_their_range():
 @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 4), (0, 65), (64, 1), (8, -4)])
 def test_slots_outside_the_arena_are_our_mistake(offset: int, nbytes: int):
     arena = DeviceArena(CPU)
-    arena.ensure(64)
+    arena.resize(64)
     with pytest.raises(AssertionError, match="outside"):
         arena.slot(offset, nbytes)
 

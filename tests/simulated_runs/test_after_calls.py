@@ -104,5 +104,5 @@ def test_old_arenas_go(sim: Simulator):
     more = 2 * arena.nbytes
     gc.collect()
     expected = torch.accelerator.memory_allocated() + more - arena.nbytes
-    arena.ensure(more)
+    arena.resize(more)
     assert abs(torch.accelerator.memory_allocated() - expected) <= 512  # of rounding

@@ -14,8 +14,8 @@ from megatrain.device import Device, is_on_host
 class DeviceArena:
     """One range of device memory, allocated at its exact size, from which slots are cut.
 
-    Views handed out before it grew keep the old memory alive and do not see the new one. So it grows between runs only,
-    and views that outlast a run are kept here, where they end with their memory.
+    Views handed out before a new size keep the old memory alive and do not see the new one. So the size changes between
+    runs only, and views that outlast a run are kept here, where they end with their memory.
 
     Args:
         device: The device of the memory.
@@ -31,10 +31,8 @@ class DeviceArena:
         """Bytes allocated."""
         return self._buffer.numel()
 
-    def ensure(self, nbytes: int) -> None:
-        """Makes the arena at least `nbytes` large; its contents are lost if it has to grow."""
-        if nbytes <= self.nbytes:
-            return
+    def resize(self, nbytes: int) -> None:
+        """Gives the arena another size; its contents are lost."""
         # The old memory is freed first: both at once may not fit. If the new allocation fails, the arena is empty.
         self.release()
         self._buffer = self.device.allocate(nbytes)
@@ -64,7 +62,7 @@ class DeviceArena:
         return self._views[key]
 
     def release(self) -> None:
-        """Gives the memory back; the next `ensure` allocates anew."""
+        """Gives the memory back; the next `resize` allocates anew."""
         self._views.clear()
         self._buffer = self._none()
 
