@@ -24,11 +24,25 @@ def choose_draft(
         ScheduleError: If none fits.
     """
     draft = _first_that_fits(builder, num_slots, keep, memory, activations)
-    if builder.kind.micro_batches == 1 or builder.kind.transfer == "bind" or draft.plan.num_slots == 1:
+    if builder.kind.transfer == "bind" or draft.plan.num_slots == 1:
         return draft
-    # Late offloads take no more than what is left: recomputed or parked activations would cost more time.
-    late = builder.draft(replace(draft.plan, has_late_offloads=True))
-    return late if memory is None or late.device_bytes <= memory else draft
+    # The following takes no more than what is left: recomputed or parked activations would cost more time.
+    if builder.kind.micro_batches > 1:
+        late = builder.draft(replace(draft.plan, has_late_offloads=True))
+        draft = late if memory is None or late.device_bytes <= memory else draft
+    if builder.kind.mode == "train" and num_slots is None and memory is not None:
+        return _with_most_resident(builder, draft, memory)
+    return draft
+
+
+def _with_most_resident(builder: Builder, draft: Draft, memory: int) -> Draft:
+    """The draft with as many resident blocks as fit: their weights cross the bus once a step.
+
+    Without a budget there are only those that the slots hold: nobody said that there is memory for the model.
+    """
+    num_slots, num_blocks = draft.plan.num_slots, len(builder.workload.blocks)
+    family = (max(0, num_blocks - num_slots), lambda n: replace(draft.plan, num_resident=num_slots + n))
+    return _largest_that_fits(builder, family, memory, []) or draft
 
 
 def _first_that_fits(

@@ -26,6 +26,8 @@ class Choices:
         num_slots: Blocks whose weights may be on the device at the same time.
         keep: As in `Schedule`.
         saves: As in `Schedule`.
+        num_resident: The last so many blocks keep their weights on the device from their forward to their backward. As
+            many as there are slots do so anyway: at the turn they are there.
         has_late_offloads: With several micro-batches, a block's gradients leave beside the whole backward of the block
             before it, rather than beside that of one micro-batch. They take device memory longer.
     """
@@ -33,6 +35,7 @@ class Choices:
     num_slots: int
     keep: int
     saves: tuple[int, ...]
+    num_resident: int = 0
     has_late_offloads: bool = False
 
 
@@ -59,7 +62,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Where weights lie, and which updates come before them: that depends on the number of slots alone."""
+    """Where weights lie, and which updates come before them: that depends on slots and resident blocks alone."""
 
     head: dict[int, int]
     stays: tuple[Residency, ...]
@@ -74,11 +77,11 @@ class Builder:
         self.workload = workload
         self.kind = kind
         self.stages = compute_stages(workload, kind)
-        self._placed: dict[int, _Weights] = {}
+        self._placed: dict[tuple[int, int], _Weights] = {}
 
     def draft(self, plan: Choices) -> Draft:
         """Gives the ops ticks and counts the memory."""
-        placed = self._place(plan.num_slots)
+        placed = self._place(plan)
         effects = self._effects(plan)
         rows = assign_ticks(
             self.workload,
@@ -101,7 +104,7 @@ class Builder:
 
     def finish(self, draft: Draft) -> Table:
         """Makes the rows, and the figures of the header."""
-        placed, effects = self._place(draft.plan.num_slots), self._effects(draft.plan)
+        placed, effects = self._place(draft.plan), self._effects(draft.plan)
         ticks = _table(draft, placed, has_micro_batches=self.kind.micro_batches > 1)
         moves = [(Position(t, op.stream), effects.of(*op.key)) for t, row in enumerate(ticks) for op in row.values()]
         landing = [life for life in draft.lives if life.memory == "landing"]
@@ -131,13 +134,15 @@ class Builder:
             workload=self.workload,
         )
 
-    def _place(self, num_slots: int) -> _Weights:
-        if num_slots not in self._placed:
-            stays = residencies(self.workload, self.kind, self.stages, num_slots=num_slots)
+    def _place(self, plan: Choices) -> _Weights:
+        counts = plan.num_slots, max(plan.num_slots, plan.num_resident)
+        if counts not in self._placed:
+            num_slots, num_resident = counts
+            stays = residencies(self.workload, self.kind, self.stages, num_slots=num_slots, num_resident=num_resident)
             loads = [stay.block for stay in stays]
             head = head_updates(self.workload, loads) if self.kind.updates == "deferred" else {}
-            self._placed[num_slots] = _Weights(head, stays, *place_slots(stays))
-        return self._placed[num_slots]
+            self._placed[counts] = _Weights(head, stays, *place_slots(stays))
+        return self._placed[counts]
 
     def _effects(self, plan: Choices) -> Effects:
         parked = parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves)

@@ -70,12 +70,12 @@ def alternates(workload: Workload, kind: StepKind) -> bool:
 
 
 def residencies(
-    workload: Workload, kind: StepKind, stages: Sequence[Stage], *, num_slots: int
+    workload: Workload, kind: StepKind, stages: Sequence[Stage], *, num_slots: int, num_resident: int
 ) -> tuple[Residency, ...]:
     """Every stay of every block's state, in the order of first need.
 
-    The last `num_slots` blocks stay from their forward to their backward: together they are no more than what
-    the slots hold at the turn anyway, and it saves their second prefetch.
+    The last `num_resident` blocks stay from their forward to their backward, which saves their second prefetch. Of
+    these, `num_slots` are together no more than what the slots hold at the turn anyway.
     """
     uses: dict[int, list[int]] = {}
     for number, stage in enumerate(stages):
@@ -85,7 +85,7 @@ def residencies(
     found: list[Residency] = []
     for block, at in uses.items():
         nbytes = 0 if kind.transfer == "bind" else workload.blocks[block].state_bytes
-        stays = block >= len(workload.blocks) - num_slots
+        stays = block >= len(workload.blocks) - num_resident
         for run in [at] if stays else [[stage] for stage in at]:
             found.append(Residency(block, run[0], run[0] - (num_slots - 1), run[-1], nbytes))
     return tuple(sorted(found, key=lambda r: r.needed))
