@@ -60,7 +60,8 @@ def schedule(
     Args:
         program: The program to run, or its blocks, values and their sizes alone.
         num_slots: Blocks whose weights may be on the device at the same time. 1 overlaps nothing. None means
-            2, or 1 if only that fits `memory`.
+            2, or 1 if only that fits `memory`. If 2 fit a training step and `memory` is left, further blocks,
+            counted from the last, are resident: their weights stay from their forward to their backward.
         keep: The inputs of the last `keep` blocks, counted from the last block with a backward, stay on the
             device; older ones are parked on the host. None leaves it to `activations`.
         memory: Device bytes, or text like `"10GiB"`, that the step may take, weights, activations, gradients and

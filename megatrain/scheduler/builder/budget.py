@@ -30,7 +30,7 @@ def choose_draft(
     if builder.kind.micro_batches > 1:
         late = builder.draft(replace(draft.plan, has_late_offloads=True))
         draft = late if memory is None or late.device_bytes <= memory else draft
-    if builder.kind.mode == "train" and num_slots is None and memory is not None:
+    if builder.kind.is_training_step and num_slots is None and memory is not None:
         return _with_most_resident(builder, draft, memory)
     return draft
 
@@ -38,7 +38,8 @@ def choose_draft(
 def _with_most_resident(builder: Builder, draft: Draft, memory: int) -> Draft:
     """The draft with as many resident blocks as fit: their weights cross the bus once a step.
 
-    Without a budget there are only those that the slots hold: nobody said that there is memory for the model.
+    Without a budget there are only those that the slots hold: nobody said that there is memory for the model. The same
+    goes for calls, whose caller has a loss and tensors of their own beside them; all that a training step has counts.
     """
     num_slots, num_blocks = draft.plan.num_slots, len(builder.workload.blocks)
     family = (max(0, num_blocks - num_slots), lambda n: replace(draft.plan, num_resident=num_slots + n))
