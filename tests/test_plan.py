@@ -41,7 +41,7 @@ device: 479.75 KiB of 500.00 KiB: fits, 20.25 KiB left
   activations                24832   24.25 KiB
   gradients of activations   12288   12.00 KiB
   slots: 130.75 KiB
-  keeps: graphs of 2 of 5 blocks, inputs of the last 5; parks 0 activations
+  keeps: graphs of 2 of 5 blocks, inputs of the last 5, weights of the last 1; parks 0 activations
   moves: 817.00 KiB to the device, 412.75 KiB to the host
   reserve: 1.00 GiB of a card besides, assumed: a tenth of its memory, at least 1 GiB
 host: 940.25 KiB of 976.56 KiB: fits, 36.31 KiB left

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -294,15 +295,22 @@ def _verdict(nbytes: int, memory: int | None) -> str:
     return f"{format_bytes(nbytes)} of {format_bytes(memory)}: {verdict}"
 
 
+def _counted(sizes: Iterable[int]) -> Iterator[str]:
+    for size, equal in groupby(sizes):
+        count = len(list(equal))
+        yield format_bytes(size) if count == 1 else f"{count} x {format_bytes(size)}"
+
+
 def _device_lines(table: Schedule) -> list[str]:
     workload = table.known_workload()
     peak = find_peak(table)
     rows = [(f"at {peak.op}", "bytes", "size"), *((name, str(n), format_bytes(n)) for name, n in peak.parts)]
     kept = f"graphs of {len(table.saves)} of {len(workload.backward_blocks())} blocks, inputs of the last {table.keep}"
+    kept += f", weights of the last {len(table.resident())}" if table.kind.transfer == "copy" else ""
     num_parked = table.kind.micro_batches * sum(map(len, table.parked().values()))
     return [
         *in_columns(rows),
-        f"slots: {', '.join(format_bytes(slot.nbytes) for slot in table.slots)}",
+        f"slots: {', '.join(_counted(slot.nbytes for slot in table.slots))}",
         f"keeps: {kept}; parks {num_parked} activations",
         f"moves: {format_bytes(table.h2d_bytes)} to the device, {format_bytes(table.d2h_bytes)} to the host",
     ]

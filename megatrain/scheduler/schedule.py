@@ -79,6 +79,15 @@ class Schedule(Table):
         """For each F and B of a block with state, the position of the `W` whose slot it reads."""
         return weight_bindings(self)
 
+    def resident(self) -> tuple[int, ...]:
+        """Blocks whose weights stay on the device from their forward to their backward: both read one `W`."""
+        loads: dict[tuple[str, int], Position] = {}
+        for position, load in self.bindings().items():
+            op = self.ticks[position.tick].compute
+            assert op is not None
+            loads[op.what, op.block] = load
+        return tuple(b for what, b in sorted(loads) if what == "F" and loads["F", b] == loads.get(("B", b)))
+
     def waits(self) -> Mapping[Position, tuple[Position, ...]]:
         """For each op, the ops of other streams whose completion it waits for; none follows from another."""
         return derive_waits(self)

@@ -78,7 +78,7 @@ def test_equal_blocks_take_as_many_slots_as_there_are(count: int, num_slots: int
 def test_residents_of_one_time_never_share_bytes(workload: Workload, num_slots: int, mode: str, micro_batches: int):
     kind = StepKind(mode, micro_batches=micro_batches if mode == "train" else 1)
     stages = compute_stages(workload, kind)
-    stays = residencies(workload, kind, stages, num_slots=num_slots)
+    stays = residencies(workload, kind, stages, num_slots=num_slots, num_resident=num_slots)
     slots, slot_of = place_slots(stays)
     for step in range(-num_slots, len(stages)):
         now = [(slots[s].offset, r.nbytes) for r, s in zip(stays, slot_of, strict=True) if r.first <= step <= r.last]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import megatrain
+from benchmarks.cards import CARDS
 from megatrain.scheduler.effects import Stream
 from tests.simulated_device.simulator import HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
@@ -51,7 +52,11 @@ def hosts(sim: Simulator) -> VirtualHosts:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("profile", [COMPUTE, BUS], ids=["compute", "bus"])
+@pytest.mark.parametrize(
+    "profile",
+    [COMPUTE, BUS, *(pytest.param(card.profile(), marks=pytest.mark.wide) for card in CARDS.values())],
+    ids=["compute", "bus", *CARDS],
+)
 def test_the_simulator_of_schedules_is_right_within_5_percent(
     sim: Simulator, hosts: VirtualHosts, profile: HardwareProfile, mode: str
 ):
