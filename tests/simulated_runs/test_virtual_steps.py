@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import megatrain
-from benchmarks.cards import CARDS
+from benchmarks.cards import CARDS, Card
 from megatrain.scheduler.effects import Stream
 from tests.simulated_device.simulator import HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
@@ -25,9 +25,9 @@ HOST_BYTES_PER_S = 100e9
 
 
 class Blocks(nn.Module):
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -35,11 +35,11 @@ class Blocks(nn.Module):
         return x.sum()
 
 
-def made(mode: str, depth: int = 12) -> tuple[megatrain.TrainStep, list[torch.Tensor]]:
-    compiled = megatrain.compile(Blocks(depth), device="sim", activations="recompute")
+def made(mode: str, depth: int = 12, width: int = WIDTH) -> tuple[megatrain.TrainStep, list[torch.Tensor]]:
+    compiled = megatrain.compile(Blocks(depth, width), device="sim", activations="recompute")
     optimizer = torch.optim.AdamW(compiled.parameters(), fused=True)
     step = megatrain.TrainStep(compiled, optimizer, **MODES[mode])
-    batch = [torch.empty(ROWS, WIDTH, device="sim") for _ in range(2)]
+    batch = [torch.empty(ROWS, width, device="sim") for _ in range(2)]
     for _ in range(2):
         step(batch)
     return step, batch
@@ -52,16 +52,25 @@ def hosts(sim: Simulator) -> VirtualHosts:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "profile",
-    [COMPUTE, BUS, *(pytest.param(card.profile(), marks=pytest.mark.wide) for card in CARDS.values())],
-    ids=["compute", "bus", *CARDS],
-)
+@pytest.mark.parametrize("profile", [COMPUTE, BUS], ids=["compute", "bus"])
 def test_the_simulator_of_schedules_is_right_within_5_percent(
     sim: Simulator, hosts: VirtualHosts, profile: HardwareProfile, mode: str
 ):
     step, batch = made(mode)
     sim.set_profile(profile)
+    hosts.take(step, batch)
+    predicted, taken = hosts.predicted(step, batch), hosts.take(step, batch)
+    assert predicted == pytest.approx(taken, rel=0.05)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))
+def test_the_simulator_of_schedules_is_right_within_5_percent_for_each_card(sim: Simulator, card: Card, mode: str):
+    """Cards are so fast that only larger layers take longer than their launches."""
+    sim.configure(compute=False, poison=False)
+    hosts, (step, batch) = VirtualHosts(sim, card.host_bytes_per_s), made(mode, width=4 * WIDTH)
+    sim.set_profile(card.profile())
     hosts.take(step, batch)
     predicted, taken = hosts.predicted(step, batch), hosts.take(step, batch)
     assert predicted == pytest.approx(taken, rel=0.05)
