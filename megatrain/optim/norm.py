@@ -69,6 +69,11 @@ class GradientNorm:
             self._pool = None
 
     @property
+    def num_gradients(self) -> int:
+        """How many gradients were added since `begin`."""
+        return len(self._norms)
+
+    @property
     def first_nonfinite(self) -> NonFinite | None:
         """The first gradient, in order of arrival, with an element that is not finite; None if there is none.
 

@@ -138,6 +138,7 @@ class Updates:
     def take_norm(self) -> None:
         """Takes the norm of all gradients from their squares, and computes the factor of clipping."""
         found = self.arriving
+        assert self._norm.num_gradients == len(found.by_parameter), "each gradient's squares are summed before"
         found.norm = self._norm.total()
         found.nonfinite = self._norm.first_nonfinite
         if self._max_norm is not None:

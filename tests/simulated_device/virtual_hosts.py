@@ -17,6 +17,7 @@ from megatrain.runtime.streams.events import Event, Session
 from megatrain.runtime.streams.stream import Lane, StreamThread
 from megatrain.scheduler.books import Books
 from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 from tests.simulated_device.simulator import Simulator
 
@@ -37,10 +38,11 @@ class VirtualHosts:
         self._rate = host_bytes_per_s
         self._known: dict[Event, float] = {}
         self._moves: Mapping[Position, int] = {}
+        self._letters: Mapping[Position, str] = {}
 
     def take(self, step: megatrain.TrainStep, batch: Any) -> float:
         """Takes a training step, between two moments at which the device is idle; returns its virtual seconds."""
-        self._moves = {position: effect.moves for position, effect in Books(step.prepare(batch)).ops}
+        self._read(step.prepare(batch))
         with self._handing_on():
             begin = self._idle()
             step(batch)
@@ -48,15 +50,22 @@ class VirtualHosts:
 
     def predicted(self, step: megatrain.TrainStep, batch: Any) -> float:
         """Takes a training step as `TrainStep.measure` does; returns what the simulator of schedules makes of that."""
-        self._moves = {position: effect.moves for position, effect in Books(step.prepare(batch)).ops}
+        self._read(step.prepare(batch))
         with self._handing_on():
             self._idle()
             measured = step.measure(batch)
         return step.schedule.simulate(measured).step_s
 
-    def moved_bytes(self, stream: Stream) -> int:
-        """Bytes that the ops of a stream moved in the latest step."""
-        return sum(nbytes for position, nbytes in self._moves.items() if position.stream == stream)
+    def moved_bytes(self, stream: Stream, what: str | None = None) -> int:
+        """Bytes that the ops of a stream, or those of one letter, moved in the latest step."""
+        moves = [
+            (self._letters[position], nbytes) for position, nbytes in self._moves.items() if position.stream == stream
+        ]
+        return sum(nbytes for letter, nbytes in moves if what in (None, letter))
+
+    def _read(self, schedule: Schedule) -> None:
+        self._moves = {position: effect.moves for position, effect in Books(schedule).ops}
+        self._letters = {position: op.what for position, op in schedule.positions()}
 
     def _idle(self) -> float:
         torch.accelerator.synchronize()

@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 # Waits that may go unnoticed, and why the step is right without them.
 REDUNDANT = {
-    r"[UN]\d* <- G\d+": "a G blocks its own thread until its bytes have arrived, before it counts as issued",
+    r"[SU]\d+ <- G\d+": "a G blocks its own thread until its bytes have arrived, before it counts as issued",
     r"B\d+\.\d <- G\d+": "as U: B takes the memory of gradients that have left",
     r"B0\.0 <- W0@0": "the first block's weights have no part in its gradients, and the recomputed output is unused",
 }
