@@ -35,24 +35,14 @@ class Blocks(nn.Module):
         return x.sum()
 
 
-def made(
-    mode: str, depth: int = 12, width: int = WIDTH, memory: int | None = None
-) -> tuple[megatrain.TrainStep, list[torch.Tensor]]:
-    compiled = megatrain.compile(Blocks(depth, width), device="sim", activations="recompute", memory=memory)
+def made(mode: str, depth: int = 12, width: int = WIDTH) -> tuple[megatrain.TrainStep, list[torch.Tensor]]:
+    compiled = megatrain.compile(Blocks(depth, width), device="sim", activations="recompute")
     optimizer = torch.optim.AdamW(compiled.parameters(), fused=True)
     step = megatrain.TrainStep(compiled, optimizer, **MODES[mode])
     batch = [torch.empty(ROWS, width, device="sim") for _ in range(2)]
     for _ in range(2):
         step(batch)
     return step, batch
-
-
-def without_residents(mode: str, depth: int) -> int:
-    """The device memory of a step in which no weights stay but those that the slots hold."""
-    compiled = megatrain.compile(Blocks(depth, WIDTH), device="cpu", transfer="copy", activations="recompute")
-    optimizer = torch.optim.AdamW(compiled.parameters(), fused=True)
-    batch = [torch.empty(ROWS, WIDTH) for _ in range(2)]
-    return megatrain.TrainStep(compiled, optimizer, **MODES[mode]).prepare(batch).device_bytes + WIDTH * WIDTH
 
 
 @pytest.fixture
@@ -87,22 +77,21 @@ def test_the_simulator_of_schedules_is_right_within_5_percent_for_each_card(sim:
 
 
 @pytest.mark.parametrize("mode", ["overlap", "deferred"])
-@pytest.mark.parametrize(("profile", "busy"), [(COMPUTE, "compute"), (BUS, "h2d")], ids=["compute", "bus"])
+@pytest.mark.parametrize(("profile", "busy"), [(COMPUTE, {"compute"}), (BUS, {"h2d", "d2h"})], ids=["compute", "bus"])
 def test_a_step_takes_as_long_as_what_holds_it_up(
-    sim: Simulator, hosts: VirtualHosts, profile: HardwareProfile, busy: str, mode: str
+    sim: Simulator, hosts: VirtualHosts, profile: HardwareProfile, busy: set[str], mode: str
 ):
-    # Its first copy and last update are short beside the rest. Without room for resident blocks, weights come twice.
-    depth = 40
-    step, batch = made(mode, depth, memory=without_residents(mode, depth))
-    assert len(step.schedule.resident()) == 2
+    """If the bus does, the forward waits for weights, and the backward, whose weights stay, for its gradients to leave."""
+    step, batch = made(mode, depth=40)  # its first copy and last update are short beside the rest
+    assert len(step.schedule.resident()) == 40
     sim.set_profile(profile)
     hosts.take(step, batch)
     with sim.spans() as spans:
         taken = hosts.take(step, batch)
     names = [(span.name if span.name in ("h2d", "d2h") else "compute", span.end - span.begin) for span in spans]
     sums = {name: sum(seconds for known, seconds in names if known == name) for name, _ in names}
-    assert max(sums, key=sums.__getitem__) == busy, sums
-    assert sums[busy] <= taken <= 1.05 * sums[busy], sums
+    bound = sum(sums[name] for name in busy)
+    assert bound <= taken <= 1.05 * bound, sums
 
 
 @pytest.mark.parametrize("mode", ["serial", "serial_clipped"])
