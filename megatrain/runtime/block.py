@@ -18,6 +18,7 @@ from megatrain.passes.interpret import Code
 from megatrain.passes.program import Template
 from megatrain.runtime.rng import RngState, repeated_rng
 from megatrain.tracer.expectations import GuardFailedError
+from megatrain.tracer.packed.packing import Packing, is_wrapper
 from megatrain.tracer.recording.effect_watch import has_hooks
 
 Tensors = Sequence[torch.Tensor]
@@ -99,6 +100,7 @@ class BlockRunner:
         self._device = device
         self._is_random = template.is_random
         self._hides_draws = template.hides_draws
+        self._held = set[int]() if template.cost is None else set(template.cost.held_state)
         self._ends = [(port.name, port.spec.shape) for port in template.outputs]
 
     def rng_state(self) -> RngState | None:
@@ -169,10 +171,11 @@ class BlockRunner:
                 compared with the capture's again, and its state stays where it is.
         """
         is_own = any(call.needs_own_state for call in self._code.opaque)
-        state = [t.clone() for t in state] if is_own else state
+        copied = set(range(len(state))) if is_own else set[int]() if is_repeated else self._held
+        state = [t.clone() if index in copied else t for index, t in enumerate(state)]
         leaves = [t.detach().requires_grad_(g) for t, g in zip((*inputs, *state), needs_grad, strict=True)]
         with torch.enable_grad(), self._device.without_autocast():
-            saved: list[weakref.ref[torch.Tensor]] = []
+            saved = [] if is_own else [weakref.ref(leaves[len(inputs) + index]) for index in sorted(copied)]
             with self._saving(leaves[len(inputs) :], read_state, saved, is_own=is_own, is_repeated=is_repeated):
                 outputs = self._run(leaves, is_checked=not is_repeated)
             own = leaves[: len(inputs)]
@@ -216,6 +219,9 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.r
         return kept, kept._version
 
     def pack(tensor: torch.Tensor) -> Any:
+        packing = Packing.of(tensor) if is_wrapper(tensor) else None
+        if packing is not None:
+            return packing, tuple(pack(inner) for _, inner in packing.tensors(tensor)), None
         if tensor.layout != torch.strided or not lowest <= tensor.data_ptr() < highest:
             return keep(tensor)
         start, end = _byte_range(tensor)
@@ -231,6 +237,9 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.r
             if kept._version != before:
                 raise ExecuteError(_OVERWRITTEN)
             return kept
+        if len(packed) == 3:
+            packing, inner, _ = packed
+            return packing.packed(map(unpack, inner))
         index, dtype, shape, stride, offset = packed
         now = read_state()[index].detach()
         now = now if now.dtype == dtype else now.view(dtype)

@@ -8,6 +8,8 @@ from torch.nn.parameter import is_lazy
 
 from megatrain.errors import TraceError
 from megatrain.torch_private import FakeTensor
+from megatrain.tracer.inventory import inventory
+from megatrain.tracer.packed.packing import attribute_packings, inner_tensors, is_wrapper
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
@@ -54,11 +56,31 @@ def check_plain(what: str, tensor: torch.Tensor) -> None:
 
 
 def check_plain_state(model: nn.Module) -> None:
-    """Checks all parameters and buffers with `check_plain`."""
-    for name, tensor in model.named_parameters():
-        check_plain(f"parameter `{name}`", tensor)
-    for name, tensor in model.named_buffers():
-        check_plain(f"buffer `{name}`", tensor)
+    """Checks all parameters and buffers: each is plain, or frozen and packed of plain tensors.
+
+    Raises:
+        TraceError: Naming the first that is neither.
+    """
+    inventory(model)  # refuses what can't be taken apart
+    for what, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if is_wrapper(tensor):
+                _check_packed(f"{what} `{name}`", tensor)
+            elif not attribute_packings(tensor):
+                check_plain(f"{what} `{name}`", tensor)
+            for path, inner in inner_tensors(tensor):
+                if path:
+                    check_plain(f"the inner tensor `{'.'.join(path)}` of {what} `{name}`", inner)
+
+
+def _check_packed(what: str, tensor: torch.Tensor) -> None:
+    if tensor.requires_grad:
+        raise TraceError(
+            f"{what} is a {type(tensor).__qualname__} that is trained.\n"
+            "  Its values are in inner tensors, which no gradient reaches: packed (quantized) weights are streamed "
+            "frozen.\n"
+            "  Freeze it with requires_grad_(False) and train adapters (LoRA), or load it in bf16 or fp32."
+        )
 
 
 def _holds_more(tensor: torch.Tensor) -> bool:
