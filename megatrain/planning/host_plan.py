@@ -15,6 +15,7 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.available import available_bytes as available_now
 from megatrain.optim.made_over import OPTIMIZER, made_over
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
+from megatrain.optim.masters.narrow_model import check_packed_width, is_all_wide, plain_parameters
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.need import OptimizerNeed, Updated, joint_need
 from megatrain.options import PRECISION
@@ -173,9 +174,10 @@ def host_plan(
 
 def narrow_entries(entries: Mapping[str, StateEntry]) -> dict[str, StateEntry]:
     """Describes the state with its parameters in bf16, if all of them are fp32; otherwise unchanged."""
-    parameters = [entry for entry in entries.values() if entry.kind == "parameter"]
-    if any(entry.spec.dtype != torch.float32 for entry in parameters):
+    check_packed_width(entries)
+    if not is_all_wide(entries):
         return dict(entries)
+    parameters = plain_parameters(entries).values()
     narrow = {e.key: replace(e, spec=replace(e.spec, dtype=torch.bfloat16)) for e in parameters}
     return {key: narrow.get(key, entry) for key, entry in entries.items()}
 

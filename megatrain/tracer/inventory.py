@@ -24,7 +24,7 @@ class StateEntry:
         requires_grad: Whether it is trained.
         ties: The other names of the same tensor; for a part, of the whole.
         persistent: Whether it is part of `state_dict()`.
-        packed_in: For an inner tensor of a packed parameter: the key of what the model registers.
+        packed_in: For the tensors of a packed parameter: the key of what the model registers.
         base: For a part of a tensor: the key of the whole, which is what the model registers.
         rows: For a part: its first row along the first dimension, and the row after its last.
     """
@@ -78,10 +78,11 @@ def inventory(module: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch
         ("buffer", module.named_buffers(remove_duplicate=False)),
     ):
         for name, tensor in named:
-            for path, inner in _inner_tensors(name, tensor):
+            found = _inner_tensors(name, tensor)
+            for path, inner in found:
                 names.setdefault(id(inner), []).append(".".join((name, *path)))
                 tensors.setdefault(id(inner), (kind, inner))
-                if path or inner is not tensor:
+                if len(found) > 1 or inner is not tensor:
                     homes.setdefault(id(inner), name)
     transient = _non_persistent(module)
     entries: dict[str, StateEntry] = {}
@@ -95,14 +96,12 @@ def inventory(module: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch
 
 
 def _inner_tensors(name: str, tensor: torch.Tensor) -> list[tuple[tuple[str, ...], torch.Tensor]]:
-    if type(tensor) is nn.Parameter or type(tensor) is torch.Tensor:  # nearly all
-        return [((), tensor)]
     try:
         return inner_tensors(tensor)
     except UnpackableError as error:
         raise TraceError(
             f"`{name}` is a {type(tensor).__qualname__}, which {error}.\n"
-            "  The inner tensors of quantized weights are streamed one by one, and must be found in attributes.\n"
+            "  A packed (quantized) parameter is taken apart into plain tensors of this process, found in attributes.\n"
             "  Load these weights in bf16 or fp32, or quantize them by another method."
         ) from None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -10,6 +12,7 @@ from megatrain.errors import TraceError
 from megatrain.torch_private import FakeTensor
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.packed.packing import attribute_packings, inner_tensors, is_wrapper
+from megatrain.tracer.recording.effect_watch import storage_key
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
@@ -39,11 +42,24 @@ def check_plain(what: str, tensor: torch.Tensor) -> None:
             "  Inputs, parameters and buffers must be dense tensors, described fully by shape, dtype and strides.\n"
             "  Pass its dense parts, and build the tensor inside the forward."
         )
-    if _changes_calls(type(tensor)) and _holds_more(tensor):
+    if is_wrapper(tensor):
         raise TraceError(
             f"{what} is a {type(tensor).__qualname__}, a tensor class that keeps its values in inner tensors.\n"
-            "  Only its own code can read them, as with quantized, packed or distributed weights; megatrain streams "
-            "plain tensors only.\n"
+            "  Only parameters and buffers may be of such a class.\n"
+            "  Pass its inner tensors, and make the object around them inside the forward."
+        )
+    if isinstance(tensor, nn.Parameter) and _changes_calls(type(tensor)) and not _dispatches(type(tensor)):
+        raise TraceError(
+            f"{what} is a {type(tensor).__qualname__}, a class of parameters with its own behaviour, and holds plain "
+            "values.\n"
+            "  Quantized weights are followed when they are quantized, with scales and tables in their attributes.\n"
+            "  If a later step quantizes this one (with bitsandbytes, `model.to(device)`), take it first; otherwise "
+            "assign a torch.nn.Parameter of its values."
+        )
+    if _changes_calls(type(tensor)) and _dispatches(type(tensor)):
+        raise TraceError(
+            f"{what} is a {type(tensor).__qualname__}, a tensor class that says nowhere where its values are.\n"
+            "  A class of packed tensors lists its inner tensors in `__tensor_flatten__`; then they can be streamed.\n"
             "  Load the weights in bf16 or fp32 instead (frozen weights too), or replace them by their dequantized "
             "values."
         )
@@ -64,16 +80,38 @@ def check_plain_state(model: nn.Module) -> None:
     inventory(model)  # refuses what can't be taken apart
     for what, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
+            packed = attribute_packings(tensor)
             if is_wrapper(tensor):
-                _check_packed(f"{what} `{name}`", tensor)
-            elif not attribute_packings(tensor):
+                _check_frozen(f"{what} `{name}`", tensor)
+            elif not packed:
                 check_plain(f"{what} `{name}`", tensor)
-            for path, inner in inner_tensors(tensor):
+            _check_whole(f"{what} `{name}`", tensor, packed)
+            for path, inner in inner_tensors(tensor) if packed or is_wrapper(tensor) else ():
                 if path:
                     check_plain(f"the inner tensor `{'.'.join(path)}` of {what} `{name}`", inner)
 
 
-def _check_packed(what: str, tensor: torch.Tensor) -> None:
+def _check_whole(what: str, tensor: torch.Tensor, packed: Collection[str]) -> None:
+    """Refuses quantized parameters whose library moves their values and scales about while it computes."""
+    if type(tensor) in _PLAIN or is_wrapper(tensor) or tensor.is_floating_point() or tensor.is_complex():
+        return
+    held = vars(tensor)
+    again = [name for name in packed if isinstance(held[name], torch.Tensor) and _shares(held[name], tensor)]
+    if again or not packed:
+        where = f"again in its attribute `{again[0]}`" if again else "without scales"
+        raise TraceError(
+            f"{what} is a {type(tensor).__qualname__} that holds its values {where}.\n"
+            "  Such weights (bitsandbytes' 8-bit layers) move between attributes in each forward, where no capture "
+            "follows.\n"
+            "  Quantize with torchao's Int8WeightOnlyConfig or to bitsandbytes' 4 bit, or load the weights in bf16."
+        )
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return storage_key(one) == storage_key(other)
+
+
+def _check_frozen(what: str, tensor: torch.Tensor) -> None:
     if tensor.requires_grad:
         raise TraceError(
             f"{what} is a {type(tensor).__qualname__} that is trained.\n"
@@ -83,10 +121,9 @@ def _check_packed(what: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _holds_more(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor of a class of its own is more than its dense values, which then say nothing."""
-    dispatches = any("__torch_dispatch__" in vars(kind) for kind in type(tensor).__mro__ if kind not in _PLAIN)
-    return dispatches or bool(vars(tensor))
+def _dispatches(kind: type) -> bool:
+    """Tells whether a class computes by itself, so that its dense values say nothing."""
+    return any("__torch_dispatch__" in vars(base) for base in kind.__mro__ if base not in _PLAIN)
 
 
 def _changes_calls(kind: type) -> bool:

@@ -79,6 +79,7 @@ def save(
             "modules": dict(state.others),
             "user": dict(user or {}),
             **({} if weights else {_LACKS_WEIGHTS: True}),
+            **({_PACKED: packed} if (packed := State.packed(compiled)) else {}),
         },
         shard_bytes=shard_bytes,
         more=with_config(compiled.model, more) if weights else more,
@@ -106,6 +107,7 @@ def restore(
     hidden = {name: saved for name, saved in checkpoint.tensors.items() if name.startswith(HIDDEN)}
     masters = {name: saved for name, saved in checkpoint.tensors.items() if name not in hidden}
     compiled.masters.check(masters)
+    State.check_packed(checkpoint, extra.get(_PACKED, {}), compiled)
     state = State.of(compiled)
     state.check_others(checkpoint, extra["modules"])
     state.places(checkpoint, hidden, compiled)
@@ -147,6 +149,7 @@ _FIELDS = {
     "user": mapping(anything, anything),
 }
 _LACKS_WEIGHTS = "lacks_weights"
+_PACKED = "packed"
 _SCHEMAS = {1: _FIELDS, 2: {**_FIELDS, "scheduler_class": optional(text())}}
 """What `save` has stored as values, by the schema of the manifest."""
 
@@ -163,6 +166,7 @@ def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
     wrong = problems(record(fields, others=anything), checkpoint.extra, "extra")
     if checkpoint.extra.get(_LACKS_WEIGHTS, True) is not True:
         wrong.append(f"extra.{_LACKS_WEIGHTS} is {shown(checkpoint.extra[_LACKS_WEIGHTS])}, not True")
+    wrong += problems(mapping(text(), text()), checkpoint.extra.get(_PACKED, {}), f"extra.{_PACKED}")
     _refuse(f"`{checkpoint.folder}` has {len(wrong)} values that no step can have saved.", wrong)
     return checkpoint.extra
 

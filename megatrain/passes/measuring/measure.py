@@ -23,6 +23,7 @@ from megatrain.torch_private import pytree
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.capture.scripts import scripts_on_values
 from megatrain.tracer.expectations import Expectation
+from megatrain.tracer.packed.packed_call import PackedCall
 from megatrain.tracer.packed.packing import plain_tensors
 from megatrain.tracer.spec import TensorSpec
 
@@ -76,10 +77,11 @@ def _measured(template: Template, differentiable: list[bool], program: Program) 
         ]
         with torch.set_grad_enabled(code.has_inner_grad):
             forward_peak, flops = _measure_forward(code, leaves if code.has_inner_grad else arguments, device)
-        held = _held_state(code, leaves, len(template.inputs)) if _has_functions(template) else ()
+        held = _held_state(code, leaves, len(template.inputs)) if _functions(template) else ()
         watched = code.watched(_check_history)
-        # A Function's backward is the user's own code, which must run when their backward does, not before.
-        runs_backward = not _has_functions(template)
+        # A Function's backward is the user's own code, which must run when their backward does, not before. That of
+        # packed weights is their library's: only a run shows the weights that it makes in full.
+        runs_backward = all(isinstance(node.target, PackedCall) for node in _functions(template))
         saved, backward_peak = _measure_backward(
             watched, leaves, len(template.inputs), device, runs_backward=runs_backward
         )
@@ -108,7 +110,7 @@ def _upper_bound(template: Template, why: str) -> TemplateCost:
     calls = opaque_calls(template.graph)
     total = _result_bytes(template) + sum(call.inner_bytes for call in calls)
     owned = sum(p.spec.device_bytes for p in template.state) if any(c.needs_own_state for c in calls) else 0
-    held = tuple(range(len(template.state))) if _has_functions(template) else ()
+    held = tuple(range(len(template.state))) if _functions(template) else ()
     held_bytes = sum(template.state[index].spec.device_bytes for index in held)
     return TemplateCost(total + owned + held_bytes, total, 2 * total + owned, 0, unmeasured=why, held_state=held)
 
@@ -135,10 +137,10 @@ def _held_state(code: Code, leaves: list[torch.Tensor], num_inputs: int) -> tupl
     return found
 
 
-def _has_functions(template: Template) -> bool:
-    """Tells whether a call is that of an autograd.Function."""
-    owners = [getattr(n.target, "__self__", None) for n in template.graph.nodes]
-    return any(isinstance(owner, type) and issubclass(owner, torch.autograd.Function) for owner in owners)
+def _functions(template: Template) -> list[fx.Node]:
+    """Lists the calls of autograd.Functions."""
+    owners = [(n, getattr(n.target, "__self__", None)) for n in template.graph.nodes]
+    return [n for n, owner in owners if isinstance(owner, type) and issubclass(owner, torch.autograd.Function)]
 
 
 def _with_known_shapes(graph: fx.Graph, device: torch.device) -> fx.Graph:

@@ -75,7 +75,7 @@ class PackedState:
                 raise TraceError(
                     f"the forward changes the attribute `{changed[0]}` of the packed parameter `{name}`.\n"
                     "  A packed parameter stays as it is: its inner tensors are streamed, and a change would be lost.\n"
-                    "  Change it before compiling; quantized layers that only read their weights in the forward work."
+                    "  Use quantized layers that only read their weights in the forward, such as torchao's int8 or bitsandbytes' 4-bit."
                 )
 
     def call(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from megatrain.torch_private import is_traceable_wrapper_subclass
 
@@ -92,13 +93,18 @@ class Packing:
         )
 
 
+def is_usual(tensor: torch.Tensor) -> bool:
+    """Tells whether a registered tensor is of one of torch's own two classes, as nearly all are."""
+    return type(tensor) is nn.Parameter or type(tensor) is torch.Tensor
+
+
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Returns the inner tensors of a wrapper at any depth; any other tensor alone."""
     packing = Packing.of(tensor) if is_wrapper(tensor) else None
     return [tensor] if packing is None else [inner for _, inner in packing.tensors(tensor)]
 
 
-def attribute_packings(parameter: torch.Tensor) -> dict[str, Packing | None]:
+def attribute_packings(parameter: torch.Tensor) -> Mapping[str, Packing | None]:
     """Describes the tensors that a frozen parameter of a class of its own holds in its attributes.
 
     Returns:
@@ -107,7 +113,7 @@ def attribute_packings(parameter: torch.Tensor) -> dict[str, Packing | None]:
     Raises:
         UnpackableError: If an object there can't be taken apart.
     """
-    if type(parameter) in (nn.Parameter, torch.Tensor) or parameter.requires_grad or is_wrapper(parameter):
+    if is_usual(parameter) or parameter.requires_grad or is_wrapper(parameter) or is_lazy(parameter):
         return {}
     found: dict[str, Packing | None] = {}
     for name, value in vars(parameter).items():
@@ -125,9 +131,10 @@ def inner_tensors(tensor: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
     Raises:
         UnpackableError: If it can't be taken apart.
     """
-    if is_wrapper(tensor):
-        packing = Packing.of(tensor)
-        assert packing is not None
+    if is_usual(tensor):
+        return [((), tensor)]
+    packing = Packing.of(tensor) if is_wrapper(tensor) else None
+    if packing is not None:
         return list(packing.tensors(tensor))
     found: list[tuple[Path, torch.Tensor]] = [((), tensor)]
     for name, packing in attribute_packings(tensor).items():
@@ -137,29 +144,53 @@ def inner_tensors(tensor: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
     return found
 
 
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Tells whether a registered tensor consists of several, or of one that is another object."""
+    return is_wrapper(tensor) or bool(attribute_packings(tensor))
+
+
+def unpacked_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state dict with the inner tensors of each wrapper in its place, under their own names."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        packing = Packing.of(value) if is_wrapper(value) else None
+        pairs = [((), value)] if packing is None else packing.tensors(value)
+        found.update({".".join((name, *path)): inner for path, inner in pairs})
+    return found
+
+
 def packing_text(tensor: torch.Tensor) -> str | None:
     """Says how a registered tensor is packed: classes and values; None for a plain one."""
-    packings = [Packing.of(tensor)] if is_wrapper(tensor) else list(attribute_packings(tensor).values())
-    return "; ".join("tensor" if packing is None else packing.text for packing in packings) or None
+    packings = _packings(tensor)
+    return ", ".join(name if p is None else f"{name}={p.text}" for name, p in packings.items()).lstrip("=") or None
+
+
+def packing_key(tensor: torch.Tensor) -> Hashable:
+    """Equal for registered tensors that are packed alike."""
+    packings = () if is_usual(tensor) else _packings(tensor).items()
+    return tuple((name, None if packing is None else packing.key) for name, packing in packings)
 
 
 def namespaces(tensor: torch.Tensor) -> Iterator[dict[str, Any]]:
     """Lists the dictionaries that hold a packed tensor's inner tensors, and what is known of them."""
-    packings = {"": Packing.of(tensor)} if is_wrapper(tensor) else attribute_packings(tensor)
-    if not packings:
-        return
-    yield vars(tensor)
+    packings = {} if is_usual(tensor) else _packings(tensor)
+    if packings:
+        yield vars(tensor)
     for name, packing in packings.items():
         if packing is not None:
-            yield from _namespaces(vars(tensor)[name] if name else tensor, packing, is_known=not name)
+            yield from _namespaces(vars(tensor)[name] if name else tensor, packing)
 
 
-def _namespaces(value: Any, packing: Packing, *, is_known: bool) -> Iterator[dict[str, Any]]:
-    if not is_known:
-        yield vars(value)
+def _namespaces(value: Any, packing: Packing) -> Iterator[dict[str, Any]]:
+    yield vars(value)
     for name, inner in packing.inner:
         if inner is not None:
-            yield from _namespaces(getattr(value, name), inner, is_known=False)
+            yield from _namespaces(getattr(value, name), inner)
+
+
+def _packings(tensor: torch.Tensor) -> Mapping[str, Packing | None]:
+    """The packing of a wrapper, without a name; or those of a parameter's attributes."""
+    return {"": Packing.of(tensor)} if is_wrapper(tensor) else attribute_packings(tensor)
 
 
 def _of_wrapper(value: torch.Tensor, depth: int) -> Packing:
