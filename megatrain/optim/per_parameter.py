@@ -93,7 +93,8 @@ def _try(optimizer: Optimizer) -> str | None:
 def _difference(optimizer: Optimizer, *, sparse: bool) -> str | None:
     chosen = [parameter for group in optimizer.param_groups for parameter in _few(group["params"])]
     whole, parts = (
-        over_stand_ins(optimizer, {p: _stand_in(p, optimizer) for p in chosen}, of_state=corner) for _ in range(2)
+        over_stand_ins(optimizer, {p: _stand_in(p, optimizer) for p in chosen}, of_state=corner, keeps_packed=False)
+        for _ in range(2)
     )
     code = step_code(optimizer)
     pairs = [

@@ -12,7 +12,6 @@ from megatrain.errors import TraceError
 from megatrain.torch_private import FakeTensor
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.packed.packing import attribute_packings, inner_tensors, is_wrapper
-from megatrain.tracer.recording.effect_watch import storage_key
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
@@ -108,7 +107,7 @@ def _check_whole(what: str, tensor: torch.Tensor, packed: Collection[str]) -> No
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return storage_key(one) == storage_key(other)
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def _check_frozen(what: str, tensor: torch.Tensor) -> None:

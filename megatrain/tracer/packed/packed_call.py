@@ -9,7 +9,7 @@ import torch
 
 from megatrain.torch_private import pytree
 from megatrain.tracer.calls import call_name, function_text
-from megatrain.tracer.packed.packing import Packing, UnpackableError, is_wrapper
+from megatrain.tracer.packed.packing import Packing, UnfollowedError, is_wrapper
 
 Place = int | str
 """Of an argument: its position, or its name."""
@@ -54,7 +54,7 @@ class PackedCall:
         """Makes the call, and looks whether it leaves the packed arguments as they were: each call gets new ones.
 
         Raises:
-            UnpackableError: If it changes one, other than by writing into a tensor.
+            UnfollowedError: If it changes one, other than by writing into a tensor.
         """
         everything: dict[Place, Any] = {**dict(enumerate(args)), **kwargs}
         tensors = {place: everything[place] for place in self._packings}
@@ -64,7 +64,11 @@ class PackedCall:
             held = [] if now is None else [tensor for _, tensor in now.tensors(everything[place])]
             is_same = len(held) == len(tensors[place]) and all(a is b for a, b in zip(held, tensors[place], strict=True))
             if now is None or now.key != packing.key or not is_same:
-                raise UnpackableError(f"changes the {packing.kind.__qualname__} that it is given")
+                raise UnfollowedError(
+                    f"changes the {packing.kind.__qualname__} that it gives to a call",
+                    "Each call gets a new one, around the streamed tensors, so a change would be lost.",
+                    "Quantize the weights by another method, or load them in bf16 or fp32.",
+                )
         return result
 
     def _result(self, everything: dict[Place, Any], num_args: int) -> Any:

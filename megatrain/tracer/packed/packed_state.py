@@ -11,8 +11,7 @@ from torch import nn
 from megatrain.errors import TraceError
 from megatrain.torch_private import FakeTensorMode, pytree
 from megatrain.tracer.packed.packed_call import PackedCall, Place, unpacked, wrappers_in
-from megatrain.tracer.packed.packing import Packing, attribute_packings, is_wrapper
-from megatrain.tracer.recording.obstacles import refuse
+from megatrain.tracer.packed.packing import Packing, UnfollowedError, attribute_packings, is_wrapper
 
 
 def registered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -84,7 +83,7 @@ class PackedState:
         """Returns the call to record in place of a function's, if one of its arguments is packed.
 
         Raises:
-            Obstacle: If a packed argument is inside a list, or has a gradient.
+            UnfollowedError: If a packed argument is inside a list, or has a gradient.
         """
         places: dict[Place, Any] = {**dict(enumerate(args)), **kwargs}
         known = {
@@ -94,7 +93,7 @@ class PackedState:
         packings = {place: packing for place, value in known.items() if (packing := self._packing(value)) is not None}
         nested = wrappers_in(pytree.tree_leaves([value for place, value in known.items() if place not in packings]))
         if nested:
-            refuse(
+            raise UnfollowedError(
                 f"passes a {type(nested[0]).__qualname__} inside a list or another container to a call",
                 "Packed weights are followed where they are arguments of their own.",
                 "Pass the weights one by one, or their plain values.",
@@ -171,10 +170,10 @@ def check_run(run: Any) -> None:
     """Refuses a call of an autograd.Function whose forward torch has begun to run.
 
     Raises:
-        Obstacle: If it is one: its arguments can't be made anew.
+        UnfollowedError: If it is one: its arguments can't be made anew.
     """
     if run is not None:
-        refuse(
+        raise UnfollowedError(
             "calls an autograd.Function on packed weights through an `apply` that it looked up earlier",
             "A capture follows such a call only where `apply` is looked up in the forward.",
             "Call `Function.apply` in the forward.",
@@ -192,7 +191,7 @@ def unpacked_result(result: Any, *, is_random: bool) -> tuple[Any, Any]:
         The result of plain tensors; and the result itself if that isn't the same, else None.
 
     Raises:
-        Obstacle: If a wrapper in it has a gradient, or random values.
+        UnfollowedError: If a wrapper in it has a gradient, or random values.
     """
     wrappers = wrappers_in(pytree.tree_leaves(result))
     if not wrappers:
@@ -200,7 +199,7 @@ def unpacked_result(result: Any, *, is_random: bool) -> tuple[Any, Any]:
     for wrapper in wrappers:
         check_frozen(wrapper)
     if is_random:
-        refuse(
+        raise UnfollowedError(
             f"draws random numbers into a {type(wrappers[0]).__qualname__}",
             "A graph draws into plain tensors.",
             "Draw a plain tensor first, and make the packed one of it.",
@@ -212,10 +211,10 @@ def check_frozen(wrapper: torch.Tensor) -> None:
     """Refuses a packed tensor through which a gradient would flow.
 
     Raises:
-        Obstacle: Naming its class.
+        UnfollowedError: Naming its class.
     """
     if wrapper.requires_grad:
-        refuse(
+        raise UnfollowedError(
             f"computes a {type(wrapper).__qualname__} that requires a gradient",
             "A graph knows the plain tensors inside, and gradients flow through the object around them.",
             "Detach it, or compute with plain tensors.",

@@ -35,6 +35,13 @@ class UnpackableError(Exception):
     """An object around tensors that can't be taken apart; the text says why."""
 
 
+class UnfollowedError(Exception):
+    """What a forward does with packed weights and no graph can repeat: what it is, the rule, the way out."""
+
+    def __init__(self, what: str, rule: str, way_out: str) -> None:
+        super().__init__(what, rule, way_out)
+
+
 def is_wrapper(value: Any) -> bool:
     """Tells whether this is a tensor whose values are in inner tensors."""
     return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
@@ -91,6 +98,13 @@ class Packing:
         return self.make(
             {name: next(tensors) if packing is None else packing.packed(tensors) for name, packing in self.inner}
         )
+
+
+def repacked(wrapper: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Returns a wrapper of the same form around changed inner tensors."""
+    packing = Packing.of(wrapper)
+    assert packing is not None
+    return packing.packed(iter([change(tensor) for _, tensor in packing.tensors(wrapper)]))
 
 
 def is_usual(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from megatrain.torch_private import DisableTorchFunction, pytree
 from megatrain.tracer.calls import as_call, call_name, is_property_get, is_property_set
 from megatrain.tracer.guards import PLAIN, is_metadata_read
 from megatrain.tracer.packed.packed_state import check_run, unpacked_result
+from megatrain.tracer.packed.packing import UnfollowedError
 from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,
@@ -64,6 +65,8 @@ class Recorder(CallRunner):
         except Obstacle as obstacle:
             obstacle.calls = obstacle.calls or self.tape.calls()
             raise
+        except UnfollowedError as error:
+            raise Obstacle(*error.args, place=user_line(), calls=self.tape.calls()) from None
 
     def over(self) -> list[tuple[torch.Tensor, str]]:
         """Lets go of all tensors; lists the fake ones, with the place that made each."""
