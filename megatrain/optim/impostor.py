@@ -62,12 +62,12 @@ def is_same(one: Any, other: Any, depth: int = 4) -> bool:
     if isinstance(one, torch.Tensor):
         pairs = zip(plain_tensors(one), plain_tensors(other), strict=True)
         return packing_key(one) == packing_key(other) and all(_has_same_bits(*pair) for pair in pairs)
+    if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__") and depth:
+        one, other, depth = vars(one), vars(other), depth - 1  # an object that is equal to itself only, in two copies
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(is_same(one[key], other[key], depth) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(is_same(a, b, depth) for a, b in zip(one, other, strict=True))
-    if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__") and depth:
-        return is_same(vars(one), vars(other), depth - 1)  # an object that compares by what it is, in two copies
     return bool(one == other)
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.optim.impostor import ALIGNED, Optimizer, attributes, impostor, own_copy
+from megatrain.optim.impostor import ALIGNED, Optimizer, attributes, impostor, own_copy, step_code
 from megatrain.torch_private import (
     ITEM,
     DataDependentOutputException,
@@ -81,6 +81,25 @@ def over_stand_ins(
             )
     state.update(copy.deepcopy(shared_state(optimizer)))
     return impostor(optimizer, copy.deepcopy(attributes(optimizer)), groups, state)
+
+
+def give_new_state(optimizers: Sequence[Optimizer], parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Gives a parameter the state that its optimizer makes in a first step, unless it has some; for a load to fill.
+
+    Args:
+        optimizers: Of which one holds the parameter.
+        parameter: Of a model.
+        dtype: Of the values that an update sees.
+    """
+    optimizer = next(o for o in optimizers if any(parameter is p for group in o.param_groups for p in group["params"]))
+    if optimizer.state.get(parameter):
+        return
+    with unnoticed(), torch.no_grad():
+        stand_in = torch.nn.Parameter(torch.zeros_like(parameter, dtype=dtype))
+        stand_in.grad = torch.zeros_like(stand_in)
+        runner = over_stand_ins(optimizer, {parameter: stand_in}, of_state=torch.clone)
+        step_code(optimizer)(runner)
+    optimizer.state[parameter] = runner.state[stand_in]
 
 
 def _is_packed(state: Any) -> bool:

@@ -17,7 +17,7 @@ class TemplateCost:
         unmeasured: Why the bytes are a bound instead (the results of all calls at once) and the operations aren't
             known; empty where both are measured.
         held_state: Positions of the state that a retained graph keeps by another way than autograd's saved tensors (in
-            the context of an autograd.Function): a copy of it, counted in `saved_bytes`, because slots are written again.
+            the context of an autograd.Function). It keeps a copy, counted in `saved_bytes`: slots are written again.
 
     >>> print(TemplateCost(90112, 24576, 57088, 4194304))
     saves 90112 B, workspace 57088 B, 4.19 MFLOP

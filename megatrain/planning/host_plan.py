@@ -25,6 +25,7 @@ from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import aligned, format_bytes
 from megatrain.torch_private import FakeTensor
 from megatrain.tracer.inventory import StateEntry, inventory
+from megatrain.tracer.packed.packing import plain_tensors
 
 OptimizerLike = Optimizers | type[torch.optim.Optimizer] | str
 """An optimizer or several, or a class of optimizers, or the class's name in `torch.optim`."""
@@ -269,7 +270,8 @@ def _wholes_bytes(program: Program, entries: Mapping[str, StateEntry]) -> int:
 
 def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the host's memory behind tensors, each memory once."""
-    real = [t for t in tensors if is_on_host(t) and not isinstance(t, FakeTensor)]
+    plain = (inner for tensor in tensors for inner in plain_tensors(tensor))
+    real = [t for t in plain if is_on_host(t) and not isinstance(t, FakeTensor)]
     strided = [t.untyped_storage() for t in real if t.layout == torch.strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in strided}.values())
 

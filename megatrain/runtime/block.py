@@ -219,9 +219,6 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.r
         return kept, kept._version
 
     def pack(tensor: torch.Tensor) -> Any:
-        packing = Packing.of(tensor) if is_wrapper(tensor) else None
-        if packing is not None:
-            return packing, tuple(pack(inner) for _, inner in packing.tensors(tensor)), None
         if tensor.layout != torch.strided or not lowest <= tensor.data_ptr() < highest:
             return keep(tensor)
         start, end = _byte_range(tensor)
@@ -237,16 +234,40 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.r
             if kept._version != before:
                 raise ExecuteError(_OVERWRITTEN)
             return kept
-        if len(packed) == 3:
-            packing, inner, _ = packed
-            return packing.packed(map(unpack, inner))
         index, dtype, shape, stride, offset = packed
         now = read_state()[index].detach()
         now = now if now.dtype == dtype else now.view(dtype)
         return now.as_strided(shape, stride, now.storage_offset() + offset)
 
-    with saved_tensors_hooks(pack, unpack):
+    with saved_tensors_hooks(_of_inner(pack), _of_packed(unpack)):
         yield
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PackedTensor:
+    """A saved tensor of several inner ones, each of which is kept as any other."""
+
+    packing: Packing
+    inner: list[Any]
+
+
+def _of_inner(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    def pack_each(tensor: torch.Tensor) -> Any:
+        packing = Packing.of(tensor) if is_wrapper(tensor) else None
+        if packing is None:
+            return pack(tensor)
+        return _PackedTensor(packing, [pack(inner) for _, inner in packing.tensors(tensor)])
+
+    return pack_each
+
+
+def _of_packed(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    def unpack_each(packed: Any) -> torch.Tensor:
+        if isinstance(packed, _PackedTensor):
+            return packed.packing.packed(map(unpack, packed.inner))
+        return unpack(packed)
+
+    return unpack_each
 
 
 HIDDEN_DRAWS = (

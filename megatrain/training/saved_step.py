@@ -20,7 +20,10 @@ from megatrain.files import json_rules
 from megatrain.files.json_rules import anything, integer, mapping, optional, problems, record, text
 from megatrain.files.room import room_to_read
 from megatrain.optim.impostor import Optimizer
+from megatrain.optim.masters.halves import WholeMaster
+from megatrain.optim.rehearsal import give_new_state
 from megatrain.saving.fitting import misfits
+from megatrain.saving.packed import packed_parameters
 from megatrain.training.boundary import Progress
 from megatrain.training.config import with_config
 from megatrain.training.model_state import HIDDEN, State
@@ -128,6 +131,9 @@ def restore(
         hidden[name].read(tensor)
     compiled.written_buffers.update(name.removeprefix(HIDDEN) for name in hidden)
     compiled.masters.restore(masters)  # after the parameters, because a write into parameters sets the masters
+    for parameter in (names[name] for name in packed_parameters(checkpoint.manifest)):
+        is_whole = isinstance(compiled.masters.get(parameter), WholeMaster | None)
+        give_new_state(optimizers, parameter, parameter.dtype if is_whole else torch.float32)
     checkpoint.read_optimizer(optimizers, names)
     if scheduler is not None:
         _restore_scheduler(checkpoint, scheduler, extra["scheduler"])

@@ -121,7 +121,7 @@ def check_packed_width(entries: Mapping[str, StateEntry]) -> None:
     packed = next((e.packed_in for e in entries.values() if e.packed_in is not None), None)
     if packed is not None and all(e.spec.dtype == torch.float32 for e in plain.values()):
         raise OptionError(
-            f"precision='bf16': the model is fp32, and its packed (quantized) parameter `{packed}` can't be converted.\n"
+            f"precision='bf16': the model is fp32, and its packed parameter `{packed}` can't be converted.\n"
             "  What a packed parameter computes in was decided when the weight was quantized.\n"
             "  Convert the model to bf16 before it is quantized, or use precision='fp32'."
         )

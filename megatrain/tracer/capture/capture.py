@@ -76,7 +76,9 @@ class Capture:
 
     def _new_recorder(self, earlier: Recorder | None = None) -> Recorder:
         values = StateValues(self._fakes, self._tensors, self._entries)
-        recorder = Recorder(self._fake_mode, values, self._by_id, self._device, self._attempt, earlier, packed=self._packed)
+        recorder = Recorder(
+            self._fake_mode, values, self._by_id, self._device, self._attempt, earlier, packed=self._packed
+        )
         self._recorders.append(recorder)
         return recorder
 

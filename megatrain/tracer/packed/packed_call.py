@@ -62,7 +62,9 @@ class PackedCall:
         for place, packing in self._packings.items():
             now = Packing.of(everything[place])
             held = [] if now is None else [tensor for _, tensor in now.tensors(everything[place])]
-            is_same = len(held) == len(tensors[place]) and all(a is b for a, b in zip(held, tensors[place], strict=True))
+            is_same = len(held) == len(tensors[place]) and all(
+                a is b for a, b in zip(held, tensors[place], strict=True)
+            )
             if now is None or now.key != packing.key or not is_same:
                 raise UnfollowedError(
                     f"changes the {packing.kind.__qualname__} that it gives to a call",

@@ -74,7 +74,8 @@ class PackedState:
                 raise TraceError(
                     f"the forward changes the attribute `{changed[0]}` of the packed parameter `{name}`.\n"
                     "  A packed parameter stays as it is: its inner tensors are streamed, and a change would be lost.\n"
-                    "  Use quantized layers that only read their weights in the forward, such as torchao's int8 or bitsandbytes' 4-bit."
+                    "  Use quantized layers that only read their weights in the forward (torchao's int8, bitsandbytes' "
+                    "4-bit)."
                 )
 
     def call(
@@ -99,7 +100,9 @@ class PackedState:
                 "Pass the weights one by one, or their plain values.",
             )
         # A call of an autograd.Function isn't a torch function: no class is asked.
-        asked = [] if getattr(function, "__name__", "") == "apply" else [self._handlers.get(id(v)) for v in known.values()]
+        asked = (
+            [] if getattr(function, "__name__", "") == "apply" else [self._handlers.get(id(v)) for v in known.values()]
+        )
         handler = next((found[1] for found in asked if found is not None), None)
         if not packings and handler is None:
             return None

@@ -25,7 +25,8 @@ Path = tuple[str, ...]
 
 # Values that are what they print.
 _TOLD = (
-    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, Enum,
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
+    Enum,
 )  # fmt: skip
 _NO_HOLDERS = (nn.Module, torch.Tensor, type, FunctionType, MethodType, ModuleType, *_TOLD)
 _DEPTH = 4
@@ -250,9 +251,7 @@ def _of_object(value: Any, depth: int) -> Packing | None:
     return Packing(kind, tuple(inner), make, *_joined(kind, inner, *_told(rest)))
 
 
-def _joined(
-    kind: type, inner: Sequence[tuple[str, Packing | None]], key: Hashable, text: str
-) -> tuple[Hashable, str]:
+def _joined(kind: type, inner: Sequence[tuple[str, Packing | None]], key: Hashable, text: str) -> tuple[Hashable, str]:
     names = ", ".join(name if packing is None else f"{name}={packing.text}" for name, packing in inner)
     keys = tuple((name, None if packing is None else packing.key) for name, packing in inner)
     return (kind, keys, key), f"{kind.__module__}.{kind.__qualname__}({names}; {text})"

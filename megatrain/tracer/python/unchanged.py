@@ -185,7 +185,9 @@ class ModelWatch:
                 state.append(None)
             elif isinstance(tensor, torch.Tensor):
                 state.append((first_seen.setdefault(id(tensor), len(state)), tensor.requires_grad))
-                specs[len(state)] = None if is_lazy(tensor) else (tuple(tensor.shape), tensor.dtype, packing_key(tensor))
+                specs[len(state)] = (
+                    None if is_lazy(tensor) else (tuple(tensor.shape), tensor.dtype, packing_key(tensor))
+                )
         self._signature = tuple(self._modes), tuple(state), tuple(specs.items())
         if self._specs != tuple(specs.values()):
             self._specs = tuple(specs.values())
