@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import TraceError
-from megatrain.tracer.packed.packing import UnpackableError, inner_tensors
+from megatrain.tracer.packed.packing import Path, UnpackableError, inner_tensors
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -78,7 +78,7 @@ def inventory(module: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch
         ("buffer", module.named_buffers(remove_duplicate=False)),
     ):
         for name, tensor in named:
-            found = _inner_tensors(name, tensor)
+            found = taken_apart(name, tensor)
             for path, inner in found:
                 names.setdefault(id(inner), []).append(".".join((name, *path)))
                 tensors.setdefault(id(inner), (kind, inner))
@@ -95,7 +95,12 @@ def inventory(module: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch
     return entries, {names[identity][0]: tensor for identity, (_, tensor) in tensors.items()}
 
 
-def _inner_tensors(name: str, tensor: torch.Tensor) -> list[tuple[tuple[str, ...], torch.Tensor]]:
+def taken_apart(name: str, tensor: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
+    """Lists the plain tensors that a registered tensor consists of, with the path to each; see `inner_tensors`.
+
+    Raises:
+        TraceError: If a packed one can't be taken apart.
+    """
     try:
         return inner_tensors(tensor)
     except UnpackableError as error:

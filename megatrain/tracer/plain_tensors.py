@@ -10,8 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from megatrain.errors import TraceError
 from megatrain.torch_private import FakeTensor
-from megatrain.tracer.inventory import inventory
-from megatrain.tracer.packed.packing import attribute_packings, inner_tensors, is_wrapper
+from megatrain.tracer.inventory import taken_apart
+from megatrain.tracer.packed.packing import Path, is_wrapper
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
@@ -76,27 +76,31 @@ def check_plain_state(model: nn.Module) -> None:
     Raises:
         TraceError: Naming the first that is neither.
     """
-    inventory(model)  # refuses what can't be taken apart
     for what, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
-            packed = attribute_packings(tensor)
-            if is_wrapper(tensor):
-                _check_frozen(f"{what} `{name}`", tensor)
-            elif not packed:
+            if type(tensor) in _PLAIN:
                 check_plain(f"{what} `{name}`", tensor)
-            _check_whole(f"{what} `{name}`", tensor, packed)
-            for path, inner in inner_tensors(tensor) if packed or is_wrapper(tensor) else ():
-                if path:
-                    check_plain(f"the inner tensor `{'.'.join(path)}` of {what} `{name}`", inner)
+            else:
+                _check_packed(f"{what} `{name}`", name, tensor)
 
 
-def _check_whole(what: str, tensor: torch.Tensor, packed: Collection[str]) -> None:
+def _check_packed(what: str, name: str, tensor: torch.Tensor) -> None:
+    inner = [] if is_lazy(tensor) else [(path, held) for path, held in taken_apart(name, tensor) if path]
+    if is_wrapper(tensor):
+        _check_frozen(what, tensor)
+    elif not inner:
+        check_plain(what, tensor)
+    _check_whole(what, tensor, inner)
+    for path, held in inner:
+        check_plain(f"the inner tensor `{'.'.join(path)}` of {what}", held)
+
+
+def _check_whole(what: str, tensor: torch.Tensor, inner: Collection[tuple[Path, torch.Tensor]]) -> None:
     """Refuses quantized parameters whose library moves their values and scales about while it computes."""
-    if type(tensor) in _PLAIN or is_wrapper(tensor) or tensor.is_floating_point() or tensor.is_complex():
+    if is_wrapper(tensor) or tensor.is_floating_point() or tensor.is_complex():
         return
-    held = vars(tensor)
-    again = [name for name in packed if isinstance(held[name], torch.Tensor) and _shares(held[name], tensor)]
-    if again or not packed:
+    again = [".".join(path) for path, held in inner if _shares(held, tensor)]
+    if again or not inner:
         where = f"again in its attribute `{again[0]}`" if again else "without scales"
         raise TraceError(
             f"{what} is a {type(tensor).__qualname__} that holds its values {where}.\n"

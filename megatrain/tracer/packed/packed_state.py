@@ -78,6 +78,21 @@ class PackedState:
                     "4-bit)."
                 )
 
+    def check_opaque(self, name: str, module: nn.Module, reason: str) -> None:
+        """Refuses a module that runs its own code, if it holds a stand-in.
+
+        Raises:
+            UnfollowedError: If it does: it is given plain tensors.
+        """
+        packed = set(map(id, self.stand_ins.values()))
+        if any(id(tensor) in packed for _, tensor in registered(module)):
+            raise UnfollowedError(
+                f"holds packed (quantized) weights in `{name or 'the model'}`, a module that runs its own code because "
+                f"it {reason}",
+                "The weights of such a module are given to it as plain tensors, and packed ones aren't plain.",
+                "Quantize these weights by another method, or leave them in bf16 or fp32; on a CPU see docs/limits.md.",
+            )
+
     def call(
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], originals: Mapping[int, torch.Tensor]
     ) -> PackedCall | None:

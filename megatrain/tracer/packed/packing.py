@@ -44,8 +44,8 @@ class UnfollowedError(Exception):
 
 
 def is_wrapper(value: Any) -> bool:
-    """Tells whether this is a tensor whose values are in inner tensors."""
-    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
+    """Tells whether this is a tensor whose values are in inner tensors; a nested one has no shape of its own."""
+    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value) and not value.is_nested
 
 
 def has_wrappers(types: Iterable[type]) -> bool:
@@ -128,7 +128,10 @@ def attribute_packings(parameter: torch.Tensor) -> Mapping[str, Packing | None]:
     Raises:
         UnpackableError: If an object there can't be taken apart.
     """
-    if is_usual(parameter) or parameter.requires_grad or is_wrapper(parameter) or is_lazy(parameter):
+    if is_usual(parameter) or not isinstance(parameter, nn.Parameter) or is_lazy(parameter):
+        return {}
+    # One that computes by itself isn't what its dense values say, so there would be nothing to stream.
+    if parameter.requires_grad or type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return {}
     found: dict[str, Packing | None] = {}
     for name, value in vars(parameter).items():
@@ -157,11 +160,6 @@ def inner_tensors(tensor: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
         pairs = [((), value)] if packing is None else packing.tensors(value)
         found += [((name, *path), inner) for path, inner in pairs]
     return found
-
-
-def is_packed(tensor: torch.Tensor) -> bool:
-    """Tells whether a registered tensor consists of several, or of one that is another object."""
-    return is_wrapper(tensor) or bool(attribute_packings(tensor))
 
 
 def unpacked_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from torch import nn
 
 from megatrain.device import used_device
 from megatrain.torch_private import pytree
-from megatrain.tracer.packed.packing import is_packed
 from megatrain.tracer.python.contents import VALUES
 from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle
 from megatrain.tracer.recording.opaque import Escapes, Holder, Opaque, tensors_in
@@ -45,14 +44,6 @@ class OpaqueCall:
         if strange:
             self._refuse(f"is given a {type(strange[0]).__qualname__}, which may contain tensors or change")
         state = _state_of(module)
-        packed = next((tensor for tensor, _ in state if is_packed(tensor)), None)
-        if packed is not None:
-            raise Obstacle(
-                f"holds packed (quantized) weights in `{name or 'the model'}`, a module that runs its own code because "
-                f"it {reason}",
-                "The weights of such a module are given to it as plain tensors, and packed ones aren't plain.",
-                "Quantize these weights by another method, or leave them in bf16 or fp32; on a CPU see docs/limits.md.",
-            )
         self.operands = [*(x for x in leaves if isinstance(x, torch.Tensor)), *(tensor for tensor, _ in state)]
         self.opaque = Opaque(name, reason, module, (args, kwargs), [places for _, places in state], calls)
         self._attributes = self.opaque.python_state()

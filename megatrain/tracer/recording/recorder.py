@@ -155,6 +155,7 @@ class Recorder(CallRunner):
         self.tape.site = (user_line(), name)
         with self._located(), self.unrecorded():
             check_transforms()
+            self._packed.check_opaque(name, module, self._attempt.opaque[name])
             args, kwargs = self._as_recorded(args, kwargs)
             calls = (*self.tape.calls(), name)
             call = OpaqueCall(name, self._attempt.opaque[name], module, args, kwargs, calls)
