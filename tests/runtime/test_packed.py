@@ -33,7 +33,8 @@ def square(result: Any, batch: Any) -> torch.Tensor:
 
 def stepping(kind: str, **options: Any) -> tuple[nn.Sequential, megatrain.CompiledModule, megatrain.TrainStep]:
     model = adapted(kind)
-    compiled = megatrain.compile(model, device="cpu", **({"memory": "40KiB"} | options))
+    given: dict[str, Any] = {"memory": "40KiB"} | options
+    compiled = megatrain.compile(model, device="cpu", **given)
     step = megatrain.TrainStep(compiled, torch.optim.AdamW(trained(model), lr=1e-2), loss=square, max_grad_norm=0.1)
     return model, compiled, step
 
@@ -74,13 +75,14 @@ def test_steps_and_a_resumed_run_have_the_bits_of_the_loop(kind: str, tmp_path: 
     step.save(tmp_path / "run")
     other, compiled, _ = stepping(kind)
     with torch.no_grad():  # all of it is read, packed tensors included
-        for layer in other:
-            inner: Any = layer.weight.codes if kind == "wrapper" else layer.weight
+        for weight in (layer.weight for layer in list[Any](other)):
+            inner: Any = weight.codes if kind == "wrapper" else weight
             inner.zero_()
     again = torch.optim.AdamW(trained(other), lr=1e-2)
     resumed = megatrain.TrainStep.load(tmp_path / "run", compiled, again, loss=square, max_grad_norm=0.1)
     assert_same(step(X).detach(), resumed(X).detach())
-    step.flush(), resumed.flush()
+    for each in (step, resumed):
+        each.flush()
     for one, another in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, another)
 
@@ -166,7 +168,7 @@ def test_a_trained_one_is_refused_and_its_advice_works() -> None:
 def test_an_input_is_refused_and_its_advice_works() -> None:
     class Model(nn.Module):
         def forward(self, x, *inner):
-            weight = inner[0] if len(inner) == 1 else Quantized(*inner, torch.float32)
+            weight = inner[0] if len(inner) == 1 else Quantized(inner[0], inner[1], torch.float32)
             return nn.functional.linear(x, weight)
 
     weight = Quantized.of(torch.randn(4, WIDTH))
@@ -212,7 +214,7 @@ def test_what_no_graph_repeats_is_refused() -> None:
         (Own, r"holds packed \(quantized\) weights in `0`, a module that runs its own code because it draws"),
         (Keeps, r"changes the attribute `scale` of the packed parameter `0\.weight`"),
     ):
-        model = nn.Sequential(kind("wrapper"))
+        model: Any = nn.Sequential(kind("wrapper"))
         before = copy.deepcopy(model)
         with pytest.raises(TraceError, match=message):
             megatrain.compile(model, device="cpu")(X)

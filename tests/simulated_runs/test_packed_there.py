@@ -53,7 +53,8 @@ def there(model: nn.Module) -> nn.Module:
             layer.weight = torch.Tensor._make_subclass(Boxed, weight.data.to("sim"), False)
             form = weight.form
             layer.weight.form = Form(form.scale.to("sim"), form.table.values.to("sim"))
-        layer.down.to("sim"), layer.up.to("sim")
+        layer.down.to("sim")
+        layer.up.to("sim")
     return model
 
 

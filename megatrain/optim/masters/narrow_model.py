@@ -112,7 +112,7 @@ def is_all_wide(entries: Mapping[str, StateEntry]) -> bool:
 
 
 def check_packed_width(entries: Mapping[str, StateEntry]) -> None:
-    """Refuses precision="bf16" for a model that would become bf16, but for its packed parameters.
+    """Refuses precision="bf16" for an fp32 model with packed parameters: the rest would become bf16, and they wouldn't.
 
     Raises:
         OptionError: Naming one of these.

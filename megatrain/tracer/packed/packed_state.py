@@ -91,6 +91,7 @@ class PackedState:
                 f"it {reason}",
                 "The weights of such a module are given to it as plain tensors, and packed ones aren't plain.",
                 "Quantize these weights by another method, or leave them in bf16 or fp32; on a CPU see docs/limits.md.",
+                is_placed=True,
             )
 
     def call(

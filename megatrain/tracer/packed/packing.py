@@ -37,10 +37,18 @@ class UnpackableError(Exception):
 
 
 class UnfollowedError(Exception):
-    """What a forward does with packed weights and no graph can repeat: what it is, the rule, the way out."""
+    """What a forward does with packed weights and no graph can repeat.
 
-    def __init__(self, what: str, rule: str, way_out: str) -> None:
+    Args:
+        what: It, as a predicate of the model.
+        rule: Why it can't be followed.
+        way_out: What the user can do.
+        is_placed: `what` names the user's line already.
+    """
+
+    def __init__(self, what: str, rule: str, way_out: str, *, is_placed: bool = False) -> None:
         super().__init__(what, rule, way_out)
+        self.is_placed = is_placed
 
 
 def is_wrapper(value: Any) -> bool:

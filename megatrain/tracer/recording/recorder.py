@@ -66,7 +66,8 @@ class Recorder(CallRunner):
             obstacle.calls = obstacle.calls or self.tape.calls()
             raise
         except UnfollowedError as error:
-            raise Obstacle(*error.args, place=user_line(), calls=self.tape.calls()) from None
+            place = None if error.is_placed else self.tape.site[0]
+            raise Obstacle(*error.args, place=place, calls=self.tape.calls()) from None
 
     def over(self) -> list[tuple[torch.Tensor, str]]:
         """Lets go of all tensors; lists the fake ones, with the place that made each."""
