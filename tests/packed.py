@@ -83,7 +83,7 @@ class Boxed(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        result = super().__torch_function__(func, types, args, kwargs or {})
+        result: Any = super().__torch_function__(func, types, args, kwargs or {})
         return -result if func is torch.Tensor.neg else result  # a call that it changes
 
     def __deepcopy__(self, memo):

@@ -29,7 +29,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 TORCHAO: dict[str, Callable[[], Any]] = {
     "int8": lambda: ao.Int8WeightOnlyConfig(),
     "int8, groups": lambda: ao.Int8WeightOnlyConfig(granularity=ao.PerGroup(32)),
-    "int4 in int8": lambda: ao.IntxWeightOnlyConfig(torch.int4),
+    "int4 in int8": lambda: ao.IntxWeightOnlyConfig(getattr(torch, "int4"))  # noqa: B009  # unknown to pyright,
     "fp8": lambda: ao.Float8WeightOnlyConfig(),
     "nf4": lambda: ao_nf4.NF4WeightOnlyConfig(),
     "int8, dynamic inputs": lambda: ao.Int8DynamicActivationInt8WeightConfig(),
@@ -211,7 +211,7 @@ def test_what_bitsandbytes_moves_about_is_refused_and_the_advice_works() -> None
 
 
 def test_evaluating_4_bit_layers_on_a_cpu_that_repacks_them() -> None:
-    model = of_bitsandbytes(True, torch.float32).eval()
+    model: Any = of_bitsandbytes(True, torch.float32).eval()
     x = torch.randn(4, WIDTH)
     if model[0].base.support_avx512bf16_for_cpu:
         with torch.no_grad(), pytest.raises(TraceError, match=r"docs/limits\.md"):

@@ -155,7 +155,7 @@ def test_state_packed_in_another_way_is_refused(tmp_path: Path) -> None:
     step = megatrain.TrainStep(megatrain.compile(model, device="cpu", memory=BUDGET), optimizer, loss=square)
     step(batch(0))
     step.save(tmp_path / "run")
-    other = network()
+    other: Any = network()
     fresh = PackedMomentum(other.parameters())
     compiled = megatrain.compile(other, device="cpu", memory=BUDGET)
     again = megatrain.TrainStep(compiled, fresh, loss=square)

@@ -12,6 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ScheduleError
+from megatrain.sizes import parse_bytes
 from tests.comparing import assert_same
 
 WIDTHS = (32, 64, 128, 256)
@@ -75,7 +76,7 @@ def test_a_backward_after_another_call_reads_the_weights_of_its_own_block(
     result.square().sum().backward()
     eager(x).square().sum().backward()
     assert_same({n: p.grad for n, p in eager.named_parameters()}, {n: p.grad for n, p in streamed.named_parameters()})
-    assert compiled.peak_bytes <= megatrain.sizes.parse_bytes(memory)
+    assert compiled.peak_bytes <= parse_bytes(memory)
 
 
 def test_only_what_is_kept_past_autograd_is_copied_and_counted() -> None:

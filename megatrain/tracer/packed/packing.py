@@ -139,7 +139,8 @@ def attribute_packings(parameter: torch.Tensor) -> Mapping[str, Packing | None]:
     if is_usual(parameter) or not isinstance(parameter, nn.Parameter) or is_lazy(parameter):
         return {}
     # One that computes by itself isn't what its dense values say, so there would be nothing to stream.
-    if parameter.requires_grad or type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    own, usual = (getattr(kind, "__torch_dispatch__", None) for kind in (type(parameter), torch.Tensor))
+    if parameter.requires_grad or own is not usual:
         return {}
     found: dict[str, Packing | None] = {}
     for name, value in vars(parameter).items():
