@@ -139,6 +139,31 @@ def test_a_plan_counts_packed_bytes_and_needs_no_memory(kind: str) -> None:
         assert str(megatrain.plan(model, X, optimizer="AdamW")) == str(real)
 
 
+def test_the_weights_that_a_class_makes_count_as_workspace() -> None:
+    (template,) = megatrain.lower(megatrain.trace(nn.Sequential(Adapted("wrapper")), (X,))).templates.values()
+    assert template.cost is not None
+    assert template.cost.forward_workspace_bytes >= 4 * WIDTH * WIDTH
+    assert template.cost.saved_bytes < 4 * WIDTH * WIDTH  # and the graph keeps the packed bytes
+
+
+class Noisy(Quantized):
+    """It draws where no call of the graph shows it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        return result + torch.rand(result.shape) if func is torch.ops.aten.mm.default else result
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_random_numbers_within_a_class_are_those_of_eager(activations: str) -> None:
+    model = adapted("wrapper", depth=3)
+    for layer in list[Any](model):
+        layer.weight = nn.Parameter(Noisy.of(layer.weight.plain()), requires_grad=False)
+    compiled = assert_parity(model, (X,), {}, transfer="copy", activations=activations)
+    assert all(template.is_random for template in compiled.program.templates.values())
+
+
 def test_verify_finds_them_equal() -> None:
     for kind in KINDS:
         report = megatrain.verify(adapted(kind), X, device="cpu", memory="40KiB")
