@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatrain.errors import OptimizerError
+from megatrain.tracer.packed.packing import is_wrapper, packing_key, plain_tensors, repacked
 
 Optimizer = torch.optim.Optimizer
 StepCode = Callable[[Optimizer], object]
@@ -45,23 +46,28 @@ def impostor(optimizer: Optimizer, held: Mapping[str, Any], groups: list[dict[st
 
 def own_copy(value: Any) -> Any:
     """Copies an option that a step could write into; returns any other option as it is."""
+    if is_wrapper(value):
+        return repacked(value, own_copy)  # its class need not know how to clone
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return copy.deepcopy(value) if isinstance(value, list | dict | set) else value
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Compares values by their bits where they are tensors, and through lists, tuples and dicts."""
+def is_same(one: Any, other: Any, depth: int = 4) -> bool:
+    """Compares values by their bits where they are tensors, and through lists, tuples, dicts and plain objects."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return _has_same_bits(one, other)
+        pairs = zip(plain_tensors(one), plain_tensors(other), strict=True)
+        return packing_key(one) == packing_key(other) and all(_has_same_bits(*pair) for pair in pairs)
+    if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__") and depth:
+        one, other, depth = vars(one), vars(other), depth - 1  # an object that is equal to itself only, in two copies
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(is_same(one[key], other[key], depth) for key in one)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(is_same, one, other))
+        return len(one) == len(other) and all(is_same(a, b, depth) for a, b in zip(one, other, strict=True))
     return bool(one == other)
 
 

@@ -27,6 +27,7 @@ from megatrain.optim.rehearsal import (
 from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.torch_features import check_torch
 from megatrain.torch_private import FakeTensorMode, forbid_memory, pytree
+from megatrain.tracer.packed.packing import plain_tensors
 from megatrain.tracer.spec import TensorSpec
 
 _STEPS = 2
@@ -234,7 +235,7 @@ def _on_corners(optimizer: Optimizer, members: Sequence[Updated], cause: Excepti
 def _bytes_by_corner(optimizer: Optimizer, member: Updated) -> dict[str, int]:
     def stepped(sparse: bool) -> dict[str, int]:
         stand_in = _stand_in(corner(torch.empty(member.spec.shape, dtype=member.spec.dtype, device="meta")), member)
-        runner = over_stand_ins(optimizer, {member.parameter: stand_in}, of_state=corner)
+        runner = over_stand_ins(optimizer, {member.parameter: stand_in}, of_state=corner, keeps_packed=False)
         generator = torch.Generator().manual_seed(0)
         for _ in range(_STEPS):
             stand_in.grad = random_gradient(stand_in, generator, sparse=sparse)
@@ -258,7 +259,8 @@ def _stand_in(values: torch.Tensor, member: Updated) -> torch.nn.Parameter:
 
 
 def _tensors(value: Mapping[Any, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(dict(value)) if isinstance(leaf, torch.Tensor)]
+    leaves = [leaf for leaf in pytree.tree_leaves(dict(value)) if isinstance(leaf, torch.Tensor)]
+    return [tensor for leaf in leaves for tensor in plain_tensors(leaf)]
 
 
 def _bytes_by_name(state: Any, ratio: float = 1.0) -> dict[str, int]:

@@ -45,11 +45,28 @@ def check_per_parameter(optimizer: Optimizer, *, probe: bool = True) -> None:
         held = next((item for item in _inside(value) if _is_held(item, parameters)), None)
         if held is not None:
             raise _refusal(optimizer, f"its attribute `{name}` holds a {type(held).__name__} outside its groups")
+    if _has_overrides(optimizer, parameters):
+        raise _refusal(
+            optimizer, "options of single parameters were overridden by their positions (GlobalOptimManager)"
+        )
     if probe:
         with unnoticed():
             difference = _try(optimizer)
         if difference is not None:
             raise _refusal(optimizer, f"steps over single parameters give another {difference}")
+
+
+def _has_overrides(optimizer: Optimizer, parameters: set[torch.Tensor]) -> bool:
+    """Tells whether bitsandbytes has other options for a parameter, which it finds by the position in its group.
+
+    An update of some parameters gives them other positions.
+    """
+    manager = getattr(optimizer, "mng", None)
+    by_module = getattr(manager, "module_weight_config_triple", ())
+    overridden = {id(getattr(module, name, None)) for module, name, _ in by_module}
+    overridden.update(getattr(manager, "pid2config", {}))
+    by_position = bool(getattr(manager, "index2config", None))  # of this optimizer, or another with such positions
+    return by_position or any(id(parameter) in overridden for parameter in parameters)
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -93,7 +110,8 @@ def _try(optimizer: Optimizer) -> str | None:
 def _difference(optimizer: Optimizer, *, sparse: bool) -> str | None:
     chosen = [parameter for group in optimizer.param_groups for parameter in _few(group["params"])]
     whole, parts = (
-        over_stand_ins(optimizer, {p: _stand_in(p, optimizer) for p in chosen}, of_state=corner) for _ in range(2)
+        over_stand_ins(optimizer, {p: _stand_in(p, optimizer) for p in chosen}, of_state=corner, keeps_packed=False)
+        for _ in range(2)
     )
     code = step_code(optimizer)
     pairs = [

@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.optim.impostor import ALIGNED, Optimizer, attributes, impostor, own_copy
+from megatrain.optim.impostor import ALIGNED, Optimizer, attributes, impostor, own_copy, step_code
 from megatrain.torch_private import (
     ITEM,
     DataDependentOutputException,
@@ -26,6 +26,8 @@ from megatrain.torch_private import (
     pytree,
     unset_fake_temporarily,
 )
+from megatrain.tracer.capture.sandbox import uncompiled
+from megatrain.tracer.packed.packing import is_wrapper, repacked
 from megatrain.tracer.spec import TensorSpec
 
 Result = TypeVar("Result")
@@ -35,8 +37,11 @@ _EDGE = 4
 
 @contextmanager
 def unnoticed() -> Generator[None]:
-    """Hides the body: no warning is shown, generators stay as they were, and new tensors are on the CPU."""
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    """Hides the body: no warning is shown, generators stay as they were, and new tensors are on the CPU.
+
+    What `torch.compile` made runs its own Python code: nothing can be compiled for tensors without memory.
+    """
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("cpu"), uncompiled():
         warnings.simplefilter("ignore")
         yield
 
@@ -47,6 +52,7 @@ def over_stand_ins(
     *,
     of_state: Callable[[torch.Tensor], torch.Tensor],
     of_option: Callable[[Any], Any] = own_copy,
+    keeps_packed: bool = True,
 ) -> Optimizer:
     """Makes an optimizer of the same class over stand-ins, which shares nothing with the one it is made of.
 
@@ -55,6 +61,8 @@ def over_stand_ins(
         stand_ins: By parameter. Parameters without one are left out.
         of_state: Makes the stand-in for a tensor in a parameter's state.
         of_option: Makes the stand-in for an option of a group.
+        keeps_packed: False for corners: of a tensor of several inner ones there is none, so state with such a tensor
+            is left out, and begins anew.
     """
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -65,7 +73,7 @@ def over_stand_ins(
         groups.append(made)
     state: Any = defaultdict(dict)
     for parameter, stand_in in stand_ins.items():
-        if parameter in optimizer.state:
+        if parameter in optimizer.state and (keeps_packed or not _is_packed(optimizer.state[parameter])):
             held: Any = optimizer.state[parameter]
             held = dict(held) if isinstance(held, Mapping) else held
             state[stand_in] = pytree.tree_map(
@@ -73,6 +81,29 @@ def over_stand_ins(
             )
     state.update(copy.deepcopy(shared_state(optimizer)))
     return impostor(optimizer, copy.deepcopy(attributes(optimizer)), groups, state)
+
+
+def give_new_state(optimizers: Sequence[Optimizer], parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Gives a parameter the state that its optimizer makes in a first step, unless it has some; for a load to fill.
+
+    Args:
+        optimizers: Of which one holds the parameter.
+        parameter: Of a model.
+        dtype: Of the values that an update sees.
+    """
+    optimizer = next(o for o in optimizers if any(parameter is p for group in o.param_groups for p in group["params"]))
+    if optimizer.state.get(parameter):
+        return
+    with unnoticed(), torch.no_grad():
+        stand_in = torch.nn.Parameter(torch.zeros_like(parameter, dtype=dtype))
+        stand_in.grad = torch.zeros_like(stand_in)
+        runner = over_stand_ins(optimizer, {parameter: stand_in}, of_state=torch.clone)
+        step_code(optimizer)(runner)
+    optimizer.state[parameter] = runner.state[stand_in]
+
+
+def _is_packed(state: Any) -> bool:
+    return any(map(is_wrapper, pytree.tree_leaves(dict(state) if isinstance(state, Mapping) else state)))
 
 
 def shared_state(optimizer: Optimizer) -> dict[Any, Any]:
@@ -131,6 +162,8 @@ def faked(tensor: torch.Tensor) -> torch.Tensor:
 
     A number, such as the count of steps, keeps its value.
     """
+    if is_wrapper(tensor):
+        return repacked(tensor, faked)
     if tensor.numel() != 1 or tensor.is_meta or isinstance(tensor, FakeTensor):
         return empty(TensorSpec.of(tensor))
     with unset_fake_temporarily():

@@ -13,6 +13,7 @@ from megatrain.optim.masters.halves import Master, SplitMaster
 from megatrain.optim.masters.registry import Masters
 from megatrain.sizes import aligned
 from megatrain.torch_private import pytree
+from megatrain.tracer.packed.packing import is_wrapper, plain_tensors, repacked
 
 
 class Undo:
@@ -41,7 +42,8 @@ class Undo:
         written = [*(parameter.detach() for parameter in parameters), *lows]
         states = {parameter: optimizer.state.get(parameter) for parameter in parameters}
         leaves: list[Any] = pytree.tree_leaves(list(states.values()))
-        needed = sum(aligned(t.nbytes) for t in (*written, *leaves) if _is_dense(t))
+        plain = [t for leaf in leaves if isinstance(leaf, torch.Tensor) for t in plain_tensors(leaf)]
+        needed = sum(aligned(t.nbytes) for t in (*written, *plain) if _is_dense(t))
         if needed > self._memory.numel():
             self._memory = torch.empty(0, dtype=torch.uint8)  # not both at a time
             self._memory = torch.empty(needed, dtype=torch.uint8)
@@ -50,6 +52,8 @@ class Undo:
         self._state = {parameter: pytree.tree_map(self._copy, state) for parameter, state in states.items()}
 
     def _copy(self, value: Any) -> Any:
+        if is_wrapper(value):
+            return repacked(value, self._copy)
         if not _is_dense(value):
             return own_copy(value)
         place = self._memory[self._used : self._used + value.nbytes].view(value.dtype).view(value.shape)

@@ -13,6 +13,7 @@ from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.undo import Undo
 from megatrain.torch_private import pytree
+from megatrain.tracer.packed.packing import is_wrapper
 
 
 class Updater:
@@ -98,6 +99,8 @@ def _own(state: dict[Any, Any], gradient: torch.Tensor) -> None:
     place = gradient.untyped_storage().data_ptr()
 
     def own(value: Any) -> Any:
+        if is_wrapper(value):
+            return value  # of tensors of its own: no optimizer packs a gradient as it is
         is_kept = isinstance(value, torch.Tensor) and value.layout == torch.strided
         return value.clone() if is_kept and value.untyped_storage().data_ptr() == place else value
 

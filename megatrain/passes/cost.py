@@ -16,6 +16,8 @@ class TemplateCost:
         forward_flops: Floating-point operations of the forward's matrix products, convolutions and attention.
         unmeasured: Why the bytes are a bound instead (the results of all calls at once) and the operations aren't
             known; empty where both are measured.
+        held_state: Positions of the state that a retained graph keeps by another way than autograd's saved tensors (in
+            the context of an autograd.Function). It keeps a copy, counted in `saved_bytes`: slots are written again.
 
     >>> print(TemplateCost(90112, 24576, 57088, 4194304))
     saves 90112 B, workspace 57088 B, 4.19 MFLOP
@@ -28,6 +30,7 @@ class TemplateCost:
     backward_workspace_bytes: int
     forward_flops: int
     unmeasured: str = ""
+    held_state: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         workspace = max(self.forward_workspace_bytes, self.backward_workspace_bytes)

@@ -15,6 +15,7 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.available import available_bytes as available_now
 from megatrain.optim.made_over import OPTIMIZER, made_over
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
+from megatrain.optim.masters.narrow_model import check_packed_width, is_all_wide, plain_parameters
 from megatrain.optim.masters.registry import Masters
 from megatrain.optim.need import OptimizerNeed, Updated, joint_need
 from megatrain.options import PRECISION
@@ -24,6 +25,7 @@ from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import aligned, format_bytes
 from megatrain.torch_private import FakeTensor
 from megatrain.tracer.inventory import StateEntry, inventory
+from megatrain.tracer.packed.packing import plain_tensors
 
 OptimizerLike = Optimizers | type[torch.optim.Optimizer] | str
 """An optimizer or several, or a class of optimizers, or the class's name in `torch.optim`."""
@@ -173,9 +175,10 @@ def host_plan(
 
 def narrow_entries(entries: Mapping[str, StateEntry]) -> dict[str, StateEntry]:
     """Describes the state with its parameters in bf16, if all of them are fp32; otherwise unchanged."""
-    parameters = [entry for entry in entries.values() if entry.kind == "parameter"]
-    if any(entry.spec.dtype != torch.float32 for entry in parameters):
+    check_packed_width(entries)
+    if not is_all_wide(entries):
         return dict(entries)
+    parameters = plain_parameters(entries).values()
     narrow = {e.key: replace(e, spec=replace(e.spec, dtype=torch.bfloat16)) for e in parameters}
     return {key: narrow.get(key, entry) for key, entry in entries.items()}
 
@@ -267,7 +270,8 @@ def _wholes_bytes(program: Program, entries: Mapping[str, StateEntry]) -> int:
 
 def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the host's memory behind tensors, each memory once."""
-    real = [t for t in tensors if is_on_host(t) and not isinstance(t, FakeTensor)]
+    plain = (inner for tensor in tensors for inner in plain_tensors(tensor))
+    real = [t for t in plain if is_on_host(t) and not isinstance(t, FakeTensor)]
     strided = [t.untyped_storage() for t in real if t.layout == torch.strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in strided}.values())
 

@@ -18,6 +18,7 @@ from megatrain.passes.interpret import Code
 from megatrain.passes.program import Template
 from megatrain.runtime.rng import RngState, repeated_rng
 from megatrain.tracer.expectations import GuardFailedError
+from megatrain.tracer.packed.packing import Packing, is_wrapper
 from megatrain.tracer.recording.effect_watch import has_hooks
 
 Tensors = Sequence[torch.Tensor]
@@ -99,6 +100,7 @@ class BlockRunner:
         self._device = device
         self._is_random = template.is_random
         self._hides_draws = template.hides_draws
+        self._held = set[int]() if template.cost is None else set(template.cost.held_state)
         self._ends = [(port.name, port.spec.shape) for port in template.outputs]
 
     def rng_state(self) -> RngState | None:
@@ -169,10 +171,11 @@ class BlockRunner:
                 compared with the capture's again, and its state stays where it is.
         """
         is_own = any(call.needs_own_state for call in self._code.opaque)
-        state = [t.clone() for t in state] if is_own else state
+        copied = set(range(len(state))) if is_own else set[int]() if is_repeated else self._held
+        state = [t.clone() if index in copied else t for index, t in enumerate(state)]
         leaves = [t.detach().requires_grad_(g) for t, g in zip((*inputs, *state), needs_grad, strict=True)]
         with torch.enable_grad(), self._device.without_autocast():
-            saved: list[weakref.ref[torch.Tensor]] = []
+            saved = [] if is_own else [weakref.ref(leaves[len(inputs) + index]) for index in sorted(copied)]
             with self._saving(leaves[len(inputs) :], read_state, saved, is_own=is_own, is_repeated=is_repeated):
                 outputs = self._run(leaves, is_checked=not is_repeated)
             own = leaves[: len(inputs)]
@@ -236,8 +239,35 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.r
         now = now if now.dtype == dtype else now.view(dtype)
         return now.as_strided(shape, stride, now.storage_offset() + offset)
 
-    with saved_tensors_hooks(pack, unpack):
+    with saved_tensors_hooks(_of_inner(pack), _of_packed(unpack)):
         yield
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PackedTensor:
+    """A saved tensor of several inner ones, each of which is kept as any other."""
+
+    packing: Packing
+    inner: list[Any]
+
+
+def _of_inner(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    def pack_each(tensor: torch.Tensor) -> Any:
+        packing = Packing.of(tensor) if is_wrapper(tensor) else None
+        if packing is None:
+            return pack(tensor)
+        return _PackedTensor(packing, [pack(inner) for _, inner in packing.tensors(tensor)])
+
+    return pack_each
+
+
+def _of_packed(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    def unpack_each(packed: Any) -> torch.Tensor:
+        if isinstance(packed, _PackedTensor):
+            return packed.packing.packed(map(unpack, packed.inner))
+        return unpack(packed)
+
+    return unpack_each
 
 
 HIDDEN_DRAWS = (

@@ -236,7 +236,7 @@ class Engine:
     @checked()
     def runner(self, template: Template) -> BlockRunner:
         """Returns the runner of a template; variants with equal templates share it."""
-        key = template_key(template)
+        key = template_key(template), () if template.cost is None else template.cost.held_state
         runner = self._runners.get(key)
         if runner is None:
             runner = self._runners[key] = BlockRunner(template, self.device)

@@ -23,6 +23,7 @@ from megatrain.files.room import room_to_read
 from megatrain.files.weight_files import PIECE_BYTES
 from megatrain.saving.manifest import FileRecord, Manifest
 from megatrain.saving.optimizers import destinations, differences, misfitting_options, misfitting_rest, put_back
+from megatrain.saving.packed import filled
 from megatrain.saving.saved import Saved
 from megatrain.saving.schema import FILE, TRAINING
 from megatrain.saving.values import decode
@@ -166,7 +167,9 @@ class Checkpoint:
         saved, stored = self._saved_optimizer(), self._tensors(self._stem("optimizer"))
         existing = destinations(several := optimizers_of(optimizer), names)
         state = {
-            name: {key: _state(value, stored, existing.get((name, key))) for key, value in values.items()}
+            name: {
+                key: _state(value, stored, existing.get((name, key)), f"{name}.{key}") for key, value in values.items()
+            }
             for name, values in saved["state"].items()
         }
         put_back(several, names, self._decoded("param_groups"), state, self._decoded("rest"))
@@ -311,7 +314,7 @@ def _fresh(saved: Saved, existing: torch.Tensor | None = None) -> torch.Tensor:
     return out
 
 
-def _state(encoded: Any, stored: Mapping[str, Saved], existing: torch.Tensor | None) -> Any:
+def _state(encoded: Any, stored: Mapping[str, Saved], existing: torch.Tensor | None, place: str) -> Any:
     """Reads one state of one parameter; only a state that is itself a tensor may be read in place."""
     is_tensor = isinstance(encoded, dict) and "!tensor" in encoded
-    return decode(encoded, lambda name: _fresh(stored[name], existing if is_tensor else None))
+    return filled(decode(encoded, lambda name: _fresh(stored[name], existing if is_tensor else None)), existing, place)

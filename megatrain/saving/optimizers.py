@@ -14,6 +14,7 @@ from megatrain.checks import shown
 from megatrain.checks.several_optimizers import Optimizers, check_apart, optimizers_of
 from megatrain.errors import CheckpointError
 from megatrain.saving.fitting import misfits
+from megatrain.saving.packed import apart
 from megatrain.saving.values import Encoder
 from megatrain.tracer.spec import dtype_name
 
@@ -92,7 +93,7 @@ class OptimizerState:
     def encode(self, encoder: Encoder) -> dict[str, Any]:
         """Returns JSON; tensors are stored as `<parameter>.<state>`."""
         state = {
-            name: {key: encoder.encode(value, f"{name}.{key}") for key, value in values.items()}
+            name: {key: encoder.encode(apart(value), f"{name}.{key}") for key, value in values.items()}
             for name, values in self.state.items()
         }
         odd = [(name, key) for name, values in state.items() for key in values if type(key) is not str]

@@ -48,6 +48,8 @@ def as_call(func: Callable[..., Any]) -> tuple[str, Any]:
     `torch._tensor.pow`) have no importable name.
     """
     name = call_name(func)
+    if hasattr(func, "call_text"):
+        return "call_function", func  # an object of ours
     module = getattr(func, "__module__", None)
     if isinstance(func, FunctionType | BuiltinFunctionType) and module != "torch._tensor":
         if getattr(torch.Tensor, name, None) is not func:
@@ -57,9 +59,8 @@ def as_call(func: Callable[..., Any]) -> tuple[str, Any]:
     return "call_function", func
 
 
-def target_text(node: fx.Node) -> str:
-    """Returns the printed name of the function a `call_function` node calls."""
-    target: Any = node.target
+def function_text(target: Any) -> str:
+    """Returns the printed name of a function that a `call_function` node calls."""
     name = call_name(target)
     for prefix, namespace in _NAMESPACES:
         if getattr(namespace, name, None) is target:
@@ -162,4 +163,4 @@ def call_text(node: fx.Node) -> str:
         return f"{parts[0]}.{node.args[1]}"
     if node.op == "call_method":
         return f"{parts[0]}.{node.target}({', '.join(parts[1:])})"
-    return f"{target_text(node)}({', '.join(parts)})"
+    return f"{function_text(node.target)}({', '.join(parts)})"

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from megatrain.errors import TraceError
+from megatrain.tracer.packed.packing import Path, UnpackableError, inner_tensors
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -22,6 +24,7 @@ class StateEntry:
         requires_grad: Whether it is trained.
         ties: The other names of the same tensor; for a part, of the whole.
         persistent: Whether it is part of `state_dict()`.
+        packed_in: For the tensors of a packed parameter: the key of what the model registers.
         base: For a part of a tensor: the key of the whole, which is what the model registers.
         rows: For a part: its first row along the first dimension, and the row after its last.
     """
@@ -32,6 +35,7 @@ class StateEntry:
     requires_grad: bool
     ties: tuple[str, ...] = ()
     persistent: bool = True
+    packed_in: str | None = None
     base: str | None = None
     rows: tuple[int, int] = (0, 0)
 
@@ -58,27 +62,53 @@ class StateEntry:
 
 
 def inventory(module: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.Tensor]]:
-    """Lists the registered state of `module`.
+    """Lists the registered state of `module`: plain tensors, and the inner tensors of packed ones.
 
     Returns:
         The entries and the tensors, both by key, in registration order, each tensor once.
+
+    Raises:
+        TraceError: If a packed parameter can't be taken apart.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    homes: dict[int, str] = {}
     for kind, named in (
         ("parameter", module.named_parameters(remove_duplicate=False)),
         ("buffer", module.named_buffers(remove_duplicate=False)),
     ):
         for name, tensor in named:
-            names.setdefault(id(tensor), []).append(name)
-            tensors.setdefault(id(tensor), (kind, tensor))
+            found = taken_apart(name, tensor)
+            for path, inner in found:
+                names.setdefault(id(inner), []).append(".".join((name, *path)))
+                tensors.setdefault(id(inner), (kind, inner))
+                if len(found) > 1 or inner is not tensor:
+                    homes.setdefault(id(inner), name)
     transient = _non_persistent(module)
     entries: dict[str, StateEntry] = {}
     for identity, (kind, tensor) in tensors.items():
         key, *ties = names[identity]
         spec = TensorSpec.of(tensor)
-        entries[key] = StateEntry(key, kind, spec, tensor.requires_grad, tuple(ties), key not in transient)
+        home = homes.get(identity)
+        persistent = (home or key) not in transient
+        entries[key] = StateEntry(key, kind, spec, tensor.requires_grad, tuple(ties), persistent, home)
     return entries, {names[identity][0]: tensor for identity, (_, tensor) in tensors.items()}
+
+
+def taken_apart(name: str, tensor: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
+    """Lists the plain tensors that a registered tensor consists of, with the path to each; see `inner_tensors`.
+
+    Raises:
+        TraceError: If a packed one can't be taken apart.
+    """
+    try:
+        return inner_tensors(tensor)
+    except UnpackableError as error:
+        raise TraceError(
+            f"`{name}` is a {type(tensor).__qualname__}, which {error}.\n"
+            "  A packed (quantized) parameter is taken apart into plain tensors of this process, found in attributes.\n"
+            "  Load these weights in bf16 or fp32, or quantize them by another method."
+        ) from None
 
 
 def _non_persistent(module: nn.Module) -> set[str]:
@@ -98,10 +128,17 @@ class StateValues:
     Args:
         fakes: Fake state by key.
         tensors: The state itself, by key.
+        entries: What is known of it, by key.
     """
 
-    def __init__(self, fakes: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]):
+    def __init__(
+        self,
+        fakes: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        entries: Mapping[str, StateEntry],
+    ):
         self._sources = {id(fake): (fake, tensors[key]) for key, fake in fakes.items()}
+        self._parameters = {id(fake) for key, fake in fakes.items() if entries[key].kind == "parameter"}
         self._values: dict[int, torch.Tensor] = {}
         self.is_used = False
 
@@ -120,18 +157,18 @@ class StateValues:
         if id(fake) not in self._values:
             _, source = self._sources[id(fake)]
             value = source.detach()
-            if not isinstance(source, nn.Parameter):
+            if id(fake) not in self._parameters:
                 value = value.clone(memory_format=torch.preserve_format)
             self._values[id(fake)] = value.to(fake.device).requires_grad_(fake.requires_grad)
         return self._values[id(fake)]
 
     def is_shared(self, fake: torch.Tensor) -> bool:
         """Tells whether the values of this fake tensor are the model's own, not to be written into."""
-        return self.is_used and isinstance(self._sources[id(fake)][1], nn.Parameter)
+        return self.is_used and id(fake) in self._parameters
 
     def let_go(self) -> None:
         """Frees the copies of parameters on a device other than the host."""
         for identity, (_, source) in self._sources.items():
             value = self._values.get(identity)
-            if value is not None and value.device != source.device and isinstance(source, nn.Parameter):
+            if value is not None and value.device != source.device and identity in self._parameters:
                 del self._values[identity]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from megatrain.errors import TraceError
 from megatrain.torch_private import FakeTensor
+from megatrain.tracer.inventory import taken_apart
+from megatrain.tracer.packed.packing import Path, is_wrapper
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
@@ -37,11 +41,24 @@ def check_plain(what: str, tensor: torch.Tensor) -> None:
             "  Inputs, parameters and buffers must be dense tensors, described fully by shape, dtype and strides.\n"
             "  Pass its dense parts, and build the tensor inside the forward."
         )
-    if _changes_calls(type(tensor)) and _holds_more(tensor):
+    if is_wrapper(tensor):
         raise TraceError(
             f"{what} is a {type(tensor).__qualname__}, a tensor class that keeps its values in inner tensors.\n"
-            "  Only its own code can read them, as with quantized, packed or distributed weights; megatrain streams "
-            "plain tensors only.\n"
+            "  Only parameters and buffers may be of such a class.\n"
+            "  Pass its inner tensors, and make the object around them inside the forward."
+        )
+    if isinstance(tensor, nn.Parameter) and _changes_calls(type(tensor)) and not _dispatches(type(tensor)):
+        raise TraceError(
+            f"{what} is a {type(tensor).__qualname__}, a class of parameters with its own behaviour, and holds plain "
+            "values.\n"
+            "  Quantized weights are followed when they are quantized, with scales and tables in their attributes.\n"
+            "  If a later step quantizes this one (with bitsandbytes, `model.to(device)`), take it first; otherwise "
+            "assign a torch.nn.Parameter of its values."
+        )
+    if _changes_calls(type(tensor)) and _dispatches(type(tensor)):
+        raise TraceError(
+            f"{what} is a {type(tensor).__qualname__}, a tensor class that says nowhere where its values are.\n"
+            "  A class of packed tensors lists its inner tensors in `__tensor_flatten__`; then they can be streamed.\n"
             "  Load the weights in bf16 or fp32 instead (frozen weights too), or replace them by their dequantized "
             "values."
         )
@@ -54,17 +71,62 @@ def check_plain(what: str, tensor: torch.Tensor) -> None:
 
 
 def check_plain_state(model: nn.Module) -> None:
-    """Checks all parameters and buffers with `check_plain`."""
-    for name, tensor in model.named_parameters():
-        check_plain(f"parameter `{name}`", tensor)
-    for name, tensor in model.named_buffers():
-        check_plain(f"buffer `{name}`", tensor)
+    """Checks all parameters and buffers: each is plain, or frozen and packed of plain tensors.
+
+    Raises:
+        TraceError: Naming the first that is neither.
+    """
+    for what, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if type(tensor) in _PLAIN:
+                check_plain(f"{what} `{name}`", tensor)
+            else:
+                _check_packed(f"{what} `{name}`", name, tensor)
 
 
-def _holds_more(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor of a class of its own is more than its dense values, which then say nothing."""
-    dispatches = any("__torch_dispatch__" in vars(kind) for kind in type(tensor).__mro__ if kind not in _PLAIN)
-    return dispatches or bool(vars(tensor))
+def _check_packed(what: str, name: str, tensor: torch.Tensor) -> None:
+    inner = [] if is_lazy(tensor) else [(path, held) for path, held in taken_apart(name, tensor) if path]
+    if is_wrapper(tensor):
+        _check_frozen(what, tensor)
+    elif not inner:
+        check_plain(what, tensor)
+    _check_whole(what, tensor, inner)
+    for path, held in inner:
+        check_plain(f"the inner tensor `{'.'.join(path)}` of {what}", held)
+
+
+def _check_whole(what: str, tensor: torch.Tensor, inner: Collection[tuple[Path, torch.Tensor]]) -> None:
+    """Refuses quantized parameters whose library moves their values and scales about while it computes."""
+    if is_wrapper(tensor) or tensor.is_floating_point() or tensor.is_complex():
+        return
+    again = [".".join(path) for path, held in inner if _shares(held, tensor)]
+    if again or not inner:
+        where = f"again in its attribute `{again[0]}`" if again else "without scales"
+        raise TraceError(
+            f"{what} is a {type(tensor).__qualname__} that holds its values {where}.\n"
+            "  Such weights (bitsandbytes' 8-bit layers) move between attributes in each forward, where no capture "
+            "follows.\n"
+            "  Quantize with torchao's Int8WeightOnlyConfig or to bitsandbytes' 4 bit, or load the weights in bf16."
+        )
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def _check_frozen(what: str, tensor: torch.Tensor) -> None:
+    if tensor.requires_grad:
+        raise TraceError(
+            f"{what} is a {type(tensor).__qualname__} that is trained.\n"
+            "  Its values are in inner tensors, which no gradient reaches: packed (quantized) weights are streamed "
+            "frozen.\n"
+            "  Freeze it with requires_grad_(False) and train adapters (LoRA), or load it in bf16 or fp32."
+        )
+
+
+def _dispatches(kind: type) -> bool:
+    """Tells whether a class computes by itself, so that its dense values say nothing."""
+    return any("__torch_dispatch__" in vars(base) for base in kind.__mro__ if base not in _PLAIN)
 
 
 def _changes_calls(kind: type) -> bool:

@@ -12,6 +12,8 @@ from megatrain.compiled.inside import Compiled
 from megatrain.errors import CheckpointError
 from megatrain.saving import Checkpoint, Saved, Source
 from megatrain.tracer.inventory import inventory
+from megatrain.tracer.packed.packed_state import registered
+from megatrain.tracer.packed.packing import packing_text, unpacked_state
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -33,7 +35,7 @@ class State:
     @staticmethod
     def of(compiled: Compiled) -> State:
         """Reads a model, after all due updates."""
-        listed: Mapping[str, Any] = compiled.model.state_dict(keep_vars=True)
+        listed = unpacked_state(compiled.model.state_dict(keep_vars=True))
         entries, tensors = inventory(compiled.model)
         own = {_identity(tensor): tensor for tensor in tensors.values()}
         weights = {
@@ -48,6 +50,32 @@ class State:
             if (entry.persistent or key in compiled.written_buffers) and id(tensors[key]) not in shown
         }
         return State(weights, hidden, {name: value for name, value in listed.items() if name not in weights})
+
+    @staticmethod
+    def packed(compiled: Compiled) -> dict[str, str]:
+        """Says of each packed parameter how it is made of its inner tensors: a checkpoint has only these."""
+        named = ((name, packing_text(tensor)) for name, tensor in registered(compiled.model))
+        return {name: text for name, text in named if text is not None}
+
+    @staticmethod
+    def check_packed(checkpoint: Checkpoint, saved: Mapping[str, str], compiled: Compiled) -> None:
+        """Compares how parameters are packed with a checkpoint's.
+
+        Args:
+            checkpoint: For the error.
+            saved: What `packed` said when it was written.
+            compiled: The model.
+
+        Raises:
+            CheckpointError: Listing all differences.
+        """
+        now = State.packed(compiled)
+        names = sorted(name for name in now.keys() | saved.keys() if now.get(name) != saved.get(name))
+        _refuse(
+            checkpoint,
+            "packed parameters",
+            [f"differs: `{n}` is {saved.get(n, 'plain')}, but {now.get(n, 'plain')} here" for n in names],
+        )
 
     def check_others(self, checkpoint: Checkpoint, saved: Mapping[str, Any]) -> None:
         """Compares the names of extra states with those of a checkpoint.

@@ -20,7 +20,10 @@ from megatrain.files import json_rules
 from megatrain.files.json_rules import anything, integer, mapping, optional, problems, record, text
 from megatrain.files.room import room_to_read
 from megatrain.optim.impostor import Optimizer
+from megatrain.optim.masters.halves import WholeMaster
+from megatrain.optim.rehearsal import give_new_state
 from megatrain.saving.fitting import misfits
+from megatrain.saving.packed import packed_parameters
 from megatrain.training.boundary import Progress
 from megatrain.training.config import with_config
 from megatrain.training.model_state import HIDDEN, State
@@ -79,6 +82,7 @@ def save(
             "modules": dict(state.others),
             "user": dict(user or {}),
             **({} if weights else {_LACKS_WEIGHTS: True}),
+            **({_PACKED: packed} if (packed := State.packed(compiled)) else {}),
         },
         shard_bytes=shard_bytes,
         more=with_config(compiled.model, more) if weights else more,
@@ -106,6 +110,7 @@ def restore(
     hidden = {name: saved for name, saved in checkpoint.tensors.items() if name.startswith(HIDDEN)}
     masters = {name: saved for name, saved in checkpoint.tensors.items() if name not in hidden}
     compiled.masters.check(masters)
+    State.check_packed(checkpoint, extra.get(_PACKED, {}), compiled)
     state = State.of(compiled)
     state.check_others(checkpoint, extra["modules"])
     state.places(checkpoint, hidden, compiled)
@@ -126,6 +131,9 @@ def restore(
         hidden[name].read(tensor)
     compiled.written_buffers.update(name.removeprefix(HIDDEN) for name in hidden)
     compiled.masters.restore(masters)  # after the parameters, because a write into parameters sets the masters
+    for parameter in (names[name] for name in packed_parameters(checkpoint.manifest)):
+        is_whole = isinstance(compiled.masters.get(parameter), WholeMaster | None)
+        give_new_state(optimizers, parameter, parameter.dtype if is_whole else torch.float32)
     checkpoint.read_optimizer(optimizers, names)
     if scheduler is not None:
         _restore_scheduler(checkpoint, scheduler, extra["scheduler"])
@@ -147,6 +155,7 @@ _FIELDS = {
     "user": mapping(anything, anything),
 }
 _LACKS_WEIGHTS = "lacks_weights"
+_PACKED = "packed"
 _SCHEMAS = {1: _FIELDS, 2: {**_FIELDS, "scheduler_class": optional(text())}}
 """What `save` has stored as values, by the schema of the manifest."""
 
@@ -163,6 +172,7 @@ def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
     wrong = problems(record(fields, others=anything), checkpoint.extra, "extra")
     if checkpoint.extra.get(_LACKS_WEIGHTS, True) is not True:
         wrong.append(f"extra.{_LACKS_WEIGHTS} is {shown(checkpoint.extra[_LACKS_WEIGHTS])}, not True")
+    wrong += problems(mapping(text(), text()), checkpoint.extra.get(_PACKED, {}), f"extra.{_PACKED}")
     _refuse(f"`{checkpoint.folder}` has {len(wrong)} values that no step can have saved.", wrong)
     return checkpoint.extra
 

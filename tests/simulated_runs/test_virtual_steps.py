@@ -81,7 +81,7 @@ def test_the_simulator_of_schedules_is_right_within_5_percent_for_each_card(sim:
 def test_a_step_takes_as_long_as_what_holds_it_up(
     sim: Simulator, hosts: VirtualHosts, profile: HardwareProfile, busy: set[str], mode: str
 ):
-    """If the bus does, the forward waits for weights, and the backward, whose weights stay, for its gradients to leave."""
+    """If the bus does, the forward waits for its weights, and the backward for its gradients to leave."""
     step, batch = made(mode, depth=40)  # its first copy and last update are short beside the rest
     assert len(step.schedule.resident()) == 40
     sim.set_profile(profile)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -15,7 +15,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.memory.unshared import check_unshared
 from megatrain.optim.masters.narrow_tensor import Narrowed
 from megatrain.optim.masters.registry import Kind, Masters
-from megatrain.tracer.inventory import inventory
+from megatrain.tracer.inventory import StateEntry, inventory
 from megatrain.tracer.plain_tensors import check_plain_state
 
 _OF_MODELS: WeakKeyDictionary[nn.Module, Masters] = WeakKeyDictionary()
@@ -35,7 +35,8 @@ def masters_of(model: nn.Module, kind: Kind) -> Masters:
     check_plain_state(model)
     known = _OF_MODELS.get(model)
     entries, tensors = inventory(model)
-    parameters = {key: tensors[key] for key, entry in entries.items() if entry.kind == "parameter"}
+    check_packed_width(entries)
+    parameters = {key: tensors[key] for key in plain_parameters(entries)}
     others = [key for key, p in parameters.items() if p.dtype not in (torch.float32, torch.bfloat16)]
     if others:
         more = f", nor are {len(others) - 1} others" if len(others) > 1 else ""
@@ -44,7 +45,7 @@ def masters_of(model: nn.Module, kind: Kind) -> Masters:
             "  fp32 parameters become bf16 with exact fp32 masters; a model with bf16 parameters stays as it is.\n"
             "  Convert the parameter, register values that aren't floating-point as a buffer, or use precision='fp32'."
         )
-    is_wide = _is_wide(model)
+    is_wide = is_all_wide(entries)
     if is_wide:
         check_unshared(tensors)
         for key, parameter in parameters.items():
@@ -100,8 +101,30 @@ def explained(masters: Masters) -> Generator[None]:
         raise
 
 
-def _is_wide(model: nn.Module) -> bool:
-    return all(parameter.dtype == torch.float32 for parameter in model.parameters())
+def plain_parameters(entries: Mapping[str, StateEntry]) -> dict[str, StateEntry]:
+    """Returns the parameters that are no tensors of packed ones."""
+    return {key: e for key, e in entries.items() if e.kind == "parameter" and e.packed_in is None}
+
+
+def is_all_wide(entries: Mapping[str, StateEntry]) -> bool:
+    """Tells whether all parameters are fp32, so that precision="bf16" makes them bf16."""
+    return all(e.spec.dtype == torch.float32 for e in entries.values() if e.kind == "parameter")
+
+
+def check_packed_width(entries: Mapping[str, StateEntry]) -> None:
+    """Refuses precision="bf16" for an fp32 model with packed parameters: the rest would become bf16, and they wouldn't.
+
+    Raises:
+        OptionError: Naming one of these.
+    """
+    plain = plain_parameters(entries)
+    packed = next((e.packed_in for e in entries.values() if e.packed_in is not None), None)
+    if packed is not None and all(e.spec.dtype == torch.float32 for e in plain.values()):
+        raise OptionError(
+            f"precision='bf16': the model is fp32, and its packed parameter `{packed}` can't be converted.\n"
+            "  What a packed parameter computes in was decided when the weight was quantized.\n"
+            "  Convert the model to bf16 before it is quantized, or use precision='fp32'."
+        )
 
 
 class _Narrowing:
@@ -117,7 +140,7 @@ class _Narrowing:
         """Narrows all parameters, if all are fp32."""
         _OF_MODELS[self._model] = self._masters
         self._masters.find()
-        if _is_wide(self._model):
+        if is_all_wide(inventory(self._model)[0]):
             with torch.inference_mode(False), torch.no_grad():
                 for parameter in self._model.parameters():
                     self._narrow(parameter)

@@ -20,6 +20,7 @@ from megatrain.optim.masters.to_files import PIECE, check_saved, generator_sourc
 from megatrain.runtime.call_start import version
 from megatrain.saving import Saved, Source
 from megatrain.tracer.inventory import inventory
+from megatrain.tracer.packed.packing import unpacked_state
 
 Kind = Literal["whole", "exact", "rounded"]
 """Kinds of masters of bf16 parameters: none, with low halves, or the parameters themselves, rounded at random."""
@@ -211,7 +212,7 @@ class Masters(Mapping[torch.Tensor, Master]):
         model = self._model()
         assert model is not None, "a compiled model holds its model"
         with self.moving():
-            state = model.state_dict(keep_vars=True)
+            state = unpacked_state(model.state_dict(keep_vars=True))
             return {name: self._source(t) for name, t in state.items() if isinstance(t, torch.Tensor)}
 
     # -- one parameter -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,17 +23,25 @@ _ATTENTION = {
 }
 
 
+_PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
+"""Of inputs and a weight of 4 bits: its shape is the third argument, the elements of a block are the fifth."""
+
+
 def private_bytes(func: Any, args: Any) -> int:
     """Bytes that a kernel takes while it runs, beyond its results; 0 where none are known.
 
     The backwards of fused attention sum the query's gradient in fp32, with rows and heads rounded up, and have one
     fp32 number per row for the softmax. Where several heads share keys and values, each has a gradient of its own of
-    these at first. cuDNN's RNNs copy their weights into one piece of memory.
+    these at first. cuDNN's RNNs copy their weights into one piece of memory. A product with 4-bit weights may make them
+    in full, with the scales of their blocks in fp32, twice where these are quantized as well.
 
     Args:
-        func: The overload of an `aten` operator.
+        func: The overload of an operator.
         args: Its arguments; the query, or the list of weights, is the second, then come keys and values.
     """
+    if func._schema.name == _PACKED_PRODUCT:
+        elements = math.prod(args[2])
+        return elements * args[0].element_size() + 2 * _FP32 * (elements // args[4])
     if func._schema.name == "aten::_cudnn_rnn":
         return sum(weight.nbytes for weight in args[1])
     place = _ATTENTION.get(func._schema.name)

@@ -11,6 +11,7 @@ import torch
 from megatrain.device import is_on_host
 from megatrain.passes.measuring.kernel_buffers import private_bytes
 from megatrain.torch_private import FakeTensorMode, TorchDispatchMode
+from megatrain.tracer.packed.packing import has_wrappers
 
 
 class ExactFakes(FakeTensorMode):
@@ -46,6 +47,8 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_wrappers(types):
+            return NotImplemented  # its class computes with plain tensors, and comes here again with these
         result = func(*args, **(kwargs or {}))
         for item in result if isinstance(result, tuple | list) else (result,):
             if isinstance(item, torch.Tensor) and item.layout == torch.strided and is_on(item, self._device):

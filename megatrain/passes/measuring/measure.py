@@ -23,6 +23,8 @@ from megatrain.torch_private import pytree
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.capture.scripts import scripts_on_values
 from megatrain.tracer.expectations import Expectation
+from megatrain.tracer.packed.packed_call import PackedCall
+from megatrain.tracer.packed.packing import plain_tensors
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -75,14 +77,18 @@ def _measured(template: Template, differentiable: list[bool], program: Program) 
         ]
         with torch.set_grad_enabled(code.has_inner_grad):
             forward_peak, flops = _measure_forward(code, leaves if code.has_inner_grad else arguments, device)
+        held = _held_state(code, leaves, len(template.inputs)) if _functions(template) else ()
         watched = code.watched(_check_history)
-        runs_backward = not _has_users_backward(template)
+        # A Function's backward is the user's own code, which must run when their backward does, not before. That of
+        # packed weights is their library's: only a run shows the weights that it makes in full.
+        runs_backward = all(isinstance(node.target, PackedCall) for node in _functions(template))
         saved, backward_peak = _measure_backward(
             watched, leaves, len(template.inputs), device, runs_backward=runs_backward
         )
     if backward_peak is None:
         backward_peak = 2 * _result_bytes(template)
-    return TemplateCost(saved, forward_peak, backward_peak, flops)
+    held_bytes = sum(template.state[index].spec.device_bytes for index in held)
+    return TemplateCost(saved + held_bytes, forward_peak, backward_peak, flops, held_state=held)
 
 
 def _check_history(node: fx.Node, result: Any) -> None:
@@ -104,7 +110,9 @@ def _upper_bound(template: Template, why: str) -> TemplateCost:
     calls = opaque_calls(template.graph)
     total = _result_bytes(template) + sum(call.inner_bytes for call in calls)
     owned = sum(p.spec.device_bytes for p in template.state) if any(c.needs_own_state for c in calls) else 0
-    return TemplateCost(total + owned, total, 2 * total + owned, 0, unmeasured=why)
+    held = tuple(range(len(template.state))) if _functions(template) else ()
+    held_bytes = sum(template.state[index].spec.device_bytes for index in held)
+    return TemplateCost(total + owned + held_bytes, total, 2 * total + owned, 0, unmeasured=why, held_state=held)
 
 
 def _result_bytes(template: Template) -> int:
@@ -116,10 +124,23 @@ def _has_unknown_shapes(graph: fx.Graph) -> bool:
     return any("results" in n.meta and any(a.meta.get("requires_grad") for a in n.all_input_nodes) for n in graph.nodes)
 
 
-def _has_users_backward(template: Template) -> bool:
-    """Tells whether a call's backward is the user's own code, which must run when their backward does, not before."""
-    owners = [getattr(n.target, "__self__", None) for n in template.graph.nodes]
-    return any(isinstance(owner, type) and issubclass(owner, torch.autograd.Function) for owner in owners)
+def _held_state(code: Code, leaves: list[torch.Tensor], num_inputs: int) -> tuple[int, ...]:
+    """Finds the state whose memory something keeps for the backward, apart from the tensors that autograd saves."""
+    # Copies: autograd keeps leaves.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):
+        state = [leaf.clone() for leaf in leaves[num_inputs:]]
+        kept = [weakref.ref(tensor.untyped_storage()) for tensor in state]
+        outputs = code([*leaves[:num_inputs], *state])
+    state.clear()
+    found = tuple(index for index, storage in enumerate(kept) if storage() is not None)
+    del outputs  # with its graph, which lived until here
+    return found
+
+
+def _functions(template: Template) -> list[fx.Node]:
+    """Lists the calls of autograd.Functions."""
+    owners = [(n, getattr(n.target, "__self__", None)) for n in template.graph.nodes]
+    return [n for n, owner in owners if isinstance(owner, type) and issubclass(owner, torch.autograd.Function)]
 
 
 def _with_known_shapes(graph: fx.Graph, device: torch.device) -> fx.Graph:
@@ -153,7 +174,7 @@ def _measure_backward(
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         kept = tensor.detach()
-        saved.append(weakref.ref(kept))
+        saved.extend(weakref.ref(inner) for inner in plain_tensors(kept))
         return kept
 
     with LiveBytes(arguments, device) as live:

@@ -97,6 +97,13 @@ class Weights:
 
     def _match(self, model: nn.Module) -> None:
         entries, tensors = inventory(model)
+        packed = next((e.packed_in for e in entries.values() if e.packed_in is not None), None)
+        if packed is not None:
+            raise WeightsError(
+                f"weights= can't fill the packed (quantized) parameter `{packed}`.\n"
+                "  Files have such weights under the names of the library that made them, or not quantized at all.\n"
+                "  Load the model with that library (from_pretrained, say), then compile it without weights=."
+            )
         wanted = {key: entry for key, entry in entries.items() if entry.persistent}
         sources = {
             key: [self._stored[name] for name in (key, *entry.ties) if name in self._stored]

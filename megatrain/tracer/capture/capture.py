@@ -22,6 +22,7 @@ from megatrain.tracer.capture.python_effects import PythonEffects
 from megatrain.tracer.capture.sandbox import fake_state, swapped_state, uncompiled
 from megatrain.tracer.capture.scripts import followed_scripts
 from megatrain.tracer.inventory import StateEntry, StateValues, inventory
+from megatrain.tracer.packed.packed_state import PackedState
 from megatrain.tracer.python.assumptions import Assumptions
 from megatrain.tracer.python.collect import Assuming
 from megatrain.tracer.python.contents import Holder, held_in, put_into
@@ -66,14 +67,18 @@ class Capture:
         self._entries, self._tensors = inventory(model)
         self._fakes = fake_state(self._tensors, self._fake_mode, device)
         self._by_id = {id(t): self._fakes[key] for key, t in self._tensors.items()}
+        self._packed = PackedState(model, self._by_id, self._fake_mode, device)
+        self._by_id.update(self._packed.stand_ins)
         self._recorders: list[Recorder] = []
         self._recorder = self._new_recorder()
         self._outer = Outer.of(model)
         self._effects = PythonEffects(model, attempt, self._outer)
 
     def _new_recorder(self, earlier: Recorder | None = None) -> Recorder:
-        values = StateValues(self._fakes, self._tensors)
-        recorder = Recorder(self._fake_mode, values, self._by_id, self._device, self._attempt, earlier)
+        values = StateValues(self._fakes, self._tensors, self._entries)
+        recorder = Recorder(
+            self._fake_mode, values, self._by_id, self._device, self._attempt, earlier, packed=self._packed
+        )
         self._recorders.append(recorder)
         return recorder
 
@@ -86,6 +91,7 @@ class Capture:
         made = Made(pair for recorder in self._recorders for pair in recorder.over())
         self._fakes.clear()
         self._by_id.clear()
+        self._packed.forget()
         made.check()
 
     def run(self) -> TracedModule:
@@ -104,6 +110,7 @@ class Capture:
         ):
             with assuming.reading():
                 result, given = self._run_forward(self._recorder)
+            self._packed.check_unchanged()
             rebound = self._rebound_buffers()
             left = self._left(start)
             self._refuse_kept_state(start)

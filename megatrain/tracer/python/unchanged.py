@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from megatrain.tracer.packed.packing import namespaces, packing_key
 from megatrain.tracer.python.contents import BUFFERS, MISSING, ObjectSlots, holders_in
 from megatrain.tracer.python.module_tree import GLOBAL_HOOKS, HOOKS
 from megatrain.tracer.python.snapshot import Contents, Kept, parts_of
@@ -154,6 +155,9 @@ class ModelWatch:
         for hooks in GLOBAL_HOOKS:
             self._watch.add_container(hooks)
         self._registered = [x for own in self._own for name in _REGISTRIES[:2] for x in own[name].values()]
+        for tensor in self._registered:
+            for namespace in () if tensor is None else namespaces(tensor):
+                self._watch.add_container(namespace)
         # Those of lazy modules have no shape yet; a capture refuses them.
         self._tensors = [x for x in self._registered if isinstance(x, torch.Tensor) and not is_lazy(x)]
         self._read()
@@ -181,7 +185,9 @@ class ModelWatch:
                 state.append(None)
             elif isinstance(tensor, torch.Tensor):
                 state.append((first_seen.setdefault(id(tensor), len(state)), tensor.requires_grad))
-                specs[len(state)] = None if is_lazy(tensor) else (tuple(tensor.shape), tensor.dtype)
+                specs[len(state)] = (
+                    None if is_lazy(tensor) else (tuple(tensor.shape), tensor.dtype, packing_key(tensor))
+                )
         self._signature = tuple(self._modes), tuple(state), tuple(specs.items())
         if self._specs != tuple(specs.values()):
             self._specs = tuple(specs.values())

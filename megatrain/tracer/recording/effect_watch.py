@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatrain.torch_private import TorchDispatchMode, top_saved_tensors_hooks
+from megatrain.tracer.packed.packing import has_wrappers
 
 # The schemas of these kernels don't say that they write running statistics, yet they do when training.
 _WRITES_STATISTICS = {
@@ -65,6 +66,8 @@ class EffectWatch(TorchDispatchMode):
         if func.namespace == "prim":
             # C++ asks these questions in places where an error ends the process.
             return func(*args, **kwargs)
+        if has_wrappers(types):
+            return NotImplemented  # its class computes with plain tensors, and comes here again with these
         is_tagged = torch.Tag.nondeterministic_seeded in func.tags
         if func._schema.name in _RNNS:  # tagged in any case
             is_tagged = _has_dropout(func, args)

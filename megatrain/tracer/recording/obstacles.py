@@ -21,6 +21,7 @@ from megatrain.torch_private import (
     are_transforms_active,
 )
 from megatrain.tracer.calls import call_name, is_property_get, is_property_set
+from megatrain.tracer.packed.packing import UnfollowedError
 from megatrain.tracer.recording.effect_watch import has_users_hooks
 from megatrain.tracer.source_line import OURS, SourceLine, user_line
 from megatrain.tracer.spec import TensorSpec
@@ -234,7 +235,7 @@ def call_on_fakes(func: Any, args: Any, kwargs: Any, line: SourceLine | None, na
             return func(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         refuse_read(line, name)
-    except (TraceError, StartAgainError):
+    except (TraceError, StartAgainError, UnfollowedError):
         raise
     except Exception as error:
         error.add_note(f"`{name}` was captured on fake tensors, at {line}")

@@ -14,6 +14,8 @@ from megatrain.interrupts import Interrupts
 from megatrain.torch_private import DisableTorchFunction, pytree
 from megatrain.tracer.calls import as_call, call_name, is_property_get, is_property_set
 from megatrain.tracer.guards import PLAIN, is_metadata_read
+from megatrain.tracer.packed.packed_state import check_run, unpacked_result
+from megatrain.tracer.packed.packing import UnfollowedError
 from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,
@@ -63,6 +65,9 @@ class Recorder(CallRunner):
         except Obstacle as obstacle:
             obstacle.calls = obstacle.calls or self.tape.calls()
             raise
+        except UnfollowedError as error:
+            place = None if error.is_placed else self.tape.site[0]
+            raise Obstacle(*error.args, place=place, calls=self.tape.calls()) from None
 
     def over(self) -> list[tuple[torch.Tensor, str]]:
         """Lets go of all tensors; lists the fake ones, with the place that made each."""
@@ -125,11 +130,18 @@ class Recorder(CallRunner):
         if is_property_set(func):
             return None  # nothing that would change anything passes the check
         is_question = is_metadata_read(self.tape.site[1])
+        packed = None
         if not is_question:
+            packed = self._packed.call(func, args, kwargs, self._originals)
             args, kwargs = self._as_recorded(args, kwargs)
+        if packed is not None:
+            check_run(run)
+            func, run = packed, packed.first_result
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._value, packed.apart(args, kwargs))
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         nodes = [] if is_question else [self.tape.used(x) for x in operands]
         result = self._run(run or func, args, kwargs, operands)
+        result, given = unpacked_result(result, is_random=self.effects.is_random)
         has_tensors = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result))
         if has_tensors or self.effects.written:
             if self.effects.is_random and not self._attempt.uses_values:
@@ -137,13 +149,14 @@ class Recorder(CallRunner):
             self.tape.append(func, args, kwargs, nodes, result)
         elif not is_question:
             self._read(func, args, kwargs, nodes, result)
-        return result
+        return result if given is None else given
 
     def record_module(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         """Records the call of an opaque module as one node; returns the module's result."""
         self.tape.site = (user_line(), name)
         with self._located(), self.unrecorded():
             check_transforms()
+            self._packed.check_opaque(name, module, self._attempt.opaque[name])
             args, kwargs = self._as_recorded(args, kwargs)
             calls = (*self.tape.calls(), name)
             call = OpaqueCall(name, self._attempt.opaque[name], module, args, kwargs, calls)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensor, FakeTensorMode
 from megatrain.tracer.inventory import StateValues
+from megatrain.tracer.packed.packed_state import PackedState
 from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, WrittenInputError
 from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
 from megatrain.tracer.recording.obstacles import (
@@ -41,6 +42,7 @@ class CallRunner(TorchFunctionMode):
         device: Where the model computes.
         attempt: What this run may do.
         earlier: The recorder of a first run of which this is the repetition.
+        packed: The stand-ins of packed parameters.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class CallRunner(TorchFunctionMode):
         device: torch.device,
         attempt: Attempt,
         earlier: CallRunner | None = None,
+        *,
+        packed: PackedState,
     ):
         super().__init__()
         self._generator = GeneratorWatch()
@@ -62,6 +66,7 @@ class CallRunner(TorchFunctionMode):
         self._state = state
         self._originals = originals
         self._attempt = attempt
+        self._packed = packed
         # What opaque modules and observing hooks changed in Python: their code does it again at each step.
         self.changed_by_users: set[tuple[Any, Any]] = set()
         self._operands: set[int] = set()

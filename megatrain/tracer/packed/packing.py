@@ -1,0 +1,290 @@
+"""Packing: how an object around tensors is taken apart, and made again around others.
+
+Quantized weights come in two forms. A *wrapper* is a tensor subclass whose values are in inner tensors, which its class
+lists (`__tensor_flatten__`). A parameter of a class of its own may also hold tensors in its attributes, or in objects
+there (scales, tables of codes). Either way the inner tensors are plain tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from megatrain.torch_private import is_traceable_wrapper_subclass
+
+Path = tuple[str, ...]
+"""Names of attributes, from a parameter to an inner tensor."""
+
+# Values that are what they print.
+_TOLD = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
+    Enum,
+)  # fmt: skip
+_NO_HOLDERS = (nn.Module, torch.Tensor, type, FunctionType, MethodType, ModuleType, *_TOLD)
+_DEPTH = 4
+
+
+class UnpackableError(Exception):
+    """An object around tensors that can't be taken apart; the text says why."""
+
+
+class UnfollowedError(Exception):
+    """What a forward does with packed weights and no graph can repeat.
+
+    Args:
+        what: It, as a predicate of the model.
+        rule: Why it can't be followed.
+        way_out: What the user can do.
+        is_placed: `what` names the user's line already.
+    """
+
+    def __init__(self, what: str, rule: str, way_out: str, *, is_placed: bool = False) -> None:
+        super().__init__(what, rule, way_out)
+        self.is_placed = is_placed
+
+
+def is_wrapper(value: Any) -> bool:
+    """Tells whether this is a tensor whose values are in inner tensors; a nested one has no shape of its own."""
+    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value) and not value.is_nested
+
+
+def has_wrappers(types: Iterable[type]) -> bool:
+    """Tells whether one of the classes that torch asks at an operation is that of a wrapper."""
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """An object's form without its tensors.
+
+    Args:
+        kind: Its class.
+        inner: By attribute, in order: the packing of what is there, or None for a plain tensor.
+        make: Makes such an object around what belongs into these attributes.
+        key: Equal for packings that make equal objects of equal tensors.
+        text: The same for people and files: classes and values.
+    """
+
+    kind: type
+    inner: tuple[tuple[str, Packing | None], ...]
+    make: Callable[[Mapping[str, Any]], Any] = field(repr=False)
+    key: Hashable
+    text: str
+
+    @staticmethod
+    def of(value: Any, depth: int = _DEPTH) -> Packing | None:
+        """Describes a wrapper, or an object with tensors in its attributes; None for one without.
+
+        Raises:
+            UnpackableError: If it can't be taken apart.
+        """
+        if is_wrapper(value):
+            return _of_wrapper(value, depth)
+        if isinstance(value, _NO_HOLDERS) or not hasattr(value, "__dict__"):
+            return None
+        return _of_object(value, depth)
+
+    def tensors(self, value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+        """Lists the inner tensors of an object of this form, with the path to each."""
+        for name, packing in self.inner:
+            held = getattr(value, name)
+            if packing is None:
+                yield (name,), held
+            else:
+                for path, tensor in packing.tensors(held):
+                    yield (name, *path), tensor
+
+    def packed(self, tensors: Iterator[torch.Tensor]) -> Any:
+        """Makes an object of this form around the next tensors, in the order of `tensors`."""
+        return self.make(
+            {name: next(tensors) if packing is None else packing.packed(tensors) for name, packing in self.inner}
+        )
+
+
+def repacked(wrapper: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Returns a wrapper of the same form around changed inner tensors."""
+    packing = Packing.of(wrapper)
+    assert packing is not None
+    return packing.packed(iter([change(tensor) for _, tensor in packing.tensors(wrapper)]))
+
+
+def is_usual(tensor: torch.Tensor) -> bool:
+    """Tells whether a registered tensor is of one of torch's own two classes, as nearly all are."""
+    return type(tensor) is nn.Parameter or type(tensor) is torch.Tensor
+
+
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the inner tensors of a wrapper at any depth; any other tensor alone."""
+    packing = Packing.of(tensor) if is_wrapper(tensor) else None
+    return [tensor] if packing is None else [inner for _, inner in packing.tensors(tensor)]
+
+
+def attribute_packings(parameter: torch.Tensor) -> Mapping[str, Packing | None]:
+    """Describes the tensors that a frozen parameter of a class of its own holds in its attributes.
+
+    Returns:
+        By attribute: the packing of the object there, or None for a plain tensor.
+
+    Raises:
+        UnpackableError: If an object there can't be taken apart.
+    """
+    if is_usual(parameter) or not isinstance(parameter, nn.Parameter) or is_lazy(parameter):
+        return {}
+    # One that computes by itself isn't what its dense values say, so there would be nothing to stream.
+    own, usual = (getattr(kind, "__torch_dispatch__", None) for kind in (type(parameter), torch.Tensor))
+    if parameter.requires_grad or own is not usual:
+        return {}
+    found: dict[str, Packing | None] = {}
+    for name, value in vars(parameter).items():
+        packing = Packing.of(value)
+        if packing is not None or isinstance(value, torch.Tensor):
+            found[name] = packing
+        else:
+            _refuse_container(type(parameter), name, value)
+    return found
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
+    """Lists the plain tensors that a registered tensor consists of, with the path to each; itself has an empty one.
+
+    Raises:
+        UnpackableError: If it can't be taken apart.
+    """
+    if is_usual(tensor):
+        return [((), tensor)]
+    packing = Packing.of(tensor) if is_wrapper(tensor) else None
+    if packing is not None:
+        return list(packing.tensors(tensor))
+    found: list[tuple[Path, torch.Tensor]] = [((), tensor)]
+    for name, packing in attribute_packings(tensor).items():
+        value = vars(tensor)[name]
+        pairs = [((), value)] if packing is None else packing.tensors(value)
+        found += [((name, *path), inner) for path, inner in pairs]
+    return found
+
+
+def unpacked_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state dict with the inner tensors of each wrapper in its place, under their own names."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        packing = Packing.of(value) if is_wrapper(value) else None
+        pairs = [((), value)] if packing is None else packing.tensors(value)
+        found.update({".".join((name, *path)): inner for path, inner in pairs})
+    return found
+
+
+def packing_text(tensor: torch.Tensor) -> str | None:
+    """Says how a registered tensor is packed: classes and values; None for a plain one."""
+    packings = _packings(tensor)
+    return ", ".join(name if p is None else f"{name}={p.text}" for name, p in packings.items()).lstrip("=") or None
+
+
+def packing_key(tensor: torch.Tensor) -> Hashable:
+    """Equal for registered tensors that are packed alike."""
+    packings = () if is_usual(tensor) else _packings(tensor).items()
+    return tuple((name, None if packing is None else packing.key) for name, packing in packings)
+
+
+def namespaces(tensor: torch.Tensor) -> Iterator[dict[str, Any]]:
+    """Lists the dictionaries that hold a packed tensor's inner tensors, and what is known of them."""
+    packings = {} if is_usual(tensor) else _packings(tensor)
+    if packings:
+        yield vars(tensor)
+    for name, packing in packings.items():
+        if packing is not None:
+            yield from _namespaces(vars(tensor)[name] if name else tensor, packing)
+
+
+def _namespaces(value: Any, packing: Packing) -> Iterator[dict[str, Any]]:
+    yield vars(value)
+    for name, inner in packing.inner:
+        if inner is not None:
+            yield from _namespaces(getattr(value, name), inner)
+
+
+def _packings(tensor: torch.Tensor) -> Mapping[str, Packing | None]:
+    """The packing of a wrapper, without a name; or those of a parameter's attributes."""
+    return {"": Packing.of(tensor)} if is_wrapper(tensor) else attribute_packings(tensor)
+
+
+def _of_wrapper(value: torch.Tensor, depth: int) -> Packing:
+    kind = type(value)
+    if any(base.__name__ == "DTensor" for base in kind.__mro__):
+        raise UnpackableError("is spread over several processes")
+    names, context = value.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]  # of wrappers only
+    inner: list[tuple[str, Packing | None]] = []
+    for name in names:
+        held = getattr(value, name)
+        if getattr(value, name) is not held:
+            raise UnpackableError(f"makes its inner tensor `{name}` anew at each look")
+        inner.append((name, Packing.of(held, depth - 1)))
+    size, stride = value.size(), value.stride()
+
+    def make(held: Mapping[str, Any]) -> torch.Tensor:
+        return kind.__tensor_unflatten__(dict(held), context, size, stride)  # pyright: ignore[reportAttributeAccessIssue]
+
+    key, text = _told(context)
+    return Packing(kind, tuple(inner), make, *_joined(kind, inner, (tuple(size), stride, key), text))
+
+
+def _of_object(value: Any, depth: int) -> Packing | None:
+    kind = type(value)
+    inner: list[tuple[str, Packing | None]] = []
+    rest: dict[str, Any] = {}
+    for name, held in vars(value).items():
+        packing = Packing.of(held, depth - 1) if depth else None
+        if packing is not None or isinstance(held, torch.Tensor):
+            inner.append((name, packing))
+        else:
+            rest[name] = held
+    if not inner:
+        return None
+    for name, held in rest.items():
+        _refuse_container(kind, name, held)
+
+    def make(held: Mapping[str, Any]) -> Any:
+        made = object.__new__(kind)
+        vars(made).update(rest | dict(held))
+        return made
+
+    return Packing(kind, tuple(inner), make, *_joined(kind, inner, *_told(rest)))
+
+
+def _joined(kind: type, inner: Sequence[tuple[str, Packing | None]], key: Hashable, text: str) -> tuple[Hashable, str]:
+    names = ", ".join(name if packing is None else f"{name}={packing.text}" for name, packing in inner)
+    keys = tuple((name, None if packing is None else packing.key) for name, packing in inner)
+    return (kind, keys, key), f"{kind.__module__}.{kind.__qualname__}({names}; {text})"
+
+
+def _refuse_container(kind: type, name: str, value: Any) -> None:
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        items = value.values() if isinstance(value, dict) else value
+        if any(isinstance(item, torch.Tensor) for item in items):
+            raise UnpackableError(f"holds tensors in the {type(value).__name__} `{kind.__qualname__}.{name}`")
+
+
+def _told(value: Any) -> tuple[Hashable, str]:
+    """Returns what is equal for equal values, and a text of it without addresses."""
+    if isinstance(value, _TOLD):
+        return (type(value), repr(value)), repr(value)
+    if isinstance(value, type):
+        return value, f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, list | tuple):
+        told = [_told(item) for item in value]
+        return (type(value), *(key for key, _ in told)), f"({', '.join(text for _, text in told)})"
+    if isinstance(value, dict):
+        pairs = [(*_told(name), *_told(item)) for name, item in value.items()]
+        text = ", ".join(f"{name}: {item}" for _, name, _, item in pairs)
+        return (dict, *((name, item) for name, _, item, _ in pairs)), f"{{{text}}}"
+    if dataclasses.is_dataclass(value):
+        key, text = _told({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+        return (type(value), key), f"{type(value).__qualname__}{text}"
+    return (type(value), id(value)), type(value).__qualname__

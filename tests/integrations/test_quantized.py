@@ -1,0 +1,296 @@
+"""Frozen quantized bases under LoRA, and 8-bit optimizers, of torchao and bitsandbytes: the bits of the plain loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
+
+import megatrain
+from megatrain.errors import OptimizerError, TraceError
+from tests.comparing import assert_same
+
+ao: Any = pytest.importorskip("torchao.quantization")
+ao_optim: Any = pytest.importorskip("torchao.optim")
+ao_nf4: Any = pytest.importorskip("torchao.prototype._nf4tensor_api")
+bnb: Any = pytest.importorskip("bitsandbytes")
+
+pytestmark = [pytest.mark.users, pytest.mark.filterwarnings("ignore")]
+
+WIDTH = 128
+DTYPES = [torch.float32, torch.bfloat16]
+TORCHAO: dict[str, Callable[[], Any]] = {
+    "int8": lambda: ao.Int8WeightOnlyConfig(),
+    "int8, groups": lambda: ao.Int8WeightOnlyConfig(granularity=ao.PerGroup(32)),
+    "int4 in int8": lambda: ao.IntxWeightOnlyConfig(getattr(torch, "int4")),  # noqa: B009  # unknown to pyright
+    "fp8": lambda: ao.Float8WeightOnlyConfig(),
+    "nf4": lambda: ao_nf4.NF4WeightOnlyConfig(),
+    "int8, dynamic inputs": lambda: ao.Int8DynamicActivationInt8WeightConfig(),
+}
+
+
+class Lora(nn.Module):
+    def __init__(self, base: nn.Module):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x):
+        return (self.base(x) + self.up(self.down(x))).tanh()
+
+
+def of_torchao(kind: str, dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Lora(nn.Linear(WIDTH, WIDTH)) for _ in range(4))).to(dtype)
+    ao.quantize_(model, TORCHAO[kind](), filter_fn=lambda module, name: name.endswith("base"))
+    return model
+
+
+def of_bitsandbytes(nested: bool, dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    bases = [bnb.nn.Linear4bit(WIDTH, WIDTH, compress_statistics=nested, quant_type="nf4") for _ in range(4)]
+    return nn.Sequential(*map(Lora, bases)).to(dtype).to("cpu")  # the second quantizes
+
+
+def square(result: Any, batch: Any) -> torch.Tensor:
+    return result.float().square().mean()
+
+
+def trained(model: nn.Module) -> list[torch.Tensor]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def assert_trains(model: nn.Sequential, dtype: torch.dtype, **options: Any) -> megatrain.CompiledModule:
+    """A call with its backward after another call, then clipped steps, against the plain loop."""
+    eager = copy.deepcopy(model)
+    compiled = megatrain.compile(model, device="cpu", **options)
+    x = torch.randn(4, WIDTH).to(dtype)
+    result = compiled(x)
+    compiled(x + 1)
+    for one in (result, eager(x)):
+        one.square().sum().backward()
+    assert_same([p.grad for p in trained(eager)], [p.grad for p in trained(model)])
+    for p in (*trained(eager), *trained(model)):
+        p.grad = None
+    own = torch.optim.AdamW(trained(eager), lr=1e-2)
+    step = megatrain.TrainStep(compiled, torch.optim.AdamW(trained(model), lr=1e-2), loss=square, max_grad_norm=0.1)
+    for _ in range(3):
+        batch = torch.randn(4, WIDTH).to(dtype)
+        loss = square(eager(batch), batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained(eager), 0.1)
+        own.step()
+        own.zero_grad()
+        assert_same(loss.detach(), step(batch).detach().reshape(()))
+    step.flush()
+    assert_same(trained(eager), trained(model))
+    assert compiled.peak_bytes <= compiled.megatrain.budget.nbytes
+    return compiled
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", TORCHAO)
+def test_torchao(kind: str, dtype: torch.dtype, activations: str) -> None:
+    compiled = assert_trains(of_torchao(kind, dtype), dtype, memory="640KiB", activations=activations)
+    assert len(compiled.program.templates) == 1
+    largest = max(compiled.program.state_bytes(block) for block in compiled.program.blocks)
+    packed = WIDTH * WIDTH if kind != "nf4" else WIDTH * WIDTH // 2
+    assert packed < largest < packed + 9 * 4 * WIDTH + 2 * 4 * 4 * WIDTH
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("nested", [False, True])
+def test_bitsandbytes_nf4(nested: bool, dtype: torch.dtype, activations: str) -> None:
+    compiled = assert_trains(of_bitsandbytes(nested, dtype), dtype, memory="640KiB", activations=activations)
+    assert len(compiled.program.templates) == 2  # the first layer's input needs no gradient
+    assert max(map(compiled.program.state_bytes, compiled.program.blocks)) < WIDTH * WIDTH
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4
+    )
+    path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def loaded(folder: Path, kind: str) -> Any:
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    quantization: Any = TorchAoConfig(ao.Int8WeightOnlyConfig()) if kind == "torchao" else nf4
+    base = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=quantization, dtype=torch.bfloat16, device_map={"": "cpu"}
+    )
+    return prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+
+
+def with_lora(base: Any) -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights="gaussian")
+    model: Any = get_peft_model(base, config)
+    return model.train()  # from_pretrained returns a model in eval mode
+
+
+def tokens(number: int) -> dict[str, Any]:
+    ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+@pytest.mark.parametrize("kind", ["torchao", "bitsandbytes"])
+def test_a_pretrained_base_under_peft(kind: str, folder: Path, tmp_path: Path) -> None:
+    def stepping(model: Any) -> tuple[megatrain.CompiledModule, torch.optim.Optimizer]:
+        return megatrain.compile(model, device="cpu", memory="1MiB"), torch.optim.AdamW(trained(model), lr=1e-2)
+
+    eager, model = with_lora(loaded(folder, kind)), with_lora(loaded(folder, kind))
+    assert_same(trained(eager), trained(model))
+    compiled, optimizer = stepping(model)
+    step = megatrain.TrainStep(compiled, optimizer, max_grad_norm=0.5)
+    own = torch.optim.AdamW(trained(eager), lr=1e-2)
+    for number in range(3):
+        loss = eager(**tokens(number)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained(eager), 0.5)
+        own.step()
+        own.zero_grad()
+        assert_same(loss.detach(), step(tokens(number)).detach().reshape(()))
+    step.save(tmp_path / "run")
+    assert_same(trained(eager), trained(model))
+    again = with_lora(loaded(folder, kind))
+    compiled, optimizer = stepping(again)
+    resumed = megatrain.TrainStep.load(tmp_path / "run", compiled, optimizer, max_grad_norm=0.5)
+    assert_same(step(tokens(5)), resumed(tokens(5)))
+    for each in (step, resumed):
+        each.flush()
+    assert_same(trained(model), trained(again))
+    model.save_pretrained(tmp_path / "adapters")
+    read = PeftModel.from_pretrained(loaded(folder, kind), tmp_path / "adapters").train()
+    assert_same(eager_logits(model), eager_logits(read))
+
+
+def eager_logits(model: Any) -> torch.Tensor:
+    return model(**tokens(9)).logits.detach()
+
+
+def test_a_plan_of_torchao_on_meta_is_that_of_the_model() -> None:
+    with torch.device("meta"):
+        paper = nn.Sequential(*(Lora(nn.Linear(WIDTH, WIDTH)) for _ in range(4)))
+    ao.quantize_(paper, TORCHAO["int8"](), filter_fn=lambda module, name: name.endswith("base"))
+    x = torch.randn(4, WIDTH)
+    plans = [megatrain.plan(m, x, optimizer="AdamW") for m in (paper, of_torchao("int8", torch.float32))]
+    assert str(plans[0]) == str(plans[1])
+
+
+def test_what_bitsandbytes_moves_about_is_refused_and_the_advice_works() -> None:
+    torch.manual_seed(0)
+    layers = [bnb.nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False) for _ in range(2)]
+    model = nn.Sequential(*map(Lora, layers)).to("cpu")
+    x = torch.randn(4, WIDTH)
+    message = r"`0\.base\.weight` is a Int8Params that holds its values again in its attribute `CB`"
+    with pytest.raises(TraceError, match=message) as caught:
+        megatrain.compile(model, device="cpu")(x)
+    assert "torchao's Int8WeightOnlyConfig or to bitsandbytes' 4 bit" in str(caught.value)  # the tests above
+    model(x)
+    with pytest.raises(TraceError, match="is a Int8Params that holds its values without scales"):
+        megatrain.compile(model, device="cpu")(x)
+    unquantized = nn.Sequential(Lora(bnb.nn.Linear4bit(WIDTH, WIDTH)))
+    with pytest.raises(TraceError, match=r"If a later step quantizes this one \(with bitsandbytes, `model.to"):
+        megatrain.compile(unquantized, device="cpu")(x)
+    unquantized.to("cpu")
+    assert torch.equal(megatrain.compile(unquantized, device="cpu")(x), copy.deepcopy(unquantized)(x))
+
+
+def test_evaluating_4_bit_layers_on_a_cpu_that_repacks_them() -> None:
+    model: Any = of_bitsandbytes(True, torch.float32).eval()
+    x = torch.randn(4, WIDTH)
+    if model[0].base.support_avx512bf16_for_cpu:
+        with torch.no_grad(), pytest.raises(TraceError, match=r"docs/limits\.md"):
+            megatrain.compile(copy.deepcopy(model), device="cpu")(x)
+    for layer in model:
+        layer.base.support_avx512bf16_for_cpu = False
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(x)
+        assert torch.equal(megatrain.compile(model, device="cpu")(x), expected)
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "torchao AdamW8bit": lambda ps: ao_optim.AdamW8bit(ps, lr=1e-2),
+    "torchao AdamWFp8": lambda ps: ao_optim.AdamWFp8(ps, lr=1e-2),
+    "bitsandbytes AdamW8bit": lambda ps: bnb.optim.AdamW8bit(ps, lr=1e-2),
+    "bitsandbytes PagedAdamW8bit": lambda ps: bnb.optim.PagedAdamW8bit(ps, lr=1e-2),
+    "bitsandbytes Lion8bit": lambda ps: bnb.optim.Lion8bit(ps, lr=1e-3),
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": False}, {"max_grad_norm": 0.05}], ids=["overlap", "serial", "deferred"]
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_8_bits(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    def stepping(model: nn.Module) -> tuple[megatrain.CompiledModule, Any]:
+        return megatrain.compile(model, device="cpu", memory="600KiB"), OPTIMIZERS[name](model.parameters())
+
+    eager, model = network(), network()
+    own = OPTIMIZERS[name](eager.parameters())
+    compiled, optimizer = stepping(model)
+    step = megatrain.TrainStep(compiled, optimizer, loss=square, **options)
+    for _ in range(3):
+        batch = torch.randn(8, WIDTH)
+        step(batch)
+        square(eager(batch), batch).backward()
+        if "max_grad_norm" in options:
+            torch.nn.utils.clip_grad_norm_(eager.parameters(), options["max_grad_norm"])
+        own.step()
+        own.zero_grad()
+    step.save(tmp_path / "run")
+    assert_same(list(eager.parameters()), list(model.parameters()))
+    again = network()
+    compiled, optimizer = stepping(again)
+    resumed = megatrain.TrainStep.load(tmp_path / "run", compiled, optimizer, loss=square, **options)
+    for _ in range(2):
+        batch = torch.randn(8, WIDTH)
+        assert_same(step(batch), resumed(batch))
+    for each in (step, resumed):
+        each.flush()
+    assert_same(list(model.parameters()), list(again.parameters()))
+
+
+@pytest.mark.parametrize("name", ["torchao AdamW8bit", "bitsandbytes AdamW8bit"])
+def test_a_plan_counts_two_bytes_of_state_a_parameter(name: str) -> None:
+    model = network()
+    plan = megatrain.plan(model, torch.randn(8, WIDTH), optimizer=OPTIMIZERS[name](model.parameters()), loss=square)
+    states = ("exp_avg", "exp_avg_sq") if "torchao" in name else ("state1", "state2")
+    for state in states:
+        assert WIDTH * WIDTH * 3 <= plan.host.bytes_of(f"AdamW8bit.{state}") < 1.2 * WIDTH * WIDTH * 3
+
+
+def test_overridden_options_of_bitsandbytes_are_refused_and_the_advice_works() -> None:
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    model = network()
+    manager.register_module_override(model[0][0], "weight", {"optim_bits": 32})
+    try:
+        compiled = megatrain.compile(model, device="cpu")
+        with pytest.raises(OptimizerError, match="overridden by their positions"):
+            megatrain.TrainStep(compiled, bnb.optim.AdamW8bit(model.parameters()), loss=square)(torch.randn(8, WIDTH))
+    finally:
+        manager.initialize()
+    first, *rest = model.parameters()
+    pair = [bnb.optim.AdamW([first], lr=1e-2), bnb.optim.AdamW8bit(rest, lr=1e-2)]
+    megatrain.TrainStep(compiled, pair, loss=square)(torch.randn(8, WIDTH))

@@ -1,0 +1,182 @@
+"""Optimizers whose state is packed, whose code is compiled, or whose attributes compare by identity."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.errors import CheckpointError, OptimizerError
+from megatrain.optim.per_parameter import check_per_parameter
+from tests.comparing import assert_same
+from tests.packed import Quantized
+
+BUDGET = "24KiB"
+
+
+class Rounded(Quantized):
+    """State that only `copy_` writes, and nothing clones: what torchao's optimizers have."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            fresh = Quantized.of(args[1] + 1e-8)
+            args[0].codes.copy_(fresh.codes)
+            args[0].scale.copy_(fresh.scale)
+            return args[0]
+        if func is torch.ops.aten.clone.default:
+            raise NotImplementedError("no clone")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Manager:
+    """Shared by all optimizers, and equal to itself only."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {"bits": 8}
+
+
+class PackedMomentum(torch.optim.Optimizer):
+    """Momentum in rows of codes, for matrices."""
+
+    def __init__(self, params: Any, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+        self.manager = Manager()
+        self.update: Any = torch.compile(PackedMomentum.plain_update, fullgraph=True, backend="eager")
+
+    @staticmethod
+    def plain_update(values: torch.Tensor, momentum: torch.Tensor, rate: float) -> torch.Tensor:
+        return values - rate * momentum
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    zeros = torch.zeros_like(p)
+                    state["momentum"] = (
+                        Rounded(zeros.to(torch.int8), zeros[:, :1].clone(), p.dtype) if p.dim() == 2 else zeros
+                    )
+                state["step"] += 1
+                held = state["momentum"]
+                plain = held.plain() if isinstance(held, Rounded) else held
+                held.copy_(0.9 * plain + p.grad)
+                now = held.plain() if isinstance(held, Rounded) else held
+                p.copy_(self.update(p.detach(), now.clone(), group["lr"]))
+
+
+def network() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+
+
+def square(result: Any, batch: Any) -> torch.Tensor:
+    return result.square().mean()
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: (v.codes, v.scale) if isinstance(v, Rounded) else v for k, v in state.items()}
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(3, 16, generator=torch.Generator().manual_seed(number))
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_steps_and_a_resumed_run_have_the_bits_of_the_loop(clip: float | None, overlap: bool, tmp_path: Path) -> None:
+    eager, streamed = network(), network()
+    own, optimizer = PackedMomentum(eager.parameters()), PackedMomentum(streamed.parameters())
+    options: dict[str, Any] = {"loss": square, "max_grad_norm": clip, "overlap": overlap}
+    step = megatrain.TrainStep(megatrain.compile(streamed, device="cpu", memory=BUDGET), optimizer, **options)
+    for number in range(3):
+        step(batch(number))
+        eager(batch(number)).square().mean().backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(eager.parameters(), clip)
+        own.step()
+        own.zero_grad()
+    step.flush()
+    for one, other in zip(eager.parameters(), streamed.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert_same(plain(own.state[one]), plain(optimizer.state[other]))
+    step.save(tmp_path / "run")
+    again = network()
+    compiled = megatrain.compile(again, device="cpu", memory=BUDGET)
+    resumed = megatrain.TrainStep.load(tmp_path / "run", compiled, PackedMomentum(again.parameters()), **options)
+    for number in range(3, 5):
+        assert torch.equal(step(batch(number)), resumed(batch(number)))
+    for each in (step, resumed):
+        each.flush()
+    for one, other in zip(streamed.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_failed_update_leaves_packed_state_as_it_was() -> None:
+    model = network()
+    optimizer = PackedMomentum(model.parameters())
+    step = megatrain.TrainStep(
+        megatrain.compile(model, device="cpu", memory=BUDGET), optimizer, loss=square, max_grad_norm=1.0, overlap=False
+    )
+    step(batch(0))
+    before = copy.deepcopy([plain(optimizer.state[p]) for p in model.parameters()])
+    values = copy.deepcopy(list(model.parameters()))
+    update = optimizer.update
+
+    def failing(values: torch.Tensor, momentum: torch.Tensor, rate: float) -> torch.Tensor:
+        raise RuntimeError("no update")  # when the momentum is written already
+
+    optimizer.update = failing
+    with pytest.raises(Exception, match="no update"):
+        step(batch(1))
+    assert_same(before, [plain(optimizer.state[p]) for p in model.parameters()])
+    assert_same(values, list(model.parameters()))
+    optimizer.update = update
+    step(batch(1))
+
+
+def test_a_plan_counts_inner_tensors() -> None:
+    model = network()
+    plan = megatrain.plan(model, batch(0), optimizer=PackedMomentum(model.parameters()), loss=square)
+    assert plan.host.bytes_of("PackedMomentum.momentum") == 4 * (16 * 16 + 16 * 4 + 16 * 4)
+
+
+def test_state_packed_in_another_way_is_refused(tmp_path: Path) -> None:
+    model = network()
+    optimizer = PackedMomentum(model.parameters())
+    step = megatrain.TrainStep(megatrain.compile(model, device="cpu", memory=BUDGET), optimizer, loss=square)
+    step(batch(0))
+    step.save(tmp_path / "run")
+    other: Any = network()
+    fresh = PackedMomentum(other.parameters())
+    compiled = megatrain.compile(other, device="cpu", memory=BUDGET)
+    again = megatrain.TrainStep(compiled, fresh, loss=square)
+    again(batch(0))
+    again.flush()
+    fresh.state[other[0][0].weight]["momentum"].shift = 1
+    with pytest.raises(CheckpointError, match=r"`0\.0\.weight\.momentum` in the state of the optimizer is .*Rounded"):
+        megatrain.TrainStep.load(tmp_path / "run", compiled, fresh, loss=square)
+
+
+def test_options_by_position_are_refused_and_several_optimizers_are_the_way_out() -> None:
+    class Override:
+        def __init__(self, module: nn.Module) -> None:
+            self.module_weight_config_triple = [(module, "weight", {"optim_bits": 32})]
+            self.pid2config: dict[int, Any] = {}
+            self.index2config: dict[Any, Any] = {}
+
+    model = network()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.mng = Override(model[1][0])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(OptimizerError, match="options of single parameters were overridden by their positions"):
+        check_per_parameter(optimizer)
+    optimizer.mng = Override(nn.Linear(2, 2))
+    check_per_parameter(optimizer)
