@@ -284,20 +284,27 @@ def writes_are_counted() -> bool:
     return tensor._version > before and len(keys) == 1
 
 
+def memory_is_told() -> bool:
+    """Whether a view of a tensor shows in the count of its memory, and the end of the last in a weak reference."""
+    counts = list[int]()
+    tensor = torch.ones(2)
+    weak = torch_private.StorageWeakRef(tensor.untyped_storage())
+    view = tensor[:1]
+    for _ in range(2):
+        counts.append(torch_private.storage_use_count(tensor.untyped_storage()._cdata))  # pyright: ignore
+        view = tensor
+    is_there = not weak.expired()
+    del tensor, view
+    return counts[0] == counts[1] + 1 and is_there and weak.expired()
+
+
 def draws_are_tagged() -> bool:
     """Whether operations that draw random numbers say so."""
     aten = torch.ops.aten
     drawing: tuple[Any, ...] = (
-        aten.rand.default,
-        aten.randn.default,
-        aten.randint.default,
-        aten.randperm.default,
-        aten.bernoulli_.float,
-        aten.native_dropout.default,
-        aten.normal_.default,
-        aten.uniform_.default,
-        aten.multinomial.default,
-    )
+        aten.rand.default, aten.randn.default, aten.randint.default, aten.randperm.default, aten.bernoulli_.float,
+        aten.native_dropout.default, aten.normal_.default, aten.uniform_.default, aten.multinomial.default,
+    )  # fmt: skip
     return all(torch.Tag.nondeterministic_seeded in op.tags for op in drawing)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -16,6 +16,7 @@ from megatrain.checks import PATH, checked
 from megatrain.compiled.dumping import dump
 from megatrain.compiled.printed import compiled_text
 from megatrain.compiled.variants import Variant, Variants
+from megatrain.compiled.walking import Walks, walks
 from megatrain.errors import ExecuteError
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import Attempts
@@ -67,12 +68,15 @@ class Compiled:
         self._latest: Variant | None = None
         self._bound_version = 0
         self._turn = Turn()
+        self.walks = Walks(
+            model, options, self.budget, lambda: self.engine, self._for_walk, lambda: self._masters.casts_inputs
+        )
         self._before_reads: WeakSet[Callable[[], object]] = WeakSet()
 
     def __str__(self) -> str:
         """Lists the options of the model and its captures; see `megatrain.compiled.printed`."""
         note = "" if self._engine is None else self._engine.bus.note
-        return compiled_text(self.options, self.budget, list(self._variants), self._latest, note)
+        return compiled_text(self.options, self.budget, list(self._variants), self._latest, note, self.walks.latest)
 
     # -- what was compiled --------------------------------------------------------------------------------
 
@@ -119,7 +123,7 @@ class Compiled:
     @property
     def peak_bytes(self) -> int:
         """The measured peak of device memory over all calls, in bytes: slots, values between blocks, gradients."""
-        return 0 if self._engine is None else self._engine.meter.peak
+        return max(self.walks.peak_bytes, 0 if self._engine is None else self._engine.meter.peak)
 
     @checked(folder=PATH)
     def dump(self, folder: str | os.PathLike[str]) -> list[Path]:
@@ -223,6 +227,9 @@ class Compiled:
             TraceError: If this signature of inputs can't be captured.
         """
         own = Arguments.of(self.model, args, kwargs)
+        if walks(own, has_grad=torch.is_grad_enabled()):
+            check_device(own, self.options.device)
+            return self.walks.call("the call", self.model, args, kwargs)
         arguments = self.cast(own)
         with self.exclusively():
             self.complete_updates()
@@ -230,6 +237,20 @@ class Compiled:
             variant, tensors = self._run(arguments)
             variant.traced.leave(tensors, own.tensors)
         return variant.traced.result(tensors, own.tensors)
+
+    def walk(self) -> AbstractContextManager[None]:
+        """Runs the body as one walk: the model's own code, without gradients, with its state streamed as it is read.
+
+        Calls of the compiled model, and of the model and its modules, compute on the device, without a schedule.
+        """
+        return self.walks.walk("walk()")
+
+    @contextmanager
+    def _for_walk(self, what: str) -> Generator[None]:
+        with self.exclusively(what):
+            self.complete_updates()
+            with self._turn.run(what):
+                yield
 
     def _run(self, arguments: Arguments) -> tuple[Variant, list[torch.Tensor]]:
         """Runs the variant whose assumptions hold; some are checked in the middle of the step, before any commit."""
