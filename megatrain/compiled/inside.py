@@ -14,17 +14,16 @@ from torch import nn
 
 from megatrain.checks import PATH, checked
 from megatrain.compiled.dumping import dump
+from megatrain.compiled.latest_capture import LatestCapture
 from megatrain.compiled.printed import compiled_text
 from megatrain.compiled.variants import Variant, Variants
 from megatrain.compiled.walking import Walks, walks
-from megatrain.errors import ExecuteError
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import Attempts
 from megatrain.optim.masters.from_files import MasterWeights
 from megatrain.optim.masters.narrow_model import explained, masters_of
 from megatrain.optim.masters.registry import Masters
 from megatrain.options import Options
-from megatrain.passes.program import Program
 from megatrain.runtime.autograd import run_step
 from megatrain.runtime.engine import Engine, ordinary_tensors
 from megatrain.runtime.executor import Executor
@@ -32,14 +31,12 @@ from megatrain.runtime.rng import RngState
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 from megatrain.runtime.streams.turn import Turn
 from megatrain.saving import Source
-from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.recording.inputs import check_device
-from megatrain.tracer.traced import TracedModule
 
 
-class Compiled:
+class Compiled(LatestCapture):
     """A model bound to its schedules: the attribute `megatrain` of the result of `compile`.
 
     Args:
@@ -65,7 +62,7 @@ class Compiled:
         self._engine: Engine | None = None
         self.budget = DeviceBudget(options.device, options.memory)
         self._variants = Variants(model, options, self.budget)
-        self._latest: Variant | None = None
+        super().__init__()
         self._bound_version = 0
         self._turn = Turn()
         self.walks = Walks(
@@ -79,46 +76,6 @@ class Compiled:
         return compiled_text(self.options, self.budget, list(self._variants), self._latest, note, self.walks.latest)
 
     # -- what was compiled --------------------------------------------------------------------------------
-
-    @property
-    def variant(self) -> Variant:
-        """The variant that the latest call used.
-
-        Raises:
-            ExecuteError: Before the first call, unless example arguments were given.
-        """
-        if self._latest is None:
-            raise ExecuteError(
-                "nothing is compiled yet.\n  A capture needs inputs.\n"
-                "  Call the model once, or give compile(example_args=..., example_kwargs=...)."
-            )
-        return self._latest
-
-    @property
-    def traced(self) -> TracedModule:
-        """The capture: a flat graph of torch calls."""
-        return self.variant.traced
-
-    @property
-    def program(self) -> Program:
-        """The blocks and their templates."""
-        return self.variant.program
-
-    @property
-    def schedule(self) -> Schedule:
-        """The operations of a call, tick by tick."""
-        return self.variant.schedule
-
-    @property
-    def guards(self) -> str:
-        """Values that the latest call relied on besides its signature: of inputs, attributes, globals; a line each."""
-        guards = [f"guard {guard}" for guard in self.traced.guards]
-        return "\n".join([*guards, str(self.traced.assumptions)])
-
-    @property
-    def recompiled_because(self) -> tuple[str, ...]:
-        """Why earlier captures of the same signature didn't fit the latest call, when its capture was made."""
-        return self.variant.reasons
 
     @property
     def peak_bytes(self) -> int:

@@ -178,7 +178,7 @@ class _Forward:
     def __init__(self, forward: Callable[..., Any]):
         @functools.wraps(forward)
         def streamed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if _runs_plain(module):
+            if not isinstance(module, CompiledModule) or _runs_plain(module):
                 return forward(original(module), *args, **kwargs)
             return _call_through(module, None, args, kwargs)
 
@@ -202,9 +202,9 @@ class _Forward:
         del vars(module)["forward"]
 
 
-def _runs_plain(module: nn.Module) -> bool:
-    """Whether a call means the model's own forward: within the model's own code, or of the model itself."""
-    return runs_own_code() or not isinstance(module, CompiledModule) or walks_here(module.__original__)
+def _runs_plain(module: CompiledModule) -> bool:
+    """Whether a call means the model's own method, because it comes from the model's own code."""
+    return runs_own_code() or walks_here(module.__original__)
 
 
 def _standing_for(replaced: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,7 +212,7 @@ def _standing_for(replaced: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(replaced)
     def streamed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _runs_plain(module):
+        if not isinstance(module, CompiledModule) or _runs_plain(module):
             return replaced(*args, **kwargs)
         return _call_through(module, replaced, args, kwargs)
 
@@ -224,13 +224,12 @@ def _standing_for(replaced: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _walked(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a method of the model a walk: it calls parts of the model by themselves, and some with objects that grow."""
+    """Makes a method of the model a walk: it calls parts of the model by themselves, and others with caches."""
 
     @functools.wraps(method)
     def walked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _runs_plain(module):
+        if not isinstance(module, CompiledModule) or _runs_plain(module):
             return method(original(module), *args, **kwargs)
-        assert isinstance(module, CompiledModule)
         return module.megatrain.walks.call(f"{GENERATE}()", functools.partial(method, original(module)), args, kwargs)
 
     return walked

@@ -45,11 +45,6 @@ class Borrowed:
         return Borrowed(entry.key, copy, Event(f"W {entry.key}")), memory
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its memory."""
-        return self.tensor.untyped_storage().nbytes()
-
-    @property
     def is_written(self) -> bool:
         """Whether the model has written into it since `note`."""
         return self.tensor._version != self._version

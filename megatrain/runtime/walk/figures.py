@@ -26,4 +26,6 @@ class WalkFigures:
     def __str__(self) -> str:
         if self.budget_bytes is None:
             return f"walk of {self.what}: the state is used in place"
-        return f"walk of {self.what}: {self.num_prefetches} prefetches, h2d {self.h2d_bytes} B, peak {self.peak_bytes} B"
+        return (
+            f"walk of {self.what}: {self.num_prefetches} prefetches, h2d {self.h2d_bytes} B, peak {self.peak_bytes} B"
+        )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from megatrain.device import Device, is_on_host
+from megatrain.sizes import aligned
 from megatrain.torch_private import StorageWeakRef
 
 
 class HeldBytes:
     """Counts each storage of the device that a call took or returned, once, for as long as it exists.
 
-    Nobody says when a tensor of the model's own code ends, so storages are referred to weakly, and looked at when the
+    Sizes are rounded up as the device's allocator does. Nobody says when a tensor of the model's own code ends, so storages are referred to weakly, and looked at when the
     sum matters.
 
     Args:
@@ -24,6 +25,7 @@ class HeldBytes:
     def __init__(self, device: Device) -> None:
         self.nbytes = 0
         self._counts_host = device.is_host
+        self._alignment = device.alignment
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def add(self, tensor: torch.Tensor) -> int:
@@ -34,7 +36,7 @@ class HeldBytes:
         # The weak reference keeps the address of the storage from being used again.
         if storage._cdata in self._known:
             return 0
-        nbytes = storage.nbytes()
+        nbytes = aligned(storage.nbytes(), self._alignment)
         self._known[storage._cdata] = StorageWeakRef(storage), nbytes
         self.nbytes += nbytes
         return nbytes

@@ -14,7 +14,7 @@ from megatrain.runtime.streams.stream_set import Event
 from megatrain.runtime.walk.borrowed import Borrowed
 from megatrain.runtime.walk.figures import WalkFigures
 from megatrain.runtime.walk.held_bytes import HeldBytes
-from megatrain.sizes import format_bytes
+from megatrain.sizes import aligned, format_bytes
 from megatrain.tracer.inventory import StateEntry
 
 AHEAD = 16
@@ -131,7 +131,7 @@ class Loans:
     # -- one tensor ------------------------------------------------------------------------------------------
 
     def _bring(self, key: str, pinned: Collection[str]) -> None:
-        nbytes = self._entries[key].spec.nbytes
+        nbytes = self._size(key)
         if not self._make_room(nbytes, pinned, self._budget - 2 * self._learned.growth):
             self._held.prune()
             if self._total + nbytes > self._budget:
@@ -151,7 +151,7 @@ class Loans:
         place = engine.device.torch_device
         streams.submit("compute", taken.label, lambda: box.append(Borrowed.of(entry, place)), (), taken)
         borrowed = self._here[key] = box[0][0]
-        self._lent_bytes += borrowed.nbytes
+        self._lent_bytes += self._size(key)
         self._held.leave_out(borrowed.tensor)
         self._copies += 1
         self._copied_bytes += entry.spec.nbytes
@@ -169,7 +169,7 @@ class Loans:
         self._wait(borrowed)  # its memory must not be used again before the copy is done
         self._keep_written(borrowed)
         del self._here[borrowed.key]
-        self._lent_bytes -= borrowed.nbytes
+        self._lent_bytes -= self._size(borrowed.key)
 
     def _keep_written(self, borrowed: Borrowed) -> None:
         if borrowed.latest and borrowed.is_written:
@@ -184,6 +184,9 @@ class Loans:
             self._engine.buffers.download([(self._engine.tensors[entry.key], borrowed.tensor)])
 
     # -- room ------------------------------------------------------------------------------------------------
+
+    def _size(self, key: str) -> int:
+        return aligned(self._entries[key].spec.nbytes, self._engine.device.alignment)
 
     def _make_room(self, nbytes: int, pinned: Collection[str], limit: int, *, only_read: bool = False) -> bool:
         """Gives state back until so many bytes more are within `limit`; tells whether they are."""
@@ -214,7 +217,7 @@ class Loans:
                 return
             key = following
             passed.add(key)
-            nbytes = self._entries[key].spec.nbytes
+            nbytes = self._size(key)
             if key not in self._here:
                 if ahead and ahead + nbytes > self._budget // AHEAD_PART:
                     return
@@ -232,10 +235,11 @@ class Loans:
     def _lack(self, what: str, nbytes: int) -> ExecuteError:
         self._held.prune()
         need = f", and {what} takes {format_bytes(nbytes)} more" if nbytes else ""
+        others = f"{format_bytes(self._others)} by earlier calls{need}"
         return ExecuteError(
             f"{self._figures.what} needs more device memory than the budget of {format_bytes(self._budget)}, "
             f"for {what}.\n"
             f"  {format_bytes(self._held.nbytes)} are held by inputs, results and caches, "
-            f"{format_bytes(self._lent_bytes)} by weights in use, {format_bytes(self._others)} by earlier calls{need}.\n"
+            f"{format_bytes(self._lent_bytes)} by weights in use, {others}.\n"
             "  Give a larger memory=, a smaller batch, fewer tokens, or a cache that stays on the host."
         )

@@ -17,9 +17,10 @@ _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 """Properties whose answer has the values of the tensor."""
 _OWN = frozenset(
     (
-        "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "is_floating_point",
-        "is_complex", "is_signed", "is_contiguous", "__len__", "__hash__", "__deepcopy__", "__reduce_ex__",
-        "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "share_memory_",
+        "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset",
+        "is_floating_point", "is_complex", "is_signed", "is_contiguous", "__len__", "__hash__", "__deepcopy__",
+        "__reduce_ex__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
+        "share_memory_",
     )
 )  # fmt: skip
 """Calls that need no values, or that mean the parameter itself and not a copy."""

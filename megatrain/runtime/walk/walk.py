@@ -17,7 +17,9 @@ from megatrain.tracer.capture.sandbox import uncompiled
 
 
 @contextmanager
-def walk(what: str, model: nn.Module, engine: Engine, budget_bytes: int, learned: Learned) -> Generator[Callable[[], WalkFigures]]:
+def walk(
+    what: str, model: nn.Module, engine: Engine, budget_bytes: int, learned: Learned
+) -> Generator[Callable[[], WalkFigures]]:
     """Runs the body without a schedule: torch calls on this thread find the model's state on the compute device.
 
     The slots' memory is given back before. The model's own code does everything else, and what it leaves in attributes

@@ -42,8 +42,8 @@ def check_arguments(arguments: Arguments) -> None:
             raise TraceError(
                 f"the argument `{name}` is a {type(leaf).__qualname__} with tensors in it.\n"
                 "  Inputs are found in tuples, lists, dicts and classes known to torch.utils._pytree.\n"
-                "  Pass the tensors themselves, or register the class. Under torch.no_grad() a compiled model takes any "
-                "object."
+                "  Pass the tensors themselves, or register the class. Under torch.no_grad() a compiled model takes "
+                "any object, such as a cache."
             )
         raise TraceError(
             f"the argument `{name}` is a {type(leaf).__qualname__}, which may change between calls.\n"
