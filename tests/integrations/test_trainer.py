@@ -399,7 +399,10 @@ SCENARIOS: dict[str, Scenario] = {
         SUMMED, model=t5, kind=Seq2SeqTrainer, arguments=Seq2SeqTrainingArguments, tolerance=REASSOCIATED,
     ),
     "t5, generates": Scenario(
-        {**SUMMED, **EVAL, "eval_steps": 2, "predict_with_generate": True, "generation_max_length": 6, "generation_num_beams": 2},
+        {
+            **SUMMED, **EVAL, "eval_steps": 2, "predict_with_generate": True, "generation_max_length": 6,
+            "generation_num_beams": 2,
+        },
         model=t5, kind=Seq2SeqTrainer, arguments=Seq2SeqTrainingArguments, tolerance=REASSOCIATED,
         more=lambda model: {"compute_metrics": chosen}, streaming={"memory": "100KiB"},
         after=lambda t: torch.tensor(t.predict(t.eval_dataset, num_beams=1).predictions),

@@ -12,8 +12,8 @@ from megatrain.torch_private import StorageWeakRef
 class HeldBytes:
     """Counts each storage of the device that a call took or returned, once, for as long as it exists.
 
-    Sizes are rounded up as the device's allocator does. Nobody says when a tensor of the model's own code ends, so storages are referred to weakly, and looked at when the
-    sum matters.
+    Sizes are rounded up as the device's allocator does. Nobody says when a tensor of the model's own code ends, so
+    storages are referred to weakly, and looked at when the sum matters.
 
     Args:
         device: The compute device.

@@ -16,6 +16,7 @@ from megatrain.runtime.walk.figures import WalkFigures
 from megatrain.runtime.walk.held_bytes import HeldBytes
 from megatrain.sizes import aligned, format_bytes
 from megatrain.tracer.inventory import StateEntry
+from megatrain.tracer.recording.effect_watch import storage_key
 
 AHEAD = 16
 """The most tensors that are brought before they are read."""
@@ -62,6 +63,7 @@ class Loans:
         self._held = HeldBytes(engine.device)
         self._others = engine.meter.current  # of calls whose backward is still to come
         self._here: dict[str, Borrowed] = {}
+        self._keys: dict[int, str] = {}  # of what is here, by its memory
         self._lent_bytes = 0
         self._clock = 0
         self._reads: Counter[str] = Counter()
@@ -76,6 +78,11 @@ class Loans:
     @property
     def _total(self) -> int:
         return self._others + self._held.nbytes + self._lent_bytes
+
+    @property
+    def _room(self) -> int:
+        """The bound for state that isn't needed at once: caches grow, so a call may add more than any before."""
+        return self._budget - 2 * self._learned.growth
 
     def borrow(self, keys: Sequence[str]) -> list[torch.Tensor]:
         """Returns state on the device, for one call.
@@ -99,12 +106,17 @@ class Loans:
             self._look_ahead(keys)
         return [self._here[key].tensor for key in keys]
 
-    def after(self, keys: Collection[str], tensors: Iterator[torch.Tensor]) -> None:
+    def key_of(self, tensor: torch.Tensor) -> str | None:
+        """Returns the state on the device of which a tensor is a view, if it is one."""
+        return self._keys.get(storage_key(tensor)) if tensor.layout == torch.strided else None
+
+    def after(self, keys: Collection[str], tensors: Iterator[torch.Tensor], written: Collection[int] = ()) -> None:
         """Counts what a call took and returned, keeps what it wrote, and makes room.
 
         Args:
             keys: The state that it read.
             tensors: Its other arguments and its results.
+            written: Memory that it wrote, where versions don't tell.
 
         Raises:
             ExecuteError: If it wrote into a trained parameter, or holds more than the budget.
@@ -112,11 +124,13 @@ class Loans:
         growth = sum(self._held.add(tensor) for tensor in tensors)
         self._learned.growth = max(self._learned.growth, growth)
         for key in keys:
-            self._keep_written(self._here[key])
+            self._keep_written(self._here[key], is_known=storage_key(self._here[key].tensor) in written)
             if self._reads[key] == 1 and self._here[key].is_alone:
                 self._give_back(self._here[key])
         if growth:
-            self._make_room(0, (), self._budget - 2 * self._learned.growth)
+            # The next call may add as much again. What comes ahead keeps to the lower bound, so as not to go unread.
+            self._make_room(0, (), self._room, only_read=True)
+            self._make_room(0, (), self._budget - self._learned.growth)
             if self._total > self._budget:
                 raise self._lack("what the model has computed", 0)
         self._measure()
@@ -132,7 +146,7 @@ class Loans:
 
     def _bring(self, key: str, pinned: Collection[str]) -> None:
         nbytes = self._size(key)
-        if not self._make_room(nbytes, pinned, self._budget - 2 * self._learned.growth):
+        if not self._make_room(nbytes, pinned, self._room):
             self._held.prune()
             if self._total + nbytes > self._budget:
                 raise self._lack(f"`{key}`", nbytes)
@@ -151,6 +165,7 @@ class Loans:
         place = engine.device.torch_device
         streams.submit("compute", taken.label, lambda: box.append(Borrowed.of(entry, place)), (), taken)
         borrowed = self._here[key] = box[0][0]
+        self._keys[storage_key(borrowed.tensor)] = key
         self._lent_bytes += self._size(key)
         self._held.leave_out(borrowed.tensor)
         self._copies += 1
@@ -168,11 +183,11 @@ class Loans:
     def _give_back(self, borrowed: Borrowed) -> None:
         self._wait(borrowed)  # its memory must not be used again before the copy is done
         self._keep_written(borrowed)
-        del self._here[borrowed.key]
+        del self._here[borrowed.key], self._keys[storage_key(borrowed.tensor)]
         self._lent_bytes -= self._size(borrowed.key)
 
-    def _keep_written(self, borrowed: Borrowed) -> None:
-        if borrowed.latest and borrowed.is_written:
+    def _keep_written(self, borrowed: Borrowed, *, is_known: bool = False) -> None:
+        if borrowed.latest and (is_known or borrowed.is_written):
             entry = self._entries[borrowed.key]
             borrowed.note_version()
             if not entry.is_writable:
@@ -209,7 +224,7 @@ class Loans:
         return ahead[-1] if ahead and not only_read else None
 
     def _look_ahead(self, pinned: Sequence[str]) -> None:
-        ahead, limit = 0, self._budget - 2 * self._learned.growth
+        ahead = 0
         passed, key = set(pinned), pinned[-1]
         for _ in range(AHEAD):
             following = self._learned.successors.get(key)
@@ -221,7 +236,7 @@ class Loans:
             if key not in self._here:
                 if ahead and ahead + nbytes > self._budget // AHEAD_PART:
                     return
-                if not self._make_room(nbytes, passed, limit, only_read=True):
+                if not self._make_room(nbytes, passed, self._room, only_read=True):
                     return
                 self._fetch(key)
             if not self._here[key].latest:

@@ -12,6 +12,7 @@ from megatrain.errors import ExecuteError
 from megatrain.runtime.walk.loans import Loans
 from megatrain.torch_private import are_transforms_active, pytree
 from megatrain.tracer.calls import call_name, is_property_get, is_property_set
+from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
 
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 """Properties whose answer has the values of the tensor."""
@@ -61,15 +62,24 @@ class WalkMode(TorchFunctionMode):
         keys = list(dict.fromkeys(self._keys[id(t)] for t in given if id(t) in self._keys))
         if keys and torch.is_grad_enabled() and any(t.requires_grad for t in given):
             raise ExecuteError(_GRADIENTS)
-        result = self._run(func, args, kwargs, keys)
-        found = () if are_transforms_active() else (*given, *_tensors(result))
-        self._loans.after(keys, (t for t in found if id(t) not in self._keys))
+        if are_transforms_active():  # nobody can look at the memory of their tensors
+            result, written = self._run(func, args, kwargs, keys)
+            self._loans.after(keys, iter(()), written)
+            return result
+        viewed = (self._loans.key_of(tensor) for tensor in given if id(tensor) not in self._keys)
+        touched = dict.fromkeys((*keys, *(key for key in viewed if key is not None)))
+        result, written = self._run(func, args, kwargs, keys)
+        found = (t for t in (*given, *_tensors(result)) if id(t) not in self._keys)
+        self._loans.after(touched, found, written)
         return result
 
-    def _run(self, func: Any, args: Any, kwargs: Any, keys: list[str]) -> Any:
-        """Runs a call. What it was given ends with this frame, so that nobody else has the copies behind it."""
+    def _run(self, func: Any, args: Any, kwargs: Any, keys: list[str]) -> tuple[Any, set[int]]:
+        """Runs a call; also returns what memory it wrote, if versions may not tell.
+
+        What the call was given ends with this frame, so that nobody else has the copies behind it.
+        """
         if not keys:
-            return func(*args, **kwargs)
+            return _watched(func, args, kwargs)
         copies = dict(zip(keys, self._loans.borrow(keys), strict=True))
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,13 +90,22 @@ class WalkMode(TorchFunctionMode):
         has_cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # it would keep what autocast makes of each weight
         try:
-            return func(*args, **kwargs)
+            return _watched(func, args, kwargs)
         finally:
             torch.set_autocast_cache_enabled(has_cache)
 
     def _probe(self, tensor: torch.Tensor) -> torch.Tensor:
         """An empty tensor that is where the state seems to be."""
         return torch.empty(0, dtype=tensor.dtype, device=self._device)
+
+
+def _watched(func: Any, args: Any, kwargs: Any) -> tuple[Any, set[int]]:
+    """Some kernels write running statistics and count no write. A watch may change the kernels of other calls."""
+    if "batch_norm" not in call_name(func):
+        return func(*args, **kwargs), set()
+    with EffectWatch(lambda _: None, lambda _: None, lambda call: (call(), False)) as watch:
+        result = func(*args, **kwargs)
+    return result, {storage_key(tensor) for tensor in watch.written}
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
