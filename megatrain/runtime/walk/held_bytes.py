@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from megatrain.device import Device, is_on_host
 from megatrain.sizes import aligned
 from megatrain.torch_private import StorageWeakRef
+
+
+class _Known(NamedTuple):
+    storage: StorageWeakRef
+    nbytes: int
+    key: str | None
 
 
 class HeldBytes:
@@ -26,27 +34,31 @@ class HeldBytes:
         self.nbytes = 0
         self._counts_host = device.is_host
         self._alignment = device.alignment
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._known: dict[int, _Known] = {}
 
-    def add(self, tensor: torch.Tensor) -> int:
-        """Counts the memory of a tensor; returns the bytes that weren't known."""
-        if tensor.is_meta or is_on_host(tensor) != self._counts_host or tensor.layout != torch.strided:
-            return 0
+    def look_at(self, tensor: torch.Tensor) -> str | None:
+        """Counts the memory of a tensor, if it isn't known; returns the key of the state that it is, if it is one's."""
+        if tensor.layout != torch.strided:
+            return None
         storage = tensor.untyped_storage()
-        # The weak reference keeps the address of the storage from being used again.
-        if storage._cdata in self._known:
-            return 0
-        nbytes = aligned(storage.nbytes(), self._alignment)
-        self._known[storage._cdata] = StorageWeakRef(storage), nbytes
-        self.nbytes += nbytes
-        return nbytes
+        known = self._known.get(storage._cdata)
+        if known is not None:
+            return known.key
+        if not tensor.is_meta and is_on_host(tensor) == self._counts_host:
+            self._note(storage, aligned(storage.nbytes(), self._alignment), None)
+        return None
 
-    def leave_out(self, tensor: torch.Tensor) -> None:
-        """Has the memory of a tensor not count, for as long as it exists: views of it are results as well."""
-        storage = tensor.untyped_storage()
-        self._known[storage._cdata] = StorageWeakRef(storage), 0
+    def leave_out(self, tensor: torch.Tensor, key: str) -> None:
+        """Has the memory of a tensor not count, for as long as it exists: it is that of some state."""
+        self._note(tensor.untyped_storage(), 0, key)
 
     def prune(self) -> None:
         """Stops counting storages that are gone."""
-        self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
-        self.nbytes = sum(nbytes for _, nbytes in self._known.values())
+        gone = [number for number, known in self._known.items() if known.storage.expired()]
+        for number in gone:
+            self.nbytes -= self._known.pop(number).nbytes
+
+    def _note(self, storage: torch.UntypedStorage, nbytes: int, key: str | None) -> None:
+        # The weak reference keeps the address of the storage from being used again.
+        self._known[storage._cdata] = _Known(StorageWeakRef(storage), nbytes, key)
+        self.nbytes += nbytes

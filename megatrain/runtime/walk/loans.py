@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,11 +59,11 @@ class Loans:
         self._engine = engine
         self._entries = entries
         self._budget = budget_bytes
+        self._sizes = {key: aligned(entry.spec.nbytes, engine.device.alignment) for key, entry in entries.items()}
         self._learned = learned
         self._held = HeldBytes(engine.device)
         self._others = engine.meter.current  # of calls whose backward is still to come
         self._here: dict[str, Borrowed] = {}
-        self._keys: dict[int, str] = {}  # of what is here, by its memory
         self._lent_bytes = 0
         self._clock = 0
         self._reads: Counter[str] = Counter()
@@ -102,38 +102,41 @@ class Loans:
             self._wait(borrowed)
             borrowed.latest = self._clock
             self._reads[key] += 1
-        if keys:
+        if len(self._here) < len(self._reads):
             self._look_ahead(keys)
         return [self._here[key].tensor for key in keys]
 
-    def key_of(self, tensor: torch.Tensor) -> str | None:
-        """Returns the state on the device of which a tensor is a view, if it is one."""
-        return self._keys.get(storage_key(tensor)) if tensor.layout == torch.strided else None
-
-    def after(self, keys: Collection[str], tensors: Iterator[torch.Tensor], written: Collection[int] = ()) -> None:
+    def after(self, keys: Sequence[str], tensors: Iterable[torch.Tensor], written: Collection[int] = ()) -> None:
         """Counts what a call took and returned, keeps what it wrote, and makes room.
 
         Args:
             keys: The state that it read.
-            tensors: Its other arguments and its results.
+            tensors: Its other arguments, which may be views of state, and its results.
             written: Memory that it wrote, where versions don't tell.
 
         Raises:
             ExecuteError: If it wrote into a trained parameter, or holds more than the budget.
         """
-        growth = sum(self._held.add(tensor) for tensor in tensors)
-        self._learned.growth = max(self._learned.growth, growth)
-        for key in keys:
-            self._keep_written(self._here[key], is_known=storage_key(self._here[key].tensor) in written)
-            if self._reads[key] == 1 and self._here[key].is_alone:
-                self._give_back(self._here[key])
+        before, touched = self._held.nbytes, dict.fromkeys(keys)
+        for tensor in tensors:
+            key = self._held.look_at(tensor)
+            if key is not None:
+                touched[key] = None
+        growth = self._held.nbytes - before
+        for key in touched:
+            borrowed = self._here.get(key)
+            if borrowed is not None:
+                self._keep_written(borrowed, is_known=storage_key(borrowed.tensor) in written)
+                if self._reads[key] == 1 and borrowed.is_alone:
+                    self._give_back(borrowed)
         if growth:
+            self._learned.growth = max(self._learned.growth, growth)
             # The next call may add as much again. What comes ahead keeps to the lower bound, so as not to go unread.
             self._make_room(0, (), self._room, only_read=True)
             self._make_room(0, (), self._budget - self._learned.growth)
             if self._total > self._budget:
                 raise self._lack("what the model has computed", 0)
-        self._measure()
+            self._measure()
 
     def end(self, *, has_failed: bool = False) -> None:
         """Gives everything back; what the model wrote is kept."""
@@ -145,7 +148,7 @@ class Loans:
     # -- one tensor ------------------------------------------------------------------------------------------
 
     def _bring(self, key: str, pinned: Collection[str]) -> None:
-        nbytes = self._size(key)
+        nbytes = self._sizes[key]
         if not self._make_room(nbytes, pinned, self._room):
             self._held.prune()
             if self._total + nbytes > self._budget:
@@ -165,9 +168,8 @@ class Loans:
         place = engine.device.torch_device
         streams.submit("compute", taken.label, lambda: box.append(Borrowed.of(entry, place)), (), taken)
         borrowed = self._here[key] = box[0][0]
-        self._keys[storage_key(borrowed.tensor)] = key
-        self._lent_bytes += self._size(key)
-        self._held.leave_out(borrowed.tensor)
+        self._lent_bytes += self._sizes[key]
+        self._held.leave_out(borrowed.tensor, key)
         self._copies += 1
         self._copied_bytes += entry.spec.nbytes
         streams.submit("h2d", borrowed.arrived.label, copy, (taken,), borrowed.arrived)
@@ -183,8 +185,8 @@ class Loans:
     def _give_back(self, borrowed: Borrowed) -> None:
         self._wait(borrowed)  # its memory must not be used again before the copy is done
         self._keep_written(borrowed)
-        del self._here[borrowed.key], self._keys[storage_key(borrowed.tensor)]
-        self._lent_bytes -= self._size(borrowed.key)
+        del self._here[borrowed.key]
+        self._lent_bytes -= self._sizes[borrowed.key]
 
     def _keep_written(self, borrowed: Borrowed, *, is_known: bool = False) -> None:
         if borrowed.latest and (is_known or borrowed.is_written):
@@ -199,9 +201,6 @@ class Loans:
             self._engine.buffers.download([(self._engine.tensors[entry.key], borrowed.tensor)])
 
     # -- room ------------------------------------------------------------------------------------------------
-
-    def _size(self, key: str) -> int:
-        return aligned(self._entries[key].spec.nbytes, self._engine.device.alignment)
 
     def _make_room(self, nbytes: int, pinned: Collection[str], limit: int, *, only_read: bool = False) -> bool:
         """Gives state back until so many bytes more are within `limit`; tells whether they are."""
@@ -232,7 +231,7 @@ class Loans:
                 return
             key = following
             passed.add(key)
-            nbytes = self._size(key)
+            nbytes = self._sizes[key]
             if key not in self._here:
                 if ahead and ahead + nbytes > self._budget // AHEAD_PART:
                     return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -27,6 +29,13 @@ _OWN = frozenset(
 """Calls that need no values, or that mean the parameter itself and not a copy."""
 
 
+class _Kind(Enum):
+    OWN = "concerns the tensor itself"
+    OF_PLACE = "asks for its place"
+    CALL = "reads values"
+    BATCH_NORM = "may write running statistics"
+
+
 class WalkMode(TorchFunctionMode):
     """Has the state of a model look as if it were on the compute device.
 
@@ -47,77 +56,92 @@ class WalkMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_property_set(func):
+        kind = _kind_of(func)
+        if kind is _Kind.OWN:
             return func(*args, **kwargs)
-        if is_property_get(func):
-            name = call_name(func)
-            if id(args[0]) not in self._keys:
-                return func(*args, **kwargs)
-            if name not in _VALUES:
-                is_of_place = name == "device" or (name.startswith("is_") and name != "is_leaf")
-                return func(self._probe(args[0]) if is_of_place else args[0])
-        elif call_name(func) in _OWN:
-            return func(*args, **kwargs)
-        given = list(_tensors((args, kwargs)))
-        keys = list(dict.fromkeys(self._keys[id(t)] for t in given if id(t) in self._keys))
-        if keys and torch.is_grad_enabled() and any(t.requires_grad for t in given):
-            raise ExecuteError(_GRADIENTS)
-        if are_transforms_active():  # nobody can look at the memory of their tensors
-            result, written = self._run(func, args, kwargs, keys)
-            self._loans.after(keys, iter(()), written)
-            return result
-        viewed = (self._loans.key_of(tensor) for tensor in given if id(tensor) not in self._keys)
-        touched = dict.fromkeys((*keys, *(key for key in viewed if key is not None)))
-        result, written = self._run(func, args, kwargs, keys)
-        found = (t for t in (*given, *_tensors(result)) if id(t) not in self._keys)
-        self._loans.after(touched, found, written)
+        if kind is _Kind.OF_PLACE:
+            return func(self._probe(args[0]) if id(args[0]) in self._keys else args[0])
+        given: list[torch.Tensor] = []
+        _collect(args, given)
+        _collect(kwargs.values(), given)
+        keys = [self._keys[id(t)] for t in given if id(t) in self._keys]
+        if keys:
+            keys = list(dict.fromkeys(keys))
+            if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+                raise ExecuteError(_GRADIENTS)
+            given = [t for t in given if id(t) not in self._keys]
+        result, written = self._run(func, kind, args, kwargs, keys)
+        if are_transforms_active():
+            given = []  # nobody can look at the memory of their tensors
+        else:
+            _collect((result,), given)
+        self._loans.after(keys, given, written)
         return result
 
-    def _run(self, func: Any, args: Any, kwargs: Any, keys: list[str]) -> tuple[Any, set[int]]:
+    def _run(self, func: Any, kind: _Kind, args: Any, kwargs: Any, keys: list[str]) -> tuple[Any, set[int]]:
         """Runs a call; also returns what memory it wrote, if versions may not tell.
 
         What the call was given ends with this frame, so that nobody else has the copies behind it.
         """
+        run = _watched if kind is _Kind.BATCH_NORM else _plain
         if not keys:
-            return _watched(func, args, kwargs)
+            return run(func, args, kwargs)
         copies = dict(zip(keys, self._loans.borrow(keys), strict=True))
-
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            key = self._keys.get(id(tensor))
-            return tensor if key is None else copies[key]
-
-        args, kwargs = pytree.tree_map_only(torch.Tensor, copy, (args, kwargs))
+        args = tuple(self._copied(value, copies) for value in args)
+        kwargs = {name: self._copied(value, copies) for name, value in kwargs.items()}
         has_cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # it would keep what autocast makes of each weight
         try:
-            return _watched(func, args, kwargs)
+            return run(func, args, kwargs)
         finally:
             torch.set_autocast_cache_enabled(has_cache)
+
+    def _copied(self, value: Any, copies: Mapping[str, torch.Tensor]) -> Any:
+        """The value with copies in the places of the model's tensors."""
+        if isinstance(value, torch.Tensor):
+            key = self._keys.get(id(value))
+            return value if key is None else copies[key]
+        if isinstance(value, _CONTAINERS):
+            return pytree.tree_map_only(torch.Tensor, lambda tensor: self._copied(tensor, copies), value)
+        return value
 
     def _probe(self, tensor: torch.Tensor) -> torch.Tensor:
         """An empty tensor that is where the state seems to be."""
         return torch.empty(0, dtype=tensor.dtype, device=self._device)
 
 
+@functools.lru_cache(maxsize=4096)
+def _kind_of(func: Any) -> _Kind:
+    name = call_name(func)
+    if is_property_set(func):
+        return _Kind.OWN
+    if is_property_get(func):
+        is_of_place = name == "device" or (name.startswith("is_") and name != "is_leaf")
+        return _Kind.CALL if name in _VALUES else _Kind.OF_PLACE if is_of_place else _Kind.OWN
+    return _Kind.OWN if name in _OWN else _Kind.BATCH_NORM if "batch_norm" in name else _Kind.CALL
+
+
+def _plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, set[int]]:
+    return func(*args, **kwargs), set()
+
+
 def _watched(func: Any, args: Any, kwargs: Any) -> tuple[Any, set[int]]:
     """Some kernels write running statistics and count no write. A watch may change the kernels of other calls."""
-    if "batch_norm" not in call_name(func):
-        return func(*args, **kwargs), set()
     with EffectWatch(lambda _: None, lambda _: None, lambda call: (call(), False)) as watch:
         result = func(*args, **kwargs)
     return result, {storage_key(tensor) for tensor in watch.written}
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments and results, which are nested in lists, tuples and dicts at most."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from _tensors(value)
+_CONTAINERS = (tuple, list, dict)
+
+
+def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    """Adds the tensors in arguments and results, which are nested in lists, tuples and dicts at most."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, _CONTAINERS):
+            _collect(value.values() if isinstance(value, dict) else value, found)  # pyright: ignore
 
 
 _GRADIENTS = (
