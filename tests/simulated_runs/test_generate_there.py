@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import megatrain
+from megatrain.device import is_on_host
+from megatrain.errors import ExecuteError
 from tests.simulated_device import Simulator
 from tests.simulated_runs.on_device import DEVICE, ORDERS, choose
 
@@ -62,19 +66,108 @@ def test_tokens_and_logits_are_those_of_eager_there(sim: Simulator, make: Any, o
             for each in (*model.parameters(), *eager.parameters()):
                 each.mul_(-1.5)
     figures = compiled.megatrain.walks.latest
-    assert figures.h2d_bytes > 2 * sum(p.nbytes for p in model.parameters())
+    assert figures.h2d_bytes > 1.9 * sum(p.nbytes for p in model.parameters())
     assert figures.peak_bytes <= figures.budget_bytes
 
 
-def test_the_cache_is_there_and_the_memory_is_that_of_the_budget(sim: Simulator):
-    compiled: Any = megatrain.compile(llama(), device=DEVICE, memory="64KiB")
+@pytest.mark.parametrize("memory", ["64KiB", "1MiB"])
+def test_the_cache_is_there_and_the_devices_own_peak_is_in_the_budget(sim: Simulator, memory: str):
+    compiled: Any = megatrain.compile(llama(), device=DEVICE, memory=memory)
+    ids, device = IDS.to(DEVICE), compiled.megatrain.options.device
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1)) if memory == "1MiB" else None
+    for _ in range(3):
+        if step is not None:
+            step({"input_ids": ids, "labels": ids, "use_cache": False})  # its slots make room for what is generated
+        device.settle()
+        before = ids.nbytes
+        device.reset_peak()
+        found = compiled.generate(ids, **OPTIONS)
+        assert found.past_key_values.layers[0].keys.device == ids.device
+        figures = compiled.megatrain.walks.latest
+        assert device.peak_bytes() <= figures.budget_bytes
+        assert device.peak_bytes() - before >= figures.peak_bytes * 0.9
+        del found
+        device.settle()
+        assert torch.accelerator.memory_allocated() <= 4096
+
+
+@pytest.mark.parametrize("order", ["early", "late", "seeded"])
+def test_calls_with_a_cache_and_a_cache_on_the_host(sim: Simulator, order: str):
+    model = llama()
+    eager = copy.deepcopy(model).to(DEVICE)
+    compiled: Any = megatrain.compile(model, device=DEVICE, memory="64KiB")
+    sim.order(order)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    with torch.no_grad():
+        for number in range(3):
+            ids = (IDS[:, : 8 - 3 * number] + number).to(DEVICE)
+            logits = [
+                m(ids, past_key_values=c, use_cache=True).logits.cpu()
+                for m, c in zip((eager, compiled), caches, strict=True)
+            ]
+            assert torch.equal(*logits)
+    for mine, its in zip(caches[1].layers, caches[0].layers, strict=True):
+        assert mine.keys is not None
+        assert mine.keys.device == torch.device(DEVICE, 0)
+        assert torch.equal(mine.keys.cpu(), its.keys.cpu())  # pyright: ignore
+        assert torch.equal(mine.values.cpu(), its.values.cpu())  # pyright: ignore
+
+
+class Own(nn.Module):
+    """Writes a buffer in place, by a view, and by another tensor in its place."""
+
+    counts: torch.Tensor
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("counts", torch.zeros(2, 16))
+        self.register_buffer("table", torch.zeros(4))
+        self.elsewhere = torch.ones(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        row = self.counts[1]
+        for layer in self.layers:
+            x = self.norm(layer(x)).sin()
+        row += x[0]
+        self.counts[0].add_(1)
+        self.table = self.table + x.mean()
+        return x + torch.zeros(16, device=self.layers[0].weight.device)  # pyright: ignore
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor, steps: int = 2, *, fails: bool = False) -> torch.Tensor:
+        for _ in range(steps):
+            x = self(x)
+        return x + self.elsewhere if fails else x
+
+
+@pytest.mark.parametrize("order", ["early", "late", "seeded"])
+def test_buffers_come_home(sim: Simulator, order: str):
+    torch.manual_seed(0)
+    model = Own()
+    eager = copy.deepcopy(model).to(DEVICE)
+    compiled: Any = megatrain.compile(model, device=DEVICE, memory="16KiB")
+    sim.order(order)
+    for number in range(3):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+        assert torch.equal(compiled.generate(x).cpu(), eager.generate(x).cpu())
+        expected = eager.state_dict()
+        for key, tensor in model.state_dict().items():
+            assert is_on_host(tensor), key
+            assert torch.equal(tensor, expected[key].cpu()), key
+    with pytest.raises(RuntimeError) as caught:
+        compiled.generate(x, fails=True)
+    assert "all other tensors are where they are" in "".join(caught.value.__notes__)
+    assert torch.equal(compiled.generate(x.clone()).cpu(), (eager.generate(x), eager.generate(x))[1].cpu())
+
+
+def test_more_than_the_budget_is_refused_and_everything_is_given_back(sim: Simulator):
+    compiled: Any = megatrain.compile(llama(), device=DEVICE, memory="24KiB")
     ids = IDS.to(DEVICE)
-    device = compiled.megatrain.options.device
-    compiled.generate(ids, **OPTIONS)
-    print(device.peak_bytes(), compiled.megatrain.walks.latest)
-    before = torch.accelerator.memory_allocated()
-    device.reset_peak()
-    found = compiled.generate(ids, **OPTIONS)
-    print(before, device.peak_bytes(), compiled.megatrain.walks.latest)
-    assert found.past_key_values.layers[0].keys.device == ids.device
-    assert 0
+    with pytest.raises(ExecuteError, match=r"generate\(\) needs more device memory than the budget of 24\.00 KiB"):
+        compiled.generate(ids, **OPTIONS)
+    gc.collect()
+    compiled.megatrain.options.device.settle()
+    assert torch.accelerator.memory_allocated() <= 1024
