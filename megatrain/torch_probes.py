@@ -286,16 +286,13 @@ def writes_are_counted() -> bool:
 
 def memory_is_told() -> bool:
     """Whether a view of a tensor shows in the count of its memory, and the end of the last in a weak reference."""
-    counts = list[int]()
     tensor = torch.ones(2)
-    weak = torch_private.StorageWeakRef(tensor.untyped_storage())
-    view = tensor[:1]
-    for _ in range(2):
-        counts.append(torch_private.storage_use_count(tensor.untyped_storage()._cdata))  # pyright: ignore
-        view = tensor
-    is_there = not weak.expired()
-    del tensor, view
-    return counts[0] == counts[1] + 1 and is_there and weak.expired()
+    weak, view = torch_private.StorageWeakRef(tensor.untyped_storage()), tensor[:1]
+    viewed = torch_private.storage_use_count(tensor.untyped_storage()._cdata)  # pyright: ignore
+    del view
+    alone, is_there = torch_private.storage_use_count(tensor.untyped_storage()._cdata), not weak.expired()  # pyright: ignore
+    del tensor
+    return viewed == alone + 1 and is_there and weak.expired()
 
 
 def draws_are_tagged() -> bool:

@@ -1,4 +1,4 @@
-"""What becomes of the calls of compiled models that this thread makes: somebody takes them, or a walk is under way."""
+"""Who takes the calls of compiled models that this thread makes, in place of running them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 if TYPE_CHECKING:
     from megatrain.compiled.inside import Compiled
@@ -18,7 +16,6 @@ Taker = Callable[["Compiled", tuple[Any, ...], dict[str, Any]], Any]
 
 class _CallsHere(threading.local):
     taker: Taker | None = None
-    walking: tuple[nn.Module, ...] = ()
 
 
 _HERE = _CallsHere()
@@ -32,21 +29,6 @@ def taken_by(taker: Taker) -> Generator[None]:
         yield
     finally:
         _HERE.taker = before
-
-
-@contextmanager
-def walking(model: nn.Module) -> Generator[None]:
-    """Within the body, this thread's calls of the compiled model are calls of the model itself."""
-    before, _HERE.walking = _HERE.walking, (*_HERE.walking, model)
-    try:
-        yield
-    finally:
-        _HERE.walking = before
-
-
-def walks_here(model: nn.Module) -> bool:
-    """Tells whether this thread is in a walk of this model."""
-    return any(each is model for each in _HERE.walking)
 
 
 def run_here(compiled: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

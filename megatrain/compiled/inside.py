@@ -184,7 +184,7 @@ class Compiled(LatestCapture):
             TraceError: If this signature of inputs can't be captured.
         """
         own = Arguments.of(self.model, args, kwargs)
-        if walks(own, has_grad=torch.is_grad_enabled()):
+        if walks(args, kwargs, has_grad=torch.is_grad_enabled()):
             check_device(own, self.options.device)
             return self.walks.call("the call", self.model, args, kwargs)
         arguments = self.cast(own)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatrain.compiled.variants import Variant
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
-from megatrain.runtime.walk.figures import WalkFigures
+from megatrain.runtime.walk.walk_figures import WalkFigures
 
 NOTHING = "nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)"
 

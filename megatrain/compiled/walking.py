@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatrain.compiled.calls_here import walking, walks_here
+from megatrain.compiled.walks_here import walking, walks_here
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.walk.figures import WalkFigures
 from megatrain.runtime.walk.loans import Learned
 from megatrain.runtime.walk.walk import walk
+from megatrain.runtime.walk.walk_figures import WalkFigures
 from megatrain.torch_features import check_torch
 from megatrain.torch_private import pytree
-from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.plain_tensors import check_plain_state
 from megatrain.tracer.recording.inputs import is_plain
 
@@ -102,11 +103,17 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor
 
 
-def walks(arguments: Arguments, *, has_grad: bool) -> bool:
+def walks(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_grad: bool) -> bool:
     """Tells whether a call is a walk: no capture can stand for its arguments (a cache), and it needs no gradients."""
-    return not has_grad and not all(map(is_plain, arguments.leaves))
+    return not has_grad and not all(map(is_plain, pytree.tree_leaves((args, kwargs), is_leaf=_is_object)))
 
 
+def _is_object(value: object) -> bool:
+    """An object with methods may change in a call, though torch may know how to take it apart (caches, for export)."""
+    return not isinstance(value, _CONTAINERS) and not is_dataclass(value)
+
+
+_CONTAINERS = (tuple, list, dict, Mapping, deque)
 _ELSEWHERE = (
     "in a walk, parameters and buffers look as if they were on {device}; all other tensors are where they are.\n"
     "  Move the inputs there. A tensor that the model keeps in a plain attribute must be a buffer, as for .to()."

@@ -12,8 +12,8 @@ from megatrain.errors import ExecuteError
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.streams.stream_set import Event
 from megatrain.runtime.walk.borrowed import Borrowed
-from megatrain.runtime.walk.figures import WalkFigures
 from megatrain.runtime.walk.held_bytes import HeldBytes
+from megatrain.runtime.walk.walk_figures import WalkFigures
 from megatrain.sizes import aligned, format_bytes
 from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.recording.effect_watch import storage_key

@@ -10,9 +10,9 @@ from torch import nn
 
 from megatrain.device import is_on_host
 from megatrain.runtime.engine import Engine
-from megatrain.runtime.walk.figures import WalkFigures
 from megatrain.runtime.walk.loans import Learned, Loans
 from megatrain.runtime.walk.mode import WalkMode
+from megatrain.runtime.walk.walk_figures import WalkFigures
 from megatrain.tracer.capture.sandbox import uncompiled
 
 
