@@ -183,10 +183,9 @@ class Compiled(LatestCapture):
             WeightsError: If this call has to read the weights and can't.
             TraceError: If this signature of inputs can't be captured.
         """
-        own = Arguments.of(self.model, args, kwargs)
         if walks(args, kwargs, has_grad=torch.is_grad_enabled()):
-            check_device(own, self.options.device)
             return self.walks.call("the call", self.model, args, kwargs)
+        own = Arguments.of(self.model, args, kwargs)
         arguments = self.cast(own)
         with self.exclusively():
             self.complete_updates()

@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {
 
 def llama() -> Any:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, num_key_value_heads=2)).eval()
 
 
@@ -55,7 +55,7 @@ def assert_generates_alike(compiled: Any, eager: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("make", [llama, bart])
-def test_tokens_and_logits_are_those_of_eager_there(sim: Simulator, make: Any, order: str):
+def test_tokens_and_logits_are_those_of_eager_there(sim: Simulator, make: Any, order: Any):
     model = make()
     eager = copy.deepcopy(model).to(DEVICE)
     compiled: Any = megatrain.compile(model, device=DEVICE, memory="96KiB" if make is llama else "128KiB")
@@ -92,12 +92,12 @@ def test_the_cache_is_there_and_the_devices_own_peak_is_in_the_budget(sim: Simul
 
 
 @pytest.mark.parametrize("order", ["early", "late", "seeded"])
-def test_calls_with_a_cache_and_a_cache_on_the_host(sim: Simulator, order: str):
+def test_calls_with_a_cache_and_a_cache_on_the_host(sim: Simulator, order: Any):
     model = llama()
     eager = copy.deepcopy(model).to(DEVICE)
     compiled: Any = megatrain.compile(model, device=DEVICE, memory="64KiB")
     sim.order(order)
-    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    caches: list[Any] = [DynamicCache(config=model.config) for _ in range(2)]
     with torch.no_grad():
         for number in range(3):
             ids = (IDS[:, : 8 - 3 * number] + number).to(DEVICE)
@@ -109,8 +109,8 @@ def test_calls_with_a_cache_and_a_cache_on_the_host(sim: Simulator, order: str):
     for mine, its in zip(caches[1].layers, caches[0].layers, strict=True):
         assert mine.keys is not None
         assert mine.keys.device == torch.device(DEVICE, 0)
-        assert torch.equal(mine.keys.cpu(), its.keys.cpu())  # pyright: ignore
-        assert torch.equal(mine.values.cpu(), its.values.cpu())  # pyright: ignore
+        assert torch.equal(mine.keys.cpu(), its.keys.cpu())
+        assert torch.equal(mine.values.cpu(), its.values.cpu())
 
 
 class Own(nn.Module):
@@ -144,7 +144,7 @@ class Own(nn.Module):
 
 
 @pytest.mark.parametrize("order", ["early", "late", "seeded"])
-def test_buffers_come_home(sim: Simulator, order: str):
+def test_buffers_come_home(sim: Simulator, order: Any):
     torch.manual_seed(0)
     model = Own()
     eager = copy.deepcopy(model).to(DEVICE)

@@ -12,6 +12,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -46,6 +47,9 @@ CODER: dict[str, Any] = {
     "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 63, "decoder_start_token_id": 1, "forced_eos_token_id": None,
 }  # fmt: skip
+T5: dict[str, Any] = {
+    "vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0,
+}  # fmt: skip
 SUPPRESSED: dict[str, Any] = {"suppress_tokens": None, "begin_suppress_tokens": None}
 
 
@@ -60,9 +64,7 @@ MAKES: dict[str, Callable[[], Any]] = {
     "sliding windows": lambda: Gemma2ForCausalLM(
         Gemma2Config(**SIZES, **ATTENTION, head_dim=16, sliding_window=4, layer_types=None)  # pyright: ignore
     ),
-    "t5": lambda: T5ForConditionalGeneration(
-        T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, decoder_start_token_id=0)
-    ),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(**T5)),
     "bart": lambda: BartForConditionalGeneration(BartConfig(**CODER, max_position_embeddings=32)),
     "whisper": whisper,
     "mamba": lambda: MambaForCausalLM(MambaConfig(**SIZES, state_size=4)),
@@ -296,6 +298,51 @@ def test_the_cache_of_a_captured_call_goes_on_in_a_walk():
     ]
     assert torch.equal(second[0].logits, second[1].logits)
     assert compiled.megatrain.walks.latest.what == "the call"
+
+
+class Boxed:
+    """A cache that torch knows how to take apart, as some are registered for export."""
+
+    def __init__(self, kept: list[torch.Tensor]) -> None:
+        self.kept = kept
+
+
+class Remembers(nn.Module):
+    """Adds what it has seen before, and keeps the new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, box: Any) -> torch.Tensor:
+        kept = box.kept if isinstance(box, Boxed) else box
+        x = self.layer(x) + sum(kept, torch.zeros(4))
+        kept.append(x)
+        return x
+
+
+pytree.register_pytree_node(
+    Boxed,
+    lambda box: (box.kept, None),
+    lambda kept, _: Boxed(list(kept)),
+    flatten_with_keys_fn=lambda box: ([(pytree.SequenceKey(i), t) for i, t in enumerate(box.kept)], None),
+)
+
+
+def test_an_object_that_torch_takes_apart_is_still_the_callers():
+    torch.manual_seed(0)
+    model, x = Remembers(), torch.ones(2, 4)
+    eager, compiled = copy.deepcopy(model), compiled_of(model, "1MiB")
+    boxes = Boxed([]), Boxed([])
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(compiled(x, boxes[1]), eager(x, boxes[0]))
+    assert len(boxes[1].kept) == 3
+    assert_same(boxes[1].kept, boxes[0].kept)
+    with pytest.raises(TraceError, match=r"(?s)changes its argument `1`, a Boxed\..*compiled\.megatrain\.walk\(\)"):
+        compiled(x, boxes[1])
+    with pytest.raises(TraceError, match="changes its argument `box`, a list"):
+        compiled(x, box=[])
 
 
 def test_a_cache_where_gradients_are_wanted_is_refused():
