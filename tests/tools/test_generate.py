@@ -48,7 +48,8 @@ CODER: dict[str, Any] = {
     "eos_token_id": 63, "decoder_start_token_id": 1, "forced_eos_token_id": None,
 }  # fmt: skip
 T5: dict[str, Any] = {
-    "vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0,
+    "vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2,
+    "decoder_start_token_id": 0,
 }  # fmt: skip
 SUPPRESSED: dict[str, Any] = {"suppress_tokens": None, "begin_suppress_tokens": None}
 
