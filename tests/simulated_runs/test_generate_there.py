@@ -171,3 +171,21 @@ def test_more_than_the_budget_is_refused_and_everything_is_given_back(sim: Simul
     gc.collect()
     compiled.megatrain.options.device.settle()
     assert torch.accelerator.memory_allocated() <= 1024
+
+
+@torch.no_grad()
+def test_memory_of_weights_that_came_and_went_unread_is_not_written_later(sim: Simulator):
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    compiled: Any = megatrain.compile(model, device=DEVICE, memory="128KiB")
+    x = torch.ones(1, 64).to(DEVICE)
+    with compiled.megatrain.walk():
+        compiled(x)  # from now on the second comes as soon as the first is read
+    with compiled.megatrain.walk():
+        choose(sim, "late h2d", compiled)
+        compiled[0](x)
+        many = torch.zeros(18, 1024, device=DEVICE)  # leaves no room for those that came ahead
+        others = [torch.full((64, 64), 7.0, device=DEVICE) for _ in range(3)]
+    sim.order("early")
+    assert compiled.megatrain.walks.latest.num_prefetches > 1
+    assert not many.cpu().any()
+    assert all((other.cpu() == 7).all() for other in others)

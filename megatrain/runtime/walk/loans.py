@@ -102,7 +102,7 @@ class Loans:
             self._wait(borrowed)
             borrowed.latest = self._clock
             self._reads[key] += 1
-        if len(self._here) < len(self._reads):
+        if len(self._here) < len(self._learned.successors):  # else all that is known is here
             self._look_ahead(keys)
         return [self._here[key].tensor for key in keys]
 
