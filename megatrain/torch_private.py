@@ -15,6 +15,7 @@ import torch
 from torch import autograd, nn
 from torch._C import ScriptFunction, ScriptMethod
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _global_optimizer_post_hooks as GLOBAL_POST_HOOKS
 from torch.optim.optimizer import _global_optimizer_pre_hooks as GLOBAL_PRE_HOOKS
 from torch.utils import _pytree as pytree
@@ -37,6 +38,7 @@ __all__ = [
     "MissingError",
     "ScriptFunction",
     "ScriptMethod",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "are_transforms_active",
     "current_graph_task",
@@ -52,6 +54,7 @@ __all__ = [
     "preserve_dispatch_keys",
     "pytree",
     "send_to_meta_kernels",
+    "storage_use_count",
     "top_saved_tensors_hooks",
     "unset_fake_temporarily",
     "unsupported",
@@ -122,6 +125,8 @@ will_execute_node = _found("torch", "_C._will_engine_execute_node")
 current_graph_task = _found("torch", "_C._current_graph_task_id")
 # With `swap_tensors`: a parameter on meta gets memory and stays the same object.
 make_subclass = _found("torch", "Tensor._make_subclass")
+# A parameter's copy that the model's own code still views keeps its memory, and may be written into.
+storage_use_count = _found("torch", "_C._storage_Use_Count")
 # Updates run outside of the caller's dispatch modes.
 disable_current_modes = _found("torch.utils._python_dispatch", "_disable_current_modes")
 # While a fake tensor's kernel runs, its thread sends ops on all tensors to meta kernels; these take that back.

@@ -284,20 +284,24 @@ def writes_are_counted() -> bool:
     return tensor._version > before and len(keys) == 1
 
 
+def memory_is_told() -> bool:
+    """Whether a view of a tensor shows in the count of its memory, and the end of the last in a weak reference."""
+    tensor = torch.ones(2)
+    weak, view = torch_private.StorageWeakRef(tensor.untyped_storage()), tensor[:1]
+    viewed = torch_private.storage_use_count(tensor.untyped_storage()._cdata)  # pyright: ignore
+    del view
+    alone, is_there = torch_private.storage_use_count(tensor.untyped_storage()._cdata), not weak.expired()  # pyright: ignore
+    del tensor
+    return viewed == alone + 1 and is_there and weak.expired()
+
+
 def draws_are_tagged() -> bool:
     """Whether operations that draw random numbers say so."""
     aten = torch.ops.aten
     drawing: tuple[Any, ...] = (
-        aten.rand.default,
-        aten.randn.default,
-        aten.randint.default,
-        aten.randperm.default,
-        aten.bernoulli_.float,
-        aten.native_dropout.default,
-        aten.normal_.default,
-        aten.uniform_.default,
-        aten.multinomial.default,
-    )
+        aten.rand.default, aten.randn.default, aten.randint.default, aten.randperm.default, aten.bernoulli_.float,
+        aten.native_dropout.default, aten.normal_.default, aten.uniform_.default, aten.multinomial.default,
+    )  # fmt: skip
     return all(torch.Tag.nondeterministic_seeded in op.tags for op in drawing)
 
 

@@ -56,6 +56,7 @@ BROKEN: dict[str, Any] = {
     "forbid_memory": lambda _: None,
     "fused_adamw": lambda *args, **kwargs: args[0][0].mul_(0.9),
     "group_by_dtype": lambda tensors, with_indices: {0: (tensors, [0, 1, 2])},
+    "storage_use_count": lambda _: 1,
 }
 # Imported outright, or no names of torch.
 OTHERS = {
@@ -63,6 +64,7 @@ OTHERS = {
     *(
         "ScriptFunction",
         "ScriptMethod",
+        "StorageWeakRef",
         "TorchDispatchMode",
         "disable_fake_tensor_cache",
         "is_traceable_wrapper_subclass",

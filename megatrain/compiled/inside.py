@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -14,16 +14,16 @@ from torch import nn
 
 from megatrain.checks import PATH, checked
 from megatrain.compiled.dumping import dump
+from megatrain.compiled.latest_capture import LatestCapture
 from megatrain.compiled.printed import compiled_text
 from megatrain.compiled.variants import Variant, Variants
-from megatrain.errors import ExecuteError
+from megatrain.compiled.walking import Walks, walks
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import Attempts
 from megatrain.optim.masters.from_files import MasterWeights
 from megatrain.optim.masters.narrow_model import explained, masters_of
 from megatrain.optim.masters.registry import Masters
 from megatrain.options import Options
-from megatrain.passes.program import Program
 from megatrain.runtime.autograd import run_step
 from megatrain.runtime.engine import Engine, ordinary_tensors
 from megatrain.runtime.executor import Executor
@@ -31,14 +31,12 @@ from megatrain.runtime.rng import RngState
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 from megatrain.runtime.streams.turn import Turn
 from megatrain.saving import Source
-from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.recording.inputs import check_device
-from megatrain.tracer.traced import TracedModule
 
 
-class Compiled:
+class Compiled(LatestCapture):
     """A model bound to its schedules: the attribute `megatrain` of the result of `compile`.
 
     Args:
@@ -64,62 +62,25 @@ class Compiled:
         self._engine: Engine | None = None
         self.budget = DeviceBudget(options.device, options.memory)
         self._variants = Variants(model, options, self.budget)
-        self._latest: Variant | None = None
+        super().__init__()
         self._bound_version = 0
         self._turn = Turn()
+        self.walks = Walks(
+            model, options, self.budget, lambda: self.engine, self._for_walk, lambda: self._masters.casts_inputs
+        )
         self._before_reads: WeakSet[Callable[[], object]] = WeakSet()
 
     def __str__(self) -> str:
         """Lists the options of the model and its captures; see `megatrain.compiled.printed`."""
         note = "" if self._engine is None else self._engine.bus.note
-        return compiled_text(self.options, self.budget, list(self._variants), self._latest, note)
+        return compiled_text(self.options, self.budget, list(self._variants), self._latest, note, self.walks.latest)
 
     # -- what was compiled --------------------------------------------------------------------------------
 
     @property
-    def variant(self) -> Variant:
-        """The variant that the latest call used.
-
-        Raises:
-            ExecuteError: Before the first call, unless example arguments were given.
-        """
-        if self._latest is None:
-            raise ExecuteError(
-                "nothing is compiled yet.\n  A capture needs inputs.\n"
-                "  Call the model once, or give compile(example_args=..., example_kwargs=...)."
-            )
-        return self._latest
-
-    @property
-    def traced(self) -> TracedModule:
-        """The capture: a flat graph of torch calls."""
-        return self.variant.traced
-
-    @property
-    def program(self) -> Program:
-        """The blocks and their templates."""
-        return self.variant.program
-
-    @property
-    def schedule(self) -> Schedule:
-        """The operations of a call, tick by tick."""
-        return self.variant.schedule
-
-    @property
-    def guards(self) -> str:
-        """Values that the latest call relied on besides its signature: of inputs, attributes, globals; a line each."""
-        guards = [f"guard {guard}" for guard in self.traced.guards]
-        return "\n".join([*guards, str(self.traced.assumptions)])
-
-    @property
-    def recompiled_because(self) -> tuple[str, ...]:
-        """Why earlier captures of the same signature didn't fit the latest call, when its capture was made."""
-        return self.variant.reasons
-
-    @property
     def peak_bytes(self) -> int:
         """The measured peak of device memory over all calls, in bytes: slots, values between blocks, gradients."""
-        return 0 if self._engine is None else self._engine.meter.peak
+        return max(self.walks.peak_bytes, 0 if self._engine is None else self._engine.meter.peak)
 
     @checked(folder=PATH)
     def dump(self, folder: str | os.PathLike[str]) -> list[Path]:
@@ -222,6 +183,8 @@ class Compiled:
             WeightsError: If this call has to read the weights and can't.
             TraceError: If this signature of inputs can't be captured.
         """
+        if walks(args, kwargs, has_grad=torch.is_grad_enabled()):
+            return self.walks.call("the call", self.model, args, kwargs)
         own = Arguments.of(self.model, args, kwargs)
         arguments = self.cast(own)
         with self.exclusively():
@@ -230,6 +193,20 @@ class Compiled:
             variant, tensors = self._run(arguments)
             variant.traced.leave(tensors, own.tensors)
         return variant.traced.result(tensors, own.tensors)
+
+    def walk(self) -> AbstractContextManager[None]:
+        """Runs the body as one walk: the model's own code, without gradients, with its state streamed as it is read.
+
+        Calls of the compiled model, and of the model and its modules, compute on the device, without a schedule.
+        """
+        return self.walks.walk("walk()")
+
+    @contextmanager
+    def _for_walk(self, what: str) -> Generator[None]:
+        with self.exclusively(what):
+            self.complete_updates()
+            with self._turn.run(what):
+                yield
 
     def _run(self, arguments: Arguments) -> tuple[Variant, list[torch.Tensor]]:
         """Runs the variant whose assumptions hold; some are checked in the middle of the step, before any commit."""

@@ -17,6 +17,7 @@ from torch import nn
 from megatrain.checks import instance_of
 from megatrain.compiled.calls_here import run_here
 from megatrain.compiled.inside import Compiled
+from megatrain.compiled.walks_here import walks_here
 from megatrain.device import is_on_host, is_same_kind
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.tracer.recording.own_code import StandIn, original, runs_own_code
@@ -86,7 +87,8 @@ class CompiledModule(StandIn):
                 "  One call runs one schedule, and a schedule can't contain another.\n"
                 "  Call the plain model in that forward, and compile only the outermost model."
             )
-        return _run(self._megatrain, args, kwargs)
+        model = self._megatrain.model
+        return model(*args, **kwargs) if walks_here(model) else _run(self._megatrain, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `state_dict`, after all due updates."""
@@ -163,6 +165,8 @@ def _check_stays(probe: torch.Tensor, result: torch.Tensor, device: torch.device
         )
 
 
+GENERATE = "generate"
+"""The method of a model that makes its own sequences, call by call."""
 COMPILED = instance_of(CompiledModule, "a model that megatrain.compile made", "megatrain.compile(model)")
 
 
@@ -175,7 +179,7 @@ class _Forward:
     def __init__(self, forward: Callable[..., Any]):
         @functools.wraps(forward)
         def streamed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if runs_own_code() or not isinstance(module, CompiledModule):
+            if not isinstance(module, CompiledModule) or _runs_plain(module):
                 return forward(original(module), *args, **kwargs)
             return _call_through(module, None, args, kwargs)
 
@@ -199,12 +203,17 @@ class _Forward:
         del vars(module)["forward"]
 
 
+def _runs_plain(module: CompiledModule) -> bool:
+    """Whether a call means the model's own method, because it comes from the model's own code."""
+    return runs_own_code() or walks_here(module.__original__)
+
+
 def _standing_for(replaced: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that streams a call of a model whose `forward` was replaced."""
 
     @functools.wraps(replaced)
     def streamed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if runs_own_code() or not isinstance(module, CompiledModule):
+        if not isinstance(module, CompiledModule) or _runs_plain(module):
             return replaced(*args, **kwargs)
         return _call_through(module, replaced, args, kwargs)
 
@@ -213,6 +222,18 @@ def _standing_for(replaced: Callable[..., Any]) -> Callable[..., Any]:
     names = [p.replace(name=f"{p.name}_") if p.name == "module" else p for p in own.parameters.values()]
     setattr(streamed, "__signature__", own.replace(parameters=[module, *names]))  # noqa: B010  # unknown to pyright
     return streamed
+
+
+def _walked(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a method of the model a walk: it calls parts of the model by themselves, and others with caches."""
+
+    @functools.wraps(method)
+    def walked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(module, CompiledModule) or _runs_plain(module):
+            return method(original(module), *args, **kwargs)
+        return module.megatrain.walks.call(f"{GENERATE}()", functools.partial(method, original(module)), args, kwargs)
+
+    return walked
 
 
 def _call_through(module: CompiledModule, expected: Any, args: Any, kwargs: Any) -> Any:
@@ -264,6 +285,8 @@ def _class_of(kind: type[nn.Module]) -> type[CompiledModule]:
         "__doc__": kind.__doc__,
         "forward": _Forward(kind.forward),
     }
+    if callable(getattr(kind, GENERATE, None)):
+        content[GENERATE] = _walked(getattr(kind, GENERATE))
     if hasattr(kind, "__del__"):
         content["__del__"] = lambda _: None  # the model's own runs when the model goes
     try:

@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from megatrain.compiled.variants import Variant
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
+from megatrain.runtime.walk.walk_figures import WalkFigures
 
 NOTHING = "nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)"
 
 
 def compiled_text(
-    options: Options, budget: DeviceBudget, variants: Sequence[Variant], latest: Variant | None, note: str = ""
+    options: Options,
+    budget: DeviceBudget,
+    variants: Sequence[Variant],
+    latest: Variant | None,
+    note: str = "",
+    walk: WalkFigures | None = None,
 ) -> str:
     """Prints a line for the options, and two for each capture.
 
@@ -22,12 +28,14 @@ def compiled_text(
         variants: The captures that are kept, in the order of their making.
         latest: The capture of the latest call.
         note: What the system refused.
+        walk: The latest run of the model's own code, which has no capture.
     """
     precision = f"{options.precision}, masters rounded" if options.masters == "rounded" else options.precision
     first = (
         f"compiled by megatrain for {options.device}, memory {budget}, {precision}, activations {options.activations}"
     )
     first += f"\n  {note}" if note else ""
+    first += f"\n  latest {walk}; the model's own code, no schedule" if walk is not None else ""
     if not variants:
         return f"{first}\n  {NOTHING}"
     return "\n".join([first, *(line for variant in variants for line in _variant_lines(variant, variant is latest))])

@@ -29,7 +29,7 @@ from megatrain.runtime.stores.weights import Weights
 from megatrain.runtime.streams.stream_set import Chaos, Recording, StreamSet
 from megatrain.runtime.streams.turn import Turn
 from megatrain.tracer.given import DEVICE
-from megatrain.tracer.inventory import inventory
+from megatrain.tracer.inventory import StateEntry, inventory
 from megatrain.tracer.spec import TensorSpec
 
 _DEVICE = Rule(
@@ -182,6 +182,36 @@ class Engine:
         states = ([program.state[key] for key in block.binding] for block in program.blocks)
         layouts = (state_image(state, program.alignment) for state in states)
         images = [self._images.setdefault(layout, layout) for layout in layouts]
+        self._bring(images)
+        return images
+
+    def adopt_state(self) -> dict[str, StateEntry]:
+        """Brings all of the model's state into the host store, as it is now; returns its entries.
+
+        State that no program has adopted gets an image for each tensor.
+
+        Raises:
+            ExecuteError: As for `adopt`.
+            WeightsError: As for `adopt`.
+        """
+        entries, self.tensors = inventory(self._model)
+        self._holders = _holders(self._model, self.tensors)
+        for entry in entries.values():
+            self._check_entry(entry)
+        alignment = self.device.alignment
+        fresh = [key for key in entries if self.store is None or not self.store.has(key)]
+        self._bring([image([(key, entries[key].spec)], alignment) for key in fresh])
+        self.refresh()
+        return entries
+
+    def release_slots(self) -> None:
+        """Gives the memory of the slots back to torch's allocator, until the next run."""
+        self.give_slots(None)
+        self.streams.settle()
+        self.arena.release()
+        self.meter.set_arena(0)
+
+    def _bring(self, images: list[BlockImage]) -> None:
         with self._moving():
             if self._weights is not None:
                 self._load(images, self._weights)
@@ -194,7 +224,6 @@ class Engine:
                 self._has_replaced = True
             assert self.store is not None
             self.store.lock()
-        return images
 
     def _load(self, images: list[BlockImage], weights: Weights) -> None:
         """Reads the files into the store, including state that no block uses: the model needs all of its state."""
@@ -211,27 +240,29 @@ class Engine:
         for entry in program.state.values():
             if entry.kind == "constant":
                 continue
-            key = entry.owner
-            if key not in self.tensors:
+            if entry.owner not in self.tensors:
                 raise ExecuteError(
-                    f"the model has no {entry.kind} `{key}`.\n"
+                    f"the model has no {entry.kind} `{entry.owner}`.\n"
                     "  A program reads the state of the model that it was made from.\n  Give the engine that model."
                 )
-            tensor = self.tensors[key]
-            if tensor.is_meta and self._weights is not None and key in self._weights:
-                continue
-            if tensor.is_meta:
-                raise ExecuteError(
-                    f"{entry.kind} `{key}` is on the meta device and has no values.\n"
-                    "  A plan needs no weights, but a step does.\n"
-                    "  Give compile(weights=...) their files, or load them (model.to_empty and load_state_dict) first."
-                )
-            if not is_on_host(tensor):
-                raise ExecuteError(
-                    f"{entry.kind} `{key}` is on {tensor.device}.\n"
-                    "  Parameters stay in host memory; the device only borrows them.\n"
-                    '  Move the model back with model.to("cpu").'
-                )
+            self._check_entry(entry)
+
+    def _check_entry(self, entry: StateEntry) -> None:
+        key, tensor = entry.owner, self.tensors[entry.owner]
+        if tensor.is_meta and self._weights is not None and key in self._weights:
+            return
+        if tensor.is_meta:
+            raise ExecuteError(
+                f"{entry.kind} `{key}` is on the meta device and has no values.\n"
+                "  A plan needs no weights, but a step does.\n"
+                "  Give compile(weights=...) their files, or load them (model.to_empty and load_state_dict) first."
+            )
+        if not is_on_host(tensor):
+            raise ExecuteError(
+                f"{entry.kind} `{key}` is on {tensor.device}.\n"
+                "  Parameters stay in host memory; the device only borrows them.\n"
+                '  Move the model back with model.to("cpu").'
+            )
 
     @checked()
     def runner(self, template: Template) -> BlockRunner:

@@ -266,6 +266,23 @@ class Stops(TrainerCallback):
         return control
 
 
+class Samples(TrainerCallback):
+    """Generates between the steps, greedily and at random."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        for options in ({"do_sample": False}, {"do_sample": True, "top_k": 8}):
+            ids = model.generate(FULL[state.global_step]["input_ids"][None, :4], max_new_tokens=4, **options)
+            self.found.append(ids)
+
+
+def chosen(found: Any) -> dict[str, float]:
+    """Of the tokens that were generated, not of logits."""
+    return {"rank": float(found.predictions.ndim), "sum": float(found.predictions.sum())}
+
+
 def sgd(model: Any) -> Mapping[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     return {"optimizers": (optimizer, get_cosine_schedule_with_warmup(optimizer, 1, 3))}
@@ -381,6 +398,21 @@ SCENARIOS: dict[str, Scenario] = {
     "t5": Scenario(
         SUMMED, model=t5, kind=Seq2SeqTrainer, arguments=Seq2SeqTrainingArguments, tolerance=REASSOCIATED,
     ),
+    "t5, generates": Scenario(
+        {
+            **SUMMED, **EVAL, "eval_steps": 2, "predict_with_generate": True, "generation_max_length": 6,
+            "generation_num_beams": 2,
+        },
+        model=t5, kind=Seq2SeqTrainer, arguments=Seq2SeqTrainingArguments, tolerance=REASSOCIATED,
+        more=lambda model: {"compute_metrics": chosen}, streaming={"memory": "100KiB"},
+        after=lambda t: torch.tensor(t.predict(t.eval_dataset, num_beams=1).predictions),
+    ),
+    "text between steps": Scenario(
+        ACCUMULATED,
+        more=lambda model: {"callbacks": [Samples()]},
+        after=lambda t: next(c.found for c in t.callback_handler.callbacks if isinstance(c, Samples)),
+        streaming={"memory": "300KiB"},
+    ),
     "vit": Scenario({**EVAL, "remove_unused_columns": False}, model=vit, rows=IMAGES),
     "any module": Scenario(ACCUMULATED, model=Plain, rows=POINTS),
     "tensors on a budget": Scenario(ACCUMULATED, streaming={"memory": "300KiB"}),
@@ -410,10 +442,13 @@ SCENARIOS: dict[str, Scenario] = {
 }  # fmt: skip
 
 FAST = ("accumulation, ragged", "bf16, accumulation", "own loss", "calls again", "reads gradients", "evaluated", "t5")
+GENERATES = ("t5, generates", "text between steps")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.users) for name in SCENARIOS]
+    "name", [name if name in (*FAST, *GENERATES) else pytest.param(name, marks=pytest.mark.users) for name in SCENARIOS]
 )
 def test_a_trainer_that_streams_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
-    assert_streams_as_stock(SCENARIOS[name], tmp_path)
+    found = assert_streams_as_stock(SCENARIOS[name], tmp_path)
+    walk = found.trainer.model.megatrain.walks.latest
+    assert (walk is not None and walk.num_prefetches > 20) == (name in GENERATES)

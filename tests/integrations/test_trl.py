@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 import megatrain
-from tests.integrations.runs import Scenario, assert_streams_as_stock, llama
+from tests.integrations.runs import Ran, Scenario, assert_streams_as_stock, llama
 from tests.integrations.words import text, tokenizer
 
 trl = pytest.importorskip("trl", reason="needs trl: pip install -e .[users]")
@@ -75,7 +75,31 @@ REFERENCE: Any = lambda model: {"ref_model": llama()}  # noqa: E731
 STREAMED_REFERENCE: Any = lambda model: {"ref_model": megatrain.compile(llama(), device="cpu", transfer="copy")}  # noqa: E731
 AGAIN = "the loss calls the model more than once"
 
+SAMPLED = {
+    "num_generations": 2, "max_completion_length": 4, "temperature": 1.0, "generation_batch_size": 4, "beta": 0.0,
+    "per_device_train_batch_size": 4,
+}  # fmt: skip
+
+
+def rewarded(**more: Any) -> Callable[[Any], Mapping[str, Any]]:
+    """Short answers are good ones."""
+    return lambda model: {"reward_funcs": lambda completions, **_: [-float(len(c)) for c in completions], **more}
+
+
+def prompts() -> Any:
+    return table(lambda i: {"prompt": text(i, 4)})
+
+
 SCENARIOS: dict[str, Callable[[], Scenario]] = {
+    "grpo": lambda: scenario("GRPO", prompts, more=rewarded(), options=SAMPLED),
+    "grpo, lora": lambda: scenario("GRPO", prompts, more=rewarded(peft_config=lora()), options=SAMPLED),
+    "grpo, accumulation": lambda: scenario(
+        "GRPO",
+        prompts,
+        more=rewarded(),
+        options={**SAMPLED, **TWO, "per_device_train_batch_size": 2},
+        reason="the code ahead of the call of the model changes",
+    ),
     "sft": lambda: scenario("SFT", texts),
     "sft, accumulation": lambda: scenario("SFT", texts, options=TWO),
     "sft, packing": lambda: scenario("SFT", texts, options={"packing": True, "max_length": 16}),
@@ -105,7 +129,23 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_trainer_of_trl_that_streams_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
-    assert_streams_as_stock(SCENARIOS[name](), tmp_path)
+    found = assert_streams_as_stock(SCENARIOS[name](), tmp_path)
+    if name.startswith("grpo"):
+        assert_generated(found)
+
+
+def assert_generated(found: Ran) -> None:
+    walk = found.trainer.model.megatrain.walks.latest
+    assert walk.what == "generate()"
+    assert walk.num_prefetches > 20
+
+
+def test_grpo_with_a_reference_that_it_reads_again(tmp_path: Path) -> None:
+    options = {**SAMPLED, "beta": 0.1}
+    model = lambda: named(tmp_path / "model")  # noqa: E731
+    assert_generated(
+        assert_streams_as_stock(scenario("GRPO", prompts, more=rewarded(), options=options, model=model), tmp_path)
+    )
 
 
 def test_a_trainer_of_trl_loads_a_model_by_its_name(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from transformers import LlamaForCausalLM
 
 import megatrain
-from megatrain import ExecuteError, OptionError, TraceError
+from megatrain import ExecuteError, OptionError
 from tests.comparing import assert_same, assert_same_state
 from tests.gradients import grad_of
 from tests.tools.models import IDS, llama, values
@@ -263,14 +263,14 @@ def test_forward_beside_hooks_is_refused():
         compiled.forward(input_ids=IDS)
 
 
-def test_generate_streams_without_a_cache_and_is_refused_with_one():
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generate_streams(use_cache: bool):
     compiled = compiled_llama()
-    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    expected = compiled.megatrain.model.generate(IDS, use_cache=False, **options)
-    assert streams(compiled, lambda: compiled.generate(IDS, use_cache=False, **options))
-    assert torch.equal(compiled.generate(IDS, use_cache=False, **options), expected)
-    with pytest.raises(TraceError, match="past_key_values"):
-        compiled.generate(IDS, use_cache=True, **options)
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
+    expected = compiled.megatrain.model.generate(IDS, **options)
+    assert streams(compiled, lambda: compiled.generate(IDS, **options))
+    assert torch.equal(compiled.generate(IDS, **options), expected)
+    assert inspect.signature(compiled.generate) == inspect.signature(llama().generate)
 
 
 # -- moves ----------------------------------------------------------------------------------------------------------

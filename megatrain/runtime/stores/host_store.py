@@ -216,6 +216,14 @@ class HostStore:
         for run in self._placed(layout).runs:
             self._bus.to_device(out[run.start : run.end], run.source, run.arena)
 
+    def has(self, key: str) -> bool:
+        """Tells whether a tensor of the model is here."""
+        return key in self._homes
+
+    def source(self, key: str) -> tuple[torch.Tensor, HostArena]:
+        """Returns a tensor of the model as a view that needs no gradient, and the arena that it views."""
+        return self._homes[key].view, self._homes[key].arena
+
     def bound(self, layout: BlockImage) -> list[torch.Tensor]:
         """Returns a block's state in place: views of the arena that need no gradient, in image order."""
         return list(self._placed(layout).bound)

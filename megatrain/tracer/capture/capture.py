@@ -16,6 +16,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.torch_private import FakeTensorMode
 from megatrain.tracer.arguments import Arguments, Structure
 from megatrain.tracer.calls import call_text
+from megatrain.tracer.capture.containers import Containers
 from megatrain.tracer.capture.hooks import Hooks, running_hooks
 from megatrain.tracer.capture.leaks import Made
 from megatrain.tracer.capture.python_effects import PythonEffects
@@ -152,6 +153,7 @@ class Capture:
         """Runs the model; returns its result, and what its inputs were bound to."""
         given, self._written = bind_inputs(recorder, self._arguments, self._fake_mode, self._device, self._attempt)
         args, kwargs = self._arguments.rebuild(given)
+        containers = Containers.of(args, kwargs)
         for key, fake in self._fakes.items():
             recorder.tape.bind_state(fake, key)
         hooks = Hooks(self._model, recorder, self._attempt, self._outer)
@@ -177,6 +179,7 @@ class Capture:
                 raise
         if self._stray is not None:
             raise self._stray
+        containers.check()
         hooks.check()
         self._effects.changed_by.update(hooks.changed_by)
         return result, given

@@ -24,6 +24,11 @@ _IMMUTABLE = (
 )  # fmt: skip
 
 
+def is_plain(leaf: object) -> bool:
+    """Tells whether a capture can stand for calls with this argument: a tensor, or a value that never changes."""
+    return isinstance(leaf, (torch.Tensor, Enum, *_IMMUTABLE))
+
+
 def check_arguments(arguments: Arguments) -> None:
     """Refuses what may hide tensors, or change unseen between calls.
 
@@ -31,19 +36,20 @@ def check_arguments(arguments: Arguments) -> None:
         TraceError: Naming the argument.
     """
     for name, leaf in zip(arguments.leaf_names, arguments.leaves, strict=True):
-        if isinstance(leaf, (torch.Tensor, Enum, *_IMMUTABLE)):
+        if is_plain(leaf):
             continue
         if holds_tensors(leaf):
             raise TraceError(
                 f"the argument `{name}` is a {type(leaf).__qualname__} with tensors in it.\n"
                 "  Inputs are found in tuples, lists, dicts and classes known to torch.utils._pytree.\n"
-                "  Pass the tensors themselves, or register the class."
+                "  Pass the tensors themselves, or register the class. Under torch.no_grad() a compiled model takes "
+                "any object, such as a cache."
             )
         raise TraceError(
             f"the argument `{name}` is a {type(leaf).__qualname__}, which may change between calls.\n"
             "  A capture stands for calls with equal arguments: plain values, dtypes, devices and enums compare.\n"
-            "  Pass plain values or tensors instead of this object, or call the plain model "
-            "(it runs eagerly, on the host): compiled.megatrain.model, to generate with a cache, say."
+            "  Pass plain values or tensors instead of this object. Under torch.no_grad() a compiled model takes any "
+            "object, such as a cache."
         )
 
 

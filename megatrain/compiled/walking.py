@@ -1,0 +1,120 @@
+"""Walks: runs of a compiled model's own code, without a capture and without a schedule."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.compiled.walks_here import walking, walks_here
+from megatrain.memory.device_budget import DeviceBudget
+from megatrain.options import Options
+from megatrain.runtime.engine import Engine
+from megatrain.runtime.walk.loans import Learned
+from megatrain.runtime.walk.walk import walk
+from megatrain.runtime.walk.walk_figures import WalkFigures
+from megatrain.torch_features import check_torch
+from megatrain.torch_private import pytree
+from megatrain.tracer.plain_tensors import check_plain_state
+from megatrain.tracer.recording.inputs import is_plain
+
+
+class Walks:
+    """The walks of one model.
+
+    Args:
+        model: The model.
+        options: Of `compile`.
+        budget: Of the device's memory.
+        engine: Returns the model's engine.
+        turn: Entered around a walk: nobody else uses the model, and no updates are due.
+        casts_inputs: Whether fp32 inputs become bf16.
+
+    Attributes:
+        latest: The figures of the latest walk.
+        peak_bytes: Most bytes of the device that a walk held.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        budget: DeviceBudget,
+        engine: Callable[[], Engine],
+        turn: Callable[[str], AbstractContextManager[None]],
+        casts_inputs: Callable[[], bool],
+    ) -> None:
+        self.latest: WalkFigures | None = None
+        self.peak_bytes = 0
+        self._model = model
+        self._options = options
+        self._budget = budget
+        self._engine = engine
+        self._turn = turn
+        self._casts_inputs = casts_inputs
+        self._learned = Learned()
+
+    @contextmanager
+    def walk(self, what: str) -> Generator[None]:
+        """Runs the body as a walk; within another walk of this thread it is a part of that."""
+        if walks_here(self._model):
+            yield
+            return
+        check_torch()
+        check_plain_state(self._model)
+        with self._turn(what), walking(self._model):
+            engine = self._engine()
+            if self._options.transfer == "bind":  # the device's memory is the host's: the state is there
+                if engine.has_unread_weights:
+                    engine.adopt_state()
+                self.latest = WalkFigures(what)
+                yield
+            else:
+                yield from self._on_device(what, engine)
+
+    def _on_device(self, what: str, engine: Engine) -> Generator[None]:
+        figures: Callable[[], WalkFigures] | None = None
+        try:
+            with walk(what, self._model, engine, self._budget.nbytes, self._learned) as figures:
+                yield
+        except RuntimeError as error:
+            if "device" in str(error) and not isinstance(error, torch.OutOfMemoryError):
+                error.add_note(_ELSEWHERE.format(device=self._options.device))
+            raise
+        finally:
+            if figures is not None:
+                self.latest = figures()
+                self.peak_bytes = max(self.peak_bytes, self.latest.peak_bytes)
+
+    def call(self, what: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function of the model as a walk, with inputs cast as for calls of the model."""
+        with self.walk(what):
+            if self._casts_inputs():
+                args, kwargs = pytree.tree_map_only(torch.Tensor, _narrow, (args, kwargs))
+            return function(*args, **kwargs)
+
+
+def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor
+
+
+def walks(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_grad: bool) -> bool:
+    """Tells whether a call is a walk: no capture can stand for its arguments (a cache), and it needs no gradients."""
+    return not has_grad and not all(map(is_plain, pytree.tree_leaves((args, kwargs), is_leaf=_is_object)))
+
+
+def _is_object(value: object) -> bool:
+    """An object with methods may change in a call, though torch may know how to take it apart (caches, for export)."""
+    return not isinstance(value, _CONTAINERS) and not is_dataclass(value)
+
+
+_CONTAINERS = (tuple, list, dict, Mapping, deque)
+_ELSEWHERE = (
+    "in a walk, parameters and buffers look as if they were on {device}; all other tensors are where they are.\n"
+    "  Move the inputs there. A tensor that the model keeps in a plain attribute must be a buffer, as for .to()."
+)

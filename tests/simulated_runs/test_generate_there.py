@@ -1,0 +1,191 @@
+"""Generating on the simulated device: the model's own code, its weights streamed, the cache there and in the budget."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BartConfig, BartForConditionalGeneration, DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import megatrain
+from megatrain.device import is_on_host
+from megatrain.errors import ExecuteError
+from tests.simulated_device import Simulator
+from tests.simulated_runs.on_device import DEVICE, ORDERS, choose
+
+IDS = torch.arange(16).reshape(2, 8)
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": 4,
+    "min_new_tokens": 4,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "output_logits": True,
+    "return_dict_in_generate": True,
+}
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, num_key_value_heads=2)).eval()
+
+
+def bart() -> Any:
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=32,
+        forced_eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return BartForConditionalGeneration(config).eval()
+
+
+def assert_generates_alike(compiled: Any, eager: Any, **options: Any) -> None:
+    found, expected = (m.generate(IDS.to(DEVICE), **{**OPTIONS, **options}) for m in (compiled, eager))
+    assert found.sequences.device == expected.sequences.device == torch.device(DEVICE, 0)
+    assert torch.equal(found.sequences.cpu(), expected.sequences.cpu())
+    assert len(found.logits) == 4
+    for one, other in zip(found.logits, expected.logits, strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("make", [llama, bart])
+def test_tokens_and_logits_are_those_of_eager_there(sim: Simulator, make: Any, order: Any):
+    model = make()
+    eager = copy.deepcopy(model).to(DEVICE)
+    compiled: Any = megatrain.compile(model, device=DEVICE, memory="96KiB" if make is llama else "128KiB")
+    for _ in range(2):
+        choose(sim, order, compiled if "late " in order else None)
+        assert_generates_alike(compiled, eager)
+        with torch.no_grad():
+            for each in (*model.parameters(), *eager.parameters()):
+                each.mul_(-1.5)
+    figures = compiled.megatrain.walks.latest
+    assert figures.h2d_bytes > 1.9 * sum(p.nbytes for p in model.parameters())
+    assert figures.peak_bytes <= figures.budget_bytes
+
+
+@pytest.mark.parametrize("memory", ["64KiB", "1MiB"])
+def test_the_cache_is_there_and_the_devices_own_peak_is_in_the_budget(sim: Simulator, memory: str):
+    compiled: Any = megatrain.compile(llama(), device=DEVICE, memory=memory)
+    ids, device = IDS.to(DEVICE), compiled.megatrain.options.device
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1)) if memory == "1MiB" else None
+    for _ in range(3):
+        if step is not None:
+            step({"input_ids": ids, "labels": ids, "use_cache": False})  # its slots make room for what is generated
+        device.settle()
+        before = ids.nbytes
+        device.reset_peak()
+        found = compiled.generate(ids, **OPTIONS)
+        assert found.past_key_values.layers[0].keys.device == ids.device
+        figures = compiled.megatrain.walks.latest
+        assert device.peak_bytes() <= figures.budget_bytes
+        assert device.peak_bytes() - before >= figures.peak_bytes * 0.9
+        del found
+        device.settle()
+        assert torch.accelerator.memory_allocated() <= 4096
+
+
+@pytest.mark.parametrize("order", ["early", "late", "seeded"])
+def test_calls_with_a_cache_and_a_cache_on_the_host(sim: Simulator, order: Any):
+    model = llama()
+    eager = copy.deepcopy(model).to(DEVICE)
+    compiled: Any = megatrain.compile(model, device=DEVICE, memory="64KiB")
+    sim.order(order)
+    caches: list[Any] = [DynamicCache(config=model.config) for _ in range(2)]
+    with torch.no_grad():
+        for number in range(3):
+            ids = (IDS[:, : 8 - 3 * number] + number).to(DEVICE)
+            logits = [
+                m(ids, past_key_values=c, use_cache=True).logits.cpu()
+                for m, c in zip((eager, compiled), caches, strict=True)
+            ]
+            assert torch.equal(*logits)
+    for mine, its in zip(caches[1].layers, caches[0].layers, strict=True):
+        assert mine.keys is not None
+        assert mine.keys.device == torch.device(DEVICE, 0)
+        assert torch.equal(mine.keys.cpu(), its.keys.cpu())
+        assert torch.equal(mine.values.cpu(), its.values.cpu())
+
+
+class Own(nn.Module):
+    """Writes a buffer in place, by a view, and by another tensor in its place."""
+
+    counts: torch.Tensor
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("counts", torch.zeros(2, 16))
+        self.register_buffer("table", torch.zeros(4))
+        self.elsewhere = torch.ones(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        row = self.counts[1]
+        for layer in self.layers:
+            x = self.norm(layer(x)).sin()
+        row += x[0]
+        self.counts[0].add_(1)
+        self.table = self.table + x.mean()
+        return x + torch.zeros(16, device=self.layers[0].weight.device)  # pyright: ignore
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor, steps: int = 2, *, fails: bool = False) -> torch.Tensor:
+        for _ in range(steps):
+            x = self(x)
+        return x + self.elsewhere if fails else x
+
+
+@pytest.mark.parametrize("order", ["early", "late", "seeded"])
+def test_buffers_come_home(sim: Simulator, order: Any):
+    torch.manual_seed(0)
+    model = Own()
+    eager = copy.deepcopy(model).to(DEVICE)
+    compiled: Any = megatrain.compile(model, device=DEVICE, memory="16KiB")
+    sim.order(order)
+    for number in range(3):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number)).to(DEVICE)
+        assert torch.equal(compiled.generate(x).cpu(), eager.generate(x).cpu())
+        expected = eager.state_dict()
+        for key, tensor in model.state_dict().items():
+            assert is_on_host(tensor), key
+            assert torch.equal(tensor, expected[key].cpu()), key
+    with pytest.raises(RuntimeError) as caught:
+        compiled.generate(x, fails=True)
+    assert "all other tensors are where they are" in "".join(caught.value.__notes__)
+    assert torch.equal(compiled.generate(x.clone()).cpu(), (eager.generate(x), eager.generate(x))[1].cpu())
+
+
+def test_more_than_the_budget_is_refused_and_everything_is_given_back(sim: Simulator):
+    compiled: Any = megatrain.compile(llama(), device=DEVICE, memory="24KiB")
+    ids = IDS.to(DEVICE)
+    with pytest.raises(ExecuteError, match=r"generate\(\) needs more device memory than the budget of 24\.00 KiB"):
+        compiled.generate(ids, **OPTIONS)
+    gc.collect()
+    compiled.megatrain.options.device.settle()
+    assert torch.accelerator.memory_allocated() <= 1024
+
+
+@torch.no_grad()
+def test_memory_of_weights_that_came_and_went_unread_is_not_written_later(sim: Simulator):
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    compiled: Any = megatrain.compile(model, device=DEVICE, memory="128KiB")
+    x = torch.ones(1, 64).to(DEVICE)
+    with compiled.megatrain.walk():
+        compiled(x)  # from now on the second comes as soon as the first is read
+    with compiled.megatrain.walk():
+        choose(sim, "late h2d", compiled)
+        compiled[0](x)
+        many = torch.zeros(18, 1024, device=DEVICE)  # leaves no room for those that came ahead
+        others = [torch.full((64, 64), 7.0, device=DEVICE) for _ in range(3)]
+    sim.order("early")
+    assert compiled.megatrain.walks.latest.num_prefetches > 1
+    assert not many.cpu().any()
+    assert all((other.cpu() == 7).all() for other in others)

@@ -1,0 +1,495 @@
+"""Generating through a compiled model: the plain model's tokens and logits, with weights that stream in a budget."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+import megatrain
+from megatrain.errors import ExecuteError, TraceError
+from tests.comparing import assert_same, assert_same_state
+from tests.tiers import wide
+from tests.tools.models import IDS, llama, values
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+TIGHT = 64 << 10
+"""Of a model of 105 KiB."""
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+ATTENTION: dict[str, Any] = {"intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}
+CODER: dict[str, Any] = {
+    "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 63, "decoder_start_token_id": 1, "forced_eos_token_id": None,
+}  # fmt: skip
+T5: dict[str, Any] = {
+    "vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+SUPPRESSED: dict[str, Any] = {"suppress_tokens": None, "begin_suppress_tokens": None}
+
+
+def whisper() -> Any:
+    config = WhisperConfig(**CODER, **SUPPRESSED, num_mel_bins=8, max_source_positions=8, max_target_positions=32)
+    return WhisperForConditionalGeneration(config)
+
+
+MAKES: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32)),
+    "sliding windows": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, **ATTENTION, head_dim=16, sliding_window=4, layer_types=None)  # pyright: ignore
+    ),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(**T5)),
+    "bart": lambda: BartForConditionalGeneration(BartConfig(**CODER, max_position_embeddings=32)),
+    "whisper": whisper,
+    "mamba": lambda: MambaForCausalLM(MambaConfig(**SIZES, state_size=4)),
+}
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(0)
+    return MAKES[name]().eval()
+
+
+def compiled_of(model: Any, memory: int | str | None = TIGHT, **options: Any) -> Any:
+    return megatrain.compile(model, device="cpu", memory=memory, recording=megatrain.Recording(), **options)
+
+
+def generated(model: Any, inputs: Any = IDS, **options: Any) -> Any:
+    torch.manual_seed(7)
+    given = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0, **options}
+    return model.generate(inputs, output_logits=True, return_dict_in_generate=True, **given)
+
+
+def assert_generates_alike(compiled: Any, eager: Any, inputs: Any = IDS, **options: Any) -> Any:
+    """Compares tokens and logits by their bits; returns the figures of the walk."""
+    expected, found = (generated(model, inputs, **options) for model in (eager, compiled))
+    assert torch.equal(found.sequences, expected.sequences)
+    assert_same(list(found.logits), list(expected.logits))
+    return compiled.megatrain.walks.latest
+
+
+def streamed_keys(compiled: Any) -> list[str]:
+    """What was copied to the device, in order."""
+    return [e.label.removeprefix("W ") for e in compiled.megatrain._recording.issued if e.stream == "h2d"]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "no cache": {"use_cache": False},
+    "sampled": {"do_sample": True, "top_k": 8, "temperature": 0.9},
+    "beams": {"num_beams": 3},
+    "sampled beams": {"num_beams": 2, "do_sample": True, "num_return_sequences": 2},
+    "static cache": {"cache_implementation": "static"},
+    "offloaded cache": {"cache_implementation": "offloaded"},
+    "left padding": {"attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_and_logits_are_the_plain_models_within_a_tight_budget(way: str):
+    eager, model = llama(), llama()
+    nbytes = sum(p.nbytes for p in model.parameters())
+    compiled = compiled_of(model, 128 << 10 if "beams" in way else TIGHT)
+    figures = assert_generates_alike(compiled, eager, **WAYS[way])
+    assert figures.peak_bytes <= figures.budget_bytes
+    assert compiled.peak_bytes == figures.peak_bytes
+    assert figures.h2d_bytes > 2 * nbytes
+    keys = streamed_keys(compiled)
+    assert len(keys) == figures.num_prefetches
+    assert set(keys) == {*dict(model.named_parameters()), "model.rotary_emb.inv_freq"}
+    assert_same_state(compiled, eager)
+
+
+CASES = [(name, way) for name in MAKES for way in ("greedy", "beams") if name != "llama"]
+
+
+@pytest.mark.parametrize(("name", "way"), [case if case[1] == "greedy" else wide(case) for case in CASES])
+def test_models_of_every_kind_of_cache(name: str, way: str):
+    model = made(name)
+    eager = copy.deepcopy(model)
+    inputs = torch.randn(2, 8, 16) if name == "whisper" else IDS
+    figures = assert_generates_alike(compiled_of(model, 150 << 10), eager, inputs, **WAYS[way])
+    assert figures.peak_bytes <= 150 << 10
+    assert figures.num_prefetches > len(list(model.parameters()))
+
+
+def test_where_there_is_room_weights_come_twice_and_stay():
+    eager, model = llama(), llama()
+    compiled = compiled_of(model, "1MiB")
+    assert_generates_alike(compiled, eager)
+    keys = streamed_keys(compiled)
+    # Once more when the results of a first forward are known.
+    assert [key for key in dict(compiled.named_parameters()) if keys.count(key) != 2] == []
+    before = len(keys)
+    assert_generates_alike(compiled, eager)
+    assert len(streamed_keys(compiled)) == 2 * before
+
+
+def test_state_that_is_used_in_place_is_not_copied():
+    eager = llama()
+    compiled = megatrain.compile(llama(), device="cpu")
+    assert str(assert_generates_alike(compiled, eager)) == "walk of generate(): the state is used in place"
+
+
+def test_the_text_of_the_model_says_that_there_was_no_schedule():
+    compiled = compiled_of(llama())
+    generated(compiled)
+    assert_expected_inline(
+        str(compiled).partition("\nLlama")[0],
+        """\
+compiled by megatrain for cpu, memory 64.00 KiB, fp32, activations auto
+  latest walk of generate(): 136 prefetches, h2d 552544 B, peak 58624 B; the model's own code, no schedule
+  nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)""",
+    )
+
+
+# -- between training steps ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_weights_are_those_of_the_latest_step(overlap: bool):
+    eager, compiled = llama(), compiled_of(llama(), "256KiB")
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (eager, compiled)]
+    step = megatrain.TrainStep(compiled, optimizers[1], max_grad_norm=0.1, overlap=overlap)
+    assert_generates_alike(compiled, eager)
+    seen: list[torch.Tensor] = []
+    for number in range(3):
+        batch = {"input_ids": (IDS + number) % 64, "labels": IDS, "use_cache": False}
+        eager(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.1)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        step(batch)
+        assert_generates_alike(compiled, eager, do_sample=True)
+        seen.append(generated(compiled).logits[0])
+    assert not torch.equal(seen[0], seen[1])
+    assert_same(values(compiled), values(eager))
+
+
+def test_a_backward_after_generating_has_its_weights_and_its_memory():
+    eager, compiled = llama(), compiled_of(llama(), "256KiB")
+    losses = [model(input_ids=IDS, labels=IDS, use_cache=False).loss for model in (eager, compiled)]
+    figures = assert_generates_alike(compiled, eager)
+    assert figures.peak_bytes <= figures.budget_bytes
+    for loss in losses:
+        loss.backward()
+    assert_same_state(compiled, eager)
+
+
+def test_new_values_and_new_memory_of_a_parameter_are_seen():
+    eager, compiled = llama(), compiled_of(llama())
+    generated(compiled)
+    for model in (eager, compiled):
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-2)
+        model.model.norm.weight.data = torch.linspace(0, 2, 32)
+    assert_generates_alike(compiled, eager)
+
+
+def test_it_computes_in_bf16_over_masters_and_casts_inputs():
+    model = made("whisper")
+    eager = copy.deepcopy(model).bfloat16()
+    compiled: Any = megatrain.compile(model, device="cpu", memory="128KiB", precision="bf16")
+    features = torch.randn(2, 8, 16)
+    expected, found = generated(eager, features.bfloat16()), generated(compiled, features)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert_same(list(found.logits), list(expected.logits))
+
+
+def test_under_autocast_and_with_a_forward_that_a_tool_wraps():
+    eager, compiled = llama(), compiled_of(llama())
+    for model in (eager, compiled):
+        model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    figures = assert_generates_alike(compiled, eager)
+    assert figures.peak_bytes <= figures.budget_bytes
+    assert compiled.lm_head.weight.dtype == torch.float32
+
+
+def test_files_of_weights_are_read_by_generate(tmp_path: Path):
+    eager = llama()
+    eager.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model: Any = llama()
+    rotary = eager.model.rotary_emb
+    model.model.rotary_emb.inv_freq = rotary.inv_freq.clone()
+    model.model.rotary_emb.original_inv_freq = rotary.inv_freq.clone()
+    compiled = compiled_of(model, "128KiB", weights=tmp_path / "model.safetensors")
+    assert compiled.has_unread_weights
+    assert_generates_alike(compiled, eager)
+    assert not compiled.has_unread_weights
+    loss = compiled(input_ids=IDS, labels=IDS, use_cache=False).loss
+    assert torch.equal(loss, eager(input_ids=IDS, labels=IDS, use_cache=False).loss)
+
+
+# -- calls with a cache ----------------------------------------------------------------------------------------------
+
+
+def caches(model: Any) -> list[Any]:
+    return [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)]
+
+
+def contents(cache: Any) -> list[dict[str, Any]]:
+    return [{k: v for k, v in vars(layer).items() if k != "device"} for layer in cache.layers]
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["dynamic", "static"])
+@pytest.mark.parametrize("is_one_walk", [False, True], ids=["calls", "one walk"])
+@torch.no_grad()
+def test_a_call_leaves_in_the_callers_cache_what_the_plain_model_leaves(index: int, is_one_walk: bool):
+    eager, compiled = llama(), compiled_of(llama())
+    kept = [caches(model)[index] for model in (eager, compiled)]
+
+    def decode(model: Any, cache: Any) -> list[torch.Tensor]:
+        results = [model(IDS, past_key_values=cache, use_cache=True)]
+        results += [model(IDS[:, :1] + n, past_key_values=cache, use_cache=True) for n in range(3)]
+        assert all(result.past_key_values is cache for result in results)
+        return [result.logits for result in results]
+
+    expected = decode(eager, kept[0])
+    if is_one_walk:
+        with compiled.megatrain.walk():
+            found = decode(compiled, kept[1])
+    else:
+        found = decode(compiled, kept[1])
+    assert_same(found, expected)
+    assert kept[0].get_seq_length() == kept[1].get_seq_length() == 11
+    for mine, its in zip(contents(kept[1]), contents(kept[0]), strict=True):
+        assert mine.keys() == its.keys()
+        assert_same([v for v in mine.values() if isinstance(v, torch.Tensor)], [
+            v for v in its.values() if isinstance(v, torch.Tensor)
+        ])  # fmt: skip
+        plain = [{k: v for k, v in each.items() if not isinstance(v, torch.Tensor)} for each in (mine, its)]
+        assert plain[0] == plain[1]
+
+
+@torch.no_grad()
+def test_the_cache_of_a_captured_call_goes_on_in_a_walk():
+    eager, compiled = llama(), compiled_of(llama(), "256KiB")
+    first = [model(IDS, use_cache=True) for model in (eager, compiled)]
+    second = [
+        model(IDS[:, :1], past_key_values=result.past_key_values)
+        for model, result in zip((eager, compiled), first, strict=True)
+    ]
+    assert torch.equal(second[0].logits, second[1].logits)
+    assert compiled.megatrain.walks.latest.what == "the call"
+
+
+class Boxed:
+    """A cache that torch knows how to take apart, as some are registered for export."""
+
+    def __init__(self, kept: list[torch.Tensor]) -> None:
+        self.kept = kept
+
+
+class Remembers(nn.Module):
+    """Adds what it has seen before, and keeps the new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, box: Any) -> torch.Tensor:
+        kept = box.kept if isinstance(box, Boxed) else box
+        x = self.layer(x) + sum(kept, torch.zeros(4))
+        kept.append(x)
+        return x
+
+
+pytree.register_pytree_node(
+    Boxed,
+    lambda box: (box.kept, None),
+    lambda kept, _: Boxed(list(kept)),
+    flatten_with_keys_fn=lambda box: ([(pytree.SequenceKey(i), t) for i, t in enumerate(box.kept)], None),
+)
+
+
+def test_an_object_that_torch_takes_apart_is_still_the_callers():
+    torch.manual_seed(0)
+    model, x = Remembers(), torch.ones(2, 4)
+    eager, compiled = copy.deepcopy(model), compiled_of(model, "1MiB")
+    boxes = Boxed([]), Boxed([])
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(compiled(x, boxes[1]), eager(x, boxes[0]))
+    assert len(boxes[1].kept) == 3
+    assert_same(boxes[1].kept, boxes[0].kept)
+    with pytest.raises(TraceError, match=r"(?s)changes its argument `1`, a Boxed\..*compiled\.megatrain\.walk\(\)"):
+        compiled(x, boxes[1])
+    with pytest.raises(TraceError, match="changes its argument `box`, a list"):
+        compiled(x, box=[])
+
+
+def test_a_cache_where_gradients_are_wanted_is_refused():
+    compiled = compiled_of(llama())
+    cache = DynamicCache(config=compiled.config)
+    with pytest.raises(TraceError, match=r"(?s)`past_key_values` is a DynamicCache.*torch\.no_grad\(\)"):
+        compiled(IDS, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+# -- models of our own -----------------------------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    """Calls its parts by itself; writes buffers, by a view too; keeps a view of a weight while others come and go."""
+
+    total: torch.Tensor
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.norm = nn.BatchNorm1d(16)
+        self.frozen = nn.Parameter(torch.zeros(16), requires_grad=False)
+        self.register_buffer("total", torch.zeros(2, 16))
+        self.register_buffer("table", torch.zeros(4))
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early = self.layers[0].weight.t()  # pyright: ignore
+        row = self.total[1]
+        for layer in self.layers:
+            x = self.norm(layer(x)).sin()
+        row += x[0]
+        self.frozen.add_(x[1])
+        self.table = self.table + x.mean()
+        return x @ early + self.total[1] + self.frozen
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor, steps: int = 3) -> torch.Tensor:
+        self.seen.append((self.frozen.device, self.frozen.shape, self.layers[0].weight.is_leaf))  # pyright: ignore
+        for _ in range(steps):
+            x = self(x)
+        return x
+
+
+def own() -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    model = Own()
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("memory", ["4KiB", "1MiB"])
+def test_buffers_that_a_walk_writes_are_the_models(memory: str):
+    model, eager = own()
+    compiled = compiled_of(model, memory)
+    for number in range(3):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
+        assert torch.equal(compiled.generate(x), eager.generate(x))
+        assert_same(values(model), values(eager))
+    assert model.seen == eager.seen
+
+
+class Trained(Own):
+    """Writes into a weight that is trained."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layers[2].weight.clamp_(-0.1, 0.1)  # pyright: ignore
+        return super().forward(x)
+
+
+def test_a_write_into_a_trained_parameter_is_refused_and_not_made():
+    model = Trained()
+    before = values(model)
+    compiled = compiled_of(model)
+    with pytest.raises(ExecuteError, match=r"the model writes into its parameter `layers\.2\.weight`"):
+        compiled.generate(torch.randn(4, 16))
+    assert_same(values(model), before)
+
+
+def test_gradients_in_a_walk_are_refused():
+    compiled = compiled_of(own()[0])
+    with compiled.megatrain.walk():
+        with pytest.raises(ExecuteError, match=r"(?s)has no gradients.*torch\.no_grad"):
+            compiled.layers[0](torch.ones(2, 16))
+        with torch.no_grad():
+            assert compiled.layers[0](torch.ones(2, 16)).shape == (2, 16)
+
+
+def test_a_part_of_the_model_computes_on_the_device_in_a_walk():
+    model, eager = own()
+    compiled = compiled_of(model)
+    x = torch.randn(2, 16)
+    with torch.no_grad():
+        with compiled.megatrain.walk():
+            found = compiled.layers[3](x)
+        assert torch.equal(found, eager.layers[3](x))
+    assert streamed_keys(compiled) == ["layers.3.weight", "layers.3.bias"]
+
+
+def test_a_call_that_fails_leaves_the_model_as_it_was():
+    model, eager = own()
+    compiled = compiled_of(model, "4KiB")
+    x = torch.randn(4, 16)
+    handles = [m.layers[4].register_forward_hook(lambda *_: 1 / 0) for m in (model, eager)]
+    for each in (compiled, eager):
+        with pytest.raises(ZeroDivisionError):
+            each.generate(x)
+    for handle in handles:
+        handle.remove()
+    assert_same(values(model), values(eager))
+    assert torch.equal(compiled.generate(x), eager.generate(x))
+    loss, other = compiled.layers[0].weight.sum(), eager.layers[0].weight.sum()
+    assert torch.equal(loss, other)
+
+
+def test_a_budget_that_is_too_small_is_refused_with_figures():
+    compiled = compiled_of(llama(), 30 << 10)
+    with pytest.raises(ExecuteError) as caught:
+        generated(compiled)
+    assert_expected_inline(
+        str(caught.value),
+        """\
+generate() needs more device memory than the budget of 30.00 KiB, for what the model has computed.
+  30.75 KiB are held by inputs, results and caches, 0 B by weights in use, 0 B by earlier calls.
+  Give a larger memory=, a smaller batch, fewer tokens, or a cache that stays on the host.""",
+    )
+    compiled = compiled_of(llama(), 4 << 10)
+    with pytest.raises(
+        ExecuteError, match=r"generate\(\) needs more device memory .* for `model\.embed_tokens\.weight`"
+    ):
+        generated(compiled)
+
+
+def test_training_within_a_walk_is_refused():
+    compiled = compiled_of(llama(), "256KiB")
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1))
+    with compiled.megatrain.walk(), pytest.raises(ExecuteError, match="while the model runs"):
+        step({"input_ids": IDS, "labels": IDS, "use_cache": False})
+    step({"input_ids": IDS, "labels": IDS, "use_cache": False})
+
+
+def test_a_product_of_weights_alone():
+    model, _ = own()
+    compiled = compiled_of(model)
+    with torch.no_grad(), compiled.megatrain.walk():
+        found = F.linear(compiled.layers[0].weight, compiled.layers[1].weight)
+    with torch.no_grad():
+        assert torch.equal(found, F.linear(model.layers[0].weight, model.layers[1].weight))
