@@ -1,15 +1,22 @@
-"""Captures and programs of the models of tests/models.py, made once in a process, for tests that only read them."""
+"""Captures and programs of the models of tests/models.py, made once in a process, for tests that only read them.
+
+And what is found out of optimizers, likewise."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import pytest
+import torch
 
+from megatrain.checks.several_optimizers import parameters_of
 from megatrain.compiled import variants
+from megatrain.optim import need, per_parameter
+from megatrain.optim.need import Updated
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.tracer.same_capture import is_same_capture
@@ -49,4 +56,34 @@ def lowered_once() -> Generator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(variants, "lowered", lowered)
+        yield
+
+
+@contextmanager
+def rehearsed_once() -> Generator[None]:
+    """While it is open, what a new optimizer of torch's own needs is found out once for equal parameters and options.
+
+    Each training step otherwise has the optimizer take steps on stand-ins. Not for tests of what it needs.
+    """
+    known: dict[Hashable, Any] = {}
+
+    def once(real: Callable[..., Any]) -> Callable[..., Any]:
+        def found(optimizer: torch.optim.Optimizer, *members: Sequence[Updated]) -> Any:
+            if optimizer.state or not type(optimizer).__module__.startswith("torch.optim"):
+                return real(optimizer, *members)
+            kinds = [(m.spec, m.master, [m.parameter is p for p in parameters_of(optimizer)]) for m in chain(*members)]
+            groups = [
+                {**group, "params": [(p.shape, p.stride(), p.dtype, p.requires_grad) for p in group["params"]]}
+                for group in optimizer.param_groups
+            ]
+            key = real, type(optimizer), repr(groups), repr(kinds)
+            if key not in known:
+                known[key] = real(optimizer, *members)
+            return known[key]
+
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(need, "_step_on_stand_ins", once(need._step_on_stand_ins))
+        patch.setattr(per_parameter, "_try", once(per_parameter._try))
         yield

@@ -82,7 +82,7 @@ def channels_last() -> Any:
     return model, (torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0)),), {}
 
 
-STEPS = 12
+STEPS = 6
 
 CASES = {
     "gpt": MODELS["gpt_loss"],  # its head is tied to its embedding

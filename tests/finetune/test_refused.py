@@ -15,7 +15,10 @@ from megatrain.planning import host_plan
 from tests.finetune.commands import train
 from tests.finetune.materials import ON_CPU, chat, config, data, save_model, write_lines
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
+    pytest.mark.usefixtures("lowered_once"),  # of few models
+]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,10 @@ from tests.comparing import assert_same
 from tests.finetune.commands import log_of, rows_of, train, weights_of
 from tests.finetune.materials import ON_CPU, config, data, save_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
+    pytest.mark.usefixtures("lowered_once"),  # of few models
+]
 
 
 def stock(folder: Path, model: Any, words: Any, training: Path, evaluation: Path | None) -> Trainer:

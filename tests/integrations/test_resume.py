@@ -66,7 +66,7 @@ def assert_same_run(found: Ran, expected: Ran) -> None:
 
 @dataclass(frozen=True)
 class Both:
-    """A script that ran to its end with the stock trainer and with one that streams, with a checkpoint every 2 steps."""
+    """A script that ran to its end with the stock trainer and with one that streams; checkpoints come every 2 steps."""
 
     folder: Path
     stock: Ran

@@ -15,7 +15,7 @@ from tests.comparing import assert_same, snapshot
 from tests.tiers import every_other
 from tests.training.parity import MODES, TASKS, adamw, fresh, loop_step, sgd
 
-STEPS = 12
+STEPS = 8
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

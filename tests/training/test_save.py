@@ -19,6 +19,7 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError
 from tests.saving.training import refusal, same
+from tests.tiers import every_other
 from tests.training.resuming import (
     BF16,
     CASES,
@@ -54,7 +55,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.safetensors"))}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", every_other(MODES))
 def test_saves_in_a_row_change_nothing_and_each_can_be_gone_on_from(tmp_path: Path, mode: str):
     undisturbed = Run(MODES[mode])
     losses = undisturbed.train(4)
@@ -95,7 +96,7 @@ def test_updates_that_are_due_are_taken_before(tmp_path: Path):
     assert content(tmp_path / "deferred") == content(tmp_path / "serial")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", every_other(MODES))
 def test_a_model_and_an_optimizer_in_use_go_back(tmp_path: Path, mode: str):
     """Also if updates are due that the checkpoint makes void."""
     run = Run(MODES[mode])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiers import every_other
+from tests.tiers import wide
 from tests.training.resuming import CASES, STEPS_BEFORE, Run, after, differences
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("names", every_other((list(CASES)[::2], list(CASES)[1::2])))
+@pytest.mark.parametrize("names", [list(CASES)[::3], *(wide((list(CASES)[start::3],)) for start in (1, 2))])
 def test_a_fresh_process_goes_on_to_the_bit(tmp_path: Path, names: list[str]):
     expected: dict[str, dict[str, object]] = {}
     for name in names:  # in one process, which takes seconds to begin
