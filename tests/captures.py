@@ -37,14 +37,20 @@ def program(name: str) -> Program:
     return lower(traced(name))
 
 
+Lowered = dict[tuple[object, ...], list[tuple[TracedModule, Program]]]
+"""Programs with their captures, by the model's name and the options."""
+
+OF_MANY_FILES: Lowered = {}
+"""Of the models of tests/models.py, which the tests of the runtime and of training compile in many ways."""
+
+
 @contextmanager
-def lowered_once() -> Generator[None]:
+def lowered_once(known: Lowered | None = None) -> Generator[None]:
     """While it is open, captures that are the same share a program, as those of one compiled module always do.
 
     Compiling spends most of its time on lowering. Not for tests that break a pass, or a part of one.
     """
-    known: dict[tuple[object, ...], list[tuple[TracedModule, Program]]] = {}
-    real = variants.lowered
+    real, known = variants.lowered, {} if known is None else known
 
     def lowered(traced: TracedModule, options: Any, after_pass: Any = None) -> Program:
         made = known.setdefault((traced.name, options.block_bytes, options.passes), [])

@@ -230,14 +230,14 @@ def _call_through(module: CompiledModule, expected: Any, args: Any, kwargs: Any)
             "  In eager, a direct call of `forward` skips the hooks; a schedule runs them.\n"
             "  Call the compiled model itself, or remove the hooks."
         )
-    return module._megatrain_run(module.megatrain, args, kwargs)
+    return module(*args, **kwargs)
 
 
 @functools.cache
 def _left_alone() -> Callable[[Compiled, tuple[Any, ...], dict[str, Any]], Any]:
     """Returns `run_here`, which torch's compiler leaves alone: inside it would make other graphs than the schedule's.
 
-    Not made on import of megatrain: that compiler takes a second to import.
+    To say so imports that compiler, which takes a second, so that it waits for the first compiled model.
     """
     return cast(Any, torch.compiler.disable)(run_here)
 

@@ -20,17 +20,18 @@ from tests.comparing import assert_same
 from tests.experts import IDLE, Bmm, Gathered, Grouped, Layers, Routed
 from tests.runtime.parity import assert_parity_of, seeded, train
 from tests.runtime.saved import save, save_sharded, state_of
+from tests.tiers import checkered, wide
 
 NUM, WIDTH, INNER = 16, 8, 16
 LIMIT = NUM * WIDTH * INNER * 4 // 4
 CHAOS = Chaos(seed=5, max_delay_s=0.0003)
 STACK = "layers.0.up"
-kinds = pytest.mark.parametrize("kind", [Bmm, Gathered])
-modes = pytest.mark.parametrize(
-    "options",
-    [{"transfer": "bind"}, {"transfer": "copy", "activations": "recompute"}, {"transfer": "copy"}],
-    ids=["bind", "recompute", "auto"],
-)
+kinds = pytest.mark.parametrize("kind", [wide(Bmm), Gathered])
+MODES: list[dict[str, Any]] = [
+    {"transfer": "bind"},
+    {"transfer": "copy", "activations": "recompute"},
+    {"transfer": "copy"},
+]
 
 
 def layers(kind: Any = Bmm, depth: int = 2) -> Any:
@@ -53,8 +54,7 @@ def parts_of(compiled: Any, key: str = STACK) -> list[tuple[int, int]]:
 # -- backwards -----------------------------------------------------------------------------------------------
 
 
-@kinds
-@modes
+@pytest.mark.parametrize(("kind", "options"), checkered([Bmm, Gathered], MODES))
 def test_two_losses_of_one_call_one_after_the_other(kind, options):
     def drive(call, model):
         x = tokens().requires_grad_()
@@ -105,8 +105,7 @@ def test_what_only_the_second_loss_reaches_has_no_gradient_after_the_first(kind)
     side_by_side(seeded(TwoEnds), drive, transfer="copy")
 
 
-@kinds
-@modes
+@pytest.mark.parametrize(("kind", "options"), checkered([Bmm, Gathered], MODES))
 def test_autograd_grad_returns_the_whole_gradient_and_leaves_grad_alone(kind, options):
     def drive(call, model):
         stack, router = model.layers[0].up, model.layers[1].router.weight
@@ -187,9 +186,9 @@ def test_gradients_of_parts_have_the_strides_of_their_parameter():
 # -- weights from files --------------------------------------------------------------------------------------
 
 
-@kinds
-@pytest.mark.parametrize("transfer", ["copy", "bind"])
-@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "transfer", "is_sharded"), checkered([Bmm, Gathered], ["copy", "bind"], [False, True])
+)
 def test_parts_of_tensors_that_come_from_files(tmp_path: Path, kind, transfer: str, is_sharded: bool):
     reference = layers(kind)
     state = state_of(reference, drop=())
@@ -385,7 +384,7 @@ def test_a_frozen_stack_is_streamed_in_parts_without_gradients(kind):
 # -- verify --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["bmm", "gathered", "looped"])
+@pytest.mark.parametrize("kind", [wide("bmm"), "gathered", "looped"])
 def test_verify_finds_nothing_where_nothing_is_wrong(kind: str):
     model = seeded(lambda: Layers(Layers.KINDS[kind], 2, NUM, WIDTH, INNER))
     report = megatrain.verify(model, tokens(), device="cpu", block_bytes=LIMIT, transfer="copy")

@@ -25,8 +25,6 @@ from tests.runtime import settings
 from tests.runtime.settings import gain
 from tests.tiers import every_other
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
-
 SCALE = 2.0
 TABLE = {"shift": 0.5, "order": [1, 2]}
 UNNAMED = 1.0

@@ -1,4 +1,4 @@
-"""What the tests of training steps share."""
+"""What the tests of training steps share: few models, with the same optimizers in each mode."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Generator
 
 import pytest
 
-from tests.captures import rehearsed_once
+from tests.captures import OF_MANY_FILES, lowered_once, rehearsed_once
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _rehearsed_once() -> Generator[None]:
-    """Of few models, with the same optimizers in each mode."""
-    with rehearsed_once():
+def _once() -> Generator[None]:
+    with lowered_once(OF_MANY_FILES), rehearsed_once():
         yield

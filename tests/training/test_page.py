@@ -17,8 +17,6 @@ from megatrain import saving
 from tests.saving.training import same
 from tests.tiers import wide
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
-
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 SCRIPT, WEIGHT, SEVERAL, PLAN, SAVING, READING, DROPOUT = SNIPPETS

@@ -37,8 +37,6 @@ from tests.training.resuming import (
     warm_up,
 )
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
-
 SMALL = Case(lambda: stack(lambda: nn.Linear(4, 4)), points, scheduler=warm_up, step=(CLIP, CLIP))
 MODES: dict[str, Case] = {
     "deferred": replace(SMALL, compile=(PARKED, {})),

@@ -18,8 +18,6 @@ from tests.saving.training import refusal, same
 from tests.tiers import checkered
 from tests.training.resuming import BF16, CASES, CLIP, PARKED, Case, Run, labelled, tokens
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
-
 TRAINED: dict[str, Case] = {
     "tied": Case(MODELS["gpt_loss"], tokens, step=(CLIP, CLIP)),
     "buffers": CASES["cnn-sgd"],

@@ -14,8 +14,6 @@ import torch
 from tests.tiers import wide
 from tests.training.resuming import CASES, STEPS_BEFORE, Run, after, differences
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -23,8 +23,6 @@ from tests.saving.forging import content_of, forge
 from tests.tiers import checkered
 from tests.training.resuming import BF16, ROUNDED, scalar, seed, tokens
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
-
 Optimizers = list[torch.optim.Optimizer]
 STEPS = 2
 
