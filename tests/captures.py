@@ -37,6 +37,9 @@ def program(name: str) -> Program:
     return lower(traced(name))
 
 
+LOWERED_ANEW = variants.lowered
+"""For a test that breaks a pass, in a file where others share programs."""
+
 Lowered = dict[tuple[object, ...], list[tuple[TracedModule, Program]]]
 """Programs with their captures, by the model's name and the options."""
 
@@ -48,12 +51,12 @@ OF_MANY_FILES: Lowered = {}
 def lowered_once(known: Lowered | None = None) -> Generator[None]:
     """While it is open, captures that are the same share a program, as those of one compiled module always do.
 
-    Compiling spends most of its time on lowering. Not for tests that break a pass, or a part of one.
+    Compiling spends most of its time on lowering. A test that breaks a pass, or a part of one, takes `LOWERED_ANEW`.
     """
-    real, known = variants.lowered, {} if known is None else known
+    real, known = LOWERED_ANEW, {} if known is None else known
 
     def lowered(traced: TracedModule, options: Any, after_pass: Any = None) -> Program:
-        made = known.setdefault((traced.name, options.block_bytes, options.passes), [])
+        made = known.setdefault((traced.name, options.block_bytes, options.passes, options.device.alignment), [])
         for other, program in made if after_pass is None else ():
             if is_same_capture(other, traced):
                 return program

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.compiled import variants
 from megatrain.errors import ExecuteError
 from megatrain.passes.split import part_calls
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.instructions import Bytes
+from tests import captures
 from tests.comparing import assert_same
 from tests.experts import IDLE, Bmm, Gathered, Grouped, Layers, Routed
 from tests.runtime.parity import assert_parity_of, seeded, train
@@ -415,6 +417,7 @@ def test_verify_finds_a_pass_that_cuts_wrongly(monkeypatch: pytest.MonkeyPatch):
         write(self, use, [*parts[1:2], *parts[:1], *parts[2:]])
 
     monkeypatch.setattr(part_calls.PartWriter, "write", swapped)
+    monkeypatch.setattr(variants, "lowered", captures.LOWERED_ANEW)
     report = megatrain.verify(layers(), tokens(), device="cpu", block_bytes=LIMIT, transfer="copy")
     assert not report.ok
     assert report.first_difference is not None
