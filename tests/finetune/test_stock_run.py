@@ -93,4 +93,4 @@ def test_random_weights_from_a_config_and_bf16(tmp_path: Path, capsys: pytest.Ca
         assert train(*source, "--out", tmp_path / name, *given) == 0
     assert_same(weights_of(tmp_path / "one"), weights_of(tmp_path / "two"))
     assert {str(t.dtype) for t in weights_of(tmp_path / "one").values()} == {"torch.bfloat16"}
-    assert "plan: LlamaForCausalLM, 5 blocks, 30432 parameters; bf16, 2 micro-batches" in capsys.readouterr().out
+    assert "plan: LlamaForCausalLM, 4 blocks, 21664 parameters; bf16, 2 micro-batches" in capsys.readouterr().out
