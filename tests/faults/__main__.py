@@ -21,7 +21,7 @@ OPERATIONS = ("step", "flush", "read", "save", "load")
 BEGINNINGS = ("compile", "first step")
 # How many trials; of lines, every so-maniest of each case: cases take turns, so that each line has its trial.
 COUNTS = {"kills": 300, "interrupts": 300, "lines": len(CASES), "beginnings": 8 * len(BEGUN), "configurations": 1000}
-SMALL = {"kills": 4, "interrupts": 12, "lines": 200, "configurations": 8}
+SMALL = {"kills": 3, "interrupts": 12, "lines": 200, "configurations": 8}
 SMALL_CASES = ("fp32 clipped", "bf16 overlap")
 """What `make test` tries, in one process; of lines, every other kind of operation in one run, the rest in the other."""
 
