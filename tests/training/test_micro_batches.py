@@ -17,7 +17,7 @@ from megatrain.runtime.stores.host_store import HostStore
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
 from tests.models import MODELS
-from tests.tiers import checkered
+from tests.tiers import checkered, diagonal
 from tests.training.parity import (
     MODES,
     TASKS,
@@ -58,7 +58,7 @@ def test_lists_of_other_sizes_have_the_bits_of_a_loop(mode: str, weight: Callabl
     sides.assert_same()
 
 
-@pytest.mark.parametrize(("mode", "activations"), checkered(MODES, ["recompute", "keep", "offload"]))
+@pytest.mark.parametrize(("mode", "activations"), diagonal(MODES, ["recompute", "keep", "offload"]))
 def test_micro_batches_of_other_structure_have_the_bits_of_a_loop(mode: str, activations: str) -> None:
     """Some have padding and some have none; the last micro-batch may be either."""
     sides = SideBySide.of("llama", adamw, compile_options={"activations": activations} | CHAOS, **MODES[mode])
@@ -233,7 +233,7 @@ def moved(monkeypatch: pytest.MonkeyPatch, count: int, mode: str, **options: Any
 
 
 @pytest.mark.parametrize(
-    ("mode", "activations"), checkered(["overlap", "deferred", "serial"], ["recompute", "offload", "keep"])
+    ("mode", "activations"), diagonal(["overlap", "deferred", "serial"], ["recompute", "offload", "keep"])
 )
 def test_eight_micro_batches_move_each_weight_as_often_as_one(
     monkeypatch: pytest.MonkeyPatch, mode: str, activations: str
