@@ -1,15 +1,22 @@
-"""Captures and programs of the models of tests/models.py, made once in a process, for tests that only read them."""
+"""Captures and programs of the models of tests/models.py, made once in a process, for tests that only read them.
+
+And what is found out of optimizers, likewise."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import pytest
+import torch
 
+from megatrain.checks.several_optimizers import parameters_of
 from megatrain.compiled import variants
+from megatrain.optim import need, per_parameter
+from megatrain.optim.need import Updated
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
 from megatrain.tracer.same_capture import is_same_capture
@@ -30,17 +37,26 @@ def program(name: str) -> Program:
     return lower(traced(name))
 
 
+LOWERED_ANEW = variants.lowered
+"""For a test that breaks a pass, in a file where others share programs."""
+
+Lowered = dict[tuple[object, ...], list[tuple[TracedModule, Program]]]
+"""Programs with their captures, by the model's name and the options."""
+
+OF_MANY_FILES: Lowered = {}
+"""Of the models of tests/models.py, which the tests of the runtime and of training compile in many ways."""
+
+
 @contextmanager
-def lowered_once() -> Generator[None]:
+def lowered_once(known: Lowered | None = None) -> Generator[None]:
     """While it is open, captures that are the same share a program, as those of one compiled module always do.
 
-    Compiling spends most of its time on lowering. Not for tests that break a pass, or a part of one.
+    Compiling spends most of its time on lowering. A test that breaks a pass, or a part of one, takes `LOWERED_ANEW`.
     """
-    known: dict[tuple[object, ...], list[tuple[TracedModule, Program]]] = {}
-    real = variants.lowered
+    real, known = LOWERED_ANEW, {} if known is None else known
 
     def lowered(traced: TracedModule, options: Any, after_pass: Any = None) -> Program:
-        made = known.setdefault((traced.name, options.block_bytes, options.passes), [])
+        made = known.setdefault((traced.name, options.block_bytes, options.passes, options.device.alignment), [])
         for other, program in made if after_pass is None else ():
             if is_same_capture(other, traced):
                 return program
@@ -49,4 +65,34 @@ def lowered_once() -> Generator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(variants, "lowered", lowered)
+        yield
+
+
+@contextmanager
+def rehearsed_once() -> Generator[None]:
+    """While it is open, what a new optimizer of torch's own needs is found out once for equal parameters and options.
+
+    Each training step otherwise has the optimizer take steps on stand-ins. Not for tests of what it needs.
+    """
+    known: dict[Hashable, Any] = {}
+
+    def once(real: Callable[..., Any]) -> Callable[..., Any]:
+        def found(optimizer: torch.optim.Optimizer, *members: Sequence[Updated]) -> Any:
+            if optimizer.state or not type(optimizer).__module__.startswith("torch.optim"):
+                return real(optimizer, *members)
+            kinds = [(m.spec, m.master, [m.parameter is p for p in parameters_of(optimizer)]) for m in chain(*members)]
+            groups = [
+                {**group, "params": [(p.shape, p.stride(), p.dtype, p.requires_grad) for p in group["params"]]}
+                for group in optimizer.param_groups
+            ]
+            key = real, type(optimizer), repr(groups), repr(kinds)
+            if key not in known:
+                known[key] = real(optimizer, *members)
+            return known[key]
+
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(need, "_step_on_stand_ins", once(need._step_on_stand_ins))
+        patch.setattr(per_parameter, "_try", once(per_parameter._try))
         yield

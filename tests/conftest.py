@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from collections.abc import Callable, Generator
@@ -14,6 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import engine
 
 from tests import captures
+from tests.garbage import Frozen
 from tests.hidden_accelerators import hide_accelerators
 from tests.tiers import Tiers
 
@@ -48,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     assert hasattr(engine, "MAX_SHRINKING_SECONDS"), "this hypothesis bounds shrinking in another place"
     engine.MAX_SHRINKING_SECONDS = SHRINKING_S
     config.pluginmanager.register(Tiers(config), "tiers")
+    config.pluginmanager.register(Frozen(), "frozen")
     settings.load_profile("ci" if os.environ.get("CI") else "default")
     # Workers share the cores; torch's own pool on top of them would only take turns.
     torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else min(4, os.cpu_count() or 1))
@@ -64,12 +65,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marker not in str(config.getoption("-m")):
             config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker)])
             items[:] = [item for item in items if not item.get_closest_marker(marker)]
-
-
-def pytest_collection_finish() -> None:
-    """Leaves out what imports and the collection made, most of all objects, whenever garbage is collected."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

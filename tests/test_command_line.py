@@ -58,14 +58,20 @@ def test_what_is_no_command_ends_with_2(arguments, capsys):
 def test_python_m_is_the_command(module, tmp_path):
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", module, *arguments]
+        timing = ["-X", "importtime"] if module == "megatrain" else []
+        command = [sys.executable, *timing, "-m", module, *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
 
-    shown = run("--version")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert shown.stdout.startswith(f"megatrain {megatrain.__version__}, ")
-    if module == "megatrain.cli":
-        return  # the same main, and each start takes seconds
+    if module == "megatrain.cli":  # the same main, and each start takes seconds
+        shown = run("--version")
+        assert (shown.returncode, shown.stderr) == (0, "")
+        assert shown.stdout.startswith(f"megatrain {megatrain.__version__}, ")
+        return
     refused = run("verify", "nowhere.py:build")
+    lines = refused.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    said = [line for line in lines if not line.startswith("import time:")]
     assert refused.returncode == 2
-    assert refused.stderr.startswith("megatrain: there is no file `nowhere.py`.")
+    assert said[0] == "megatrain: there is no file `nowhere.py`."
+    assert "megatrain.compiled.module" in imported
+    assert "torch._dynamo" not in imported  # torch's compiler takes a second

@@ -23,6 +23,8 @@ from megatrain.demo.text import byte_tensor, random_batches, read_corpus, step_b
 from megatrain.demo.training import Training
 from megatrain.errors import OptionError
 
+pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
+
 CPU = torch.device("cpu")
 TINY = Recipe(
     device="cpu",

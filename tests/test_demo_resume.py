@@ -27,10 +27,13 @@ from megatrain.demo.text import read_corpus
 from megatrain.demo.training import Training
 from megatrain.errors import CheckpointError, OptionError
 from tests.saving.training import same
+from tests.tiers import wide
+
+pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
 ROOT = Path(__file__).parent.parent
 TINY = Recipe(
-    device="cpu", memory="1200KiB", steps=8, seconds=1e6, context=16, width=64, depth=3, warmup_steps=3, sample_bytes=2
+    device="cpu", memory="1200KiB", steps=8, seconds=1e6, context=16, width=64, depth=2, warmup_steps=3, sample_bytes=2
 )
 TEXT = read_corpus()[0]
 
@@ -68,7 +71,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("part", [0.2, 0.5, 0.9], ids=["warm-up", "middle", "last step"])
+@pytest.mark.parametrize("part", [0.2, wide(0.5), 0.9])  # in the warm-up, in the middle, in the last step
 def test_interrupted_in_mid_step_and_resumed_is_as_undisturbed(part: float, undisturbed: Path, tmp_path: Path):
     folder = tmp_path / "run"
     course = Course.begin(TINY, folder)
@@ -172,8 +175,8 @@ def test_an_interrupt_behind_the_training_is_resumed_without_a_step(
 
 
 def test_a_new_demo_replaces_the_checkpoint_of_an_older_one(undisturbed: Path, tmp_path: Path):
-    for seed in (1, 0):
-        run_to_the_end(Course.begin(replace(TINY, seed=seed), tmp_path / "run"))
+    for changed in ({"seed": 1, "steps": 1}, {}):
+        run_to_the_end(Course.begin(replace(TINY, **changed), tmp_path / "run"))
     assert_same_training(tmp_path / "run", undisturbed)
 
 

@@ -23,7 +23,7 @@ from megatrain.runtime.gradients.flow import Facts
 from megatrain.runtime.gradients.landing import LandingArena
 from tests.models import MODELS, Gpt
 from tests.runtime.parity import loss_of
-from tests.tiers import wide
+from tests.tiers import checkered, wide
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
@@ -82,14 +82,15 @@ def check_figures(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any,
     assert 0 <= held - again.held_bytes < 64 * (len(state) + len(gradients))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [wide(name) if name in ("llama", "t5_labels") else name for name in NAMES])
 def test_rows_are_what_a_step_leaves(name: str):
     model, args, kwargs = MODELS[name]()
     check_figures(model, torch.optim.AdamW(model.parameters()), args, kwargs)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adafactor", "Muon", "NAdam", "Adagrad"])
-@pytest.mark.parametrize("name", ["gpt", "frozen_bias"])
+@pytest.mark.parametrize(
+    ("name", "optimizer"), checkered(["gpt", "frozen_bias"], ["SGD", "Adafactor", "Muon", "NAdam", "Adagrad"])
+)
 def test_rows_of_other_optimizers_too(name: str, optimizer: str):
     model, args, kwargs = MODELS[name]()
     chosen = [p for p in model.parameters() if p.dim() == 2] if optimizer == "Muon" else model.parameters()
@@ -239,8 +240,7 @@ def test_masters_in_halves_take_four_bytes_and_moments_eight():
     assert as_they_are.bytes_of("AdamW.exp_avg") == 2 * trained
 
 
-@pytest.mark.parametrize("masters", ["exact", "rounded"])
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adafactor"])
+@pytest.mark.parametrize(("name", "masters"), checkered(["AdamW", "SGD", "Adafactor"], ["exact", "rounded"]))
 def test_rows_in_bf16_are_what_a_step_leaves(name: str, masters: str):
     model, ids = Gpt(width=64), torch.randint(0, 32, (2, 8))
     model.positions.requires_grad_(False)
@@ -483,10 +483,10 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason
 @on_linux
 @pytest.mark.parametrize("options", [wide({}), {"memory": "80MB"}], ids=["in place", "streamed"])
 def test_measured_use_agrees_within_three_percent(options: dict[str, Any]):
-    found = measured(options, width=768, depth=8, vocabulary=4000)
+    found = measured(options, width=768, depth=4, vocabulary=4000)
     passing = ("device memory", "update scratch")
     lasting = sum(nbytes for name, nbytes in found["rows"].items() if name not in passing) + found["arena"]
-    assert lasting > 700e6
+    assert lasting > 400e6
     assert abs(found["kept"] / lasting - 1) < 0.03, found
     # At no moment of the first step, in which all state is made, was there more than all rows together.
     assert found["peak"] < 1.03 * found["total"], found
@@ -495,10 +495,10 @@ def test_measured_use_agrees_within_three_percent(options: dict[str, Any]):
 @on_linux
 @pytest.mark.parametrize(
     ("options", "step_options"),
-    [wide(({}, {})), ({"memory": "350MB"}, {"max_grad_norm": 1.0}), wide(({"precision": "bf16"}, {"overlap": False}))],
+    [wide(({}, {})), ({"memory": "250MB"}, {"max_grad_norm": 1.0}), wide(({"precision": "bf16"}, {"overlap": False}))],
     ids=["overlap", "deferred", "bf16"],
 )
 def test_whole_steps_never_take_more_than_the_plan(options: dict[str, Any], step_options: dict[str, Any]):
     """With matrices of 36 MiB. Smaller ones, that an optimizer's own code makes and drops, leave holes in the heap."""
-    found = measured(options, step_options, width=1536, depth=3, vocabulary=6000)
+    found = measured(options, step_options, width=1536, depth=2, vocabulary=4000)
     assert 0.85 * found["total"] < found["peak"] < 1.03 * found["total"], found

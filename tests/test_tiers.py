@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
-from tests.tiers import SLOW_S, listed, one_case_of_each, relisted
+from tests.tiers import SLOW_S, checkered, diagonal, listed, one_case_of_each, one_in, relisted
 
 ROOT = Path(__file__).parents[1]
 NEEDS_MINUTES = {"faults"}
@@ -43,6 +44,18 @@ def test_one_case_of_each_function_is_quick_and_the_same_one_in_each_run():
     assert set(chosen) == {"a.py::test_x", "a.py::test_y", "b.py::test_x"}
     assert chosen["a.py::test_x"] in cases
     assert one_case_of_each(reversed(cases))["a.py::test_x"] == chosen["a.py::test_x"]
+
+
+def test_each_value_of_a_table_is_met_where_the_rest_is_wide():
+    def kept(cases: list[Any]) -> list[Any]:
+        return [case for case in cases if not hasattr(case, "marks")]
+
+    assert kept(one_in(3, range(7))) == [0, 3, 6]
+    assert kept(one_in(3, range(7), first=1)) == [1, 4]
+    assert kept(checkered("ab", range(3))) == [("a", 0), ("a", 2), ("b", 1)]
+    assert kept(diagonal("abcd", range(3))) == [("a", 0), ("b", 1), ("c", 2), ("d", 0)]
+    (left_out,) = [case for case in checkered("a", range(2)) if hasattr(case, "marks")]
+    assert (left_out.values, left_out.marks[0].name) == (("a", 1), "wide")
 
 
 def test_the_list_is_judged_anew_by_what_ran():

@@ -25,6 +25,11 @@ def every_other(cases: Iterable[Any]) -> list[Any]:
     return [case if index % 2 == 0 else wide(case) for index, case in enumerate(cases)]
 
 
+def one_in(count: int, cases: Iterable[Any], *, first: int = 0) -> list[Any]:
+    """Marks all but every `count`-th case as wide."""
+    return [case if index % count == first else wide(case) for index, case in enumerate(cases)]
+
+
 def checkered(*axes: Iterable[Any]) -> list[Any]:
     """Marks every other combination as wide, like the fields of a chessboard: each value meets half of the others."""
     fields = product(*(enumerate(axis) for axis in axes))
@@ -32,6 +37,16 @@ def checkered(*axes: Iterable[Any]) -> list[Any]:
         case if sum(index for index, _ in field) % 2 == 0 else wide(case)
         for field in fields
         for case in [tuple(value for _, value in field)]
+    ]
+
+
+def diagonal(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """Marks all but one of the combinations of each case of `first` as wide; the cases of `second` take turns."""
+    others = list(second)
+    return [
+        (one, other) if row % len(others) == column else wide((one, other))
+        for row, one in enumerate(first)
+        for column, other in enumerate(others)
     ]
 
 

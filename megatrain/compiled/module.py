@@ -51,7 +51,7 @@ class CompiledModule(StandIn):
     attribute of the same name.
     """
 
-    __slots__ = ("_megatrain",)
+    __slots__ = ("_megatrain", "_megatrain_run")
 
     if TYPE_CHECKING:
         traced: Any
@@ -88,7 +88,7 @@ class CompiledModule(StandIn):
                 "  Call the plain model in that forward, and compile only the outermost model."
             )
         model = self._megatrain.model
-        return model(*args, **kwargs) if walks_here(model) else _run(self._megatrain, args, kwargs)
+        return model(*args, **kwargs) if walks_here(model) else self._megatrain_run(self._megatrain, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `state_dict`, after all due updates."""
@@ -251,11 +251,16 @@ def _call_through(module: CompiledModule, expected: Any, args: Any, kwargs: Any)
             "  In eager, a direct call of `forward` skips the hooks; a schedule runs them.\n"
             "  Call the compiled model itself, or remove the hooks."
         )
-    return _run(module.megatrain, args, kwargs)
+    return module(*args, **kwargs)
 
 
-# Torch's compiler leaves the call alone: from the inside it would make other graphs than the schedule's.
-_run: Callable[[Compiled, tuple[Any, ...], dict[str, Any]], Any] = cast(Any, torch.compiler.disable)(run_here)
+@functools.cache
+def _left_alone() -> Callable[[Compiled, tuple[Any, ...], dict[str, Any]], Any]:
+    """Returns `run_here`, which torch's compiler leaves alone: inside it would make other graphs than the schedule's.
+
+    To say so imports that compiler, which takes a second, so that it waits for the first compiled model.
+    """
+    return cast(Any, torch.compiler.disable)(run_here)
 
 
 _CLASSES: weakref.WeakValueDictionary[int, type[CompiledModule]] = weakref.WeakValueDictionary()
@@ -271,6 +276,7 @@ def compiled_module(compiled: Compiled) -> CompiledModule:
     module = object.__new__(_class_of(type(compiled.model)))
     object.__setattr__(module, "__dict__", vars(compiled.model))
     object.__setattr__(module, "_megatrain", compiled)
+    object.__setattr__(module, "_megatrain_run", _left_alone())
     return module
 
 

@@ -112,7 +112,7 @@ class MasterStep:
                         _check_state(optimizer, parameter)
                     taken.append(_Taken(parameter, parameter.data, parameter.grad, narrow))
                     self._prepare(taken[-1], gradient)
-            step_code(optimizer)(optimizer)
+            step_code(type(optimizer))(optimizer)
             for item in taken:
                 if item.master is not None:
                     write_(item.master, in_memory(item.parameter.detach(), memory_order(item.home)))

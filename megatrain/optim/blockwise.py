@@ -53,7 +53,7 @@ class BlockOptimizer:
         check_torch()
         check_per_parameter(optimizer, probe=probe)
         self._optimizer = optimizer
-        self._code = code or step_code(optimizer)
+        self._code = code or step_code(type(optimizer))
         self._owned: list[set[torch.Tensor]] = []
         seen: set[torch.Tensor] = set()
         for block in blocks:

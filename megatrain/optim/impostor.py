@@ -25,9 +25,9 @@ ALIGNED = ("params", "param_names")
 _OWN = ("state", "param_groups", "step", *HOOKS)
 
 
-def step_code(optimizer: Optimizer) -> StepCode:
+def step_code(kind: type[Optimizer]) -> StepCode:
     """Returns the class's own `step`, without the wrapper by which torch calls hooks around it."""
-    step: Any = type(optimizer).step
+    step: Any = kind.step  # wrapped when the first optimizer of a class is made
     return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step
 
 

@@ -211,7 +211,7 @@ def _on_fakes(optimizer: Optimizer, members: Sequence[Updated]) -> OptimizerNeed
         forbid_memory(tensor)
     with mode, WithoutValues(), LiveBytes(given, HOST.torch_device) as live:
         for _ in range(_STEPS):
-            step_code(optimizer)(runner)
+            step_code(type(optimizer))(runner)
     total: dict[str, int] = {}
     for stand_in in stand_ins.values():
         _add(total, _bytes_by_name(runner.state.get(stand_in, {})))
@@ -239,7 +239,7 @@ def _bytes_by_corner(optimizer: Optimizer, member: Updated) -> dict[str, int]:
         generator = torch.Generator().manual_seed(0)
         for _ in range(_STEPS):
             stand_in.grad = random_gradient(stand_in, generator, sparse=sparse)
-            step_code(optimizer)(runner)
+            step_code(type(optimizer))(runner)
         ratio = member.spec.numel / max(1, stand_in.numel())
         return _bytes_by_name(runner.state.get(stand_in, {}), ratio)
 

@@ -113,7 +113,7 @@ def _difference(optimizer: Optimizer, *, sparse: bool) -> str | None:
         over_stand_ins(optimizer, {p: _stand_in(p, optimizer) for p in chosen}, of_state=corner, keeps_packed=False)
         for _ in range(2)
     )
-    code = step_code(optimizer)
+    code = step_code(type(optimizer))
     pairs = [
         (one, other)
         for mine, theirs in zip(whole.param_groups, parts.param_groups, strict=True)

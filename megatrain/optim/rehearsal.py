@@ -98,7 +98,7 @@ def give_new_state(optimizers: Sequence[Optimizer], parameter: torch.Tensor, dty
         stand_in = torch.nn.Parameter(torch.zeros_like(parameter, dtype=dtype))
         stand_in.grad = torch.zeros_like(stand_in)
         runner = over_stand_ins(optimizer, {parameter: stand_in}, of_state=torch.clone)
-        step_code(optimizer)(runner)
+        step_code(type(optimizer))(runner)
     optimizer.state[parameter] = runner.state[stand_in]
 
 

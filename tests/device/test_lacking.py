@@ -58,7 +58,8 @@ def test_mps_is_refused_in_words_and_the_cpu_is_the_default():
 @pytest.mark.usefixtures("mps")
 def test_the_demo_takes_the_cpu_there(tmp_path: Any, capsys: pytest.CaptureFixture[str]):
     recipe = replace(TINY, device=None)
-    demonstrate(Course.begin(recipe, tmp_path / "demo"))
+    with pytest.raises(KeyboardInterrupt):
+        demonstrate(Course.begin(recipe, tmp_path / "demo"), interrupt_at=0.5)
     assert "device  cpu" in capsys.readouterr().out
 
 

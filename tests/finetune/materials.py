@@ -22,7 +22,7 @@ ON_CPU = ("--device=cpu", "--precision=fp32", "--length=16")
 
 def config(**sizes: Any) -> LlamaConfig:
     tiny = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 2,
         "eos_token_id": 3, "attention_dropout": 0.1,
     }  # fmt: skip

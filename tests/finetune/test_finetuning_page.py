@@ -15,7 +15,10 @@ from megatrain.finetune.fine_tuning import FineTuning, flag
 from tests.finetune.commands import ROOT, train
 from tests.finetune.materials import data, save_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
+    pytest.mark.usefixtures("lowered_once"),  # of few models
+]
 PAGE = (ROOT / "docs" / "finetuning.md").read_text()
 COMMAND = re.compile(r"^ *megatrain train (.*)$", re.MULTILINE)
 

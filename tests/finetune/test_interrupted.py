@@ -17,7 +17,10 @@ from tests.comparing import assert_same
 from tests.finetune.commands import log_of, started, train, weights_of
 from tests.finetune.materials import data, save_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
+    pytest.mark.usefixtures("lowered_once"),  # of few models
+]
 NUM_STEPS = 20
 GIVEN = (
     *("--device=cpu", "--length=16", f"--steps={NUM_STEPS}", "--accumulate=2", "--lr=1e-2", "--save-every=4"),

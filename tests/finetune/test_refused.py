@@ -15,7 +15,10 @@ from megatrain.planning import host_plan
 from tests.finetune.commands import train
 from tests.finetune.materials import ON_CPU, chat, config, data, save_model, write_lines
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
+    pytest.mark.usefixtures("lowered_once"),  # of few models
+]
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +167,7 @@ def test_a_folder_of_other_settings_is_refused_with_the_differences(
 ) -> None:
     capsys.readouterr()
     write_lines(tmp_path / "text.jsonl", [TEXT])
-    save_model(tmp_path / "model", num_hidden_layers=2)
+    save_model(tmp_path / "model", num_hidden_layers=1)
     assert train(*begun, "--steps=2", "--lora", "--lr=0.1") == 2
     said = capsys.readouterr().err.splitlines()
     assert said[0] == f"megatrain: `{tmp_path / 'out'}` has the training of other settings:"

@@ -23,7 +23,10 @@ from tests.comparing import assert_same
 from tests.finetune.commands import log_of, rows_of, train, weights_of
 from tests.finetune.materials import ON_CPU, config, data, save_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
+    pytest.mark.usefixtures("lowered_once"),  # of few models
+]
 
 
 def stock(folder: Path, model: Any, words: Any, training: Path, evaluation: Path | None) -> Trainer:
@@ -90,4 +93,4 @@ def test_random_weights_from_a_config_and_bf16(tmp_path: Path, capsys: pytest.Ca
         assert train(*source, "--out", tmp_path / name, *given) == 0
     assert_same(weights_of(tmp_path / "one"), weights_of(tmp_path / "two"))
     assert {str(t.dtype) for t in weights_of(tmp_path / "one").values()} == {"torch.bfloat16"}
-    assert "plan: LlamaForCausalLM, 5 blocks, 30432 parameters; bf16, 2 micro-batches" in capsys.readouterr().out
+    assert "plan: LlamaForCausalLM, 4 blocks, 21664 parameters; bf16, 2 micro-batches" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from collections.abc import Generator
 import pytest
 import torch
 
+from tests.captures import OF_MANY_FILES, lowered_once
 from tests.simulated_device import is_loaded
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
@@ -19,3 +20,10 @@ def _deterministic_algorithms() -> Generator[None]:
     torch.use_deterministic_algorithms(not is_loaded())
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _once() -> Generator[None]:
+    """Of few models, in each mode and order."""
+    with lowered_once(OF_MANY_FILES):
+        yield

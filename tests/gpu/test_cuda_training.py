@@ -18,7 +18,7 @@ from megatrain.runtime.streams.stream_set import Chaos, Recording
 from tests.models import MODELS, Gpt
 from tests.runtime.parity import assert_close, train
 from tests.simulated_device import is_loaded
-from tests.tiers import checkered, every_other
+from tests.tiers import checkered, one_in
 
 NAMES = [
     "gpt_loss",
@@ -63,7 +63,7 @@ def test_training_equals_eager(name: str, activations: str) -> None:
     assert_parity_there(name, activations=activations)
 
 
-@pytest.mark.parametrize("seed", every_other(range(20)))
+@pytest.mark.parametrize("seed", one_in(4, range(20)))
 def test_training_equals_eager_under_chaos(seed: int) -> None:
     assert_parity_there(NAMES[seed % len(NAMES)], activations="offload", chaos=Chaos(seed=seed))
 
@@ -96,8 +96,8 @@ def allocated_peak(depth: int) -> tuple[int, megatrain.Schedule]:
 
 
 def test_peak_is_flat_and_near_the_schedules_figure() -> None:
-    shallow, small = allocated_peak(8)
-    deep, large = allocated_peak(24)
+    shallow, small = allocated_peak(6)
+    deep, large = allocated_peak(16)
     assert large.peak_bytes == small.peak_bytes
     slack = sum(nbytes for _, nbytes in find(None).uncounted())
     assert deep <= large.device_bytes + slack

@@ -18,7 +18,7 @@ from tests.gpu.test_cuda_training import device
 from tests.gpu.test_train_step import MODES
 from tests.simulated_device import is_loaded
 from tests.simulated_device.lstm_cell import register_lstm_cell
-from tests.tiers import checkered
+from tests.tiers import diagonal
 
 ACTIVATIONS = ["recompute", "keep", "offload", "auto"]
 WIDTH, WORDS = 8, 11
@@ -232,7 +232,7 @@ def looped(model: nn.Module, batches: list[list[dict[str, torch.Tensor]]], clip:
 KINDS = (("overlap", 1), ("overlap", 2), ("deferred", 2), ("serial", 1))
 
 
-@pytest.mark.parametrize(("kind", "activations"), checkered(KINDS, ACTIVATIONS))
+@pytest.mark.parametrize(("kind", "activations"), diagonal(KINDS, ACTIVATIONS))
 def test_packed_sequences_train(kind: tuple[str, int], activations: str) -> None:
     mode, micro_batches = kind
     torch.manual_seed(0)

@@ -3,13 +3,15 @@ never stopped."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,10 @@ from tests.integrations.runs import RAGGED, Ran, Scenario, llama, run
 from tests.integrations.test_trainer import LooksAtGradients, OwnStep
 from tests.tiers import wide
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
+    pytest.mark.usefixtures("lowered_once"),  # of few models
+]
 ROOT = Path(__file__).parents[2]
 SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, "gradient_accumulation_steps": 2, "warmup_steps": 2}
 
@@ -59,18 +64,44 @@ def assert_same_run(found: Ran, expected: Ran) -> None:
     assert_same(found.values, expected.values)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_resumed_run_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
-    scenario = SCENARIOS[name]
-    stock = run(scenario, tmp_path / "stock", streams=False)
-    undisturbed = run(scenario, tmp_path / "run", streams=True)
-    assert undisturbed.log == stock.log
-    assert_same(undisturbed.values, stock.values)
-    again = run(scenario, tmp_path / "run", streams=True, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert_same_run(again, stock)
+@dataclass(frozen=True)
+class Both:
+    """A script that ran to its end with the stock trainer and with one that streams; checkpoints come every 2 steps."""
+
+    folder: Path
+    stock: Ran
+    streamed: Ran
+
+    def checkpoint(self, number: int, *, of: str = "streamed") -> Path:
+        return self.folder / of / f"checkpoint-{number}"
 
 
-@pytest.mark.parametrize("name", MASTERS)
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, lowered_once: None) -> Callable[[str], Both]:
+    """Runs a scenario once; what the runs left is only read."""
+
+    @functools.cache
+    def ran(name: str) -> Both:
+        folder = tmp_path_factory.mktemp("both")
+        sides = (run(SCENARIOS[name], folder / side, streams=side == "streamed") for side in ("stock", "streamed"))
+        return Both(folder, *sides)
+
+    return ran
+
+
+# What "fp32" runs, "dropout" runs too, and draws.
+@pytest.mark.parametrize("name", [wide(name) if name == "fp32" else name for name in SCENARIOS])
+def test_a_resumed_run_has_the_stock_runs_bits(name: str, both: Callable[[str], Both], tmp_path: Path) -> None:
+    ran = both(name)
+    assert ran.streamed.log == ran.stock.log
+    assert_same(ran.streamed.values, ran.stock.values)
+    checkpoint = str(ran.checkpoint(2))
+    again = run(SCENARIOS[name], tmp_path, streams=True, resume_from_checkpoint=checkpoint)
+    assert_same_run(again, ran.stock)
+
+
+# Masters of updates that aren't training steps are also in the last test of this file.
+@pytest.mark.parametrize("name", [wide(name) if "no training step" in name else name for name in MASTERS])
 def test_masters_are_saved_and_resumed(name: str, tmp_path: Path) -> None:
     scenario = MASTERS[name]
     undisturbed = run(scenario, tmp_path, streams=True)
@@ -78,48 +109,43 @@ def test_masters_are_saved_and_resumed(name: str, tmp_path: Path) -> None:
     assert_same_run(again, undisturbed)
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_from_pretrained_reads_a_trainers_checkpoint(is_tied: bool, tmp_path: Path) -> None:
-    scenario = Scenario(SAVED, model=lambda: llama(tie_word_embeddings=is_tied))
-    stock, found = (run(scenario, tmp_path / str(streams), streams=streams) for streams in (False, True))
-    again = LlamaForCausalLM.from_pretrained(tmp_path / "True" / "checkpoint-5")
-    assert_same(dict(again.state_dict()), found.values)
-    names = {False: set[str](), True: set[str]()}
-    for streams in (False, True):
-        checkpoint = tmp_path / str(streams) / "checkpoint-5"
-        names[streams] = {path.name for path in checkpoint.iterdir()}
-    assert names[True] - {"megatrain"} == names[False] - {"optimizer.pt", "scheduler.pt"}
-    weights = [
-        safetensors.torch.load_file(tmp_path / s / "checkpoint-5" / "model.safetensors") for s in ("False", "True")
-    ]
+@pytest.mark.parametrize("name", ["fp32", "tied"])
+def test_from_pretrained_reads_a_trainers_checkpoint(name: str, both: Callable[[str], Both]) -> None:
+    ran = both(name)
+    again = LlamaForCausalLM.from_pretrained(ran.checkpoint(5))
+    assert_same(dict(again.state_dict()), ran.streamed.values)
+    folders = {side: ran.checkpoint(5, of=side) for side in ("stock", "streamed")}
+    names = {side: {path.name for path in folder.iterdir()} for side, folder in folders.items()}
+    assert names["streamed"] - {"megatrain"} == names["stock"] - {"optimizer.pt", "scheduler.pt"}
+    weights = [safetensors.torch.load_file(folder / "model.safetensors") for folder in folders.values()]
     assert weights[0].keys() == weights[1].keys()
-    assert stock.values.keys() == found.values.keys()
+    assert ran.stock.values.keys() == ran.streamed.values.keys()
 
 
-def test_an_adapters_checkpoint_holds_the_adapter_alone(tmp_path: Path) -> None:
-    found = run(SCENARIOS["lora"], tmp_path, streams=True)
-    checkpoint = tmp_path / "checkpoint-5"
+def test_an_adapters_checkpoint_holds_the_adapter_alone(both: Callable[[str], Both]) -> None:
+    ran = both("lora")
+    checkpoint = ran.checkpoint(5)
     assert sum(path.stat().st_size for path in checkpoint.rglob("*.safetensors")) < 60_000
     again = PeftModel.from_pretrained(llama(), str(checkpoint))
     ids = torch.arange(8).reshape(1, 8)
-    assert torch.equal(again(input_ids=ids).logits, found.trainer.model.eval()(input_ids=ids).logits)
+    assert torch.equal(again(input_ids=ids).logits, ran.streamed.trainer.model.eval()(input_ids=ids).logits)
 
 
-def test_a_checkpoint_of_the_stock_trainer_is_gone_on_from(tmp_path: Path) -> None:
-    stock = run(SCENARIOS["fp32"], tmp_path / "stock", streams=False)
-    checkpoint = str(tmp_path / "stock" / "checkpoint-2")
-    again = run(SCENARIOS["fp32"], tmp_path / "run", streams=True, resume_from_checkpoint=checkpoint)
-    assert_same_run(again, stock)
+def test_a_checkpoint_of_the_stock_trainer_is_gone_on_from(both: Callable[[str], Both], tmp_path: Path) -> None:
+    ran = both("fp32")
+    checkpoint = str(ran.checkpoint(2, of="stock"))
+    again = run(SCENARIOS["fp32"], tmp_path, streams=True, resume_from_checkpoint=checkpoint)
+    assert_same_run(again, ran.stock)
 
 
-def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
-    stock = run(SCENARIOS["fp32"], tmp_path, streams=True)
-    state = tmp_path / "checkpoint-5" / "trainer_state.json"
+def test_the_newest_whole_checkpoint_is_taken(both: Callable[[str], Both], tmp_path: Path) -> None:
+    ran = both("fp32")
+    shutil.copytree(ran.folder / "streamed", tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoint-4" / "megatrain")
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text('{"epoch": 1')
-    state.unlink()
+    (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
     again = run(SCENARIOS["fp32"], tmp_path, streams=True, resume_from_checkpoint=True)
-    assert_same_run(again, stock)
+    assert_same_run(again, ran.stock)
     for number in (2, 4, 5):
         (tmp_path / f"checkpoint-{number}" / "trainer_state.json").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):

@@ -29,7 +29,10 @@ from transformers import (
 
 from tests.integrations.runs import RAGGED, Scenario, assert_streams_as_stock, llama
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
+    pytest.mark.usefixtures("lowered_once"),  # of few models
+]
 
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
 

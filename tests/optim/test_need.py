@@ -213,7 +213,7 @@ def test_what_needs_all_parameters_at_once_is_refused():
 def test_a_class_is_made_over_parameters_without_memory():
     specs = {"a": TensorSpec((1 << 20, 1 << 20), torch.float32), "b": TensorSpec((3,), torch.bfloat16)}
     optimizer, parameters = made_over("Adagrad", specs)
-    assert step_code(optimizer) is step_code(torch.optim.Adagrad([torch.zeros(1)]))
+    assert step_code(type(optimizer)) is step_code(torch.optim.Adagrad)
     need = optimizer_need(optimizer, [[Updated(parameters[key], spec)] for key, spec in specs.items()])
     assert dict(need.state) == {"step": 8, "sum": 4 * (1 << 40) + 6}
 

@@ -23,20 +23,19 @@ from tests.comparing import assert_same
 from tests.draws import draws
 from tests.models import MODELS
 from tests.strategies import block_limits, module_trees
-from tests.tiers import every_other
+from tests.tiers import diagonal
 from tests.tracer.parity import SEED, Step, assert_same_step, eager_step, program_step
 
 
-@pytest.mark.parametrize("name", every_other(MODELS))
-def test_blocks_one_after_the_other_equal_eager(name: str):
+# Blocks at the model's own modules, a block for each call and row, and one of all.
+@pytest.mark.parametrize(("name", "limit"), diagonal(MODELS, [None, 1, 10**9]))
+def test_blocks_one_after_the_other_equal_eager(name: str, limit: int | None):
     model, args, kwargs = MODELS[name]()
     traced = captures.traced(name)
-    eager = eager_step(*MODELS[name]())
-    # A block for each call and row, and one of all, where that is quick: a BERT would have 545 blocks, and take ten
-    # seconds.
-    for limit in (None, 1, 10**9) if len(traced.graph.nodes) < 120 else (None, 500):
-        program = captures.program(name) if limit is None else lower(traced, block_bytes=limit)
-        assert_same_step(program_step(traced, program, model, args, kwargs), eager)
+    if limit == 1 and len(traced.graph.nodes) >= 120:
+        limit = 500  # a BERT would have 545 blocks, and take ten seconds
+    program = captures.program(name) if limit is None else lower(traced, block_bytes=limit)
+    assert_same_step(program_step(traced, program, model, args, kwargs), eager_step(*MODELS[name]()))
 
 
 @given(model=module_trees(), limit=block_limits())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import nn
 
@@ -22,6 +23,15 @@ PATHS: dict[str, dict[str, Any]] = {
     "offload": {"transfer": "copy", "activations": "offload", "block_bytes": 1},
 }
 """Where weights lie and what is kept: each takes another path through the runtime."""
+
+paths = pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[] if name in ("bind", "offload") else [pytest.mark.wide])
+        for name, options in PATHS.items()
+    ],
+)
+"""In place, and all that moves; `make wide` takes the paths between these."""
 
 M = TypeVar("M", bound=nn.Module)
 Drive = Callable[[Callable[..., Any], nn.Module], Any]

@@ -13,12 +13,9 @@ import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 from tests.comparing import assert_same_state
-from tests.runtime.parity import PATHS, assert_parity_of, seeded
-
-pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
+from tests.runtime.parity import assert_parity_of, paths, seeded
 
 WIDTH = 4
-modes = pytest.mark.parametrize("options", PATHS.values(), ids=list(PATHS))
 
 
 class Trunk(nn.Module):
@@ -59,7 +56,7 @@ def batch(rows: int = 5, *, requires_grad: bool = False) -> torch.Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows)).requires_grad_(requires_grad)
 
 
-@modes
+@paths
 def test_losses_one_after_the_other(options) -> None:
     def drive(call, model):
         left, right, _ = call(batch())
@@ -70,7 +67,7 @@ def test_losses_one_after_the_other(options) -> None:
     assert_parity_of(seeded(Trunk), drive, **options)
 
 
-@modes
+@paths
 def test_the_same_loss_three_times(options) -> None:
     def drive(call, model):
         left, right, _ = call(batch())
@@ -81,7 +78,7 @@ def test_the_same_loss_three_times(options) -> None:
     assert_parity_of(seeded(Trunk), drive, **options)
 
 
-@modes
+@paths
 def test_other_calls_in_between(options) -> None:
     def drive(call, model):
         first, _, _ = call(batch())
@@ -94,7 +91,7 @@ def test_other_calls_in_between(options) -> None:
     assert_parity_of(seeded(Trunk), drive, **options)
 
 
-@modes
+@paths
 def test_losses_at_once(options) -> None:
     def drive(call, model):
         left, right, _ = call(batch())
@@ -103,7 +100,7 @@ def test_losses_at_once(options) -> None:
     assert_parity_of(seeded(Trunk), drive, **options)
 
 
-@modes
+@paths
 def test_independent_losses_need_no_retained_graph(options) -> None:
     def drive(call, model):
         left, right = call(batch())
@@ -123,7 +120,7 @@ def test_outputs_with_a_common_trunk_need_none_either() -> None:
     assert_same_state(eager, compiled.megatrain.model)
 
 
-@modes
+@paths
 def test_gradients_of_parameters_and_inputs(options) -> None:
     def drive(call, model):
         x = batch(requires_grad=True)
@@ -142,7 +139,7 @@ def test_gradient_of_an_unused_parameter_is_refused_by_torch_as_ever() -> None:
         torch.autograd.grad(left.sum(), list(compiled.parameters()))
 
 
-@modes
+@paths
 def test_gradient_penalty_of_first_order(options) -> None:
     def drive(call, model):
         x = batch(requires_grad=True)
@@ -154,7 +151,7 @@ def test_gradient_penalty_of_first_order(options) -> None:
     assert_parity_of(seeded(Trunk), drive, **options)
 
 
-@modes
+@paths
 @pytest.mark.parametrize("wanted", ["input", "parameter", "both"])
 def test_backward_into_some_leaves_only(options, wanted: str) -> None:
     def drive(call, model):
@@ -167,7 +164,7 @@ def test_backward_into_some_leaves_only(options, wanted: str) -> None:
     assert_parity_of(seeded(Trunk), drive, **options)
 
 
-@modes
+@paths
 def test_loss_of_some_outputs(options) -> None:
     def drive(call, model):
         _, right, _ = call(batch())
@@ -176,7 +173,7 @@ def test_loss_of_some_outputs(options) -> None:
     assert_parity_of(seeded(Trunk), drive, **options)
 
 
-@modes
+@paths
 def test_late_backwards_out_of_order(options) -> None:
     def drive(call, model):
         losses: list[Any] = [sum(t.square().sum() for t in call(batch(rows))) for rows in (5, 3, 5)]
@@ -261,7 +258,7 @@ def test_peak_stays_the_schedules_over_repeats() -> None:
     assert compiled.peak_bytes <= compiled.schedule.peak_bytes
 
 
-@modes
+@paths
 def test_hooks_act_once_on_the_sum_over_calls(options) -> None:
     def drive(call, model):
         seen: list[tuple[str, torch.Tensor]] = []
@@ -275,7 +272,7 @@ def test_hooks_act_once_on_the_sum_over_calls(options) -> None:
     assert_parity_of(seeded(Branches), drive, **options)
 
 
-@modes
+@paths
 def test_optimizer_in_the_backward(options) -> None:
     def drive(call, model):
         optimizers = {p: torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
@@ -304,7 +301,7 @@ def test_a_hook_without_a_gradient_is_refused() -> None:
     (left.sum() + right.sum()).backward()
 
 
-@modes
+@paths
 def test_a_parameter_used_outside_as_well(options) -> None:
     def drive(call, model):
         left, _, _ = call(batch())

@@ -18,7 +18,7 @@ from megatrain.runtime.streams.chaos import Chaos
 from tests.models import MODELS
 from tests.runtime.parity import assert_same, train
 from tests.runtime.strict_toy import PAGE, StrictToy
-from tests.tiers import checkered
+from tests.tiers import diagonal
 from tests.training.parity import MODES, TASKS, SideBySide, adamw
 
 LEAST = 2 * BUFFERS * PAGE
@@ -52,7 +52,7 @@ DEVICES = [in_pieces, through_a_ring, in_pieces_through_a_ring, refused]
 
 
 @pytest.mark.filterwarnings("ignore::megatrain.PageLockWarning")
-@pytest.mark.parametrize(("make", "name"), checkered(DEVICES, ["gpt_loss", "torch_encoder", "tied_blocks"]))
+@pytest.mark.parametrize(("make", "name"), diagonal(DEVICES, ["gpt_loss", "torch_encoder", "tied_blocks"]))
 def test_calls_have_the_bits_of_eager(make: Any, name: str):
     model, args, kwargs = MODELS[name]()
     toy, eager = make(), copy.deepcopy(model)
@@ -62,7 +62,7 @@ def test_calls_have_the_bits_of_eager(make: Any, name: str):
 
 
 @pytest.mark.filterwarnings("ignore::megatrain.PageLockWarning")
-@pytest.mark.parametrize(("make", "mode"), checkered(DEVICES, MODES))
+@pytest.mark.parametrize(("make", "mode"), diagonal(DEVICES, MODES))
 def test_training_steps_have_the_bits_of_eager(make: Any, mode: str):
     task = TASKS["gpt"]
     model, eager = task.build(), task.build()

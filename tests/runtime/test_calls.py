@@ -17,8 +17,6 @@ from megatrain.errors import ExecuteError
 from tests.comparing import assert_same_state
 from tests.models import MODELS
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
-
 
 def both(name: str = "gpt_loss", **options: Any) -> tuple[Any, Any, Any, Any]:
     """An eager model, its compiled copy, and their inputs."""

@@ -22,8 +22,7 @@ from tests.draws import draws
 from tests.models import MODELS
 from tests.runtime.parity import assert_close, train
 from tests.strategies import WIDTH, module_trees
-
-pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
+from tests.tiers import every_other
 
 NAMES = [
     "gpt_loss",
@@ -112,7 +111,7 @@ def has_shared_modules(model: nn.Module) -> bool:
     return len({id(m) for m in owned}) < len(owned)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", every_other(range(8)))
 def test_calls_whose_backwards_come_late_under_chaos(seed: int) -> None:
     """Another call used the slots in between, so the backward runs a schedule of its own."""
     model, args, kwargs = MODELS["gpt_loss"]()

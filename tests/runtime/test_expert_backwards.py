@@ -11,26 +11,29 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.compiled import variants
 from megatrain.errors import ExecuteError
 from megatrain.passes.split import part_calls
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stream_set import Chaos
 from megatrain.scheduler.instructions import Bytes
+from tests import captures
 from tests.comparing import assert_same
 from tests.experts import IDLE, Bmm, Gathered, Grouped, Layers, Routed
 from tests.runtime.parity import assert_parity_of, seeded, train
 from tests.runtime.saved import save, save_sharded, state_of
+from tests.tiers import checkered, wide
 
 NUM, WIDTH, INNER = 16, 8, 16
 LIMIT = NUM * WIDTH * INNER * 4 // 4
 CHAOS = Chaos(seed=5, max_delay_s=0.0003)
 STACK = "layers.0.up"
-kinds = pytest.mark.parametrize("kind", [Bmm, Gathered])
-modes = pytest.mark.parametrize(
-    "options",
-    [{"transfer": "bind"}, {"transfer": "copy", "activations": "recompute"}, {"transfer": "copy"}],
-    ids=["bind", "recompute", "auto"],
-)
+kinds = pytest.mark.parametrize("kind", [wide(Bmm), Gathered])
+MODES: list[dict[str, Any]] = [
+    {"transfer": "bind"},
+    {"transfer": "copy", "activations": "recompute"},
+    {"transfer": "copy"},
+]
 
 
 def layers(kind: Any = Bmm, depth: int = 2) -> Any:
@@ -53,8 +56,7 @@ def parts_of(compiled: Any, key: str = STACK) -> list[tuple[int, int]]:
 # -- backwards -----------------------------------------------------------------------------------------------
 
 
-@kinds
-@modes
+@pytest.mark.parametrize(("kind", "options"), checkered([Bmm, Gathered], MODES))
 def test_two_losses_of_one_call_one_after_the_other(kind, options):
     def drive(call, model):
         x = tokens().requires_grad_()
@@ -105,8 +107,7 @@ def test_what_only_the_second_loss_reaches_has_no_gradient_after_the_first(kind)
     side_by_side(seeded(TwoEnds), drive, transfer="copy")
 
 
-@kinds
-@modes
+@pytest.mark.parametrize(("kind", "options"), checkered([Bmm, Gathered], MODES))
 def test_autograd_grad_returns_the_whole_gradient_and_leaves_grad_alone(kind, options):
     def drive(call, model):
         stack, router = model.layers[0].up, model.layers[1].router.weight
@@ -187,9 +188,9 @@ def test_gradients_of_parts_have_the_strides_of_their_parameter():
 # -- weights from files --------------------------------------------------------------------------------------
 
 
-@kinds
-@pytest.mark.parametrize("transfer", ["copy", "bind"])
-@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "transfer", "is_sharded"), checkered([Bmm, Gathered], ["copy", "bind"], [False, True])
+)
 def test_parts_of_tensors_that_come_from_files(tmp_path: Path, kind, transfer: str, is_sharded: bool):
     reference = layers(kind)
     state = state_of(reference, drop=())
@@ -385,7 +386,7 @@ def test_a_frozen_stack_is_streamed_in_parts_without_gradients(kind):
 # -- verify --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["bmm", "gathered", "looped"])
+@pytest.mark.parametrize("kind", [wide("bmm"), "gathered", "looped"])
 def test_verify_finds_nothing_where_nothing_is_wrong(kind: str):
     model = seeded(lambda: Layers(Layers.KINDS[kind], 2, NUM, WIDTH, INNER))
     report = megatrain.verify(model, tokens(), device="cpu", block_bytes=LIMIT, transfer="copy")
@@ -416,6 +417,7 @@ def test_verify_finds_a_pass_that_cuts_wrongly(monkeypatch: pytest.MonkeyPatch):
         write(self, use, [*parts[1:2], *parts[:1], *parts[2:]])
 
     monkeypatch.setattr(part_calls.PartWriter, "write", swapped)
+    monkeypatch.setattr(variants, "lowered", captures.LOWERED_ANEW)
     report = megatrain.verify(layers(), tokens(), device="cpu", block_bytes=LIMIT, transfer="copy")
     assert not report.ok
     assert report.first_difference is not None

@@ -22,7 +22,7 @@ from tests.comparing import assert_same
 from tests.experts import IDLE, Bmm, Grouped, Layers, Routed
 from tests.gradients import grad_of
 from tests.runtime.parity import assert_parity, train
-from tests.tiers import checkered
+from tests.tiers import diagonal, every_other, wide
 
 NUM, WIDTH, INNER = 32, 8, 16
 STACK = NUM * WIDTH * INNER * 4
@@ -54,20 +54,20 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "mode"), checkered(["bmm", "gathered", "selected", "einsum"], MODES))
+@pytest.mark.parametrize(("kind", "mode"), diagonal(["bmm", "gathered", "selected", "einsum"], MODES))
 def test_training_with_expert_groups_equals_eager(kind: str, mode: str):
     compiled = assert_parity(layers(Layers.KINDS[kind]), (tokens(),), {}, block_bytes=LIMIT, **MODES[mode])
     assert largest(compiled) <= LIMIT
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", every_other(MODES))
 def test_training_with_grouped_products_equals_eager(mode: str):
     model = layers(Grouped).bfloat16()
     compiled = assert_parity(model, (tokens(torch.bfloat16),), {}, block_bytes=LIMIT // 2, **MODES[mode])
     assert largest(compiled) <= LIMIT // 2
 
 
-@pytest.mark.parametrize("kind", ["bmm", "gathered"])
+@pytest.mark.parametrize("kind", [wide("bmm"), "gathered"])
 def test_one_stack_used_by_two_layers_gets_the_sum(kind: str):
     model = layers(Layers.KINDS[kind], is_shared=True)
     compiled = assert_parity(model, (tokens(),), {}, block_bytes=LIMIT, transfer="copy", chaos=CHAOS)
@@ -78,7 +78,7 @@ def test_rows_read_one_by_one_train_as_in_eager():
     assert_parity(layers(Layers.KINDS["looped"], 1), (tokens(),), {}, block_bytes=LIMIT, transfer="copy")
 
 
-@pytest.mark.parametrize("kind", ["bmm", "gathered"])
+@pytest.mark.parametrize("kind", [wide("bmm"), "gathered"])
 def test_expert_groups_under_autocast_train_as_in_eager(kind: str):
     class Cast(nn.Module):
         def __init__(self):
@@ -191,7 +191,7 @@ def test_the_sink_completes_a_parameter_with_its_last_part():
 # -- memory --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["bmm", "gathered"])
+@pytest.mark.parametrize("kind", [wide("bmm"), "gathered"])
 def test_expert_groups_take_less_device_memory(kind: str):
     """Ten times fewer bytes in slots; what the groups pass on to one another is small beside that."""
     x = torch.randn(2, 16, generator=torch.Generator().manual_seed(9))

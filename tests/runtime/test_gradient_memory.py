@@ -17,6 +17,7 @@ from tests.gradients import grad_of
 from tests.models import MODELS
 from tests.runtime.parity import assert_same, train
 from tests.runtime.strict_toy import StrictToy
+from tests.tiers import checkered
 from tests.training.parity import MODES, TASKS, adamw
 
 
@@ -120,8 +121,9 @@ class Whims:
             mine.grad, other.grad = torch.ones_like(mine), torch.ones_like(other)
 
 
-@pytest.mark.parametrize("name", ["gpt_loss", "tied_blocks", "mixture_of_experts", "cnn"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("name", "seed"), checkered(["gpt_loss", "tied_blocks", "mixture_of_experts", "cnn"], range(2))
+)
 def test_whatever_the_user_does_with_gradients_they_are_those_of_eager(name: str, seed: int):
     model, args, kwargs = MODELS[name]()
     eager = copy.deepcopy(model)

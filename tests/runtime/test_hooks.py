@@ -17,9 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import megatrain
 from megatrain.errors import ExecuteError, TraceError
 from tests.comparing import assert_same_state
-from tests.tiers import checkered
-
-pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
+from tests.tiers import diagonal
 
 Collect = Callable[[], list[torch.Tensor]]
 FEATURES: list[torch.Tensor] = []
@@ -200,7 +198,7 @@ def _trained(hooks: Callable[[nn.Sequential], Collect], **options: Any) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("hooks", "activations"), checkered([*OBSERVING, *OPAQUE, *CAPTURED], ["recompute", "keep", "offload"])
+    ("hooks", "activations"), diagonal([*OBSERVING, *OPAQUE, *CAPTURED], ["recompute", "keep", "offload"])
 )
 def test_what_hooks_find_is_what_they_find_in_eager(hooks: Any, activations: str) -> None:
     eager, _ = _trained(hooks)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import megatrain
-from megatrain.errors import CheckpointError, OptionError, TraceError, WeightsError
+from megatrain.errors import CheckpointError, ExecuteError, OptionError, TraceError, WeightsError
 from tests.comparing import assert_same
 from tests.packed import KINDS, WIDTH, Adapted, Boxed, Quantized, adapted
 from tests.runtime.parity import PATHS, assert_parity, assert_parity_of
@@ -280,3 +280,17 @@ def test_a_call_that_a_class_changes_is_that_of_the_class() -> None:
         model = nn.Sequential(Negated("attributes"), Negated("attributes"))
     assert isinstance(model[0].weight, Boxed)
     assert_parity(model, (X,), {}, memory="40KiB")
+
+
+@kinds
+def test_a_walk_of_packed_weights_is_refused_where_it_would_bring_them(kind: str) -> None:
+    model = adapted(kind)
+    with torch.no_grad():
+        expected = model(X)
+        in_place = megatrain.compile(model, device="cpu", transfer="bind")
+        with in_place.megatrain.walks.walk("this test"):
+            assert torch.equal(model(X), expected)
+        copied = megatrain.compile(model, device="cpu", memory="1MiB")
+        with pytest.raises(ExecuteError, match=r"this test is a walk.* packed \(quantized\) parameter `0\.weight`"):
+            with copied.megatrain.walks.walk("this test"):
+                pass

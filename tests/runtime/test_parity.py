@@ -8,9 +8,7 @@ import pytest
 
 from tests.models import MODELS
 from tests.runtime.parity import assert_parity
-from tests.tiers import checkered
-
-pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
+from tests.tiers import diagonal
 
 # The order of a sum differs from eager's where a parameter has several uses inside one block and more in another:
 # eager adds term by term, a block adds its own terms first. Two ways to add n fp32 terms differ by less than
@@ -26,7 +24,8 @@ MODES: dict[str, dict[str, Any]] = {
 }
 AUTO = ("gpt_loss", "cnn", "llama_labels", "t5_labels", "mixture_of_experts", "lstm")
 """Without options each model takes one of the paths above."""
-CASES = [*checkered(MODELS, MODES), *((name, "auto") for name in AUTO)]
+# Each with one path in `make test`, all with each in `make wide`.
+CASES = [*diagonal(MODELS, MODES), *((name, "auto") for name in AUTO)]
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)

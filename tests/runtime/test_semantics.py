@@ -15,12 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import megatrain
 from megatrain.errors import ExecuteError
 from tests.comparing import assert_same_state
-from tests.runtime.parity import PATHS, assert_parity_of, seeded
+from tests.runtime.parity import assert_parity_of, paths, seeded
 from tests.runtime.test_backwards import Trunk, batch
-
-pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
-
-modes = pytest.mark.parametrize("options", PATHS.values(), ids=list(PATHS))
 
 
 @dataclass
@@ -100,7 +96,7 @@ class Traced(Plain):
 # -- what comes out ------------------------------------------------------------------------------------------
 
 
-@modes
+@paths
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_every_kind_of_output(options, requires_grad: bool) -> None:
     def drive(call, model):
@@ -132,7 +128,7 @@ def test_identities_are_kept() -> None:
     assert_parity_of(seeded(Outputs), drive)
 
 
-@modes
+@paths
 def test_inference_mode_and_no_grad(options) -> None:
     def drive(call, model):
         found = []
@@ -149,7 +145,7 @@ def test_inference_mode_and_no_grad(options) -> None:
 # -- what callers do with it ---------------------------------------------------------------------------------
 
 
-@modes
+@paths
 def test_writing_into_an_output_with_autograd_looking(options) -> None:
     def drive(call, model):
         y = call(batch())
@@ -161,7 +157,7 @@ def test_writing_into_an_output_with_autograd_looking(options) -> None:
     assert_parity_of(seeded(Headed), drive, **options)
 
 
-@modes
+@paths
 def test_writing_into_an_output_behind_its_back(options) -> None:
     def drive(call, model):
         y = call(batch())
@@ -173,7 +169,7 @@ def test_writing_into_an_output_behind_its_back(options) -> None:
     assert_parity_of(seeded(Headed), drive, **options)
 
 
-@modes
+@paths
 @pytest.mark.parametrize("model", [Plain, Aliased, Traced])
 def test_writing_where_it_would_matter_is_refused_or_right(options, model) -> None:
     """A result that autograd saved, one with a second name, one that the next block reads."""
@@ -193,7 +189,7 @@ def test_writing_where_it_would_matter_is_refused_or_right(options, model) -> No
     assert_same_state(eager, compiled.megatrain.model)
 
 
-@modes
+@paths
 def test_hooks_on_outputs_and_inputs(options) -> None:
     def drive(call, model):
         x = batch(requires_grad=True)
@@ -207,7 +203,7 @@ def test_hooks_on_outputs_and_inputs(options) -> None:
     assert_parity_of(seeded(Trunk), drive, **options)
 
 
-@modes
+@paths
 def test_input_gradients_accumulate(options) -> None:
     def drive(call, model):
         x = batch(requires_grad=True)
@@ -235,7 +231,7 @@ def test_one_tensor_as_two_inputs() -> None:
     assert_parity_of(seeded(Two), drive)
 
 
-@modes
+@paths
 def test_two_compiled_models_in_a_chain(options) -> None:
     models = [seeded(Plain), seeded(Trunk)]
     copies = [megatrain.compile(copy.deepcopy(m), device="cpu", **options) for m in models]
@@ -296,7 +292,7 @@ def test_new_memory_that_no_call_has_taken_in_yet() -> None:
     assert_parity_of(seeded(Headed), drive)
 
 
-@modes
+@paths
 def test_a_forward_that_spoils_its_own_graph_is_refused(options) -> None:
     class Spoils(Plain):
         def forward(self, x):
@@ -312,7 +308,7 @@ def test_a_forward_that_spoils_its_own_graph_is_refused(options) -> None:
         compiled(batch()).backward()
 
 
-@modes
+@paths
 def test_hooks_around_the_backward_see_nothing_that_a_recomputation_saves(options) -> None:
     seen: list[torch.Tensor] = []
 
@@ -326,7 +322,7 @@ def test_hooks_around_the_backward_see_nothing_that_a_recomputation_saves(option
     assert seen == []
 
 
-@modes
+@paths
 def test_hooks_around_the_backward_hide_no_spoiled_graph(options) -> None:
     class Layer(nn.Linear):
         def forward(self, x):
@@ -344,7 +340,7 @@ def test_hooks_around_the_backward_hide_no_spoiled_graph(options) -> None:
 # -- what surrounds the call ---------------------------------------------------------------------------------
 
 
-@modes
+@paths
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_around(options, use_reentrant: bool) -> None:
     def drive(call, model):
@@ -368,7 +364,7 @@ def test_saved_tensors_moved_by_the_caller() -> None:
     assert_parity_of(seeded(Trunk), drive)
 
 
-@modes
+@paths
 def test_autocast_around_the_forward_alone(options) -> None:
     def drive(call, model):
         with torch.autocast("cpu", torch.bfloat16):
@@ -380,7 +376,7 @@ def test_autocast_around_the_forward_alone(options) -> None:
     assert_parity_of(seeded(Trunk), drive, **options)
 
 
-@modes
+@paths
 def test_scaled_losses(options) -> None:
     def drive(call, model):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)

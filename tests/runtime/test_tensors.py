@@ -12,11 +12,8 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
-from tests.runtime.parity import PATHS, assert_parity_of, seeded
+from tests.runtime.parity import assert_parity_of, paths, seeded
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
-
-modes = pytest.mark.parametrize("options", PATHS.values(), ids=list(PATHS))
 P = nn.Parameter
 
 
@@ -78,7 +75,7 @@ def assert_trains(build: Callable[[], nn.Module], *inputs: torch.Tensor, optimiz
 # -- dtypes and shapes ---------------------------------------------------------------------------------------
 
 
-@modes
+@paths
 def test_many_dtypes_in_one_model(options) -> None:
     def forward(self, x):
         x = self.low(self.norm(x).bfloat16()).float()
@@ -104,7 +101,7 @@ def test_one_other_dtype(dtype: torch.dtype) -> None:
     assert_trains(build, rows().to(dtype).requires_grad_())
 
 
-@modes
+@paths
 def test_tensors_without_dimensions(options) -> None:
     def forward(self, x, t):
         return self.factor * t + (self.layer(x) * self.factor).sum() + self.shift, t
@@ -113,7 +110,7 @@ def test_tensors_without_dimensions(options) -> None:
     assert_trains(build, rows(), torch.tensor(3.0, requires_grad=True), **options)
 
 
-@modes
+@paths
 @pytest.mark.parametrize("count", [0, 3])
 def test_tensors_without_elements(options, count: int) -> None:
     def forward(self, x):
@@ -134,7 +131,7 @@ def test_outputs_of_other_dtypes() -> None:
 # -- layouts -------------------------------------------------------------------------------------------------
 
 
-@modes
+@paths
 def test_strides_of_parameters(options) -> None:
     def forward(self, x):
         image = x[:, None, :2, None].expand(-1, 3, 2, 2)
@@ -150,7 +147,7 @@ def test_strides_of_parameters(options) -> None:
     assert_trains(build, rows(), **options)
 
 
-@modes
+@paths
 @pytest.mark.parametrize("layout", ["channels_last", "expanded", "sliced"])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_strides_of_inputs(options, layout: str, requires_grad: bool) -> None:
@@ -187,13 +184,13 @@ def test_gradients_take_the_layout_of_their_parameters(transfer: str) -> None:
 IDS = torch.tensor([[1, 2, 2], [0, 1, 9]])
 
 
-@modes
+@paths
 def test_sparse_embedding(options) -> None:
     build = module(lambda self, i: self.embed(i), embed=lambda: nn.Embedding(10, 4, sparse=True))
     assert_trains(build, IDS, optimizer=lambda p: torch.optim.SparseAdam(p, 0.1), **options)
 
 
-@modes
+@paths
 def test_sparse_gradients_accumulate_and_stay_sparse(options) -> None:
     def drive(call, model):
         for ids in (IDS, IDS.flip(0), IDS[:1]):
@@ -226,7 +223,7 @@ class Tied(nn.Module):
         return F.one_hot(ids, 10).float() @ self.embed.weight
 
 
-@modes
+@paths
 @pytest.mark.parametrize(("start", "end"), [("sparse", "sparse"), ("sparse", "dense"), ("dense", "sparse")])
 def test_sparse_and_tied(options, start: str, end: str) -> None:
     def drive(call, model):
@@ -239,14 +236,14 @@ def test_sparse_and_tied(options, start: str, end: str) -> None:
 # -- sharing -------------------------------------------------------------------------------------------------
 
 
-@modes
+@paths
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_weights_flattened_into_one_storage(options, kind: Any) -> None:
     build = module(lambda self, x: self.top(self.cell(x[None])[0]), cell=lambda: kind(4, 4, 2), top=linear())
     assert_trains(build, rows(), **options)
 
 
-@modes
+@paths
 def test_parameters_side_by_side_in_one_storage(options) -> None:
     class Halves(nn.Module):
         def __init__(self) -> None:
@@ -269,7 +266,7 @@ def test_parameters_that_overlap_are_refused() -> None:
         megatrain.compile(model, device="cpu")(rows())
 
 
-@modes
+@paths
 def test_buffers_of_two_modules(options) -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -285,7 +282,7 @@ def test_buffers_of_two_modules(options) -> None:
     assert_trains(Shared, rows(), **options)
 
 
-@modes
+@paths
 def test_a_parameter_that_is_a_buffer_too(options) -> None:
     def build():
         made: Any = module(lambda self, x: self.layer(x) * self.extra, layer=linear())()
@@ -306,7 +303,7 @@ def test_a_buffer_that_requires_grad() -> None:
     assert_parity_of(seeded(build), drive)
 
 
-@modes
+@paths
 def test_parameter_lists_and_dicts(options) -> None:
     def forward(self, x):
         for factor in self.factors:
@@ -326,7 +323,7 @@ def test_parameter_lists_and_dicts(options) -> None:
     assert_trains(build, rows(), **options)
 
 
-@modes
+@paths
 def test_a_module_under_two_names(options) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -390,7 +387,7 @@ def test_deep_nesting() -> None:
 # -- memory and gradients inside the forward -----------------------------------------------------------------
 
 
-@modes
+@paths
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_writes_through_views_across_blocks(options, requires_grad: bool) -> None:
     class Views(nn.Module):
@@ -436,7 +433,7 @@ class Energy(nn.Module):
         return energy, -slope
 
 
-@modes
+@paths
 @pytest.mark.parametrize("by", ["copy", "input", "weight"])
 def test_gradients_inside_the_forward(options, by: str) -> None:
     def drive(call, model):
@@ -450,7 +447,7 @@ def test_gradients_inside_the_forward(options, by: str) -> None:
     assert_parity_of(seeded(lambda: Energy(by)), drive, **options)
 
 
-@modes
+@paths
 def test_views_of_weights_made_without_grad(options) -> None:
     class Ends(nn.Module):
         def __init__(self) -> None:

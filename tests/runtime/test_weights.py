@@ -22,9 +22,7 @@ from tests.comparing import assert_same
 from tests.gradients import grad_of
 from tests.runtime.parity import train
 from tests.runtime.saved import IDS, Partial, assert_holds, gpt, on_meta, partial_on_meta, save, save_sharded, state_of
-from tests.tiers import wide
-
-pytestmark = pytest.mark.usefixtures("lowered_once")  # the same models in each mode
+from tests.tiers import checkered, wide
 
 ROOT = Path(__file__).parent.parent.parent
 CALL = ((IDS, IDS), {})
@@ -33,8 +31,9 @@ CALL = ((IDS, IDS), {})
 # -- the same training as with a model loaded the ordinary way ---------------------------------------------------
 
 
-@pytest.mark.parametrize("transfer", ["copy", "bind"])
-@pytest.mark.parametrize("layout", ["file", "folder", "index in a folder", "index", "list"])
+@pytest.mark.parametrize(
+    ("transfer", "layout"), checkered(["copy", "bind"], ["file", "folder", "index in a folder", "index", "list"])
+)
 def test_a_model_on_meta_trains_as_the_same_model_with_weights(tmp_path: Path, layout: str, transfer: str):
     reference = gpt()
     state = state_of(reference)
@@ -332,7 +331,7 @@ def usage(field):
             return 1024 * int(line.split()[1])
 
 with torch.device("meta"):
-    model = nn.Sequential(*(nn.Linear(1280, 1280) for _ in range(64)))
+    model = nn.Sequential(*(nn.Linear(1280, 1280) for _ in range(32)))
 x = torch.ones(1, 1280)
 # What the first call of any model brings into memory is part of the baseline.
 megatrain.compile(nn.Linear(1280, 1280), device="cpu")(x)
@@ -352,13 +351,13 @@ print(json.dumps({
 def test_loading_takes_the_memory_of_the_store_and_no_more(tmp_path: Path, dtype: torch.dtype):
     torch.manual_seed(0)
     state = {}
-    for i in range(64):
+    for i in range(32):
         state |= {f"{i}.weight": torch.randn(1280, 1280).to(dtype), f"{i}.bias": torch.randn(1280).to(dtype)}
     save_sharded(tmp_path, state, shards=4)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=900, check=True
     )
     found = json.loads(done.stdout)
-    assert found["store"] > 400e6
+    assert found["store"] > 200e6
     assert found["sum"] == float(sum(t.double().sum() for t in state.values()))
     assert 0.95 * found["store"] < found["peak"] < 1.1 * found["store"]

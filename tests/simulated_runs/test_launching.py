@@ -14,7 +14,7 @@ import megatrain
 from megatrain.device import Accelerator
 from megatrain.tracer.recording.random_numbers import kept_rng
 from tests.simulated_device import Simulator, Synchronization
-from tests.tiers import checkered, every_other
+from tests.tiers import checkered, every_other, wide
 from tests.training.parity import MODES, TASKS, adamw
 
 
@@ -83,7 +83,11 @@ NAN = float("nan")
 
 @pytest.mark.parametrize(
     ("mode", "counts"),
-    [*((mode, (NAN, 1.0)) for mode in MODES), *(("overlap", one) for one in ((0.0, 0.0), (-1.0, 2.0)))],
+    [
+        *((mode, (NAN, 1.0)) for mode in ("overlap", "deferred")),
+        *(wide((mode, (NAN, 1.0))) for mode in ("serial", "serial_clipped")),
+        *(("overlap", one) for one in ((0.0, 0.0), (-1.0, 2.0))),
+    ],
 )
 def test_wrong_weights_on_the_device_are_refused_and_leave_no_trace(
     sim: Simulator, mode: str, counts: tuple[float, float]
@@ -143,7 +147,7 @@ def losses(step: Any, name: str, numbers: range, device: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("sim:0", "sim:1"), ("sim:1", "sim:0"), ("sim:0", "cpu"), ("cpu", "sim:0")]
+    ("before", "after"), [("sim:0", "sim:1"), wide(("sim:1", "sim:0")), ("sim:0", "cpu"), ("cpu", "sim:0")]
 )
 def test_a_training_with_dropout_goes_on(sim: Simulator, tmp_path: Path, before: str, after: str):
     def build(device: str) -> tuple[megatrain.CompiledModule, torch.optim.Optimizer]:

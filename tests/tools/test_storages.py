@@ -26,7 +26,10 @@ def trained(model: torch.nn.Module, **options: Any) -> Any:
 
 
 # What these libraries deprecate in one another is theirs to mend.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("lowered_once"),  # of few models
+]
 
 
 def saved_bytes(value: Any) -> int:

@@ -18,7 +18,10 @@ import megatrain
 from tests.comparing import assert_same
 from tests.tools.models import IDS, llama, values
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what these libraries warn of is theirs
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
+    pytest.mark.usefixtures("lowered_once"),  # of few models
+]
 
 ROWS = [{"input_ids": row, "labels": row} for row in torch.arange(64).reshape(8, 8)]
 

@@ -15,6 +15,7 @@ import torch
 
 from tests.comparing import assert_same, snapshot
 from tests.interrupting import Lines
+from tests.tiers import checkered
 from tests.training.parity import SideBySide, adamw, sgd
 
 WEIGHT = "layers.0.fc.weight"
@@ -59,8 +60,7 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("read", "steps"), checkered(READS, [1, 2]))
 def test_every_look_at_the_state_is_eagers(read: str, steps: int) -> None:
     sides = due(steps=steps)
     both = ((sides.eager, sides.eager_optimizer), (sides.streamed, sides.optimizer))
@@ -85,8 +85,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("write", "steps"), checkered(WRITES, [1, 2]))
 def test_what_is_dropped_or_replaced_stays_so(write: str, steps: int) -> None:
     sides = due(steps=steps)
     for model, optimizer in ((sides.eager, sides.eager_optimizer), (sides.streamed, sides.optimizer)):
@@ -126,8 +125,7 @@ def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), fused=True)
 
 
-@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
-@pytest.mark.parametrize("mode", ["serial", "deferred"])
+@pytest.mark.parametrize(("name", "mode"), checkered(["exp_avg", "exp_avg_sq", "step"], ["serial", "deferred"]))
 def test_an_update_of_a_fused_optimizer_that_fails_in_its_middle_is_undone(mode: str, name: str) -> None:
     options: dict[str, Any] = {"overlap": False} if mode == "serial" else {"max_grad_norm": 0.5}
     sides = SideBySide.of("hazardous", fused, **options)

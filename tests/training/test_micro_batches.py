@@ -17,10 +17,11 @@ from megatrain.runtime.stores.host_store import HostStore
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
 from tests.models import MODELS
-from tests.tiers import checkered
+from tests.tiers import checkered, diagonal
 from tests.training.parity import (
     MODES,
     TASKS,
+    TELLING_MODES,
     SideBySide,
     adamw,
     ids,
@@ -50,14 +51,14 @@ def test_lists_of_other_sizes_have_the_bits_of_a_loop(mode: str, weight: Callabl
     sides = SideBySide.of(
         "llama", adamw, compile_options={"activations": "offload"} | CHAOS, weight=weight, **MODES[mode]
     )
-    for number, count in enumerate((2, 3, 1, 3)):  # also in turns with other numbers of micro-batches
+    for number, count in enumerate((2, 3, 1)):  # also in turns with other numbers of micro-batches
         batches = llama_batches(number)[:count]
         counts = None if weight is None else [float(weight(batch)) for batch in batches]
         sides.take(batches, seed=number, counts=counts)
     sides.assert_same()
 
 
-@pytest.mark.parametrize(("mode", "activations"), checkered(MODES, ["recompute", "keep", "offload"]))
+@pytest.mark.parametrize(("mode", "activations"), diagonal(MODES, ["recompute", "keep", "offload"]))
 def test_micro_batches_of_other_structure_have_the_bits_of_a_loop(mode: str, activations: str) -> None:
     """Some have padding and some have none; the last micro-batch may be either."""
     sides = SideBySide.of("llama", adamw, compile_options={"activations": activations} | CHAOS, **MODES[mode])
@@ -231,8 +232,9 @@ def moved(monkeypatch: pytest.MonkeyPatch, count: int, mode: str, **options: Any
     return Counter(op.block for _, op in schedule.positions() if op.what == "W"), sum(copied), schedule
 
 
-@pytest.mark.parametrize("mode", ["overlap", "deferred", "serial"])
-@pytest.mark.parametrize("activations", ["recompute", "offload", "keep"])
+@pytest.mark.parametrize(
+    ("mode", "activations"), diagonal(["overlap", "deferred", "serial"], ["recompute", "offload", "keep"])
+)
 def test_eight_micro_batches_move_each_weight_as_often_as_one(
     monkeypatch: pytest.MonkeyPatch, mode: str, activations: str
 ) -> None:
@@ -260,7 +262,7 @@ def test_in_the_least_memory_each_weight_moves_twice_at_most(monkeypatch: pytest
 def test_memory_held_is_within_the_schedules_figure() -> None:
     for activations in ("recompute", "offload", "keep"):
         sides = SideBySide.of("gpt", adamw, compile_options={"activations": activations}, max_grad_norm=1.0)
-        for number in range(3):
+        for number in range(2):  # the second takes the updates that the first leaves due
             sides.step([TASKS["gpt"].batch(number, 2), TASKS["gpt"].batch(number, 3)])
         assert 0 < sides.compiled.peak_bytes <= sides.step.schedule.device_bytes
 
@@ -375,7 +377,7 @@ def test_a_wrong_batch_is_refused(batch: Any, error: type, match: str, mode: str
     sides.assert_same()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", TELLING_MODES)
 def test_a_loss_that_reads_parameters_is_refused(mode: str) -> None:
     """It reads several, and every `.grad` that it fills is taken back."""
     decays = True
@@ -416,7 +418,7 @@ def test_an_input_that_requires_grad_is_refused() -> None:
     sides.assert_same()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", TELLING_MODES)
 def test_a_gradient_left_over_is_refused(mode: str) -> None:
     sides = SideBySide.of("stack", sgd, **MODES[mode])
     sides.take(GOOD, seed=0)

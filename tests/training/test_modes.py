@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import megatrain
 from tests.comparing import assert_same_bits
 from tests.runtime.parity import seeded
+from tests.tiers import checkered
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "default device": lambda: torch.device("meta"),
@@ -40,9 +41,7 @@ def dropped(step: megatrain.TrainStep) -> None:
     step.user = {"step": step}  # a cycle: only the collector finds it
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("way", ["flush", "collector"])
+@pytest.mark.parametrize(("optimizer", "mode", "way"), checkered(OPTIMIZERS, MODES, ["flush", "collector"]))
 def test_the_first_updates_are_taken_in_any_mode(mode: str, way: str, optimizer: str) -> None:
     expected, plain, _ = start(OPTIMIZERS[optimizer])
     expected.flush()

@@ -24,6 +24,7 @@ from megatrain.runtime.gradients import sums
 from megatrain.runtime.operations import HANDLERS
 from megatrain.sizes import format_bytes
 from tests.models import MODELS
+from tests.tiers import checkered, every_other
 from tests.training.hazards import TRAP
 from tests.training.parity import MODES, SideBySide, assert_same, loop_step, sgd, snapshot, stack_batch
 from tests.training.test_failures import OwnError, Run, batches, first_update, tokens
@@ -109,7 +110,7 @@ def test_memory_that_lacks_once_changes_no_bit(mode: str, lacking: Lacking):
     run.sides.assert_same(mode)
 
 
-@pytest.mark.parametrize("mode", MODES_HERE)
+@pytest.mark.parametrize("mode", every_other(MODES_HERE))
 def test_memory_that_always_lacks_ends_the_step_before_it_began(mode: str, lacking: Lacking):
     """In `overlap`, too, as long as no parameter was updated."""
     run = Run(mode)
@@ -190,8 +191,7 @@ def test_a_loss_that_lacks_memory(mode: str):
     assert_same(snapshot(sides.eager, sides.eager_optimizer), snapshot(sides.streamed, sides.optimizer))
 
 
-@pytest.mark.parametrize("mode", ["overlap", "serial", "deferred"])
-@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize(("mode", "after"), checkered(["overlap", "serial", "deferred"], [0, 1]))
 def test_an_update_that_lacks_memory_once(mode: str, after: int):
     run = Run(mode)
     run.take(2)

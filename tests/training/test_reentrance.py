@@ -20,6 +20,7 @@ from megatrain.errors import ExecuteError
 from megatrain.runtime.streams.turn import Turn
 from tests.comparing import assert_same, snapshot
 from tests.interrupting import Lines
+from tests.tiers import checkered
 from tests.training.hazards import TRAP
 from tests.training.parity import MODES, SideBySide, adamw, sgd, stack_batch
 
@@ -72,9 +73,9 @@ def within(what: Callable[[], Any]) -> Any:
     return found[0]
 
 
-@pytest.mark.parametrize(("kind", "mode"), [(KINDS[0], "overlap"), (KINDS[1], "deferred")])
-@pytest.mark.parametrize("use", USES)
-def test_a_hook_that_would_wait_for_its_own_step_is_refused(use: str, kind: str, mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("use", "case"), checkered(USES, [(KINDS[0], "overlap"), (KINDS[1], "deferred")]))
+def test_a_hook_that_would_wait_for_its_own_step_is_refused(use: str, case: tuple[str, str], tmp_path: Path) -> None:
+    kind, mode = case
     sides = SideBySide.of("hazardous", sgd, **MODES[mode])
     sides.take(batch(0), seed=0)
     sides.step.save(tmp_path / "before")
@@ -114,8 +115,7 @@ def test_a_loss_that_uses_its_own_step_is_refused(use: str, tmp_path: Path) -> N
     sides.assert_same()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("mode", "kind"), checkered(MODES, KINDS))
 def test_a_hook_that_only_looks_at_gradients_and_parameters_works(kind: str, mode: str) -> None:
     sides = SideBySide.of("hazardous", sgd, **MODES[mode])
     seen: list[Any] = []

@@ -19,6 +19,7 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError
 from tests.saving.training import refusal, same
+from tests.tiers import every_other, one_in
 from tests.training.resuming import (
     BF16,
     CASES,
@@ -36,8 +37,6 @@ from tests.training.resuming import (
     warm_up,
 )
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
-
 SMALL = Case(lambda: stack(lambda: nn.Linear(4, 4)), points, scheduler=warm_up, step=(CLIP, CLIP))
 MODES: dict[str, Case] = {
     "deferred": replace(SMALL, compile=(PARKED, {})),
@@ -54,7 +53,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.safetensors"))}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", every_other(MODES))
 def test_saves_in_a_row_change_nothing_and_each_can_be_gone_on_from(tmp_path: Path, mode: str):
     undisturbed = Run(MODES[mode])
     losses = undisturbed.train(4)
@@ -95,7 +94,7 @@ def test_updates_that_are_due_are_taken_before(tmp_path: Path):
     assert content(tmp_path / "deferred") == content(tmp_path / "serial")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", one_in(2, MODES, first=1))
 def test_a_model_and_an_optimizer_in_use_go_back(tmp_path: Path, mode: str):
     """Also if updates are due that the checkpoint makes void."""
     run = Run(MODES[mode])

@@ -15,9 +15,8 @@ import megatrain
 from megatrain.saving import load
 from tests.models import MODELS
 from tests.saving.training import refusal, same
+from tests.tiers import checkered
 from tests.training.resuming import BF16, CASES, CLIP, PARKED, Case, Run, labelled, tokens
-
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
 TRAINED: dict[str, Case] = {
     "tied": Case(MODELS["gpt_loss"], tokens, step=(CLIP, CLIP)),
@@ -64,9 +63,9 @@ def test_weights_of_bf16_are_bf16_and_the_rest_lies_apart(tmp_path: Path):
     assert {t.dtype for t in moments.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["by itself", "by hand"])
-@pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["llama_labels", "qwen2_labels"])
+@pytest.mark.parametrize(
+    ("name", "options", "by_hand"), checkered(["llama_labels", "qwen2_labels"], [{}, BF16], [False, True]), ids=str
+)
 def test_from_pretrained_reads_a_checkpoint(tmp_path: Path, name: str, options: dict[str, Any], by_hand: bool):
     """The second ties its head to the embedding."""
     import transformers

@@ -19,8 +19,6 @@ from tests.saving.training import refusal
 from tests.tiers import every_other
 from tests.training.resuming import BF16, CLIP, Case, Run, in_sequence, plateau, points, seed, stack, warm_up
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
-
 LINEAR = Case(lambda: stack(lambda: nn.Linear(4, 4)), points, step=(CLIP, CLIP))
 FULL = replace(LINEAR, scheduler=in_sequence, compile=(BF16, BF16))
 

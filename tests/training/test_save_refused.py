@@ -32,8 +32,6 @@ from tests.training.resuming import (
     warm_up,
 )
 
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
-
 LINEAR = Case(lambda: stack(lambda: nn.Linear(4, 4)), points, scheduler=warm_up, step=(CLIP, CLIP))
 HIDDEN = replace(CASES["running"], compile=({}, {}))
 NARROW = replace(LINEAR, compile=(BF16, BF16))

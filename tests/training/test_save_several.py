@@ -20,9 +20,8 @@ from megatrain.saving import OptimizerState
 from tests.comparing import assert_same, snapshot
 from tests.models import Gpt
 from tests.saving.forging import content_of, forge
+from tests.tiers import checkered
 from tests.training.resuming import BF16, ROUNDED, scalar, seed, tokens
-
-pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
 Optimizers = list[torch.optim.Optimizer]
 STEPS = 2
@@ -101,8 +100,7 @@ class Run:
         return {**snapshot(self.model, *self.optimizers), "counts": counts, "masters": masters}
 
 
-@pytest.mark.parametrize("options", [{}, BF16, ROUNDED], ids=["fp32", "exact", "rounded"])
-@pytest.mark.parametrize("make", [muon_adamw, two_counts])
+@pytest.mark.parametrize(("make", "options"), checkered([muon_adamw, two_counts], [{}, BF16, ROUNDED]), ids=str)
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, make: Any, options: Any) -> None:
     run = Run(make, **options)
     run.train()

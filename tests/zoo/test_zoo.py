@@ -7,11 +7,14 @@ import dataclasses
 import pytest
 import torch
 
+from tests.tiers import wide
 from tests.zoo.case import Case
 from tests.zoo.collect import cases
 from tests.zoo.run import CLOSE, Trained, judge, run
 
 CASES = cases()
+ALIKE = {"mamba", "marian", "dinov2", "clip", "mixtral_batched"}
+"""Much like mamba2, t5, swin, llava, and the experts of tests/runtime/test_expert_models.py."""
 # What models say about themselves isn't ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -21,6 +24,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         wants_all = "zoo" in str(metafunc.config.getoption("-m"))
         chosen = [c for c in CASES.values() if wants_all or c.fast]
+        chosen = [wide(c) if c.name in ALIKE and not wants_all else c for c in chosen]
         metafunc.parametrize("case", chosen, ids=lambda c: c.name)
 
 

@@ -225,7 +225,7 @@ class AdamWInOnePass(FastPath):
     def matches(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
         """Whether its step is AdamW's own, with options that the fused update has."""
         others = ("amsgrad", "capturable", "differentiable")
-        is_adamw = step_code(optimizer) is _ADAMW and bool(group["decoupled_weight_decay"])
+        is_adamw = step_code(type(optimizer)) is _ADAMW and bool(group["decoupled_weight_decay"])
         return is_adamw and not any(group[option] for option in others)
 
     def matches_whole(self, group: Mapping[str, Any]) -> bool:
@@ -255,4 +255,4 @@ class AdamWInOnePass(FastPath):
         return _is_native(master, gradient) and native_reason() is None
 
 
-_ADAMW = step_code(torch.optim.AdamW([torch.nn.Parameter(torch.empty(0))]))
+_ADAMW = step_code(torch.optim.AdamW)

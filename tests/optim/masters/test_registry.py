@@ -21,6 +21,7 @@ from tests.comparing import assert_same_bits
 from tests.models import Gpt
 from tests.optim.reference import MAKERS, Loop, values_of
 from tests.runtime.parity import seeded
+from tests.tiers import checkered
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -317,8 +318,7 @@ def gpt_loop(seed: int, *, dropout_seed: int = 0, **options: Any) -> Loop:
 IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("masters", ["exact", "rounded"])
-@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize(("masters", "called"), checkered(["exact", "rounded"], [False, True]))
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path: Path, masters: str, called: bool):
     loop = gpt_loop(1, masters=masters)
     for _ in range(3):
