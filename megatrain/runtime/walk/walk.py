@@ -37,8 +37,8 @@ def walk(
         A function that returns the figures so far.
 
     Raises:
-        ExecuteError: If the state has no values, or a parameter is packed; or, from a torch call of the body, if there is
-            no room on the device, or gradients are switched on.
+        ExecuteError: If the state has no values, or a parameter is packed; or, from a torch call of the body, if there
+            is no room on the device, or gradients are switched on.
     """
     entries = engine.adopt_state()
     packed = next((entry.packed_in for entry in entries.values() if entry.packed_in is not None), None)
