@@ -17,7 +17,7 @@ from megatrain.compiled.dumping import dump
 from megatrain.compiled.latest_capture import LatestCapture
 from megatrain.compiled.printed import compiled_text
 from megatrain.compiled.variants import Variant, Variants
-from megatrain.compiled.walking import Walks, walks
+from megatrain.compiled.walking import Walks, narrowed_inputs, walks
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import Attempts
 from megatrain.optim.masters.from_files import MasterWeights
@@ -65,9 +65,7 @@ class Compiled(LatestCapture):
         super().__init__()
         self._bound_version = 0
         self._turn = Turn()
-        self.walks = Walks(
-            model, options, self.budget, lambda: self.engine, self._for_walk, lambda: self._masters.casts_inputs
-        )
+        self.walks = Walks(model, options, self.budget)
         self._before_reads: WeakSet[Callable[[], object]] = WeakSet()
 
     def __str__(self) -> str:
@@ -184,7 +182,7 @@ class Compiled(LatestCapture):
             TraceError: If this signature of inputs can't be captured.
         """
         if walks(args, kwargs, has_grad=torch.is_grad_enabled()):
-            return self.walks.call("the call", self.model, args, kwargs)
+            return self.walked("the call", self.model, args, kwargs)
         own = Arguments.of(self.model, args, kwargs)
         arguments = self.cast(own)
         with self.exclusively():
@@ -199,7 +197,16 @@ class Compiled(LatestCapture):
 
         Calls of the compiled model, and of the model and its modules, compute on the device, without a schedule.
         """
-        return self.walks.walk("walk()")
+        return self._walk("walk()")
+
+    def walked(self, what: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function of the model in a walk, with inputs cast as for calls of the model."""
+        with self._walk(what):
+            args, kwargs = narrowed_inputs(args, kwargs) if self._masters.casts_inputs else (args, kwargs)
+            return function(*args, **kwargs)
+
+    def _walk(self, what: str) -> AbstractContextManager[None]:
+        return self.walks.walk(what, lambda: self.engine, self._for_walk(what))
 
     @contextmanager
     def _for_walk(self, what: str) -> Generator[None]:

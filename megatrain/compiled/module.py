@@ -231,7 +231,7 @@ def _walked(method: Callable[..., Any]) -> Callable[..., Any]:
     def walked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(module, CompiledModule) or _runs_plain(module):
             return method(original(module), *args, **kwargs)
-        return module.megatrain.walks.call(f"{GENERATE}()", functools.partial(method, original(module)), args, kwargs)
+        return module.megatrain.walked(f"{GENERATE}()", functools.partial(method, original(module)), args, kwargs)
 
     return walked
 

@@ -31,44 +31,36 @@ class Walks:
         model: The model.
         options: Of `compile`.
         budget: Of the device's memory.
-        engine: Returns the model's engine.
-        turn: Entered around a walk: nobody else uses the model, and no updates are due.
-        casts_inputs: Whether fp32 inputs become bf16.
 
     Attributes:
         latest: The figures of the latest walk.
         peak_bytes: Most bytes of the device that a walk held.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        budget: DeviceBudget,
-        engine: Callable[[], Engine],
-        turn: Callable[[str], AbstractContextManager[None]],
-        casts_inputs: Callable[[], bool],
-    ) -> None:
+    def __init__(self, model: nn.Module, options: Options, budget: DeviceBudget) -> None:
         self.latest: WalkFigures | None = None
         self.peak_bytes = 0
         self._model = model
         self._options = options
         self._budget = budget
-        self._engine = engine
-        self._turn = turn
-        self._casts_inputs = casts_inputs
         self._learned = Learned()
 
     @contextmanager
-    def walk(self, what: str) -> Generator[None]:
-        """Runs the body as a walk; within another walk of this thread it is a part of that."""
+    def walk(self, what: str, engine_of: Callable[[], Engine], turn: AbstractContextManager[None]) -> Generator[None]:
+        """Runs the body as a walk; within another walk of this thread it is a part of that.
+
+        Args:
+            what: The call that walks.
+            engine_of: Returns the model's engine.
+            turn: Entered around the walk: nobody else uses the model, and no updates are due.
+        """
         if walks_here(self._model):
             yield
             return
         check_torch()
         check_plain_state(self._model)
-        with self._turn(what), walking(self._model):
-            engine = self._engine()
+        with turn, walking(self._model):
+            engine = engine_of()
             if self._options.transfer == "bind":  # the device's memory is the host's: the state is there
                 if engine.has_unread_weights:
                     engine.adopt_state()
@@ -91,12 +83,10 @@ class Walks:
                 self.latest = figures()
                 self.peak_bytes = max(self.peak_bytes, self.latest.peak_bytes)
 
-    def call(self, what: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function of the model as a walk, with inputs cast as for calls of the model."""
-        with self.walk(what):
-            if self._casts_inputs():
-                args, kwargs = pytree.tree_map_only(torch.Tensor, _narrow, (args, kwargs))
-            return function(*args, **kwargs)
+
+def narrowed_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns arguments with fp32 tensors as bf16."""
+    return pytree.tree_map_only(torch.Tensor, _narrow, (args, kwargs))
 
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:
