@@ -100,7 +100,11 @@ class Run:
         return {**snapshot(self.model, *self.optimizers), "counts": counts, "masters": masters}
 
 
-@pytest.mark.parametrize(("make", "options"), checkered([muon_adamw, two_counts], [{}, BF16, ROUNDED]), ids=str)
+def named(value: Any) -> str:
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(("make", "options"), checkered([muon_adamw, two_counts], [{}, BF16, ROUNDED]), ids=named)
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path, make: Any, options: Any) -> None:
     run = Run(make, **options)
     run.train()
