@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,14 +100,17 @@ class Operations:
         try:
             with streams.step(waits_for=waits_for, is_recovery=is_recovery):
                 for instruction in in_order:
-                    over = events[instruction.position]
-                    waits = [events[w] for w in instruction.waits if w in events]  # others are over
+                    waits, over = self._waits(instruction, events), events[instruction.position]
                     work = self._work(taken, instruction)
                     work = work if watch is None else watch.timed(instruction, work)
                     streams.submit(instruction.op.stream, str(instruction.op), work, waits, over)
         finally:
             done.update(position for position, event in events.items() if event.host_done and not event.has_failed)
         self.release(calls, half.frees)
+
+    def _waits(self, instruction: Instruction, events: Mapping[Position, Event]) -> list[Event]:
+        """Events of these operations; others are over."""
+        return [events[w] for w in instruction.waits if w in events]
 
     def _work(self, taken: Taken, instruction: Instruction) -> Callable[[], None]:
         kind = kind_of(instruction.op.stream, instruction.op.what)
