@@ -190,7 +190,8 @@ class Compiled(LatestCapture):
             check_device(arguments, self.options.device)
             variant, tensors = self._run(arguments)
             variant.traced.leave(tensors, own.tensors)
-        return variant.traced.result(tensors, own.tensors)
+        result, returned = variant.traced.result(tensors, own.tensors), variant.traced.returned_argument
+        return result if returned is None else returned.put(args, kwargs, result)
 
     def walk(self) -> AbstractContextManager[None]:
         """Runs the body as one walk: the model's own code, without gradients, with its state streamed as it is read.

@@ -19,6 +19,7 @@ from megatrain.tracer.node_meta import CALLS, check_meta, refuse_meta
 from megatrain.tracer.python.assumptions import Assumptions
 from megatrain.tracer.python.side_outputs import SideOutputs
 from megatrain.tracer.recording.inputs import WrittenInputs
+from megatrain.tracer.returned_argument import ReturnedArgument
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -39,6 +40,7 @@ class TracedModule:
             of `side_outputs` and `written_inputs`.
         side_outputs: What the forward left in attributes.
         written_inputs: Inputs that the forward wrote into.
+        returned_argument: A dictionary of the caller's that the forward changed and returned; None if it did neither.
         state: Everything the forward read, by key.
         constants: The tensors behind entries of kind `"constant"`.
         writes_back: `(buffer key, node)`: buffers that hold another value after the forward.
@@ -61,6 +63,7 @@ class TracedModule:
     assumptions: Assumptions
     block_modules: frozenset[str]
     device: torch.device
+    returned_argument: ReturnedArgument | None = None
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -120,6 +123,8 @@ class TracedModule:
             lines.append(f"  assumes {self.assumptions.count} values of attributes and globals")
         count = len(self.outputs.placeholders)
         lines.append(f"  return {', '.join(n.name for n in outputs[:count])}")
+        if self.returned_argument is not None:
+            lines.append(f"  returns its {self.returned_argument}")
         names = (*self.side_outputs.names, *(f"input {name}" for name in self.written_inputs.names))
         if names:
             left = ", ".join(n.name for n in outputs[count:])

@@ -46,6 +46,7 @@ from megatrain.tracer.recording.own_code import own_code
 from megatrain.tracer.recording.random_numbers import HOST_GENERATORS, kept_rng
 from megatrain.tracer.recording.recorder import Recorder
 from megatrain.tracer.recording.vmap import recorded_maps
+from megatrain.tracer.returned_argument import ReturnedArgument
 from megatrain.tracer.source_line import user_line
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.traced import TracedModule
@@ -64,6 +65,7 @@ class Capture:
         self._attempt = attempt
         self._stray: Obstacle | None = None
         self._written = WrittenInputs()
+        self._returned: ReturnedArgument | None = None
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._entries, self._tensors = inventory(model)
         self._fakes = fake_state(self._tensors, self._fake_mode, device)
@@ -179,7 +181,7 @@ class Capture:
                 raise
         if self._stray is not None:
             raise self._stray
-        containers.check()
+        self._returned = containers.check(result)
         hooks.check()
         self._effects.changed_by.update(hooks.changed_by)
         return result, given
@@ -263,6 +265,7 @@ class Capture:
             outputs=outputs.emptied(),
             side_outputs=replace(left, structure=left.structure.emptied()),
             written_inputs=self._written,
+            returned_argument=self._returned,
             state={k: e for k, e in entries.items() if k in read},
             constants=dict(recorder.tape.constants),
             writes_back=self._written_state(read, rebound),

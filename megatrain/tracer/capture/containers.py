@@ -1,4 +1,4 @@
-"""Containers: the objects around the inputs of a capture (lists, dicts), which a forward must leave as they are."""
+"""Containers: the objects around the inputs of a capture (lists, dicts). A forward leaves all alone, or returns one."""
 
 from __future__ import annotations
 
@@ -10,41 +10,51 @@ import torch
 
 from megatrain.errors import TraceError
 from megatrain.torch_private import pytree
+from megatrain.tracer.returned_argument import ReturnedArgument
 
 
 @dataclass(frozen=True, slots=True)
 class Containers:
     """The arguments of a call, each with what was in it.
 
-    A call of the capture gives the model's code new containers, so that a change of the caller's would be lost.
+    A call of the capture gives the model's code new containers, so that a change of the caller's would be lost. A
+    dictionary that is changed and returned is known by the result, and each call changes the caller's in the same way.
 
     Args:
-        held: Name, the argument, its leaves and their layout.
+        held: Place among the arguments, the argument, its leaves and their layout.
     """
 
-    held: Sequence[tuple[str, Any, Sequence[Any], pytree.TreeSpec]]
+    held: Sequence[tuple[int | str, Any, Sequence[Any], pytree.TreeSpec]]
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Containers:
         """Looks into the arguments."""
-        named = {**{f"{number}": value for number, value in enumerate(args)}, **kwargs}
-        return Containers([(name, value, *pytree.tree_flatten(value)) for name, value in named.items()])
+        placed: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        return Containers([(place, value, *pytree.tree_flatten(value)) for place, value in placed])
 
-    def check(self) -> None:
-        """Checks that all of them hold what they held.
+    def check(self, result: Any) -> ReturnedArgument | None:
+        """Checks that all of them hold what they held, except for a dictionary that is the model's result.
+
+        Returns:
+            What the model has changed in the latter.
 
         Raises:
-            TraceError: Naming the argument that was changed.
+            TraceError: Naming an argument that was changed.
         """
+        returned: ReturnedArgument | None = None
         for name, value, leaves, layout in self.held:
             now, layout_now = pytree.tree_flatten(value)
             if layout_now != layout or not all(map(_is_same, now, leaves)):
+                if value is result and type(value) is dict:
+                    returned = ReturnedArgument.of(name, pytree.tree_unflatten(leaves, layout), value)
+                    continue
                 raise TraceError(
                     f"the model changes its argument `{name}`, a {type(value).__qualname__}.\n"
                     "  In eager, the caller's object would change; a capture knows only the tensors in it.\n"
                     "  Return what is new instead; or, without gradients, call the model in a walk: "
                     "with torch.no_grad(), compiled.megatrain.walk()."
                 )
+        return returned
 
 
 def _is_same(one: Any, other: Any) -> bool:
