@@ -105,6 +105,7 @@ class ModelledStep:
         predicted_s: By the simulator of schedules, from the times of its ops in another step.
         spans: The device's work.
         host_s: The work of the host.
+        updates_s: The updates alone; squares of gradients are summed beside the backward.
         schedule: What ran.
     """
 
@@ -112,6 +113,7 @@ class ModelledStep:
     predicted_s: float
     spans: Sequence[Span]
     host_s: float
+    updates_s: float
     schedule: Schedule
 
     @cached_property
@@ -126,7 +128,7 @@ class ModelledStep:
     def bound_s(self) -> float:
         """No step of these ops is shorter: one part works so long. Serial updates begin when the device is done."""
         device = max(seconds for name, seconds in self.busy.items() if name != "host")
-        return device + self.host_s if self.schedule.kind.updates == "serial" else max(device, self.host_s)
+        return device + self.updates_s if self.schedule.kind.updates == "serial" else max(device, self.host_s)
 
     @property
     def held_up_by(self) -> str:
@@ -160,8 +162,8 @@ def _step_of(simulator: Simulator, card: Card, step: megatrain.TrainStep, batch:
         predicted = hosts.predicted(step, batch)
     finally:
         simulator.set_profile(None)
-    host_s = hosts.moved_bytes(Stream.HOST) / card.host_bytes_per_s
-    return ModelledStep(seconds, predicted, spans, host_s, step.schedule)
+    host_s, updates_s = (hosts.moved_bytes(Stream.HOST, what) / card.host_bytes_per_s for what in (None, "U"))
+    return ModelledStep(seconds, predicted, spans, host_s, updates_s, step.schedule)
 
 
 def rows(simulator: Simulator, options: argparse.Namespace) -> Generator[str]:
