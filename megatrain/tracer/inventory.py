@@ -95,6 +95,11 @@ def inventory(module: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch
     return entries, {names[identity][0]: tensor for identity, (_, tensor) in tensors.items()}
 
 
+def first_packed(entries: Mapping[str, StateEntry]) -> str | None:
+    """Returns the name of the first packed parameter or buffer; None if all are plain."""
+    return next((entry.packed_in for entry in entries.values() if entry.packed_in is not None), None)
+
+
 def taken_apart(name: str, tensor: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
     """Lists the plain tensors that a registered tensor consists of, with the path to each; see `inner_tensors`.
 

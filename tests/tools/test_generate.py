@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -446,6 +447,60 @@ def test_buffers_that_a_walk_writes_are_the_models(memory: str):
         assert torch.equal(compiled.generate(x), eager.generate(x))
         assert_same(values(model), values(eager))
     assert model.seen == eager.seen
+
+
+class Unseen(nn.Module):
+    """Writes where no version counts it."""
+
+    def __init__(self, write: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.write, self.linear = write, nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, unused: object = None) -> torch.Tensor:
+        x = self.linear(x) + self.steps
+        self.write(self.steps)  # pyright: ignore[reportArgumentType]
+        return x * self.steps
+
+
+UNSEEN: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": lambda tensor: tensor.data.add_(1),
+    "an element of data": lambda tensor: tensor.data[1:].fill_(float(tensor.sum()) + 1),
+    "numpy": lambda tensor: tensor.numpy().__iadd__(1),
+}
+
+
+@pytest.mark.parametrize("write", UNSEEN)
+@pytest.mark.parametrize("is_one_walk", [False, True])
+def test_writes_that_no_version_counts_are_the_models(write: str, is_one_walk: bool):
+    torch.manual_seed(0)
+    model = Unseen(UNSEEN[write])
+    eager, compiled = copy.deepcopy(model), compiled_of(model, "1MiB")
+    with torch.no_grad(), compiled.megatrain.walk() if is_one_walk else nullcontext():
+        for _ in range(3):
+            x = torch.randn(2, 4)
+            assert torch.equal(compiled(x, object()), eager(x))
+    assert_same(values(model), values(eager))
+
+
+def test_a_write_that_no_version_counts_into_a_trained_parameter_is_refused():
+    model = Unseen(lambda _: model.linear.weight.data.mul_(2))
+    before, compiled = values(model), compiled_of(model, "1MiB")
+    with torch.no_grad(), pytest.raises(ExecuteError, match=r"the model writes into its parameter `linear\.weight`"):
+        compiled(torch.randn(2, 4), object())
+    assert_same(values(model), before)
+
+
+@pytest.mark.parametrize("key", ["steps", "linear.weight"])
+def test_new_memory_for_state_is_refused_in_a_walk(key: str):
+    def assign(_: torch.Tensor) -> None:
+        tensor = model.get_buffer(key) if key == "steps" else model.get_parameter(key)
+        tensor.data = torch.ones(tensor.shape)
+
+    model = Unseen(assign)
+    compiled = compiled_of(model, "1MiB")
+    with torch.no_grad(), pytest.raises(ExecuteError, match=f"the model gives `{key}` new memory"):
+        compiled(torch.randn(2, 4), object())
 
 
 class Trained(Own):

@@ -15,7 +15,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.memory.unshared import check_unshared
 from megatrain.optim.masters.narrow_tensor import Narrowed
 from megatrain.optim.masters.registry import Kind, Masters
-from megatrain.tracer.inventory import StateEntry, inventory
+from megatrain.tracer.inventory import StateEntry, first_packed, inventory
 from megatrain.tracer.plain_tensors import check_plain_state
 
 _OF_MODELS: WeakKeyDictionary[nn.Module, Masters] = WeakKeyDictionary()
@@ -118,7 +118,7 @@ def check_packed_width(entries: Mapping[str, StateEntry]) -> None:
         OptionError: Naming one of these.
     """
     plain = plain_parameters(entries)
-    packed = next((e.packed_in for e in entries.values() if e.packed_in is not None), None)
+    packed = first_packed(entries)
     if packed is not None and all(e.spec.dtype == torch.float32 for e in plain.values()):
         raise OptionError(
             f"precision='bf16': the model is fp32, and its packed parameter `{packed}` can't be converted.\n"

@@ -12,7 +12,7 @@ from torch import nn
 from megatrain.errors import ExecuteError, WeightsError
 from megatrain.files.weight_files import Stored, open_checkpoint
 from megatrain.torch_private import make_subclass
-from megatrain.tracer.inventory import StateEntry, inventory
+from megatrain.tracer.inventory import StateEntry, first_packed, inventory
 
 
 class Weights:
@@ -97,7 +97,7 @@ class Weights:
 
     def _match(self, model: nn.Module) -> None:
         entries, tensors = inventory(model)
-        packed = next((e.packed_in for e in entries.values() if e.packed_in is not None), None)
+        packed = first_packed(entries)
         if packed is not None:
             raise WeightsError(
                 f"weights= can't fill the packed (quantized) parameter `{packed}`.\n"

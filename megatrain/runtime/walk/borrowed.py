@@ -23,6 +23,7 @@ class Borrowed:
         arrived: Settled when its values are there.
         is_waited_for: Compute waits for `arrived` already.
         latest: The number of the call that read it last; 0 before the first.
+        is_compared: Its memory may be written without its version counting that, so its values tell.
     """
 
     key: str
@@ -30,6 +31,7 @@ class Borrowed:
     arrived: Event
     is_waited_for: bool = False
     latest: int = 0
+    is_compared: bool = False
     _alone: tuple[int, int] = (0, 0)
     _version: int = 0
 

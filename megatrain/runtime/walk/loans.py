@@ -138,6 +138,11 @@ class Loans:
                 raise self._lack("what the model has computed", 0)
             self._measure()
 
+    def compare_values(self, keys: Iterable[str]) -> None:
+        """Has state compared with the host's values when a call touched it: its version counts not all writes."""
+        for key in keys:
+            self._here[key].is_compared = True
+
     def end(self, *, has_failed: bool = False) -> None:
         """Gives everything back; what the model wrote is kept."""
         for borrowed in list(self._here.values()):
@@ -189,7 +194,7 @@ class Loans:
         self._lent_bytes -= self._sizes[borrowed.key]
 
     def _keep_written(self, borrowed: Borrowed, *, is_known: bool = False) -> None:
-        if borrowed.latest and (is_known or borrowed.is_written):
+        if borrowed.latest and (is_known or borrowed.is_written or self._differs(borrowed)):
             entry = self._entries[borrowed.key]
             borrowed.note_version()
             if not entry.is_writable:
@@ -199,6 +204,14 @@ class Loans:
                     "  Update trained parameters outside the forward."
                 )
             self._engine.buffers.download([(self._engine.tensors[entry.key], borrowed.tensor)])
+
+    def _differs(self, borrowed: Borrowed) -> bool:
+        """Whether somebody has written into it past its version, where that is possible."""
+        if not borrowed.is_compared:
+            return False
+        device, kept = self._engine.device, self._engine.tensors[borrowed.key]
+        pair = (t.detach().contiguous().flatten().view(torch.uint8) for t in (device.to_host(borrowed.tensor), kept))
+        return not torch.equal(*pair)
 
     # -- room ------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,10 @@ from megatrain.torch_private import are_transforms_active, pytree
 from megatrain.tracer.calls import call_name, is_property_get, is_property_set
 from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
 
-_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+_VALUES = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 """Properties whose answer has the values of the tensor."""
+_UNCOUNTED = frozenset(("data", "numpy", "__array__", "__dlpack__", "untyped_storage", "storage", "data_ptr"))
+"""Answers through which the tensor can be written without its version counting that."""
 _OWN = frozenset(
     (
         "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset",
@@ -33,6 +35,8 @@ class _Kind(Enum):
     OWN = "concerns the tensor itself"
     OF_PLACE = "asks for its place"
     CALL = "reads values"
+    UNCOUNTED = "leads to writes that no version counts"
+    NEW_MEMORY = "gives the tensor other memory"
     BATCH_NORM = "may write running statistics"
 
 
@@ -59,6 +63,8 @@ class WalkMode(TorchFunctionMode):
         kind = _kind_of(func)
         if kind is _Kind.OWN:
             return func(*args, **kwargs)
+        if kind is _Kind.NEW_MEMORY:
+            return self._given_memory(func, args)
         if kind is _Kind.OF_PLACE:
             return func(self._probe(args[0]) if id(args[0]) in self._keys else args[0])
         given: list[torch.Tensor] = []
@@ -71,6 +77,8 @@ class WalkMode(TorchFunctionMode):
                 raise ExecuteError(_GRADIENTS)
             given = [t for t in given if id(t) not in self._keys]
         result, written = self._run(func, kind, args, kwargs, keys)
+        if kind is _Kind.UNCOUNTED:
+            self._loans.compare_values(keys)
         if are_transforms_active():
             given = []  # nobody can look at the memory of their tensors
         else:
@@ -105,6 +113,16 @@ class WalkMode(TorchFunctionMode):
             return pytree.tree_map_only(torch.Tensor, lambda tensor: self._copied(tensor, copies), value)
         return value
 
+    def _given_memory(self, func: Any, args: Any) -> Any:
+        key = self._keys.get(id(args[0]))
+        if key is not None:
+            raise ExecuteError(
+                f"the model gives `{key}` new memory, by an assignment to `.data`.\n"
+                "  In a walk, a copy on the device stands for it, which would keep its former values.\n"
+                "  Write into it in place (copy_), or assign a new tensor to the module's attribute."
+            )
+        return func(*args)
+
     def _probe(self, tensor: torch.Tensor) -> torch.Tensor:
         """An empty tensor that is where the state seems to be."""
         return torch.empty(0, dtype=tensor.dtype, device=self._device)
@@ -114,7 +132,9 @@ class WalkMode(TorchFunctionMode):
 def _kind_of(func: Any) -> _Kind:
     name = call_name(func)
     if is_property_set(func):
-        return _Kind.OWN
+        return _Kind.NEW_MEMORY if name == "data" else _Kind.OWN
+    if name in _UNCOUNTED:
+        return _Kind.UNCOUNTED
     if is_property_get(func):
         is_of_place = name == "device" or (name.startswith("is_") and name != "is_leaf")
         return _Kind.CALL if name in _VALUES else _Kind.OF_PLACE if is_of_place else _Kind.OWN

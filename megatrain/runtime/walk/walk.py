@@ -15,6 +15,7 @@ from megatrain.runtime.walk.loans import Learned, Loans
 from megatrain.runtime.walk.mode import WalkMode
 from megatrain.runtime.walk.walk_figures import WalkFigures
 from megatrain.tracer.capture.sandbox import uncompiled
+from megatrain.tracer.inventory import first_packed
 
 
 @contextmanager
@@ -41,7 +42,7 @@ def walk(
             is no room on the device, or gradients are switched on.
     """
     entries = engine.adopt_state()
-    packed = next((entry.packed_in for entry in entries.values() if entry.packed_in is not None), None)
+    packed = first_packed(entries)
     if packed is not None:
         raise ExecuteError(
             f"{what} is a walk, which can't bring the packed (quantized) parameter `{packed}` to the device.\n"
