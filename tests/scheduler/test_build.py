@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.builder.build import ACTIVATIONS, backward_schedule
-from megatrain.scheduler.builder.residency import compute_stages, place_slots, residencies
+from megatrain.scheduler.builder.stays import compute_stages, place_slots, stays_of
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.parking import keep_all
@@ -78,7 +78,7 @@ def test_equal_blocks_take_as_many_slots_as_there_are(count: int, num_slots: int
 def test_residents_of_one_time_never_share_bytes(workload: Workload, num_slots: int, mode: str, micro_batches: int):
     kind = StepKind(mode, micro_batches=micro_batches if mode == "train" else 1)
     stages = compute_stages(workload, kind)
-    stays = residencies(workload, kind, stages, num_slots=num_slots, num_resident=num_slots)
+    stays = stays_of(workload, kind, stages, num_slots=num_slots, num_resident=num_slots)
     slots, slot_of = place_slots(stays)
     for step in range(-num_slots, len(stages)):
         now = [(slots[s].offset, r.nbytes) for r, s in zip(stays, slot_of, strict=True) if r.first <= step <= r.last]

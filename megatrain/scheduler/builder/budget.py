@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft
-from megatrain.scheduler.builder.residency import alternates
+from megatrain.scheduler.builder.stays import alternates
 from megatrain.scheduler.effects import NO_BLOCK
 from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind

@@ -9,7 +9,7 @@ from megatrain.scheduler.books import Lifetime, item_lifetimes, live_bytes, move
 from megatrain.scheduler.builder.host_places import place_gradients
 from megatrain.scheduler.builder.host_ticks import HostTicks, head_updates, place_host, written_ticks
 from megatrain.scheduler.builder.order import Rows, assign_ticks
-from megatrain.scheduler.builder.residency import Residency, compute_stages, place_slots, residencies
+from megatrain.scheduler.builder.stays import Stay, compute_stages, place_slots, stays_of
 from megatrain.scheduler.effects import NO_BLOCK, Effects, Stream, kind_of
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.parking import host_value_bytes, park_bytes, parked_values
@@ -65,7 +65,7 @@ class _Weights:
     """Where weights lie, and which updates come before them: that depends on slots and resident blocks alone."""
 
     head: dict[int, int]
-    stays: tuple[Residency, ...]
+    stays: tuple[Stay, ...]
     slots: tuple[Slot, ...]
     slot_of: tuple[int, ...]
 
@@ -138,7 +138,7 @@ class Builder:
         counts = plan.num_slots, max(plan.num_slots, plan.num_resident)
         if counts not in self._placed:
             num_slots, num_resident = counts
-            stays = residencies(self.workload, self.kind, self.stages, num_slots=num_slots, num_resident=num_resident)
+            stays = stays_of(self.workload, self.kind, self.stages, num_slots=num_slots, num_resident=num_resident)
             loads = [stay.block for stay in stays]
             head = head_updates(self.workload, loads) if self.kind.updates == "deferred" else {}
             self._placed[counts] = _Weights(head, stays, *place_slots(stays))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatrain.scheduler.builder.residency import Residency, Stage
+from megatrain.scheduler.builder.stays import Stage, Stay
 from megatrain.scheduler.workload import Workload
 
 # A block and a micro-batch.
@@ -31,7 +31,7 @@ class Rows:
 
     Args:
         ticks: Of every op but `W`.
-        loads: Tick of the `W` of each residency.
+        loads: Tick of the `W` of each stay.
         num_ticks: Number of rows.
     """
 
@@ -41,7 +41,7 @@ class Rows:
 
 
 class _Arrival(NamedTuple):
-    """A transfer to the device: the `W` of a residency, or else an `A`.
+    """A transfer to the device: the `W` of a stay, or else an `A`.
 
     They queue by the compute step that must be done before (negative ones lie before the first), then by the step
     that needs them.
@@ -52,7 +52,7 @@ class _Arrival(NamedTuple):
     is_load: bool
     block: int
     micro_batch: int
-    residency: int | None
+    stay: int | None
 
 
 class _Placer:
@@ -116,7 +116,7 @@ class _Placer:
 def assign_ticks(
     workload: Workload,
     stages: Sequence[Stage],
-    stays: Sequence[Residency],
+    stays: Sequence[Stay],
     parked: Mapping[int, Sequence[int]],
     *,
     num_slots: int,
@@ -153,8 +153,8 @@ def assign_ticks(
         for arrival in queue[at : needs.get(step, at)]:
             tick = placer.place_arrival(arrival, written)
             ready[arrival.needed] = tick
-            if arrival.residency is not None:
-                loads[arrival.residency] = tick
+            if arrival.stay is not None:
+                loads[arrival.stay] = tick
         at = max(at, needs.get(step, at))
         tick = placer.place_compute(ready[step])
         run = (work.block, work.micro_batch)
@@ -172,7 +172,7 @@ def assign_ticks(
 
 
 def _arrivals(
-    stages: Sequence[Stage], stays: Sequence[Residency], parked: Mapping[int, Sequence[int]], num_slots: int
+    stages: Sequence[Stage], stays: Sequence[Stay], parked: Mapping[int, Sequence[int]], num_slots: int
 ) -> list[_Arrival]:
     """All transfers to the device, in the order of their queue."""
     starts = [0, *accumulate(len(stage) for stage in stages)]

@@ -245,7 +245,7 @@ def check_weights(case: Case) -> None:
 
 
 def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule: str) -> None:
-    residents: dict[Position, tuple[int, int]] = {}
+    lying: dict[Position, tuple[int, int]] = {}
     for position, op in case.ops:
         if op.slot is None:
             continue
@@ -253,13 +253,13 @@ def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule:
             raise case.fault(f"{case.name(position)} is read by nothing.", rule, position.tick, "Remove it.")
         nbytes = 0 if case.schedule.kind.transfer == "bind" else case.workload.blocks[op.block].state_bytes
         start = case.schedule.slots[op.slot].offset
-        overwritten = [p for p, (a, b) in residents.items() if a < start + nbytes and start < b]
+        overwritten = [p for p, (a, b) in lying.items() if a < start + nbytes and start < b]
         for load in overwritten:
             # Every later write to these bytes follows this W in its stream.
-            del residents[load]
+            del lying[load]
             for reader in readers[load]:
                 case.require_before(reader, position, f"overwrites {case.name(load)}, read by", rule)
-        residents[position] = (start, start + nbytes)
+        lying[position] = (start, start + nbytes)
 
 
 def check_gradients(case: Case) -> None:

@@ -24,7 +24,7 @@ Stage = tuple[Work, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Residency:
+class Stay:
     """A stay of one block's state on the device, from one `W` to its last reader.
 
     Args:
@@ -69,9 +69,9 @@ def alternates(workload: Workload, kind: StepKind) -> bool:
     return kind.mode == "train" and workload.backward_blocks()[-1:] == (len(workload.blocks) - 1,)
 
 
-def residencies(
+def stays_of(
     workload: Workload, kind: StepKind, stages: Sequence[Stage], *, num_slots: int, num_resident: int
-) -> tuple[Residency, ...]:
+) -> tuple[Stay, ...]:
     """Every stay of every block's state, in the order of first need.
 
     The last `num_resident` blocks stay from their forward to their backward, which saves their second prefetch. Of
@@ -82,25 +82,25 @@ def residencies(
         block = stage[0].block
         if workload.blocks[block].state_bytes > 0:
             uses.setdefault(block, []).append(number)
-    found: list[Residency] = []
+    found: list[Stay] = []
     for block, at in uses.items():
         nbytes = 0 if kind.transfer == "bind" else workload.blocks[block].state_bytes
         stays = block >= len(workload.blocks) - num_resident
         for run in [at] if stays else [[stage] for stage in at]:
-            found.append(Residency(block, run[0], run[0] - (num_slots - 1), run[-1], nbytes))
+            found.append(Stay(block, run[0], run[0] - (num_slots - 1), run[-1], nbytes))
     return tuple(sorted(found, key=lambda r: r.needed))
 
 
-def place_slots(stays: Sequence[Residency]) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
-    """Gives every residency bytes of the arena, so that those alive at the same time don't overlap.
+def place_slots(stays: Sequence[Stay]) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
+    """Gives every stay bytes of the arena, so that those alive at the same time don't overlap.
 
     This is offline dynamic storage allocation: the largest first, each at the first place that is free for
-    its whole life. Equal sizes are placed outwards from the residencies that span the turn, the longest of
+    its whole life. Equal sizes are placed outwards from the stays that span the turn, the longest of
     which comes first: on each side that is the order in which first fit needs no more places than are alive
     at once.
 
     Returns:
-        The slots by offset, and for each residency the index of its slot.
+        The slots by offset, and for each stay the index of its slot.
     """
     order = _outward_order(stays)
     offsets = min(
@@ -115,8 +115,8 @@ def place_slots(stays: Sequence[Residency]) -> tuple[tuple[Slot, ...], tuple[int
     return slots, tuple(index[offset] for offset in offsets)
 
 
-def _outward_order(stays: Sequence[Residency]) -> list[int]:
-    # All residencies that span the turn exist when the last of them is first needed. Nothing spans a turn in
+def _outward_order(stays: Sequence[Stay]) -> list[int]:
+    # All stays that span the turn exist when the last of them is first needed. Nothing spans a turn in
     # a step of one direction, whose start is as good a place to begin.
     turn = max((s.needed for s in stays if s.last > s.needed), default=0)
     distance = [max(0, s.first - turn, turn - s.last) for s in stays]
@@ -126,7 +126,7 @@ def _outward_order(stays: Sequence[Residency]) -> list[int]:
     )
 
 
-def _assign(stays: Sequence[Residency], order: Sequence[int], *, reuse: bool) -> list[int]:
+def _assign(stays: Sequence[Stay], order: Sequence[int], *, reuse: bool) -> list[int]:
     """Offsets by first fit; with `reuse`, offsets that are in use already are tried first."""
     alive: dict[int, list[int]] = {}
     offsets = [0] * len(stays)
