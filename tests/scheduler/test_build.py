@@ -20,7 +20,7 @@ from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Slot
 from megatrain.scheduler.workload import ValueWork, Workload
 from tests.draws import draws
-from tests.scheduler.workloads import EMBED, LAYER, block, chain, example, workloads
+from tests.scheduler.workloads import EMBED, LAYER, block, chain, example, with_updates, workloads
 
 
 def loads(plan):
@@ -252,3 +252,23 @@ def test_two_thousand_blocks_take_seconds():
     # Several times what it takes; quadratic work would take minutes.
     assert built - start < 5
     assert checked - built < 8
+
+
+@given(st.lists(st.sampled_from([EMBED, LAYER]), min_size=3, max_size=9), st.floats(0.0, 3.0))
+@draws(60)
+def test_what_a_step_leaves_of_its_budget_holds_as_many_weights_as_fit(layers, more: float):
+    works = with_updates(chain(layers))
+    total = sum(work.state_bytes for work in works.blocks)
+    fixed = schedule(works, updates="overlap", activations="recompute", num_slots=2)
+    memory = fixed.device_bytes + int(more * total)
+    found = schedule(works, updates="overlap", activations="recompute", memory=memory)
+    assert found.resident() == tuple(range(len(layers) - len(found.resident()), len(layers)))
+    assert found.device_bytes <= memory
+    if more >= 1:
+        assert len(found.resident()) == len(layers)
+        assert found.h2d_bytes == total
+    elif len(found.resident()) < len(layers):
+        following = works.blocks[-len(found.resident()) - 1].state_bytes
+        assert found.device_bytes + following > memory, "one more would have fitted"
+    call = schedule(works, activations="recompute", memory=memory)
+    assert len(call.resident()) <= 2, "a caller has tensors of their own beside a call"

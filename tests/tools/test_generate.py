@@ -460,7 +460,7 @@ class Unseen(nn.Module):
     def forward(self, x: torch.Tensor, unused: object = None) -> torch.Tensor:
         x = self.linear(x) + self.steps
         self.write(self.steps)  # pyright: ignore[reportArgumentType]
-        return x * self.steps
+        return x * self.get_buffer("steps")
 
 
 UNSEEN: dict[str, Callable[[torch.Tensor], object]] = {

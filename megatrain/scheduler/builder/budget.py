@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.books import find_peak
@@ -41,9 +42,22 @@ def _with_most_resident(builder: Builder, draft: Draft, memory: int) -> Draft:
     Without a budget there are only those that the slots hold: nobody said that there is memory for the model. The same
     goes for calls, whose caller has a loss and tensors of their own beside them; all that a training step has counts.
     """
-    num_slots, num_blocks = draft.plan.num_slots, len(builder.workload.blocks)
-    family = (max(0, num_blocks - num_slots), lambda n: replace(draft.plan, num_resident=num_slots + n))
-    return _largest_that_fits(builder, family, memory, []) or draft
+    num_slots = draft.plan.num_slots
+    further = [block.state_bytes for block in reversed(builder.workload.blocks[:-num_slots])]
+    # Of slots of many sizes more may fit, or fewer, than their sum says; a draft of a long table takes a while.
+    least = sum(total <= memory - draft.device_bytes for total in accumulate(further))
+
+    def plan(count: int) -> Choices:
+        return replace(draft.plan, num_resident=num_slots + count)
+
+    found = _largest_that_fits(builder, (least, plan), memory, [])
+    assert found is not None, "without further blocks it is the draft, which fits"
+    for count in range(found.plan.num_resident - num_slots + 1, len(further) + 1):
+        more = builder.draft(plan(count))
+        if more.device_bytes > memory:
+            break
+        found = more
+    return found
 
 
 def _first_that_fits(
