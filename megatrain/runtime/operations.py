@@ -47,7 +47,7 @@ class Operations:
         self.schedule = schedule
         self.instructions = schedule.instructions
         self.engine = engine
-        self._slots = Slots(loaded[0].images, engine)
+        self._slots = Slots(loaded[0].images, engine, loaded[0].program, schedule.persistent)
         landing, parts = self._landing(arena), loaded[0].facts.parts
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
         blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
@@ -168,7 +168,10 @@ class Operations:
 
     def prefetch(self, taken: Taken, instruction: Instruction) -> None:
         """W: copies weights into a slot."""
-        self._slots.prefetch(instruction.op.block, instruction.state)
+        if instruction.persists and instruction.state is not None:
+            self._slots.prefetch_changing(instruction.op.block, instruction.state)
+        else:
+            self._slots.prefetch(instruction.op.block, instruction.state)
 
     def park(self, taken: Taken, instruction: Instruction) -> None:
         """A to the host."""

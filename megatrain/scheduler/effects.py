@@ -64,15 +64,22 @@ class Effects:
         kind: The kind of the step.
         saves: Blocks whose graph is retained.
         parked: Values that leave the device between forward and backward, by the block of their `A`.
+        persistent: Blocks whose frozen weights are on the device before the step begins.
     """
 
     def __init__(
-        self, workload: Workload, kind: StepKind, saves: Collection[int], parked: Mapping[int, Sequence[int]]
+        self,
+        workload: Workload,
+        kind: StepKind,
+        saves: Collection[int],
+        parked: Mapping[int, Sequence[int]],
+        persistent: Collection[int] = (),
     ) -> None:
         self.workload = workload
         self.kind = kind
         self.saves = frozenset(saves)
         self.parked = parked
+        self.persistent = frozenset(persistent)
         self.inputs, self.outputs = workload.inputs(), workload.outputs()
         self.has_gradient = [
             kind.mode != "forward" and workload.has_value_gradient(index) for index in range(len(workload.values))
@@ -182,8 +189,9 @@ class Effects:
 
 
 def _prefetch(step: Effects, block: int, micro_batch: int) -> Effect:
-    weights = (Item("weights", block),)
-    return Effect(tuple(step.state(block)), weights, moves=step.copied(step.workload.blocks[block].state_bytes))
+    work, weights = step.workload.blocks[block], (Item("weights", block),)
+    there = work.frozen_bytes if block in step.persistent else 0
+    return Effect(tuple(step.state(block)), weights, moves=step.copied(work.state_bytes - there))
 
 
 def _forward(step: Effects, block: int, micro_batch: int) -> Effect:

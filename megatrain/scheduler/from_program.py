@@ -12,6 +12,7 @@ from megatrain.scheduler.builder.build import STEP, build
 from megatrain.scheduler.merging import Merged, merge, refuse
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
+from megatrain.scheduler.timing.costs import Hardware
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 from megatrain.sizes import SIZE, aligned, parse_bytes
 
@@ -52,6 +53,7 @@ def schedule(
     updates: str = "none",
     clip: bool = False,
     outputs: str = "keep",
+    hardware: Hardware | None = None,
 ) -> Schedule:
     """Places one step on the streams: all copies, computations, offloads and updates, with their order.
 
@@ -83,6 +85,8 @@ def schedule(
             Updates of this step wait for it.
         outputs: `"keep"` the model's outputs on the device until the step ends, or `"release"` them once the
             backward of their micro-batch begins, when the caller has made a loss of them.
+        hardware: The machine. Of all plans that fit `memory` the step takes the one that is fastest there. Without it
+            the plan depends on bytes alone: graphs are retained first; blocks whose weights stay get the rest.
 
     Returns:
         A schedule that passes its check. Ticks count from 0; lifetimes include both ends.
@@ -97,9 +101,15 @@ def schedule(
     size = None if memory is None else parse_bytes(memory, "memory")
     if isinstance(program, Program):
         return step_schedule(
-            [program] * micro_batches, kind, num_slots=num_slots, keep=keep, memory=size, activations=activations
+            [program] * micro_batches,
+            kind,
+            num_slots=num_slots,
+            keep=keep,
+            memory=size,
+            activations=activations,
+            hardware=hardware,
         )
-    return build(program, kind, num_slots=num_slots, keep=keep, memory=size, activations=activations)
+    return build(program, kind, num_slots=num_slots, keep=keep, memory=size, activations=activations, costs=hardware)
 
 
 def step_schedule(
@@ -111,6 +121,7 @@ def step_schedule(
     memory: int | None = None,
     activations: str = "auto",
     loss_bytes: int = 0,
+    hardware: Hardware | None = None,
 ) -> Schedule:
     """Places one step whose micro-batches are captures of one model.
 
@@ -122,6 +133,7 @@ def step_schedule(
         memory: Device bytes; see there.
         activations: See there.
         loss_bytes: As in `Workload`.
+        hardware: As in `schedule`.
 
     Raises:
         ScheduleError: If they don't, `memory` is too small, or a buffer can't go from one to the next.
@@ -130,7 +142,7 @@ def step_schedule(
         for program in {id(program): program for program in programs}.values():
             check_buffers(program)
     works = replace(merge_programs(programs).workload, loss_bytes=loss_bytes)
-    return build(works, kind, num_slots=num_slots, keep=keep, memory=memory, activations=activations)
+    return build(works, kind, num_slots=num_slots, keep=keep, memory=memory, activations=activations, costs=hardware)
 
 
 def merge_programs(programs: Sequence[Program]) -> Merged:
@@ -236,9 +248,11 @@ def _block_work(program: Program, block: Block, update: _Update, update_traffic:
     is_differentiable = has_backward(program, block)
     trained = {k for k in block.binding if program.state[k].requires_grad}
     gradients = [program.state[k].spec.nbytes for k in trained] if is_differentiable else []
+    sizes = {k: aligned(program.state[k].spec.nbytes, program.alignment) for k in block.binding}
     return BlockWork(
         name=block.name,
-        state_bytes=sum(aligned(program.state[k].spec.nbytes, program.alignment) for k in block.binding),
+        state_bytes=sum(sizes.values()),
+        frozen_bytes=sum(sizes[k] for k in block.binding if not program.state[k].requires_grad),
         gradient_bytes=sum(gradients),
         gradient_padding=sum(map(aligned, gradients)) - sum(gradients),
         saved_bytes=cost.saved_bytes,

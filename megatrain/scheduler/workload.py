@@ -63,6 +63,8 @@ class BlockWork:
         shares: Other blocks that hold some of the parameters which this block updates, or rows of them, ascending.
         gradient_padding: Bytes between its gradients where they land on the host, each tensor on a boundary of
             `megatrain.sizes.ALIGNMENT` bytes.
+        frozen_bytes: The part of `state_bytes` that no step changes: parameters that aren't trained, buffers that the
+            forward only reads, constants.
     """
 
     name: str
@@ -76,11 +78,17 @@ class BlockWork:
     update_bytes: int = 0
     shares: tuple[int, ...] = ()
     gradient_padding: int = 0
+    frozen_bytes: int = 0
 
     @property
     def landing_bytes(self) -> int:
         """Host bytes that the gradients of its parameters take where they land."""
         return self.gradient_bytes + self.gradient_padding
+
+    @property
+    def is_mostly_frozen(self) -> bool:
+        """Whether at least half of its state is frozen: then it is worth the memory to have it there all the time."""
+        return 0 < self.state_bytes <= 2 * self.frozen_bytes
 
 
 @checked()
@@ -196,6 +204,11 @@ class Workload:
             raise ScheduleError(
                 f"block {index} ({block.name}) can't share parameters with blocks {list(block.shares)}.\n"
                 "  `shares` lists other blocks of the model, ascending, each once."
+            )
+        if block.frozen_bytes > block.state_bytes:
+            raise ScheduleError(
+                f"block {index} ({block.name}) has {block.frozen_bytes} frozen bytes in a state of "
+                f"{block.state_bytes} bytes.\n  Frozen bytes are a part of the state."
             )
         if block.update_bytes > 0 and not (block.has_backward and block.gradient_bytes > 0 and block.state_bytes > 0):
             raise ScheduleError(

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from megatrain.scheduler.builder.build import ACTIVATIONS
+from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.from_program import schedule
-from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 
@@ -47,8 +48,21 @@ def blocks(draw: st.DrawFn) -> tuple[BlockWork, ...]:
         state = draw(st.sampled_from([0, 64, 64, 128, 192, 640]))
         has_backward = draw(st.sampled_from([True, True, True, False]))
         saved, forward, backward, flops = draw(st.tuples(size, size, size, size))
-        gradient = draw(st.sampled_from([0, state, state])) if has_backward else 0
-        found.append(BlockWork(f"b{index}", state, gradient, saved, forward, backward, has_backward, flops * 1000))
+        gradient = draw(st.sampled_from([0, state // 4, state, state])) if has_backward else 0
+        frozen = draw(st.sampled_from([0, (state - gradient) // 2, state - gradient, state - gradient]))
+        found.append(
+            BlockWork(
+                f"b{index}",
+                state,
+                gradient,
+                saved,
+                forward,
+                backward,
+                has_backward,
+                flops * 1000,
+                frozen_bytes=frozen,
+            )
+        )
     for index, work in enumerate(found):
         if work.gradient_bytes > 0 and draw(st.integers(0, 4)) > 0:
             holders = [i for i, other in enumerate(found) if i != index and other.state_bytes > 0]
@@ -118,8 +132,19 @@ class Options:
     updates: str = "none"
     clip: bool = False
     outputs: str = "keep"
+    staying: frozenset[int] = frozenset()
 
     def build(self, workload: Workload) -> Schedule:
+        made = self._built(workload)
+        if made.kind.transfer == "bind" or not made.kind.is_training_step or not self.staying:
+            return made
+        blocks = [block for block in sorted(self.staying) if block < len(workload.blocks)]
+        frozen = tuple(block for block in blocks if workload.blocks[block].frozen_bytes > 0)
+        builder = Builder(workload, made.kind)
+        plan = Choices(self.num_slots, made.keep, made.saves, tuple(blocks[::2]), frozen)
+        return schedule_of(builder.finish(builder.draft(plan)))
+
+    def _built(self, workload: Workload) -> Schedule:
         return schedule(
             workload,
             num_slots=self.num_slots,
@@ -157,6 +182,7 @@ def whole_steps() -> st.SearchStrategy[Options]:
         updates=st.sampled_from(UPDATES),
         clip=st.booleans(),
         outputs=st.sampled_from(OUTPUTS),
+        staying=st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 6))),
     )
 
 

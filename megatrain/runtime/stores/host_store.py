@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, islice
 
 import torch
 
@@ -13,6 +13,7 @@ from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride
 from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena, together
 from megatrain.runtime.stores.moving import check_movable, check_room
+from megatrain.runtime.stores.persisting import Stamp
 from megatrain.runtime.stores.weights import Weights, replace_memory
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
@@ -20,9 +21,15 @@ from megatrain.tracer.spec import TensorSpec
 __all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "image", "stored_stride", "views"]
 
 
+_memories = count()
+
+
 @dataclass(slots=True, eq=False)
 class _Home:
-    """The home of a key: the user's tensor, and the view of the arena that it uses."""
+    """The home of a key: the user's tensor, and the view of the arena that it uses.
+
+    `memory` is another number whenever the values come from another memory.
+    """
 
     key: str
     spec: TensorSpec
@@ -33,6 +40,7 @@ class _Home:
     address: int
     shape: torch.Size
     stride: tuple[int, ...]
+    memory: int = field(default_factory=lambda: next(_memories))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,15 +214,32 @@ class HostStore:
         """Returns how many copies a prefetch of this image takes."""
         return len(self._placed(layout).runs)
 
-    def prefetch(self, layout: BlockImage, out: torch.Tensor) -> None:
+    def prefetch(self, layout: BlockImage, out: torch.Tensor, *, without: frozenset[str] = frozenset()) -> None:
         """Copies a block's state into a slot, with one copy for adjacent tensors and one for each tied.
 
         Args:
             layout: An image known to this store.
             out: The slot, `uint8`, at least as large as the image.
+            without: Keys of entries that are there.
         """
-        for run in self._placed(layout).runs:
+        runs = self._placed(layout).runs
+        if without:
+            entries = [entry for entry in layout.entries if entry.key not in without]
+            runs = tuple(_runs(entries, map(self._home, entries)))
+        for run in runs:
             self._bus.to_device(out[run.start : run.end], run.source, run.arena)
+
+    def stamp(self, layout: BlockImage, keys: Collection[str]) -> Stamp | None:
+        """What changes with each write into entries of an image that torch counts; None where it counts none."""
+        homes = [self._homes[entry.owner] for entry in layout.entries if entry.key in keys]
+        if any(home.tensor.is_inference() for home in homes):
+            return None
+        return tuple((home.memory, home.tensor._version) for home in homes)
+
+    def bytes_of(self, layout: BlockImage, keys: Collection[str]) -> list[torch.Tensor]:
+        """The bytes of entries of an image, in the arena."""
+        homes = [self._home(entry) for entry in layout.entries if entry.key in keys and entry.spec.nbytes]
+        return [home.arena.tensor[home.offset : home.offset + home.spec.nbytes] for home in homes]
 
     def has(self, key: str) -> bool:
         """Tells whether a tensor of the model is here."""
@@ -266,6 +291,7 @@ class HostStore:
                 # its values.
                 home.tensor.data = home.tensor.detach().clone()
                 home.tensor = tensor
+                home.memory = next(_memories)
 
 
 def _take_in(home: _Home) -> None:
@@ -281,6 +307,7 @@ def _take_in(home: _Home) -> None:
     # Cloned, because the new value may be another view of the very same memory (`p.data = p.data.t()`).
     view.copy_(tensor.detach().clone())
     tensor.data = view
+    home.memory = next(_memories)
 
 
 def _runs(entries: Iterable[Entry], homes: Iterable[_Home]) -> Iterable[_Run]:

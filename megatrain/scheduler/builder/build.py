@@ -12,6 +12,7 @@ from megatrain.scheduler.builder.budget import choose_draft, first_fit
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import KIND_RULES, StepKind
+from megatrain.scheduler.timing.costs import Costs
 from megatrain.scheduler.workload import Workload
 
 ACTIVATIONS = ("auto", "recompute", "keep", "offload")
@@ -35,6 +36,7 @@ def build(
     keep: int | None = None,
     memory: int | None = None,
     activations: str = "auto",
+    costs: Costs | None = None,
 ) -> Schedule:
     """Places one step of `workload` on the streams.
 
@@ -48,6 +50,7 @@ def build(
         keep: See there.
         memory: Device bytes; see there.
         activations: See there.
+        costs: Of the ops, to choose the plan with the shortest step.
 
     Returns:
         A schedule that passes `check_schedule`. Ticks count from 0; lifetimes include both ends.
@@ -63,7 +66,7 @@ def build(
     """
     workload.check()
     builder = Builder(workload, kind)
-    draft = choose_draft(builder, num_slots=num_slots, keep=keep, memory=memory, activations=activations)
+    draft = choose_draft(builder, num_slots=num_slots, keep=keep, memory=memory, activations=activations, costs=costs)
     return schedule_of(builder.finish(draft))
 
 

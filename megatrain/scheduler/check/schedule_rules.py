@@ -262,6 +262,37 @@ def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule:
         lying[position] = (start, start + nbytes)
 
 
+def check_persistent(case: Case) -> None:
+    """Nothing else is ever copied to where the frozen weights of a block stay across steps."""
+    rule = "A persistent block has frozen weights, one W a step, and bytes of the arena that no other W writes."
+    blocks, schedule = case.schedule.persistent, case.schedule
+    is_known = list(blocks) == sorted(set(blocks)) and all(0 <= b < len(case.workload.blocks) for b in blocks)
+    has_kind = schedule.kind.is_training_step and schedule.kind.transfer == "copy"
+    if blocks and not (is_known and has_kind and all(case.workload.blocks[b].frozen_bytes > 0 for b in blocks)):
+        raise case.fault(f"blocks {list(blocks)} can't be persistent.", rule, 0, "Change `persistent`.")
+    for block in blocks:
+        load = case.once(Stream.H2D, "W", block, rule)
+        start, stop = _written(case, load)
+        for position, op in case.ops:
+            if op.what == "W" and position != load:
+                low, high = _written(case, position)
+                if low < stop and start < high:
+                    raise case.fault(
+                        f"{case.name(position)} overwrites the weights of block {block}.",
+                        rule,
+                        position.tick,
+                        "Use another slot.",
+                    )
+
+
+def _written(case: Case, load: Position) -> tuple[int, int]:
+    """The bytes of the arena that a W fills."""
+    op = case.op(load)
+    assert op.slot is not None
+    start = case.schedule.slots[op.slot].offset
+    return start, start + case.workload.blocks[op.block].state_bytes
+
+
 def check_gradients(case: Case) -> None:
     """The parameter gradients of every block leave exactly once, summed over the micro-batches."""
     rule = "Parameter gradients leave the device once, after the B of every micro-batch, because each adds to them."
@@ -285,6 +316,7 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_inputs,
     check_parks,
     check_weights,
+    check_persistent,
     check_gradients,
     check_norm,
     check_updates,

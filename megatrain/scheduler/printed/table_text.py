@@ -100,6 +100,7 @@ class _Read:
     places: list[Place] = field(default_factory=list[Place])
     saves: list[int] = field(default_factory=list[int])
     frozen: list[int] = field(default_factory=list[int])
+    persistent: list[int] = field(default_factory=list[int])
     kind: dict[str, Any] = field(default_factory=dict[str, Any])
     streams: list[Stream] = field(default_factory=list[Stream])
     ticks: list[Tick] = field(default_factory=list[Tick])
@@ -133,6 +134,7 @@ def parse_table(text: str, workload: Workload | None = None) -> Table:
         live_bytes=tuple(read.live_bytes),
         kind=_kind(read),
         places=tuple(read.places),
+        persistent=tuple(read.persistent),
         workload=workload,
         **{name: figure for name, figure in read.figures.items() if name not in counts},
     )
@@ -263,6 +265,9 @@ _LINES: dict[str, _Line] = {
     "slots": _Line(lambda s: [f"{i} = {x.offset}+{x.nbytes}" for i, x in enumerate(s.slots)], _read_slots, "; "),
     "saves": _Line(lambda s: ranges(s.saves), lambda text, read: read.saves.extend(_read_ranges(text, read))),
     "frozen": _Line(lambda s: ranges(s.frozen), lambda text, read: read.frozen.extend(_read_ranges(text, read))),
+    "persistent": _Line(
+        lambda s: ranges(s.persistent), lambda text, read: read.persistent.extend(_read_ranges(text, read))
+    ),
     "mode": _choice("mode", MODES),
     "transfer": _choice("transfer", TRANSFERS),
     "micro-batches": _Line(

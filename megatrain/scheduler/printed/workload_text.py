@@ -23,7 +23,7 @@ def workload_text(workload: Workload) -> str:
     )
 
 
-_BLOCK = ("block", "state", "gradients", "saved", "forward", "backward", "FLOP", "update", "name")
+_BLOCK = ("block", "state", "frozen", "gradients", "saved", "forward", "backward", "FLOP", "update", "name")
 _VALUE = ("value", "bytes", "storage", "made by", "read by", "is", "name")
 
 
@@ -31,7 +31,8 @@ def _block_cells(index: int, block: BlockWork) -> tuple[str, ...]:
     backward = str(block.backward_workspace_bytes) if block.has_backward else "."
     gradients = f"{block.gradient_bytes}" + (f"+{block.gradient_padding}" if block.gradient_padding else "")
     shares = f", updates rows of {_listed(block.shares)} as well" if block.shares else ""
-    sizes = (block.state_bytes, gradients, block.saved_bytes, block.forward_workspace_bytes, backward)
+    held = (block.saved_bytes, block.forward_workspace_bytes, backward)
+    sizes = (block.state_bytes, block.frozen_bytes, gradients, *held)
     return (str(index), *map(str, sizes), str(block.forward_flops), str(block.update_bytes), f"{block.name}{shares}")
 
 
