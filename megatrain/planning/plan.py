@@ -306,7 +306,9 @@ def _device_lines(table: Schedule) -> list[str]:
     peak = find_peak(table)
     rows = [(f"at {peak.op}", "bytes", "size"), *((name, str(n), format_bytes(n)) for name, n in peak.parts)]
     kept = f"graphs of {len(table.saves)} of {len(workload.backward_blocks())} blocks, inputs of the last {table.keep}"
-    kept += f", weights of the last {len(table.resident())}" if table.kind.transfer == "copy" else ""
+    if table.kind.transfer == "copy":
+        kept += f", weights of the last {len(table.resident())}"
+        kept += f" (frozen ones of {len(table.persistent)} across steps)" if table.persistent else ""
     num_parked = table.kind.micro_batches * sum(map(len, table.parked().values()))
     return [
         *in_columns(rows),

@@ -59,12 +59,15 @@ class Slots:
             ExecuteError: If frozen weights were changed unseen.
         """
         arena, layout, frozen = self._engine.arena, self._images[block], self._frozen[block]
-        stamp, known = self._store.stamp(layout, frozen), arena.persisting(*where)
-        if known is None or stamp is None or not known.is_of(layout, frozen) or not known.is_same(stamp):
+        stamp, known, key = self._store.stamp(layout, frozen), arena.persisting(*where), (id(layout), frozen)
+        if known is None or stamp is None or known.key != key or not known.is_same(stamp):
             self._store.prefetch(layout, arena.write(*where))
             if stamp is not None:
-                name, weights = self._program.blocks[block].name, self._store.bytes_of(layout, frozen)
-                arena.persist(*where, Persisting.of(name, layout, frozen, stamp, weights))
+                known = arena.remembered(key)
+                if known is None or not known.is_same(stamp):
+                    name, weights = self._program.blocks[block].name, self._store.bytes_of(layout, frozen)
+                    known = Persisting.of(name, layout, frozen, stamp, weights)
+                arena.persist(*where, known)
             return
         self._num_uses += 1
         # Each step checks a part of about one block, of another one each time.

@@ -26,6 +26,8 @@ class DeviceArena:
         self.device = device
         self._views: dict[Hashable, list[torch.Tensor]] = {}
         self._persisting: dict[tuple[int, int], Persisting] = {}
+        # Of all frozen weights that were ever here: to read them anew takes longer than to copy them.
+        self._remembered: dict[Hashable, Persisting] = {}
         self._buffer = self._none()
 
     @property
@@ -75,7 +77,11 @@ class DeviceArena:
 
     def persist(self, offset: int, nbytes: int, known: Persisting) -> None:
         """Notes which frozen weights lie in these bytes, once they are copied."""
-        self._persisting[offset, nbytes] = known
+        self._persisting[offset, nbytes] = self._remembered[known.key] = known
+
+    def remembered(self, key: Hashable) -> Persisting | None:
+        """Returns what was known last of some frozen weights, wherever they lay."""
+        return self._remembered.get(key)
 
     def release(self) -> None:
         """Gives the memory back; the next `resize` allocates anew."""

@@ -189,7 +189,7 @@ class HostStore:
         placed = self._by_value.get(layout)
         if placed is None:
             homes = [self._home(entry) for entry in layout.entries]
-            runs = tuple(_runs(layout.entries, homes))
+            runs = tuple(_runs(layout.entries, homes, layout.alignment))
             placed = _Placed(layout, runs, tuple(home.view for home in homes))
             self._by_value[layout] = placed
         # Hashing an image costs more than a small copy; a caller that keeps its image pays for a lookup only.
@@ -225,7 +225,7 @@ class HostStore:
         runs = self._placed(layout).runs
         if without:
             entries = [entry for entry in layout.entries if entry.key not in without]
-            runs = tuple(_runs(entries, map(self._home, entries)))
+            runs = tuple(_runs(entries, map(self._home, entries), layout.alignment))
         for run in runs:
             self._bus.to_device(out[run.start : run.end], run.source, run.arena)
 
@@ -310,14 +310,15 @@ def _take_in(home: _Home) -> None:
     home.memory = next(_memories)
 
 
-def _runs(entries: Iterable[Entry], homes: Iterable[_Home]) -> Iterable[_Run]:
+def _runs(entries: Iterable[Entry], homes: Iterable[_Home], alignment: int) -> Iterable[_Run]:
     """Joins neighbours that have the same distance in the arena as in the image."""
     start = end = source = 0
     arena: HostArena | None = None
     for entry, home in zip(entries, homes, strict=True):
         if not entry.spec.nbytes:
             continue
-        if arena is not home.arena or home.offset - entry.offset != source - start:
+        is_next = entry.offset <= aligned(end, alignment)
+        if arena is not home.arena or home.offset - entry.offset != source - start or not is_next:
             if arena is not None:
                 yield _Run(start, end, arena.tensor[source : source + end - start], arena)
             arena, start, source = home.arena, entry.offset, home.offset

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,9 +62,10 @@ class Persisting:
             name, layout, keys, stamp, [(s, s.clone()) for s in samples], [(piece, _sums(piece)) for piece in pieces]
         )
 
-    def is_of(self, layout: BlockImage, keys: frozenset[str]) -> bool:
-        """Tells whether they are these entries of an image."""
-        return self.layout is layout and self.keys == keys
+    @property
+    def key(self) -> Hashable:
+        """Which weights they are: an engine keeps each image for good, so its address is a name."""
+        return id(self.layout), self.keys
 
     def is_same(self, stamp: Stamp) -> bool:
         """Tells whether the host still has these weights, as far as a look at each tensor says."""

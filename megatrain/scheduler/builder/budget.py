@@ -49,7 +49,7 @@ def _least_plan(builder: Builder, draft: Draft, keep: int | None, activations: s
     plan = _starting_plan(builder, draft.plan.num_slots, keep, activations)
     if keep is None and activations not in ("keep", "offload"):
         plan = replace(plan, keep=0)
-    return replace(plan, has_late_offloads=draft.plan.has_late_offloads)
+    return plan
 
 
 def _without_costs(

@@ -10,8 +10,8 @@ from megatrain.scheduler.parking import parked_values
 from megatrain.scheduler.timing.costs import Costs
 from megatrain.scheduler.timing.simulate import simulate
 
-# Further slots let copies run further ahead, where blocks of many sizes take turns.
-_MORE_SLOTS = 2
+# More than two slots let copies run further ahead, where blocks of many sizes take turns.
+_MORE_SLOTS = 1
 # So many plans along one axis are tried at once; then as many between the neighbours of the best.
 _PROBES = 5
 # A step that is longer than its bound by less than this part isn't worth a search.
@@ -83,8 +83,9 @@ class Search:
             is_slots_free: Whether the number of slots is.
         """
         best = self._known(first)
-        counts = range(first.plan.num_slots, first.plan.num_slots + 1 + _MORE_SLOTS * is_slots_free)
-        starts = [replace(least, num_slots=count) for count in counts]
+        counts = range(1, 3 + _MORE_SLOTS) if is_slots_free else [first.plan.num_slots]
+        lates = [True, False] if self._builder.kind.micro_batches > 1 else [False]
+        starts = [replace(least, num_slots=n, has_late_offloads=late) for late in lates for n in counts]
         families = [self._family(start, is_keep_free=is_keep_free, is_save_free=is_save_free) for start in starts]
         for family in families:
             # With all the memory that it can use, a family is as fast as it gets.
