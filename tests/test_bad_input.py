@@ -89,6 +89,13 @@ RIGHT = {
     # Any rate and time.
     "Hardware.*_per_s": "half huge inf",
     "Hardware.launch_s": "zero half huge",
+    "Hardware.issue_s": "zero half huge",
+    "Hardware.*memory_bytes": "huge None",
+    "Hardware.cores": "huge None",
+    "Hardware.pageable_bytes_per_s": "half huge inf None",
+    "Hardware.name": TEXTS,
+    "Hardware.origins": "dict",
+    "Hardware.seconds.works": "tuple",
     "Hardware.further_rates": "dict",
     # Any label; one that no operation has is never met.
     "Chaos.seed": "zero minus huge",

@@ -27,6 +27,7 @@ GROUPS = (
     "tracer",
     "memory",
     "files",
+    "hardware",
     "passes",
     "scheduler",
     "runtime",
