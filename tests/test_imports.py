@@ -27,6 +27,7 @@ GROUPS = (
     "tracer",
     "memory",
     "files",
+    "native",
     "hardware",
     "passes",
     "scheduler",

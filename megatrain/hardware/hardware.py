@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -109,6 +109,28 @@ class Hardware:
     cores: int | None = None
     name: str = ""
     origins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False, compare=False)
+
+    @staticmethod
+    def measure(
+        device: Any = None, *, products: Sequence[Any] = (), cache: Any = None, fresh: bool = False
+    ) -> Hardware:
+        """Measures this machine in a few seconds, or reads what was measured before.
+
+        Args:
+            device: A device as for `compile`; None takes the accelerator, or the CPU.
+            products: The products of matrices whose rates count, as (rows, inner, columns, rate), say those of a model
+                (`megatrain.passes.measuring.products.products_of`). Without them products of a layer are taken.
+            cache: The folder of what was measured; None takes `.cache/megatrain` of the user's home. There is a file
+                for each machine, device, driver, version of torch, number of threads, and list of products.
+            fresh: Whether to measure again.
+
+        Raises:
+            OptionError: If an argument has a wrong value, or the device can't be used.
+        """
+        # Later: this file is imported where torch isn't.
+        from megatrain.hardware.measuring.measured import measured_figures
+
+        return Hardware(**measured_figures(device, products, cache, fresh, accept=Hardware))
 
     @staticmethod
     @checked(name=one_of(*PRESETS))
