@@ -43,6 +43,7 @@ _INSTEAD = {"tf32": ("fp32", 1), "bf16": ("fp32", 1), "fp64": ("fp32", 2), "fp8"
     further_rates=mapping_of(_RATE),
     memory_bytes_per_s=_RATE,
     issue_s=_SECONDS,
+    op_s=_SECONDS,
     h2d_beside=_SHARE,
     d2h_beside=_SHARE,
     host_beside=_SHARE,
@@ -70,6 +71,8 @@ class Hardware:
         further_rates: Bytes per second of streams that a program adds, by name.
         memory_bytes_per_s: What kernels read and write in the device's memory; without a figure this takes no time.
         issue_s: Seconds that Python takes to launch a kernel. A block takes no less than that for each of its kernels.
+            0 where kernels run in the calls that launch them: there `launch_s` has it.
+        op_s: Seconds that Python takes for each op of compute and of the host besides.
         h2d_beside: The share of its rate that a copy to the device keeps while one to the host is under way.
         d2h_beside: The reverse: of a copy to the host.
         host_beside: The share that updates and norms keep while copies are under way.
@@ -99,6 +102,7 @@ class Hardware:
     further_rates: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     memory_bytes_per_s: float = inf
     issue_s: float = 0.0
+    op_s: float = 0.0
     h2d_beside: float = 1.0
     d2h_beside: float = 1.0
     host_beside: float = 1.0
@@ -169,13 +173,15 @@ class Hardware:
 
     @checked(works=_WORKS)
     def seconds(self, works: Works) -> float:
-        """Seconds that kernels take on the device, one after the other; no less than Python takes to launch them."""
+        """Seconds that an op with these kernels takes, one by one; no less than Python takes to launch them."""
         taken, kernels = 0.0, 0
         for rate, flops, nbytes, number_of in works:
             moving = nbytes / self.memory_bytes_per_s
             taken += moving if rate == MEMORY else max(moving, flops / self._product_rate(rate))
             kernels += number_of
-        return max(taken + kernels * self.launch_s, kernels * self.issue_s)
+        taken += kernels * self.launch_s
+        # Python launches kernels while the device works, or else it does nothing else meanwhile.
+        return max(taken, kernels * self.issue_s + self.op_s) if self.issue_s else taken + self.op_s
 
     @property
     def is_shared(self) -> bool:

@@ -26,6 +26,7 @@ _FIGURES = (
     ("cores", "processors", "", 1),
     ("launch_s", "launch of a kernel, device", "us", 1e-6),
     ("issue_s", "launch of a kernel, Python", "us", 1e-6),
+    ("op_s", "an op besides, Python", "us", 1e-6),
     ("further_rates", "stream", "GB/s", 1e9),
 )
 # Figures that mean nothing at these values are left out unless somebody stated them.
@@ -36,6 +37,7 @@ _NONE = {
     "compute_beside": 1.0,
     "launch_s": 0.0,
     "issue_s": 0.0,
+    "op_s": 0.0,
 }
 
 

@@ -117,6 +117,7 @@ def preset_figures(name: str) -> dict[str, Any]:
         "pageable_bytes_per_s": row.link_of if row.is_unified else "assumed: a quarter of page-locked copies",
         "host_bytes_per_s": "assumed: a half to two thirds of the memory on paper",
         "launch_s": "assumed",
+        "op_s": "assumed: half of what a slow processor takes for F and B on average",
         "issue_s": "12 us measured on an H100's host (docs/gpu.md), a third less since"
         if row.issue > 6
         else "assumed: PyTorch on a fast processor",
@@ -134,5 +135,6 @@ def preset_figures(name: str) -> dict[str, Any]:
         "host_bytes_per_s": row.host * 1e9,
         "launch_s": 2e-6,
         "issue_s": row.issue * 1e-6,
+        "op_s": 60e-6,
         "origins": {figure: f"preset: {origin}" for figure, origin in origins.items()},
     }

@@ -16,6 +16,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.effects import Stream
 from tests.simulated_device.simulator import HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
+from tests.tiers import diagonal
 from tests.training.parity import MODES
 
 WIDTH, ROWS = 512, 4096
@@ -43,11 +44,13 @@ class Blocks(nn.Module):
         return x.sum()
 
 
-def made(mode: str, depth: int = 12, width: int = WIDTH) -> tuple[megatrain.TrainStep, list[torch.Tensor]]:
+def made(
+    mode: str, depth: int = 12, width: int = WIDTH, rows: int = ROWS
+) -> tuple[megatrain.TrainStep, list[torch.Tensor]]:
     compiled = megatrain.compile(Blocks(depth, width), device="sim", activations="recompute")
     optimizer = torch.optim.AdamW(compiled.parameters(), fused=True)
     step = megatrain.TrainStep(compiled, optimizer, **MODES[mode])
-    batch = [torch.empty(ROWS, width, device="sim") for _ in range(2)]
+    batch = [torch.empty(rows, width, device="sim") for _ in range(2)]
     for _ in range(2):
         step(batch)
     return step, batch
@@ -79,11 +82,26 @@ def test_the_simulator_of_schedules_is_right_within_5_percent_for_each_machine(s
     """By the times of a step, and by the machine's rates alone. Only layers of this width take longer than launches."""
     machine = Hardware.preset(name)
     sim.configure(compute=False, poison=False)
-    hosts, (step, batch) = VirtualHosts(sim, machine.host_bytes_per_s), made(mode, width=4 * WIDTH)
+    hosts, (step, batch) = VirtualHosts(sim, machine.host_bytes_per_s, machine.op_s), made(mode, width=4 * WIDTH)
     sim.set_profile(HardwareProfile.of(machine))
     hosts.take(step, batch)
     predicted, taken = hosts.predicted(step, batch), hosts.take(step, batch)
     assert predicted == pytest.approx(taken, rel=0.05)
+    assert step.schedule.simulate(machine).step_s == pytest.approx(taken, rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "mode"), diagonal(["a100", "rtx-4090", "gh200"], ["overlap", "serial_clipped"]))
+@pytest.mark.parametrize(("width", "rows"), [(1024, 256), (128, 64)], ids=["bus", "launches"])
+def test_rates_predict_steps_that_the_link_or_python_holds_up(
+    sim: Simulator, name: str, mode: str, width: int, rows: int
+):
+    """Few tokens: copies both ways share the link, as an A100's do. Short kernels: each op waits for Python."""
+    machine = Hardware.preset(name)
+    sim.configure(compute=False, poison=False)
+    hosts, (step, batch) = VirtualHosts(sim, machine.host_bytes_per_s, machine.op_s), made(mode, 12, width, rows)
+    sim.set_profile(HardwareProfile.of(machine))
+    hosts.take(step, batch)
+    taken = hosts.take(step, batch)
     assert step.schedule.simulate(machine).step_s == pytest.approx(taken, rel=0.05)
 
 

@@ -8,12 +8,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatrain.device import Device
+from megatrain.device import HOST, Device
 from megatrain.hardware.measuring.timing import seconds_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 # Of default products: so long that a launch doesn't count, so short that all of them take a second or two.
 _ABOUT_S = 0.004
+_IN_A_ROW = 8
 _LARGEST, _SMALLEST = 8192, 256
 
 
@@ -97,7 +98,12 @@ def memory_rate(device: Device, launched_s: float) -> float:
     """Bytes per second that kernels read and write in the device's memory, launches apart."""
     count = (4 << 20) if device.is_host else (32 << 20)
     x, y, out = (torch.ones(count, device=device.torch_device) for _ in range(3))
-    taken = seconds_of(device, lambda: torch.add(x, y, out=out), least_s=0.05)
+
+    def additions() -> None:
+        for _ in range(_IN_A_ROW):  # Python launches the first, and the device doesn't wait for the others
+            torch.add(x, y, out=out)
+
+    taken = seconds_of(device, additions, least_s=0.05) / _IN_A_ROW
     return 3 * x.nbytes / max(taken - launched_s, taken / 2)
 
 
@@ -125,6 +131,19 @@ def launch_s(device: Device) -> tuple[float, float]:
     _many(x, count)()
     queued = device.moment().seconds_since(begin) / count
     return min(queued, issued), issued
+
+
+def op_s() -> float:
+    """Seconds of Python for a small block: a product with a graph of its own, and its backward."""
+    x, weight = torch.ones(1, 4), torch.ones(4, 4)
+
+    def block() -> None:
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            result = F.linear(leaves[0], leaves[1])
+        torch.autograd.grad(result, leaves, torch.ones_like(result))
+
+    return seconds_of(HOST, block, least_s=0.02)
 
 
 def _many(x: torch.Tensor, count: int) -> Callable[[], None]:

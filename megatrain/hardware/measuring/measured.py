@@ -23,6 +23,7 @@ from megatrain.hardware.measuring.kernels_alone import (
     attention_rates,
     launch_s,
     memory_rate,
+    op_s,
     product_rates,
 )
 from megatrain.hardware.measuring.timing import Beside, seconds_of
@@ -80,6 +81,7 @@ def _measured(device: Device, products: Sequence[Product]) -> dict[str, Any]:
         "cores": update_threads(leave=0),
         "launch_s": launched,
         "issue_s": issued,
+        "op_s": op_s(),
     }
     # As many as a training step gives its updates; where the host computes, blocks and updates have torch's.
     threads = torch.get_num_threads() if device.is_host else update_threads(device.launching_threads)

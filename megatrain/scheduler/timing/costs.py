@@ -191,6 +191,9 @@ def _hardware_durations(schedule: Table, hardware: Hardware) -> dict[Position, f
         effect = effects.of(*op.key)
         if effect.work not in known:
             known[effect.work] = hardware.seconds(effect.work)
-        fixed = 0.0 if effect.work else hardware.launch_s
-        found[position] = known[effect.work] + fixed + effect.moves / rates.get(position.stream, inf)
+        computes = bool(effect.work) or position.stream == Stream.COMPUTE
+        seconds = known[effect.work] if computes else hardware.launch_s
+        if position.stream == Stream.HOST:
+            seconds += hardware.op_s
+        found[position] = seconds + effect.moves / rates.get(position.stream, inf)
     return found
