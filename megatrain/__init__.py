@@ -29,6 +29,7 @@ from megatrain.errors import (
     TraceError,
     WeightsError,
 )
+from megatrain.hardware.hardware import Hardware
 from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.optim.grad_scaler import GradScaler
 from megatrain.passes.pipeline import lower
@@ -42,7 +43,6 @@ from megatrain.runtime.streams.stream_set import Chaos, Recording
 from megatrain.scheduler.from_program import schedule, workload
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.timing.costs import Hardware
 from megatrain.scheduler.workload import Workload
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
+from megatrain.hardware.work import products
 from megatrain.passes.call_trial import Site
 from megatrain.scheduler.schedule import Schedule
 
@@ -193,6 +194,9 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield "Workload.backward_readers", made.workload, {"value": 0}
     yield "Workload.update_group", made.workload, {"block": 0}
     yield "Workload.has_value_gradient", made.workload, {"value": 0}
+    yield "Hardware.preset", megatrain.Hardware, {"name": "h200"}
+    yield "Hardware.product_rate", HARDWARE, {"name": "bf16"}
+    yield "Hardware.seconds", HARDWARE, {"works": products(10**9)}
     yield "Chaos.delay", megatrain.Chaos(), {"stream": "h2d"}
     yield "Chaos.strikes", megatrain.Chaos(), {"stream": "h2d", "label": "W0"}
     recording = megatrain.Recording()
@@ -201,6 +205,7 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield "Recording.on", recording, {"stream": "h2d"}
     yield "Recording.labels", recording, {"stream": "h2d"}
     yield "Program.opaque", made.program, {"block": made.program.blocks[0]}
+    yield "Program.needs_gradients", made.program, {"block": made.program.blocks[0]}
     yield "Program.state_bytes", made.program, {"block": made.program.blocks[0]}
     yield "HostPlan.bytes_of", made.plan.host, {"name": "parameters"}
     yield "HostPlan.check", made.plan.host, {"available_bytes": 2**40}

@@ -89,6 +89,13 @@ RIGHT = {
     # Any rate and time.
     "Hardware.*_per_s": "half huge inf",
     "Hardware.launch_s": "zero half huge",
+    "Hardware.issue_s": "zero half huge",
+    "Hardware.*memory_bytes": "huge None",
+    "Hardware.cores": "huge None",
+    "Hardware.pageable_bytes_per_s": "half huge inf None",
+    "Hardware.name": TEXTS,
+    "Hardware.origins": "dict",
+    "Hardware.seconds.works": "tuple",
     "Hardware.further_rates": "dict",
     # Any label; one that no operation has is never met.
     "Chaos.seed": "zero minus huge",
@@ -139,8 +146,9 @@ MODELS = {
     "plan.example_args": lambda model, value: model(*value),
     "trace.args": lambda model, value: model(*value),
 }
-# A compiled model is the model's own class beside that, and compile makes it; of errors nothing is expected.
-ELSEWHERE = {"CompiledModule"}
+# A compiled model is the model's own class beside that, and compile makes it; of errors nothing is expected. What
+# measures for seconds is in tests/hardware/test_cache.py.
+ELSEWHERE = {"CompiledModule", "Hardware.measure"}
 
 
 def eager_error(option: str, value: Any) -> str | None:

@@ -27,6 +27,8 @@ GROUPS = (
     "tracer",
     "memory",
     "files",
+    "native",
+    "hardware",
     "passes",
     "scheduler",
     "runtime",

@@ -199,7 +199,7 @@ def _forward(step: Effects, block: int, micro_batch: int) -> Effect:
     makes = [step.value(index, micro_batch, is_forward=True) for index in step.outputs[block]]
     makes += [Item(kind, block, micro_batch) for kind in ("record", *(["saved"] if block in step.saves else []))]
     reads += step.loss_reads("F", block, micro_batch)
-    return Effect((*reads, *step.weights(block)), tuple(makes), flops=step.workload.blocks[block].forward_flops)
+    return Effect((*reads, *step.weights(block)), tuple(makes), work=step.workload.blocks[block].forward)
 
 
 def _forward_workspace(step: Effects, block: int, micro_batch: int) -> int:
@@ -222,7 +222,7 @@ def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
         # The caller hands in the gradients of the outputs when the backward of their micro-batch starts.
         values = enumerate(step.workload.values)
         makes = [Item("gradient", i, micro_batch) for i, v in values if v.is_output and step.has_gradient[i]]
-    return Effect(tuple(reads), tuple(makes), tuple(adds), flops=(2 if is_saved else 3) * work.forward_flops)
+    return Effect(tuple(reads), tuple(makes), tuple(adds), work=work.whole_backward(is_saved, micro_batch))
 
 
 def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:

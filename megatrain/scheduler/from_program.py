@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from megatrain.checks import checked, count, optional
 from megatrain.errors import ScheduleError
+from megatrain.hardware.hardware import Hardware
 from megatrain.passes.program import Block, Program
 from megatrain.scheduler.builder.build import STEP, build
 from megatrain.scheduler.merging import Merged, merge, refuse
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.timing.costs import Hardware
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 from megatrain.sizes import SIZE, aligned, parse_bytes
 
@@ -255,11 +255,13 @@ def _block_work(program: Program, block: Block, update: _Update, update_traffic:
         frozen_bytes=sum(sizes[k] for k in block.binding if not program.state[k].requires_grad),
         gradient_bytes=sum(gradients),
         gradient_padding=sum(map(aligned, gradients)) - sum(gradients),
+        num_gradients=len(gradients),
         saved_bytes=cost.saved_bytes,
         forward_workspace_bytes=cost.forward_workspace_bytes,
         backward_workspace_bytes=cost.backward_workspace_bytes,
         has_backward=is_differentiable,
-        forward_flops=cost.forward_flops,
+        forward=cost.forward,
+        backward=cost.backward_of(program.needs_gradients(block)) if is_differentiable else (),
         update_bytes=update_traffic * update.nbytes,
         shares=tuple(sorted(update.shares)),
     )

@@ -12,10 +12,10 @@ from megatrain.checks.several_optimizers import check_apart, parameters_of
 from megatrain.compiled.inside import Compiled, Variant
 from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.interrupts import Interrupts
+from megatrain.memory.processors import update_threads
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.per_parameter import check_per_parameter
-from megatrain.optim.processors import update_threads
 from megatrain.optim.updates import Updates
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.planning.loss_bytes import Loss, measure_loss

@@ -7,9 +7,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
+from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.work import products
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.timing.costs import Hardware
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 from tests.draws import draws
 
@@ -27,9 +28,8 @@ def chains(draw: st.DrawFn, most: int) -> Workload:
         gradient = state * 8 if is_frozen else state * 64
         frozen = state * 56 if is_frozen else 0
         sizes = (state * 64, gradient, saved * 32, workspace * 4, workspace * 8)
-        blocks.append(
-            BlockWork(f"b{index}", *sizes, True, flops * 1000, update_bytes=7 * gradient, frozen_bytes=frozen)
-        )
+        works = products(flops * 1000), products(2000 * flops)
+        blocks.append(BlockWork(f"b{index}", *sizes, True, *works, update_bytes=7 * gradient, frozen_bytes=frozen))
     nbytes = draw(SMALL) * 8
     values = [ValueWork("ids", 8, 0, None, (0,), False, False, False)]
     for index in range(count):
@@ -39,6 +39,7 @@ def chains(draw: st.DrawFn, most: int) -> Workload:
     return Workload(tuple(blocks), tuple(values), (8, *[nbytes] * count))
 
 
+WORKS = products(1_000), products(2_000)
 RATES = st.sampled_from([1e3, 3e3, 1e4, 3e4])
 MACHINES = st.builds(Hardware, RATES, RATES, st.sampled_from([1e4, 1e5, 1e6]), st.just(0.0), RATES)
 STEPS = st.fixed_dictionaries(
@@ -80,7 +81,7 @@ def test_a_plan_by_time_fits_and_is_never_slower_than_the_rule(
 
 def test_weights_cross_where_memory_for_graphs_would_save_less():
     """Few tokens, frozen weights: each graph is cheap to recompute, and each weight takes long to bring."""
-    layer = BlockWork("layer", 10_000, 100, 9_000, 100, 200, True, 1_000, frozen_bytes=9_900)
+    layer = BlockWork("layer", 10_000, 100, 9_000, 100, 200, True, *WORKS, frozen_bytes=9_900)
     values = [ValueWork("ids", 8, 0, None, (0,), False, False, False)]
     values += [ValueWork(f"v{i}", 80, i + 1, i, (i + 1,) if i < 7 else (), i == 7, True, i < 7) for i in range(8)]
     works = Workload((layer,) * 8, tuple(values), (8, *[80] * 8))
@@ -96,7 +97,7 @@ def test_weights_cross_where_memory_for_graphs_would_save_less():
 
 @pytest.mark.parametrize("memory", [None, 10**9])
 def test_with_ample_memory_the_rule_is_the_plan(memory: int | None):
-    layer = BlockWork("layer", 1000, 1000, 500, 100, 200, True, 1_000, update_bytes=7000)
+    layer = BlockWork("layer", 1000, 1000, 500, 100, 200, True, *WORKS, update_bytes=7000)
     works = Workload((layer,) * 3, (), ())
     machine = Hardware(1e4, 1e4, 1e6)
     plans = [schedule(works, memory=memory, updates="overlap", hardware=hardware) for hardware in (None, machine)]

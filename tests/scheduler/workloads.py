@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
+from megatrain.hardware.work import MEMORY, Kernels, Works, products
 from megatrain.scheduler.builder.build import ACTIVATIONS
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.from_program import schedule
@@ -17,7 +18,8 @@ ACT, LAYER, EMBED = 8192, 132864, 65536
 
 
 def block(name: str, state: int, *, has_backward: bool = True, **sizes: int) -> BlockWork:
-    default = BlockWork(name, state, state if has_backward else 0, 2 * ACT, ACT, 4 * ACT, has_backward, 10**6)
+    works = (products(10**6), products(2 * 10**6) if has_backward else ())
+    default = BlockWork(name, state, state if has_backward else 0, 2 * ACT, ACT, 4 * ACT, has_backward, *works)
     return replace(default, **sizes)
 
 
@@ -38,6 +40,13 @@ def example() -> Workload:
     return chain([EMBED, LAYER, LAYER, EMBED])
 
 
+def kernels() -> st.SearchStrategy[Works]:
+    """Up to three kinds of kernels, products and others."""
+    figure, count = st.integers(0, 40).map(lambda n: 1000 * n), st.integers(1, 9)
+    of_products = st.builds(Kernels, st.sampled_from(["bf16", "fp32", "bf16 attention"]), figure, figure, count)
+    return st.lists(of_products | st.builds(Kernels, st.just(MEMORY), st.just(0), figure, count), max_size=3).map(tuple)
+
+
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[BlockWork, ...]:
     """Up to seven blocks: without state, without backward, frozen, or with a huge state among them."""
@@ -47,22 +56,12 @@ def blocks(draw: st.DrawFn) -> tuple[BlockWork, ...]:
         size = st.integers(0, 40)
         state = draw(st.sampled_from([0, 64, 64, 128, 192, 640]))
         has_backward = draw(st.sampled_from([True, True, True, False]))
-        saved, forward, backward, flops = draw(st.tuples(size, size, size, size))
+        saved, forward, backward = draw(st.tuples(size, size, size))
+        works = draw(kernels()), draw(kernels()) if has_backward else ()
         gradient = draw(st.sampled_from([0, state // 4, state, state])) if has_backward else 0
         frozen = draw(st.sampled_from([0, (state - gradient) // 2, state - gradient, state - gradient]))
-        found.append(
-            BlockWork(
-                f"b{index}",
-                state,
-                gradient,
-                saved,
-                forward,
-                backward,
-                has_backward,
-                flops * 1000,
-                frozen_bytes=frozen,
-            )
-        )
+        sizes = (state, gradient, saved, forward, backward)
+        found.append(BlockWork(f"b{index}", *sizes, has_backward, *works, frozen_bytes=frozen))
     for index, work in enumerate(found):
         if work.gradient_bytes > 0 and draw(st.integers(0, 4)) > 0:
             holders = [i for i, other in enumerate(found) if i != index and other.state_bytes > 0]

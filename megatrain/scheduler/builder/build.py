@@ -60,7 +60,7 @@ def build(
             needed at least, and by which block.
 
     >>> from megatrain.scheduler.workload import BlockWork
-    >>> layer = BlockWork("layer", 1024, 1024, 0, 0, 0, True, 10**6)
+    >>> layer = BlockWork("layer", 1024, 1024, 0, 0, 0, True)
     >>> print(*build(Workload((layer, layer, layer), (), ()), StepKind(), num_slots=1).ops)
     W0@0 F0 W1@0 F1 W2@0 F2 B2 W1@0 G2 B1 W0@0 G1 B0 G0
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatrain.hardware.work import total_flops
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft
 from megatrain.scheduler.parking import parked_values
 from megatrain.scheduler.timing.costs import Costs
@@ -98,7 +99,7 @@ class Search:
     def _family(self, start: Choices, *, is_keep_free: bool, is_save_free: bool) -> _Family:
         blocks, kind = self._builder.workload.blocks, self._builder.kind
         free = [b for b in self._builder.workload.backward_blocks() if b not in start.saves] if is_save_free else []
-        saves = sorted(free, key=lambda b: (-_ratio(blocks[b].forward_flops, blocks[b].saved_bytes), -b))
+        saves = sorted(free, key=lambda b: (-_ratio(total_flops(blocks[b].forward), blocks[b].saved_bytes), -b))
         keeps = self._keeps(start) if is_keep_free else (start.keep,)
         frozen = frozenset(b for b, work in enumerate(blocks) if work.is_mostly_frozen and kind.is_training_step)
         rest = range(len(blocks) - start.num_slots) if kind.is_training_step else ()
