@@ -178,7 +178,7 @@ def op_durations(schedule: Table, costs: Costs) -> dict[Position, float]:
 
 
 def _hardware_durations(schedule: Table, hardware: Hardware) -> dict[Position, float]:
-    effects = Effects(schedule.known_workload(), schedule.kind, schedule.saves, schedule.parked())
+    effects = Effects(schedule.known_workload(), schedule.kind, schedule.saves, schedule.parked(), schedule.persistent)
     rates = {
         Stream.H2D: hardware.h2d_bytes_per_s,
         Stream.D2H: hardware.d2h_bytes_per_s,
