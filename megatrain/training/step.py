@@ -30,6 +30,7 @@ from megatrain.training import saved_step as checkpoint
 from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
+from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
 from megatrain.training.setup import NO_STEP, Setting, Setup
 from megatrain.training.shares import Shares, Weight, check_reduce
 from megatrain.training.trainer import Running
@@ -228,12 +229,12 @@ class TrainStep:
         elif not self._setup.is_completing:
             self.flush()
 
-    @checked(folder=PATH, scheduler=optional(checkpoint.SCHEDULER), shard_bytes=SIZE)
+    @checked(folder=PATH, scheduler=optional(SCHEDULERS), shard_bytes=SIZE)
     def save(
         self,
         folder: str | os.PathLike[str],
         *,
-        scheduler: checkpoint.Scheduler | None = None,
+        scheduler: Schedulers | None = None,
         user: Mapping[str, Any] | None = None,
         shard_bytes: int | str = "5GB",
         more: Callable[[Path], object] | None = None,
@@ -246,7 +247,7 @@ class TrainStep:
 
         Args:
             folder: The folder to write; an existing checkpoint is replaced.
-            scheduler: An LR scheduler, or any object with a `state_dict` and `load_state_dict`.
+            scheduler: An LR scheduler, or any object with a `state_dict` and `load_state_dict`; or a list of several.
             user: Your own values, in `user` after `load`: numbers, texts, tensors, and dicts and lists of these.
             shard_bytes: Largest size of a file, in bytes or as `"5GB"`.
             more: Adds files of its own to the folder, such as `tokenizer.save_pretrained`.
@@ -272,14 +273,14 @@ class TrainStep:
             )
 
     @classmethod
-    @checked(folder=PATH, scheduler=optional(checkpoint.SCHEDULER), compiled=COMPILED, optimizer=OPTIMIZERS)
+    @checked(folder=PATH, scheduler=optional(SCHEDULERS), compiled=COMPILED, optimizer=OPTIMIZERS)
     def load(
         cls,
         folder: str | os.PathLike[str],
         compiled: CompiledModule,
         optimizer: Optimizers,
         *,
-        scheduler: checkpoint.Scheduler | None = None,
+        scheduler: Schedulers | None = None,
         **options: Any,
     ) -> TrainStep:
         """Reads a checkpoint and returns a step that continues as if it had never stopped, bit for bit.
@@ -292,7 +293,7 @@ class TrainStep:
             compiled: The model built as it was, with any weights; or on meta, compiled with `weights=folder` and for
                 example arguments.
             optimizer: Of the same class, with the same parameters in the same groups; or as many, in the same order.
-            scheduler: As given to `save`, if it was.
+            scheduler: As given to `save`, if it was; several in the same order.
             options: Of `TrainStep`.
 
         Raises:
