@@ -161,7 +161,7 @@ def _refuse_number(
         has, lacks = (name, "load()") if saved else ("load()", name)
         number = max(len(several), len(saved))
         raise CheckpointError(
-            f"{has} has {'a scheduler' if number == 1 else f'{number} schedulers'}, {lacks} has none.\n"
+            f"{has} has {'a scheduler' if number == 1 else _counted(number)}, {lacks} has none.\n"
             "  Learning rates would continue wrongly.\n"
             "  Give the same schedulers to save and load, or none to both."
         )
@@ -170,10 +170,14 @@ def _refuse_number(
     missing, extra = sorted((there - here).elements()), sorted((here - there).elements())
     said = [f"{_listed(missing)} missing"] * bool(missing) + [f"{_listed(extra)} too many"] * bool(extra)
     raise CheckpointError(
-        f"{name} has {len(saved)} schedulers, load() has {len(several)}: {', and '.join(said)}.\n"
+        f"{name} has {_counted(len(saved))}, load() has {len(several)}: {', and '.join(said)}.\n"
         "  Learning rates would continue wrongly.\n"
         "  Give the same schedulers to save and load, in the same order."
     )
+
+
+def _counted(number: int) -> str:
+    return f"{number} scheduler{'s' * (number != 1)}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -107,6 +107,7 @@ def refuse_to_repeat(trainer: Any, options: StreamOptions, tolerance: float | No
     Raises:
         OptionError: Naming the first obstacle.
     """
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     begins = "Both runs begin where the constructor has ended."
     refused = {
         **{f"train({name}=...)": (bool(value), begins, "Verify the beginning.") for name, value in given.items()},
@@ -122,7 +123,7 @@ def refuse_to_repeat(trainer: Any, options: StreamOptions, tolerance: float | No
             'Verify with megatrain_precision="fp32", or give a tolerance.',
         ),
         "an optimizer with hooks on its step": (
-            isinstance(trainer.optimizer, torch.optim.Optimizer) and has_hooks(trainer.optimizer),
+            isinstance(optimizer, torch.optim.Optimizer) and has_hooks(optimizer),
             "Copies of an optimizer have no hooks.", "Leave them out, or use a callback.",
         ),
     }  # fmt: skip

@@ -152,7 +152,8 @@ class _Runs:
         return self._run(self._sides.stock(self._next_folder()), reads=reads)
 
     def _next_folder(self) -> Path:
-        gc.collect()  # the run before goes first, with what it has on the device
+        if self._count:
+            gc.collect()  # the run before goes first, with what it has on the device
         self._count += 1
         return self._folder / str(self._count)
 
