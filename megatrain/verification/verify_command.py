@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import math
 import os
 import sys
 import traceback
@@ -18,18 +17,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import PATH, count, number
+from megatrain.checks import PATH, count
 from megatrain.errors import MegatrainError, OptionError
-from megatrain.verification.scripts import UPDATES, TrainerVerdict, run_script
-from megatrain.verification.side_by_side import verify_call
+from megatrain.options import COMPILE
+from megatrain.verification.run_script import UPDATES, TrainerVerdict, run_script
+from megatrain.verification.side_by_side import CALL, verify_call
 
 _PACKAGE = Path(__file__).parents[1]
 _NOT_THEIRS = (*(str(Path(str(m.__file__)).parent) for m in (importlib, torch)), str(_PACKAGE), "<frozen")
 _SCRIPT = ".py"
 STEPS = 2
-_UPDATES_RULE = count(1, 10_000)
-_TOLERANCE_RULE = number(least=0, below=math.inf, example=1e-3)
 _OPTIONS = ("device", "memory", "activations", "transfer", "block_bytes")
+_RULES = {
+    **{name: COMPILE[name] for name in _OPTIONS},
+    "steps": CALL["steps"],
+    "seed": CALL["seed"],
+    "tolerance": CALL["tolerance"],
+    "updates": count(1, 10_000),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +78,9 @@ def run(options: argparse.Namespace) -> int:
     of_compile = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
     is_script = options.target.endswith(_SCRIPT)
     _refuse_options_of_others(options, is_script=is_script)
+    for name, rule in _RULES.items():
+        if getattr(options, name) is not None:
+            rule.check_flag(f"--{name.replace('_', '-')}", getattr(options, name))
     report = _of_script(options, of_compile) if is_script else _of_model(options, of_compile)
     print(report.to_json() if options.json else report)
     return 0 if report.ok else 1
@@ -80,9 +88,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _of_script(options: argparse.Namespace, of_compile: Mapping[str, Any]) -> TrainerVerdict:
     updates = UPDATES if options.updates is None else options.updates
-    _UPDATES_RULE.check("--updates", updates, has_default=True)
-    if options.tolerance is not None:
-        _TOLERANCE_RULE.check("--tolerance", options.tolerance, has_default=True)
     with _importable(f"{options.target}:"), _users_failures(f"`{options.target}`"):
         return run_script(options.target, options.of_script, updates, options.tolerance, of_compile)
 
@@ -206,7 +211,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _file(text: str) -> ModuleType:
-    PATH.check("target", text)
+    PATH.check_flag("target", text, has_default=False)
     path = Path(text)
     if not path.is_file():
         raise OptionError(f"there is no file `{text}`.\n  A path is relative to the current folder.\n  Check the path.")

@@ -1,4 +1,4 @@
-"""A trainer that streams, verified against its class without megatrain: by a script on the command line, or by a call."""
+"""A trainer that streams is verified against its class without megatrain: by a call, or by the command for a script."""
 
 from __future__ import annotations
 
@@ -350,7 +350,7 @@ class Mine(Streamed, Trainer):
 def main():
     torch.manual_seed(int(sys.argv[2]))
     arguments = TrainingArguments(
-        sys.argv[1], max_steps=4, save_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to=[], push_to_hub=False
+        sys.argv[1], max_steps=4, save_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to=[]
     )
     {more}
     rows = [{{"x": torch.randn(4), "labels": torch.tensor(i % 2)}} for i in range(12)]
@@ -453,7 +453,7 @@ BAD_SCRIPTS: dict[str, tuple[dict[str, str], list[str], str]] = {
     "device": ({}, ["--device=cpu"], "--device is for a model, and `"),
     "no updates": ({}, ["--updates=0"], "--updates=0 is less than 1."),
     "no tolerance": ({}, ["--tolerance=nan"], "--tolerance=nan is not a number."),
-    "no memory": ({}, ["--memory=evil"], "memory='evil' "),
+    "no memory": ({}, ["--memory=evil"], "--memory='evil' is not a size"),
 }
 
 

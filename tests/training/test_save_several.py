@@ -1,4 +1,4 @@
-"""A run with several optimizers and schedulers that stops at a checkpoint goes on to the bit; with others it is refused."""
+"""A run with several optimizers and schedulers goes on from a checkpoint to the bit; with others it is refused."""
 
 from __future__ import annotations
 
@@ -76,7 +76,11 @@ class Run:
         self.model = Gpt()
         compiled = megatrain.compile(self.model, device="cpu", **options)
         self.optimizers = make(self.model)
-        self.schedulers = schedulers_of(self.optimizers) if make in (muon_adamw, exchanged) else []
+        self.schedulers = (
+            schedulers_of(sorted(self.optimizers, key=lambda each: type(each).__name__))
+            if make in (muon_adamw, exchanged)
+            else []
+        )
         settings: dict[str, Any] = {"loss": scalar, "max_grad_norm": 0.1}
         if folder is None:
             self.step = megatrain.TrainStep(compiled, self.optimizers, **settings)

@@ -39,7 +39,7 @@ from megatrain.integrations.hf.trainer_sides import verified
 from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.optim.grad_scaler import host_scaler
 from megatrain.training.step import TrainStep
-from megatrain.verification.scripts import UPDATES, asked, end_script
+from megatrain.verification.run_script import UPDATES, asked, end_script
 
 FOLDER = "megatrain"
 """Within a trainer's checkpoint: all that the next training step depends on besides the weights."""

@@ -12,7 +12,7 @@ from megatrain.integrations.hf.trainer_copies import Untouched, copied_trainer, 
 from megatrain.integrations.hf.trainer_report import TrainerReport
 from megatrain.integrations.hf.verify_trainer import Sides, verify_trainer
 from megatrain.runtime.streams.chaos import Recording
-from megatrain.verification.scripts import nothing_asked
+from megatrain.verification.run_script import nothing_asked
 
 _OF_STREAMING = ("_stream_options", "_one_step")
 """Attributes of a trainer that streams which its copies do without."""

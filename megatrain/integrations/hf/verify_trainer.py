@@ -53,7 +53,7 @@ class Sides:
 
 
 @dataclass(slots=True)
-class _Ran:
+class _Outcome:
     """What a run of some updates left.
 
     Args:
@@ -103,7 +103,7 @@ def verify_trainer(sides: Sides, updates: int, tolerance: float | None) -> Train
     )
 
 
-def _first(runs: _Runs, expected: _Ran, allowed: float, moved_from: Mapping[str, torch.Tensor]) -> FirstUpdate:
+def _first(runs: _Runs, expected: _Outcome, allowed: float, moved_from: Mapping[str, torch.Tensor]) -> FirstUpdate:
     """Repeats both, with all parameters read after each update, and finds the first value that differs."""
     again = runs.stock(reads=True)
     as_before = {key: value for key, value in again.values.items() if key in expected.values}
@@ -136,7 +136,7 @@ class _Runs:
     num_operations: int = 0
     _count: int = 0
 
-    def streamed(self, *, reads: bool = False) -> _Ran:
+    def streamed(self, *, reads: bool = False) -> _Outcome:
         """Trains a copy that streams."""
         recording = Recording()
         trainer = self._sides.streamed(self._next_folder(), recording)
@@ -147,7 +147,7 @@ class _Runs:
         ran.num_blocks = len(trainer.model.program.blocks) if issued else 0
         return ran
 
-    def stock(self, *, reads: bool = False) -> _Ran:
+    def stock(self, *, reads: bool = False) -> _Outcome:
         """Trains a copy of the class without megatrain."""
         return self._run(self._sides.stock(self._next_folder()), reads=reads)
 
@@ -157,7 +157,7 @@ class _Runs:
         self._count += 1
         return self._folder / str(self._count)
 
-    def _run(self, trainer: Any, *, reads: bool) -> _Ran:
+    def _run(self, trainer: Any, *, reads: bool) -> _Outcome:
         watch = _Watch(self._updates, reads=reads)
         trainer.add_callback(watch)
         self._start.restore(self._sides.device)
@@ -172,7 +172,7 @@ class _Runs:
         values = dict(_logged(trainer.state.log_history)) | watch.values | _tensors(trainer.model, last)
         values |= {(last, "optimizer", name): value for name, value in _optimizer_state(trainer)}
         values |= {(last, "rng", name): state for name, state in drawn.items()}
-        return _Ran(values, last)
+        return _Outcome(values, last)
 
 
 class _Watch(TrainerCallback):

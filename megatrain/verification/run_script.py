@@ -128,7 +128,7 @@ def run_script(
 
 
 def _check_script(path: str) -> None:
-    PATH.check("script", path)
+    PATH.check_flag("target", path, has_default=False)
     script = Path(path)
     if not script.is_file():
         raise OptionError(f"there is no file `{path}`.\n  A path is relative to the current folder.\n  Check the path.")
