@@ -270,18 +270,24 @@ def _squares(step: Effects, block: int, micro_batch: int) -> Effect:
 
 
 def _norm(step: Effects, block: int, micro_batch: int) -> Effect:
-    return Effect(tuple(Item("squares", block) for block in step.gradient_blocks), (Item("norm", NO_BLOCK),))
+    # Every gradient is used by one update, so the updates have summed all.
+    summing = step.workload.update_blocks() if step.kind.reports_norm else step.gradient_blocks
+    return Effect(tuple(Item("squares", block) for block in summing), (Item("norm", NO_BLOCK),))
 
 
 def _update(step: Effects, block: int, micro_batch: int) -> Effect:
     kind = "waiting" if step.kind.updates == "deferred" else "landed"
     group, blocks = step.workload.update_group(block), step.workload.blocks
-    reads = [Item(kind, b) for b in group if blocks[b].has_backward and blocks[b].gradient_bytes > 0]
+    landed = [b for b in group if blocks[b].has_backward and blocks[b].gradient_bytes > 0]
+    reads = [Item(kind, b) for b in landed]
     if step.kind.clip:
         reads.append(Item("norm", NO_BLOCK))
     if step.kind.updates == "serial":
         reads.append(Item("left", NO_BLOCK))
-    return Effect(tuple(reads), (Item("state", block),), moves=step.workload.blocks[block].update_bytes)
+    makes, moves = (Item("state", block),), blocks[block].update_bytes
+    if step.kind.reports_norm:
+        makes, moves = (*makes, Item("squares", block)), moves + sum(blocks[b].gradient_bytes for b in landed)
+    return Effect(tuple(reads), makes, moves=moves)
 
 
 KINDS: dict[tuple[str, str], OpKind] = {

@@ -65,6 +65,7 @@ class TrainStep:
             the same. Loss and gradients are those of the weighted mean.
         reduce: `"mean"` of the micro-batches' losses, or their `"sum"`, of losses divided by a common count already.
         max_grad_norm: Largest norm of all gradients, as in `clip_grad_norm_(model.parameters())`; None doesn't clip.
+        report_norm: Whether `progress.grad_norm` has the norm without clipping, too; updates don't wait for it.
         overlap: Whether updates may run at the same time as the device's work.
         on_nonfinite: If a gradient has an infinite or undefined element, `"raise"` an error, or `"skip"` the update.
 
@@ -92,6 +93,7 @@ class TrainStep:
         weight: Weight | None = None,
         reduce: str = "mean",
         max_grad_norm: float | None = None,
+        report_norm: bool = False,
         overlap: bool = True,
         on_nonfinite: str | None = None,
     ):
@@ -105,7 +107,13 @@ class TrainStep:
         self._on_nonfinite = on_nonfinite
         needs_norm = max_grad_norm is not None or on_nonfinite is not None
         self._setup = Setup(
-            self._compiled, self._optimizers, max_norm=max_grad_norm, overlap=overlap, needs_norm=needs_norm, loss=loss
+            self._compiled,
+            self._optimizers,
+            max_norm=max_grad_norm,
+            overlap=overlap,
+            needs_norm=needs_norm,
+            reports_norm=report_norm,
+            loss=loss,
         )
         self._boundary = Boundary(on_nonfinite)
         self.user: Mapping[str, Any] = {}

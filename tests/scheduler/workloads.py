@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -118,6 +119,7 @@ class Options:
     updates: str = "none"
     clip: bool = False
     outputs: str = "keep"
+    reports_norm: bool = False
 
     def build(self, workload: Workload) -> Schedule:
         return schedule(
@@ -131,6 +133,7 @@ class Options:
             updates=self.updates,
             clip=self.clip,
             outputs=self.outputs,
+            reports_norm=self.reports_norm,
         )
 
 
@@ -146,8 +149,12 @@ def options() -> st.SearchStrategy[Options]:
 
 
 def whole_steps() -> st.SearchStrategy[Options]:
+    def made(norm: str, updates: str, **chosen: Any) -> Options:
+        reports = norm == "reported" and updates in ("overlap", "serial")
+        return Options(updates=updates, clip=norm == "clipped", reports_norm=reports, **chosen)
+
     return st.builds(
-        Options,
+        made,
         num_slots=st.integers(1, 3),
         keep=st.one_of(st.none(), st.integers(0, 8)),
         activations=st.sampled_from(ACTIVATIONS),
@@ -155,7 +162,7 @@ def whole_steps() -> st.SearchStrategy[Options]:
         mode=st.just("train"),
         micro_batches=st.integers(1, 4),
         updates=st.sampled_from(UPDATES),
-        clip=st.booleans(),
+        norm=st.sampled_from(["none", "clipped", "reported"]),
         outputs=st.sampled_from(OUTPUTS),
     )
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -208,8 +207,8 @@ class Streamed(_Base):
 
     def _options_of_step(self, loss: Any) -> dict[str, Any]:
         # The trainer logs the norm also where it doesn't clip.
-        norm = self.args.max_grad_norm or math.inf
-        return {"loss": loss, "reduce": "sum", "max_grad_norm": norm, **self._stream_options.step}
+        norm = {"max_grad_norm": self.args.max_grad_norm or None, "report_norm": True}
+        return {"loss": loss, "reduce": "sum", **norm, **self._stream_options.step}
 
     def _is_models_own_loss(self) -> bool:
         is_own = type(self).compute_loss is transformers.Trainer.compute_loss
