@@ -270,24 +270,21 @@ def _squares(step: Effects, block: int, micro_batch: int) -> Effect:
 
 
 def _norm(step: Effects, block: int, micro_batch: int) -> Effect:
-    # Every gradient is used by one update, so the updates have summed all.
     summing = step.workload.update_blocks() if step.kind.reports_norm else step.gradient_blocks
-    return Effect(tuple(Item("squares", block) for block in summing), (Item("norm", NO_BLOCK),))
+    return Effect(tuple(Item("squares", b) for b in summing), (Item("norm", NO_BLOCK),))
 
 
 def _update(step: Effects, block: int, micro_batch: int) -> Effect:
     kind = "waiting" if step.kind.updates == "deferred" else "landed"
     group, blocks = step.workload.update_group(block), step.workload.blocks
-    landed = [b for b in group if blocks[b].has_backward and blocks[b].gradient_bytes > 0]
-    reads = [Item(kind, b) for b in landed]
+    reads = [Item(kind, b) for b in group if blocks[b].has_backward and blocks[b].gradient_bytes > 0]
     if step.kind.clip:
         reads.append(Item("norm", NO_BLOCK))
     if step.kind.updates == "serial":
         reads.append(Item("left", NO_BLOCK))
-    makes, moves = (Item("state", block),), blocks[block].update_bytes
-    if step.kind.reports_norm:
-        makes, moves = (*makes, Item("squares", block)), moves + sum(blocks[b].gradient_bytes for b in landed)
-    return Effect(tuple(reads), makes, moves=moves)
+    makes = (Item("state", block), *[Item("squares", block)] * step.kind.reports_norm)
+    squared = blocks[block].gradient_bytes * step.kind.reports_norm
+    return Effect(tuple(reads), makes, moves=blocks[block].update_bytes + squared)
 
 
 KINDS: dict[tuple[str, str], OpKind] = {

@@ -185,7 +185,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _differences(
-    checkpoint: saving.Checkpoint, saved: dict[str, Any], kind: str | None, scheduler: Scheduler, place: str
+    checkpoint: saving.Checkpoint, saved: dict[Any, Any], kind: str | None, scheduler: Scheduler, place: str
 ) -> Iterator[str]:
     own = scheduler.state_dict()
     # The first schema has no class, so the names of the state must tell; other versions of torch have more or fewer.

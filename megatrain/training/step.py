@@ -101,20 +101,12 @@ class TrainStep:
         compiled.megatrain.complete_updates()  # of other steps: the trials below look at the optimizers' state
         self._optimizers = optimizers_of(optimizer)
         self._compiled = compiled.megatrain
-        self._loss = loss
-        self._weight = weight
+        self._loss, self._weight = loss, weight
         self._is_sum = reduce == "sum"
         self._on_nonfinite = on_nonfinite
         needs_norm = max_grad_norm is not None or on_nonfinite is not None
-        self._setup = Setup(
-            self._compiled,
-            self._optimizers,
-            max_norm=max_grad_norm,
-            overlap=overlap,
-            needs_norm=needs_norm,
-            reports_norm=report_norm,
-            loss=loss,
-        )
+        norms: dict[str, Any] = {"max_norm": max_grad_norm, "needs_norm": needs_norm, "reports_norm": report_norm}
+        self._setup = Setup(self._compiled, self._optimizers, overlap=overlap, loss=loss, **norms)
         self._boundary = Boundary(on_nonfinite)
         self.user: Mapping[str, Any] = {}
         self._setting: Setting | None = None

@@ -21,8 +21,9 @@ from megatrain.integrations.hf import Streamed, Trainer
 from megatrain.optim.updates import Updates
 from megatrain.training.trainer import Running
 from tests.comparing import assert_same
-from tests.integrations.runs import GIVEN, RAGGED, ROWS, llama
-from tests.integrations.test_trainer import POINTS, Plain
+from tests.integrations import test_peft
+from tests.integrations.runs import GIVEN, RAGGED, ROWS, llama, verified
+from tests.integrations.test_trainer import POINTS, SCENARIOS, Plain
 from tests.tiers import wide
 
 pytestmark = [
@@ -128,6 +129,27 @@ def test_a_right_trainer_is_equal_and_stays_as_it_was(name: str, tmp_path: Path)
         again = trainer(tmp_path / "again", Mine, arguments, **more())
         again.train()
         assert_same(states(made)[0], states(again)[0])
+
+
+SCRIPTS = {name: SCENARIOS[name] for name in ("plateau", "t5", "bf16", "neftune") if name in SCENARIOS}
+SCRIPTS |= {"lora": test_peft.SCENARIOS["lora"]}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_of_every_kind_are_verified(name: str, tmp_path: Path) -> None:
+    report = verified(SCRIPTS[name], tmp_path)
+    assert report.ok, str(report)
+    assert report.max_error == 0
+
+
+def test_a_trainer_that_does_not_clip_reports_a_norm_that_nothing_waits_for(tmp_path: Path) -> None:
+    report = (made := small(tmp_path, arguments={"max_grad_norm": 0.0})).verify(2)
+    assert report.ok, str(report)
+    assert sum(d.kind == "gradient norm" for d in report.differences) == 2
+    made.train()
+    kind = made.train_step.schedule.kind
+    assert (kind.updates, kind.clip, kind.reports_norm) == ("overlap", False, True)
 
 
 # -- different -------------------------------------------------------------------------------------------------------
@@ -266,9 +288,10 @@ def test_a_script_that_does_not_repeat_itself_is_the_culprit(tmp_path: Path) -> 
 
 def test_a_function_that_trains_the_model_itself_is_refused(tmp_path: Path) -> None:
     model = Logits()
+    weight: Any = model.layers[0].weight
 
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-        return torch.nn.functional.cross_entropy(outputs["logits"], labels) + model.layers[0].weight.square().sum()
+        return torch.nn.functional.cross_entropy(outputs["logits"], labels) + weight.square().sum()
 
     with pytest.raises(ExecuteError, match=r"changed the trainer's own `layers.0.weight`"):
         small(tmp_path, OwnStep, model=model, compute_loss_func=loss).verify(1)

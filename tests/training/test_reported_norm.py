@@ -20,7 +20,12 @@ from tests.training.parity import MODES, TASKS, SideBySide, adamw, fresh, loop_s
 from tests.training.test_failures import Run, batches, tokens
 from tests.training.test_several_optimizers import muon_adamw, over
 
-REPORTED = {"overlap": {"report_norm": True}, "serial": {"report_norm": True, "overlap": False}}
+REPORTED: dict[str, dict[str, Any]] = {
+    "overlap": {"report_norm": True},
+    "serial": {"report_norm": True, "overlap": False},
+}
+
+INFINITE = {"max_grad_norm": math.inf}
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +69,8 @@ def test_the_norm_has_the_bits_of_the_loop(case: Any, mode: str) -> None:
 def test_gradients_wait_no_longer_than_without_a_norm() -> None:
     compiled, batch = fresh("llama"), TASKS["llama"].batch(0, 2)
     schedules: dict[str, Any] = {}
-    for name, options in {
-        "plain": {},
-        "reported": {"report_norm": True},
-        "clipped": {"max_grad_norm": math.inf},
-    }.items():
+    ways: dict[str, dict[str, Any]] = {"plain": {}, "reported": {"report_norm": True}, "clipped": INFINITE}
+    for name, options in ways.items():
         step = megatrain.TrainStep(compiled, adamw(compiled.megatrain.model), **options)
         schedules[name] = step.prepare(batch)
     plain, reported, clipped = (schedules[name] for name in ("plain", "reported", "clipped"))
@@ -87,7 +89,8 @@ def _rows(schedule: Any) -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_it_is_the_norm_of_a_step_that_waits_for_it(precision: str) -> None:
     found: list[Any] = []
-    for options in ({"report_norm": True}, {"max_grad_norm": math.inf}, {"report_norm": True, "max_grad_norm": 1e9}):
+    ways: list[dict[str, Any]] = [{"report_norm": True}, INFINITE, {"report_norm": True, "max_grad_norm": 1e9}]
+    for options in ways:
         torch.manual_seed(0)
         model = TASKS["llama"].build()
         step = megatrain.TrainStep(megatrain.compile(model, device="cpu", precision=precision), adamw(model), **options)

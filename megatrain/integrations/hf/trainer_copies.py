@@ -54,7 +54,7 @@ def copied_trainer(trainer: Any, kind: type, folder: Path, *, left_out: Containe
     memo[id(trainer.accelerator)] = trainer.accelerator  # another one is made
     memo |= {id(each): None for each in trainer.callback_handler.callbacks if _only_reports(each)}
     if streams:
-        memo |= {id(model): model for model in _other_models(trainer)}
+        memo |= {id(model): model for model in other_models(trainer)}
     copied: Any = object.__new__(kind)
     memo[id(trainer)] = copied
     for name, value in vars(trainer).items():
@@ -150,27 +150,22 @@ def _only_reports(callback: Any) -> bool:
     return is_librarys or isinstance(callback, PrinterCallback | ProgressCallback)
 
 
-def _other_models(trainer: Any) -> Iterator[CompiledModule]:
-    for name, value in vars(trainer).items():
+def other_models(trainer: Any) -> Iterator[CompiledModule]:
+    """The compiled models of a trainer besides the one that it trains, such as a reference."""
+    for value in vars(trainer).values():
         if isinstance(value, CompiledModule) and value is not trainer.model and value is not trainer.model_wrapped:
-            if any(parameter.requires_grad for parameter in value.parameters()):
-                raise OptionError(
-                    f"`{name}` of the trainer is a compiled model with parameters that may be trained.\n"
-                    "  verify trains copies; a compiled model besides the trainer's own is shared by them, so it must "
-                    "stay as it is.\n  Freeze it with requires_grad_(False)."
-                )
             yield value
 
 
 class Untouched:
-    """A model that must be as it was when its copies are trained.
+    """Models that must be as they were when copies are trained.
 
     Args:
-        model: The trainer's own.
+        models: The trainer's own, and those that the copies share.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, *models: nn.Module) -> None:
+        self._models = models
         self._before = self._now()
 
     def check(self) -> None:
@@ -190,5 +185,13 @@ class Untouched:
                 )
 
     def _now(self) -> dict[str, tuple[int, int, int]]:
-        tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
-        return {name: (id(tensor), tensor._version, id(tensor.grad)) for name, tensor in tensors.items()}
+        return {
+            name if number == 0 else f"{name} of another model": found
+            for number, model in enumerate(self._models)
+            for name, found in _state_of(model)
+        }
+
+
+def _state_of(model: nn.Module) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield name, (id(tensor), tensor._version, id(tensor.grad))

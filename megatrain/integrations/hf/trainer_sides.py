@@ -8,7 +8,13 @@ from typing import Any
 
 from megatrain.compiled.module import CompiledModule
 from megatrain.integrations.hf.stream_options import StreamOptions
-from megatrain.integrations.hf.trainer_copies import Untouched, copied_trainer, refuse_to_repeat, without
+from megatrain.integrations.hf.trainer_copies import (
+    Untouched,
+    copied_trainer,
+    other_models,
+    refuse_to_repeat,
+    without,
+)
 from megatrain.integrations.hf.trainer_report import TrainerReport
 from megatrain.integrations.hf.verify_trainer import Sides, verify_trainer
 from megatrain.runtime.streams.chaos import Recording
@@ -47,7 +53,7 @@ def verified(
         trainer.model,
         _steps,
     )
-    untouched = Untouched(trainer.model)
+    untouched = Untouched(trainer.model, *other_models(trainer))
     with nothing_asked():
         try:
             return verify_trainer(sides, updates, tolerance)
