@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -502,3 +503,11 @@ def test_options_of_a_script_are_refused_for_a_model_and_a_missing_script_is_nam
     assert "--updates is for a script, and `math:pi` is a model." in capsys.readouterr().err
     assert cli.main(["verify", "nowhere.py", "--updates=2"]) == 2
     assert "there is no file `nowhere.py`." in capsys.readouterr().err
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    (block,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "integrations.hf" in each]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "verify.md", "exec"), {"__name__": "page"})
+    assert "verify Trainer: equal to Trainer without megatrain; " in capsys.readouterr().out
