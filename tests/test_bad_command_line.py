@@ -1,7 +1,11 @@
-"""Every option of the command line gets every bad text: each ends with status 2 and clear words, before any work."""
+"""Every option of the command line gets every bad text: each ends with status 2 and clear words, before any work.
+
+The words are those of the command: an option is `--lr`, and no keyword of a Python function.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,6 +67,11 @@ TRAIN = (
 VERIFY = ("--device", "--memory", "--activations", "--transfer", "--block-bytes", "--steps", "--seed", "--tolerance")
 
 
+def keywords(said: str) -> list[str]:
+    """The keywords of Python functions that a message names: `lr=`, which a user of the command doesn't know."""
+    return re.findall(r"(?<![-\w])[a-z]\w*=", said)
+
+
 def ended(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Runs a command: `refused`, `accepted`, or what else came."""
     status: list[object] = []
@@ -79,6 +88,8 @@ def ended(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         return came
     if status == [0]:
         return "accepted"
+    if arguments[0] != "demo" and keywords(said):
+        return f"names {keywords(said)}: {said}"
     is_clear = ("megatrain: " in said and said.count("\n") >= 2) or "error: argument" in said
     return "refused" if status == [2] and is_clear else f"status {status}: {said}"
 

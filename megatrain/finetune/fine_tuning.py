@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain.checks import PATH, checked, count, number, optional
+from megatrain.checks import PATH, Rule, checked, count, number, optional
 from megatrain.errors import OptionError
 from megatrain.options import PRECISION
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
-from megatrain.tracer.given import DEVICE_NAME
+from megatrain.tracer.given import DEVICE
 
 LENGTH = 2048
 TOKENS_PER_STEP = 16384
@@ -22,31 +23,34 @@ _FORMATS = (".jsonl", ".txt")
 _EITHER = (("steps", "epochs"), ("accumulate", "tokens_per_step"), ("eval_data", "eval_fraction"))
 
 
-@checked(
-    model=PATH,
-    data=PATH,
-    out=PATH,
-    tokenizer=optional(PATH),
-    lora_rank=count(1, 2**16),
-    lora_alpha=optional(number(above=0, below=math.inf, example=32.0)),
-    lora_dropout=number(least=0, below=1, example=0.05),
-    precision=PRECISION,
-    device=optional(DEVICE_NAME),
-    memory=optional(SIZE),
-    block_bytes=optional(SIZE),
-    length=optional(count(2, 2**24)),
-    eval_data=optional(PATH),
-    eval_fraction=optional(number(least=0, below=1, example=0.05)),
-    epochs=optional(number(above=0, below=10_000, example=1.0)),
-    steps=optional(count(1, _MOST)),
-    batch=count(1, 2**16),
-    accumulate=optional(STEP["micro_batches"]),
-    tokens_per_step=optional(count(1, 2**40)),
-    lr=optional(number(above=0, below=math.inf, example=1e-5)),
-    warmup=optional(count(0, _MOST)),
-    save_every=optional(count(1, _MOST)),
-    seed=count(0, 2**32 - 1),
-)
+RULES: Mapping[str, Rule] = {
+    "model": PATH,
+    "data": PATH,
+    "out": PATH,
+    "tokenizer": optional(PATH),
+    "lora_rank": count(1, 2**16),
+    "lora_alpha": optional(number(above=0, below=math.inf, example=32.0)),
+    "lora_dropout": number(least=0, below=1, example=0.05),
+    "precision": PRECISION,
+    "device": optional(DEVICE),
+    "memory": optional(SIZE),
+    "block_bytes": optional(SIZE),
+    "length": optional(count(2, 2**24)),
+    "eval_data": optional(PATH),
+    "eval_fraction": optional(number(least=0, below=1, example=0.05)),
+    "epochs": optional(number(above=0, below=10_000, example=1.0)),
+    "steps": optional(count(1, _MOST)),
+    "batch": count(1, 2**16),
+    "accumulate": optional(STEP["micro_batches"]),
+    "tokens_per_step": optional(count(1, 2**40)),
+    "lr": optional(number(above=0, below=math.inf, example=1e-5)),
+    "warmup": optional(count(0, _MOST)),
+    "save_every": optional(count(1, _MOST)),
+    "seed": count(0, 2**32 - 1),
+}
+
+
+@checked(**RULES)
 @dataclass(frozen=True, slots=True)
 class FineTuning:
     """What is trained, on which data, for how long, and where it goes.
@@ -143,6 +147,19 @@ class FineTuning:
         if self.eval_data is not None:
             return 0.0
         return EVAL_FRACTION if self.eval_fraction is None else self.eval_fraction
+
+
+def check_options(given: Mapping[str, object]) -> None:
+    """Checks options of the command, by the names of fields, in the words of the command.
+
+    Raises:
+        OptionError: Naming the option as it is written on the command line.
+    """
+    for name, value in given.items():
+        if name in RULES:
+            is_position = name in ("model", "data")
+            has_default = not is_position and name != "out"
+            RULES[name].check_flag(name if is_position else flag(name), value, has_default=has_default)
 
 
 def flag(name: str) -> str:

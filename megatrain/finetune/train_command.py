@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import fields
 
-from megatrain.finetune.fine_tuning import FineTuning
+from megatrain.finetune.fine_tuning import FineTuning, check_options
 from megatrain.finetune.libraries import need_libraries
 
 
@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
     given = {field.name: getattr(options, field.name) for field in fields(FineTuning) if field.name in options}
     if any(name.startswith("lora_") for name in given):
         given["lora"] = True
+    check_options(given)
     tuning = FineTuning(**given)
     need_libraries(lora=tuning.lora)
     # It imports transformers, which is there only now for sure, and takes seconds.

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from megatrain.checks import checked
 from megatrain.device import Device, find, usable
-from megatrain.errors import MegatrainError, OptionError
+from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
 from megatrain.finetune.fine_tuning import FineTuning
 from megatrain.finetune.finished import finish, newest
 from megatrain.finetune.pace import Pace
@@ -30,6 +30,7 @@ from megatrain.finetune.sequences import Sequences
 from megatrain.finetune.step_on_paper import MAX_GRAD_NORM, plan_step
 from megatrain.finetune.training_data import Files, sequences_of
 from megatrain.integrations.hf import Trainer
+from megatrain.training.boundary import NotFiniteError
 
 # The newest, and the one before it, for a kill while the newest is written.
 _KEPT_CHECKPOINTS = 2
@@ -95,9 +96,8 @@ class _TrainingRun:
         print(f"{found}\n", flush=True)
         try:
             found.check()
-        except MegatrainError as error:
-            error.add_note("  Of this command: --lora, a smaller --length, --batch or --block-bytes, --precision bf16.")
-            raise
+        except (ScheduleError, ExecuteError) as error:
+            raise type(error)(_in_own_words(error)) from None
 
     def go_on(self) -> None:
         """Trains what is left of the steps, and makes the trained model of the last checkpoint."""
@@ -138,7 +138,11 @@ class _TrainingRun:
         self.record.write()
         logging.disable_progress_bar()  # of the files of each checkpoint, in the middle of ours
         with closing(progress), stop:
-            trainer.train(resume_from_checkpoint=None if found is None else str(found[0]))
+            try:
+                trainer.train(resume_from_checkpoint=None if found is None else str(found[0]))
+            except NotFiniteError as error:
+                way = "Give a smaller --lr or a longer --warmup, and another --out; or look at the data."
+                raise NotFiniteError(error.what, way) from error
         print(f"trained {progress.words()}", flush=True)
         if trainer.state.global_step < self.pace.num_steps:
             raise KeyboardInterrupt
@@ -150,6 +154,15 @@ class _TrainingRun:
             return f"no step is saved in `{self.record.folder}` yet.\n  The same command begins anew."
         saved = f"step {found[1]['global_step']} of {self.pace.num_steps} is saved in `{self.record.folder}`"
         return f"{saved}, and nothing is still running.\n  The same command goes on from there."
+
+
+def _in_own_words(error: MegatrainError) -> str:
+    """The text of an error about memory, whose end says what helps, with the options of this command there."""
+    what, says_help, _ = str(error).rpartition("What helps:")
+    if not says_help:
+        return str(error)
+    ways = "--lora, a smaller --length, --batch or --block-bytes, --precision bf16, or more memory (--memory)"
+    return f"{what}What helps: {ways}."
 
 
 def training_arguments(tuning: FineTuning, pace: Pace, device: Device, *, evaluates: bool) -> TrainingArguments:

@@ -278,7 +278,8 @@ def _squares(step: Effects, block: int, micro_batch: int) -> Effect:
 
 
 def _norm(step: Effects, block: int, micro_batch: int) -> Effect:
-    return Effect(tuple(Item("squares", block) for block in step.gradient_blocks), (Item("norm", NO_BLOCK),))
+    summing = step.workload.update_blocks() if step.kind.reports_norm else step.gradient_blocks
+    return Effect(tuple(Item("squares", b) for b in summing), (Item("norm", NO_BLOCK),))
 
 
 def _update(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -289,7 +290,9 @@ def _update(step: Effects, block: int, micro_batch: int) -> Effect:
         reads.append(Item("norm", NO_BLOCK))
     if step.kind.updates == "serial":
         reads.append(Item("left", NO_BLOCK))
-    return Effect(tuple(reads), (Item("state", block),), moves=step.workload.blocks[block].update_bytes)
+    makes = (Item("state", block), *[Item("squares", block)] * step.kind.reports_norm)
+    squared = blocks[block].gradient_bytes * step.kind.reports_norm
+    return Effect(tuple(reads), makes, moves=blocks[block].update_bytes + squared)
 
 
 KINDS: dict[tuple[str, str], OpKind] = {

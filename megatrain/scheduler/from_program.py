@@ -52,6 +52,7 @@ def schedule(
     micro_batches: int = 1,
     updates: str = "none",
     clip: bool = False,
+    reports_norm: bool = False,
     outputs: str = "keep",
     hardware: Hardware | None = None,
 ) -> Schedule:
@@ -83,6 +84,8 @@ def schedule(
             next step, so this table begins with the updates of the previous step, each before the weights are copied.
         clip: The host sums the squares of each block's gradients once these have left, and takes the norm of all.
             Updates of this step wait for it.
+        reports_norm: The updates of this step also sum the squares of their gradients, and the host takes the norm of
+            all at the end; no update waits for it.
         outputs: `"keep"` the model's outputs on the device until the step ends, or `"release"` them once the
             backward of their micro-batch begins, when the caller has made a loss of them.
         hardware: The machine. Of all plans that fit `memory` the step takes the one that is fastest there. Without it
@@ -97,7 +100,7 @@ def schedule(
             needed at least, and by which block. Or if a buffer can't go from one micro-batch to the next, because a
             block reads it ahead of the one that computes its new value.
     """
-    kind = StepKind(mode, transfer, micro_batches, updates, clip, outputs)
+    kind = StepKind(mode, transfer, micro_batches, updates, clip, outputs, reports_norm)
     size = None if memory is None else parse_bytes(memory, "memory")
     if isinstance(program, Program):
         return step_schedule(

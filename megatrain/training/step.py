@@ -30,6 +30,7 @@ from megatrain.training import saved_step as checkpoint
 from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
+from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
 from megatrain.training.setup import NO_STEP, Setting, Setup
 from megatrain.training.shares import Shares, Weight, check_reduce
 from megatrain.training.trainer import Running
@@ -64,6 +65,7 @@ class TrainStep:
             the same. Loss and gradients are those of the weighted mean.
         reduce: `"mean"` of the micro-batches' losses, or their `"sum"`, of losses divided by a common count already.
         max_grad_norm: Largest norm of all gradients, as in `clip_grad_norm_(model.parameters())`; None doesn't clip.
+        report_norm: Whether `progress.grad_norm` has the norm without clipping, too; updates don't wait for it.
         overlap: Whether updates may run at the same time as the device's work.
         on_nonfinite: If a gradient has an infinite or undefined element, `"raise"` an error, or `"skip"` the update.
 
@@ -91,6 +93,7 @@ class TrainStep:
         weight: Weight | None = None,
         reduce: str = "mean",
         max_grad_norm: float | None = None,
+        report_norm: bool = False,
         overlap: bool = True,
         on_nonfinite: str | None = None,
     ):
@@ -98,14 +101,12 @@ class TrainStep:
         compiled.megatrain.complete_updates()  # of other steps: the trials below look at the optimizers' state
         self._optimizers = optimizers_of(optimizer)
         self._compiled = compiled.megatrain
-        self._loss = loss
-        self._weight = weight
+        self._loss, self._weight = loss, weight
         self._is_sum = reduce == "sum"
         self._on_nonfinite = on_nonfinite
         needs_norm = max_grad_norm is not None or on_nonfinite is not None
-        self._setup = Setup(
-            self._compiled, self._optimizers, max_norm=max_grad_norm, overlap=overlap, needs_norm=needs_norm, loss=loss
-        )
+        norms: dict[str, Any] = {"max_norm": max_grad_norm, "needs_norm": needs_norm, "reports_norm": report_norm}
+        self._setup = Setup(self._compiled, self._optimizers, overlap=overlap, loss=loss, **norms)
         self._boundary = Boundary(on_nonfinite)
         self.user: Mapping[str, Any] = {}
         self._setting: Setting | None = None
@@ -228,12 +229,12 @@ class TrainStep:
         elif not self._setup.is_completing:
             self.flush()
 
-    @checked(folder=PATH, scheduler=optional(checkpoint.SCHEDULER), shard_bytes=SIZE)
+    @checked(folder=PATH, scheduler=optional(SCHEDULERS), shard_bytes=SIZE)
     def save(
         self,
         folder: str | os.PathLike[str],
         *,
-        scheduler: checkpoint.Scheduler | None = None,
+        scheduler: Schedulers | None = None,
         user: Mapping[str, Any] | None = None,
         shard_bytes: int | str = "5GB",
         more: Callable[[Path], object] | None = None,
@@ -246,7 +247,7 @@ class TrainStep:
 
         Args:
             folder: The folder to write; an existing checkpoint is replaced.
-            scheduler: An LR scheduler, or any object with a `state_dict` and `load_state_dict`.
+            scheduler: An LR scheduler, or any object with a `state_dict` and `load_state_dict`; or a list of several.
             user: Your own values, in `user` after `load`: numbers, texts, tensors, and dicts and lists of these.
             shard_bytes: Largest size of a file, in bytes or as `"5GB"`.
             more: Adds files of its own to the folder, such as `tokenizer.save_pretrained`.
@@ -272,14 +273,14 @@ class TrainStep:
             )
 
     @classmethod
-    @checked(folder=PATH, scheduler=optional(checkpoint.SCHEDULER), compiled=COMPILED, optimizer=OPTIMIZERS)
+    @checked(folder=PATH, scheduler=optional(SCHEDULERS), compiled=COMPILED, optimizer=OPTIMIZERS)
     def load(
         cls,
         folder: str | os.PathLike[str],
         compiled: CompiledModule,
         optimizer: Optimizers,
         *,
-        scheduler: checkpoint.Scheduler | None = None,
+        scheduler: Schedulers | None = None,
         **options: Any,
     ) -> TrainStep:
         """Reads a checkpoint and returns a step that continues as if it had never stopped, bit for bit.
@@ -292,7 +293,7 @@ class TrainStep:
             compiled: The model built as it was, with any weights; or on meta, compiled with `weights=folder` and for
                 example arguments.
             optimizer: Of the same class, with the same parameters in the same groups; or as many, in the same order.
-            scheduler: As given to `save`, if it was.
+            scheduler: As given to `save`, if it was; several in the same order.
             options: Of `TrainStep`.
 
         Raises:

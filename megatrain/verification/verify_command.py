@@ -1,4 +1,4 @@
-"""`megatrain verify module:function`: verify from the command line."""
+"""`megatrain verify module:function`, and `megatrain verify script.py`: verify from the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -17,29 +17,53 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import PATH
+from megatrain.checks import PATH, count
 from megatrain.errors import MegatrainError, OptionError
-from megatrain.verification.side_by_side import verify_call
+from megatrain.options import COMPILE
+from megatrain.verification.run_script import UPDATES, TrainerVerdict, run_script
+from megatrain.verification.side_by_side import CALL, verify_call
 
 _PACKAGE = Path(__file__).parents[1]
 _NOT_THEIRS = (*(str(Path(str(m.__file__)).parent) for m in (importlib, torch)), str(_PACKAGE), "<frozen")
+_SCRIPT = ".py"
+STEPS = 2
 _OPTIONS = ("device", "memory", "activations", "transfer", "block_bytes")
+_RULES = {
+    **{name: COMPILE[name] for name in _OPTIONS},
+    "steps": CALL["steps"],
+    "seed": CALL["seed"],
+    "tolerance": CALL["tolerance"],
+    "updates": count(1, 10_000),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what `megatrain verify` takes."""
     add = parser.add_argument
-    add("target", help="module:function or path/to/file.py:function; the function returns (model, inputs)")
+    add(
+        "target",
+        help="module:function or path/to/file.py:function; the function returns (model, inputs). Or script.py with its "
+        "own arguments: a script that trains with a trainer of Hugging Face that streams",
+    )
     add("--device", help="compute device; the accelerator if it has what a run needs, else the CPU")
     add("--memory", help="device-memory budget, such as 10GiB")
     add("--activations", help="auto, keep, recompute or offload")
     add("--transfer", help="auto, copy or bind")
     add("--block-bytes", help="target size of a block's state, such as 64MiB")
-    add("--steps", type=int, default=2, help="training steps (default: 2)")
-    add("--seed", type=int, default=0, help="seed of the steps (default: 0)")
-    add("--tolerance", type=float, help="relative difference that counts as equal; default: by dtype")
+    add("--steps", type=int, help=f"training steps of a model (default: {STEPS})")
+    add("--seed", type=int, help="seed of the steps of a model (default: 0)")
+    add("--updates", type=int, help=f"updates of a script's trainer (default: {UPDATES})")
+    add("--tolerance", type=float, help="relative difference that counts as equal (default: by dtype; of a script 0)")
     add("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)
+
+
+def parted(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Parts a command line behind the script of `megatrain verify`: what follows is the script's own."""
+    for place, text in enumerate(arguments if arguments[:1] == ["verify"] else ()):
+        if text.endswith(_SCRIPT) and not text.startswith("-"):
+            return arguments[: place + 1], arguments[place + 1 :]
+    return arguments, ()
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,20 +76,54 @@ def run(options: argparse.Namespace) -> int:
         OptionError: If the target can't be used; with the user's traceback as a note if their code failed.
     """
     of_compile = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
+    is_script = options.target.endswith(_SCRIPT)
+    _refuse_options_of_others(options, is_script=is_script)
+    for name, rule in _RULES.items():
+        if getattr(options, name) is not None:
+            rule.check_flag(f"--{name.replace('_', '-')}", getattr(options, name))
+    report = _of_script(options, of_compile) if is_script else _of_model(options, of_compile)
+    print(report.to_json() if options.json else report)
+    return 0 if report.ok else 1
+
+
+def _of_script(options: argparse.Namespace, of_compile: Mapping[str, Any]) -> TrainerVerdict:
+    updates = UPDATES if options.updates is None else options.updates
+    with _importable(f"{options.target}:"), _users_failures(f"`{options.target}`"):
+        return run_script(options.target, options.of_script, updates, options.tolerance, of_compile)
+
+
+def _of_model(options: argparse.Namespace, of_compile: Mapping[str, Any]) -> TrainerVerdict:
     with _importable(options.target):
         model, args, kwargs = load(options.target)
         with _users_failures(f"a step of the model of `{options.target}`"):
-            report = verify_call(
+            return verify_call(
                 model,
                 args,
                 kwargs,
                 of_compile,
-                steps=options.steps,
-                seed=options.seed,
+                steps=STEPS if options.steps is None else options.steps,
+                seed=options.seed or 0,
                 tolerance=options.tolerance,
             )
-    print(report.to_json() if options.json else report)
-    return 0 if report.ok else 1
+
+
+def _refuse_options_of_others(options: argparse.Namespace, *, is_script: bool) -> None:
+    """Refuses options that have no meaning for a model, or for a script."""
+    if is_script:
+        ways = {
+            "device": "Its trainer has its own device; use_cpu=True is one of its training arguments.",
+            "steps": "Give --updates.",
+            "seed": "It has its own, and both runs begin with the same random numbers.",
+        }
+    else:
+        ways = {"updates": "Give --steps."}
+    for name, way in ways.items():
+        if getattr(options, name) is not None:
+            of = "a model" if is_script else "a script"
+            raise OptionError(
+                f"--{name} is for {of}, and `{options.target}` is {'a script' if is_script else 'a model'}.\n"
+                f"  Options behind a script are the script's own; those before it are this command's.\n  {way}"
+            )
 
 
 def load(target: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -153,7 +211,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _file(text: str) -> ModuleType:
-    PATH.check("target", text)
+    PATH.check_flag("target", text, has_default=False)
     path = Path(text)
     if not path.is_file():
         raise OptionError(f"there is no file `{text}`.\n  A path is relative to the current folder.\n  Check the path.")

@@ -109,6 +109,7 @@ def _other_kinds(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
         *({"updates": updates} for updates in UPDATES),
         *({"outputs": outputs} for outputs in OUTPUTS),
         {"clip": not kind.clip},
+        {"reports_norm": not kind.reports_norm},
         *({"micro_batches": count} for count in (kind.micro_batches - 1, kind.micro_batches + 1)),
     ]
     for change in changes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -132,6 +133,7 @@ class Options:
     clip: bool = False
     outputs: str = "keep"
     staying: frozenset[int] = frozenset()
+    reports_norm: bool = False
 
     def build(self, workload: Workload) -> Schedule:
         made = self._built(workload)
@@ -155,6 +157,7 @@ class Options:
             updates=self.updates,
             clip=self.clip,
             outputs=self.outputs,
+            reports_norm=self.reports_norm,
         )
 
 
@@ -170,8 +173,12 @@ def options() -> st.SearchStrategy[Options]:
 
 
 def whole_steps() -> st.SearchStrategy[Options]:
+    def made(norm: str, updates: str, **chosen: Any) -> Options:
+        reports = norm == "reported" and updates in ("overlap", "serial")
+        return Options(updates=updates, clip=norm == "clipped", reports_norm=reports, **chosen)
+
     return st.builds(
-        Options,
+        made,
         num_slots=st.integers(1, 3),
         keep=st.one_of(st.none(), st.integers(0, 8)),
         activations=st.sampled_from(ACTIVATIONS),
@@ -179,7 +186,7 @@ def whole_steps() -> st.SearchStrategy[Options]:
         mode=st.just("train"),
         micro_batches=st.integers(1, 4),
         updates=st.sampled_from(UPDATES),
-        clip=st.booleans(),
+        norm=st.sampled_from(["none", "clipped", "reported"]),
         outputs=st.sampled_from(OUTPUTS),
         staying=st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 6))),
     )

@@ -23,7 +23,7 @@ _HEADER = re.compile(
 _DEVICE = re.compile(r"device: (?P<device_bytes>\d{1,18}) B; host: (?P<host_bytes>\d{1,18}) B")
 _SLOT = re.compile(r"(?P<index>\d{1,18}) = (?P<offset>\d{1,18})\+(?P<nbytes>\d{1,18})")
 _PLACE = re.compile(r"(?P<block>\d{1,18}) = (?P<offset>\d{1,18})\+(?P<nbytes>\d{1,18})")
-_UPDATES = re.compile(r"(?P<updates>\w+)(?P<clip>, clipped)?")
+_UPDATES = re.compile(r"(?P<updates>\w+)(?P<norm>, clipped|, norm)?")
 _RANGE = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?")
 _WIDTH = 100
 # Other columns are left out where nothing stands in them.
@@ -225,9 +225,10 @@ def _read_micro_batches(text: str, read: _Read) -> None:
 def _read_updates(text: str, read: _Read) -> None:
     match = _UPDATES.fullmatch(text)
     if match is None:
-        raise ScheduleError("expected `updates: deferred` or `updates: deferred, clipped`.")
+        raise ScheduleError("expected `updates: deferred`, `updates: deferred, clipped` or `updates: overlap, norm`.")
     read.say("updates", _one_of(match["updates"], UPDATES))
-    read.say("clip", match["clip"] is not None)
+    read.say("clip", match["norm"] == ", clipped")
+    read.say("reports_norm", match["norm"] == ", norm")
 
 
 def _one_of(word: str, known: Sequence[str]) -> str:
@@ -238,7 +239,8 @@ def _one_of(word: str, known: Sequence[str]) -> str:
 
 def _updates(schedule: Table) -> Iterable[str]:
     kind = schedule.kind
-    return [f"{kind.updates}{', clipped' if kind.clip else ''}"] if kind.holds_gradients else []
+    norm = ", clipped" if kind.clip else ", norm" if kind.reports_norm else ""
+    return [f"{kind.updates}{norm}"] if kind.holds_gradients else []
 
 
 @dataclass(frozen=True, slots=True)
