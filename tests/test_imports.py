@@ -38,6 +38,7 @@ GROUPS = (
     "compiled",
     "training",
     "verification",
+    "reporting",
 )
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "manager", "misc"}
 MAX_LINES = 320

@@ -9,7 +9,16 @@ docs/extending.md writes one.
 from megatrain.device.accelerator import Accelerator
 from megatrain.device.cpu import Cpu
 from megatrain.device.cuda import Cuda
-from megatrain.device.interface import Device, DeviceEvent, DeviceStream, Memory, is_late, is_on_host, is_same_kind
+from megatrain.device.interface import (
+    Device,
+    DeviceEvent,
+    DeviceStream,
+    Memory,
+    TimeMark,
+    is_late,
+    is_on_host,
+    is_same_kind,
+)
 from megatrain.device.kinds import (
     HOST,
     autocast_kinds,
@@ -30,6 +39,7 @@ __all__ = [
     "DeviceEvent",
     "DeviceStream",
     "Memory",
+    "TimeMark",
     "autocast_kinds",
     "find",
     "is_late",

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from megatrain.device import reserve
-from megatrain.device.interface import Device, DeviceStream, Memory
+from megatrain.device.interface import Device, DeviceStream, Memory, TimeMark
 
 
 class Accelerator(Device):
@@ -69,6 +69,12 @@ class Accelerator(Device):
     def enter(self, stream: DeviceStream) -> None:
         """Sets the calling thread's device and stream."""
         torch.accelerator.set_stream(cast("torch.Stream", stream))
+
+    def time_mark(self) -> TimeMark:
+        """Records an event that measures time."""
+        mark = torch.Event(device=self.torch_device, enable_timing=True)
+        mark.record(cast("torch.Stream", self.current_stream()))
+        return cast(TimeMark, mark)
 
     def settle(self) -> None:
         """Waits for all streams of this device."""

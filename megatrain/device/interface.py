@@ -19,6 +19,14 @@ class DeviceEvent(Protocol):
         """Blocks the host until all work before that point is done."""
 
 
+class TimeMark(DeviceEvent, Protocol):
+    """A `DeviceEvent` that knows when it was reached."""
+
+    def elapsed_time(self, later: Any) -> float:
+        """Returns the milliseconds from here to a later mark of the same device; both are reached."""
+        ...
+
+
 class DeviceStream(Protocol):
     """A queue of work that runs in order, at the same time as the host; `torch.Stream` is one."""
 
@@ -116,6 +124,14 @@ class Device:
         stream = self.current_stream()
         if stream is not None:
             stream.synchronize()
+
+    def time_mark(self) -> TimeMark | None:
+        """Marks this moment in the work of the calling thread's current stream; None as for `new_stream`.
+
+        Raises:
+            RuntimeError: If the device's events don't measure time.
+        """
+        return None
 
     def settle(self) -> None:
         """Blocks the host until the device has done all the work that it has, of all streams."""
