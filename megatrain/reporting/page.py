@@ -102,7 +102,7 @@ def _data(figures: StepFigures) -> dict[str, Any]:
         "ops": ops,
         "bands": [_band_data(band) for band in figures.bands],
         "bound": table.device_bytes,
-        "peak": _peak_data(figures) if ops else None,
+        "peak": _peak_data(figures),
         "curves": [_curve_data(curve) for curve in figures.device_curves],
         "maps": [
             {"name": each.name, "memory": each.memory, "bytes": each.nbytes, "areas": [list(a) for a in each.areas]}

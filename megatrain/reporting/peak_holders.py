@@ -68,7 +68,7 @@ def at_peak(schedule: Schedule, books: Books) -> AtPeak:
         books: Of the schedule.
     """
     peak = find_peak(schedule)
-    found = [*_states(schedule, peak.tick), *_items(schedule, books, peak.tick)]
+    found = [*_states(schedule, books, peak.tick), *_items(schedule, books, peak.tick)]
     for op in schedule.ticks[peak.tick].values():
         nbytes = books.effects.workspace(*op.key)
         of_loss = 0 < nbytes == books.effects.loss_workspace(*op.key[1:])
@@ -101,15 +101,15 @@ def stays(schedule: Schedule) -> tuple[Stay, ...]:
     return tuple(Stay(op, tick, max(tick, last.get(tick, tick))) for tick, op in loads)
 
 
-def _states(schedule: Schedule, tick: int) -> Iterator[Holder]:
+def _states(schedule: Schedule, books: Books, tick: int) -> Iterator[Holder]:
     """The weights in the slots, and what is left of the arena."""
     rest = schedule.arena_bytes
     for stay in stays(schedule):
         if stay.first <= tick <= stay.last:
-            nbytes = schedule.known_workload().blocks[stay.op.block].state_bytes
+            nbytes = books.effects.copied(schedule.known_workload().blocks[stay.op.block].state_bytes)
             rest -= nbytes
             yield Holder(f"weights of {_block(schedule, stay.op.block)}", "weights", nbytes)
-    yield Holder("slots without weights in use", "weights", rest)
+    yield Holder("free slots", "weights", rest)
 
 
 def _items(schedule: Schedule, books: Books, tick: int) -> Iterator[Holder]:

@@ -69,6 +69,11 @@ def step_report(step: TrainStep | Plan | Schedule, costs: Costs | None, measured
     schedule = step if isinstance(step, Schedule) else step.schedule
     program = None if isinstance(step, Schedule) else step.program
     schedule.known_workload()
+    if not schedule.ops:
+        raise ScheduleError(
+            "the schedule has no ops, so there is nothing to draw.\n  A report shows ops in time.\n"
+            "  Give the schedule of a step that computes something."
+        )
     if measured is not None and measured.schedule != schedule:
         raise ScheduleError(
             "the measured run is of another schedule.\n  Plan and run are drawn op by op, one above the other.\n"
@@ -136,7 +141,7 @@ class StepReport:
     def __str__(self) -> str:
         name, table, peak = self.figures.name, self.figures.schedule, self.figures.peak.words()
         head = f"report: {name}, {table.num_blocks} blocks, {len(table.ticks)} ticks, {len(table.ops)} ops"
-        return "\n".join([head, *(f"  {line}" for line in (*self.verdict, peak))])
+        return "\n".join([head, *("  " + line.replace("; ", "\n    ") for line in (*self.verdict, peak))])
 
     def __repr__(self) -> str:
         bands = " and ".join(band.name for band in self.figures.bands)

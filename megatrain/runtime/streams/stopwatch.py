@@ -117,7 +117,7 @@ class RunClock:
         return time.perf_counter() if mark is None else mark
 
     def _seconds(self, moment: float | TimeMark) -> float:
-        if isinstance(moment, float):
+        if isinstance(moment, int | float):
             assert self._zero_s is not None
             return moment - self._zero_s
         moment.synchronize()
