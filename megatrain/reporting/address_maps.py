@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatrain.reporting.peak_holders import stays
+from megatrain.reporting.peak_holders import slot_stays
 from megatrain.scheduler.books import Books, span
 from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.instructions import Instructions
@@ -66,7 +66,7 @@ def _slots(schedule: Schedule) -> tuple[Area, ...]:
             stay.first,
             stay.last,
         )
-        for stay in stays(schedule)
+        for stay in slot_stays(schedule)
         if blocks[stay.op.block].state_bytes > 0
     )
 

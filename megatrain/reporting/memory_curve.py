@@ -43,7 +43,7 @@ class Moment(NamedTuple):
 START, END = Moment(None, False), Moment(None, True)
 
 
-class Held(NamedTuple):
+class LiveSpan(NamedTuple):
     """Bytes that live for a while.
 
     Attributes:
@@ -61,7 +61,7 @@ class Held(NamedTuple):
     shared: tuple[int, ...] | None = None
 
 
-def held_on_device(books: Books, instructions: Instructions) -> list[Held]:
+def held_on_device(books: Books, instructions: Instructions) -> list[LiveSpan]:
     """All that a step holds on the device; released where the instructions say so.
 
     Args:
@@ -69,22 +69,22 @@ def held_on_device(books: Books, instructions: Instructions) -> list[Held]:
         instructions: Of the schedule.
     """
     released = _releases(instructions)
-    found = [Held("weights", books.table.arena_bytes, START, (END,))]
+    found = [LiveSpan("weights", books.table.arena_bytes, START, (END,))]
     for life in books.lifetimes:
         if life.memory == "device":
             since = START if life.start is None else Moment(life.start, False)
             shared = None if life.storage is None else (life.storage, life.item.micro_batch, life.nbytes)
             part = ITEMS[life.item.kind].part
-            found.append(Held(part, life.nbytes, since, (released.get(life.item, END),), shared))
+            found.append(LiveSpan(part, life.nbytes, since, (released.get(life.item, END),), shared))
     for position, op in books.table.positions():
         nbytes = books.effects.workspace(*op.key)
-        found.append(Held("workspace", nbytes, Moment(position, False), (Moment(position, True),)))
+        found.append(LiveSpan("workspace", nbytes, Moment(position, False), (Moment(position, True),)))
     return [held for held in found if held.nbytes > 0]
 
 
-def held_on_host(books: Books, instructions: Instructions) -> list[Held]:
+def held_on_host(books: Books, instructions: Instructions) -> list[LiveSpan]:
     """Parked values, and gradients that wait for their norm and their updates. State isn't counted."""
-    found: list[Held] = []
+    found: list[LiveSpan] = []
     returns = {
         (parked.value, each.micro_batch): each.position
         for each in instructions.all
@@ -95,16 +95,16 @@ def held_on_host(books: Books, instructions: Instructions) -> list[Held]:
         for parked in each.parked if each.op.stream == Stream.D2H else ():
             back = returns.get((parked.value, each.micro_batch))
             until = END if back is None else Moment(back, True)
-            found.append(Held("parked values", parked.host.nbytes, Moment(each.position, False), (until,)))
+            found.append(LiveSpan("parked values", parked.host.nbytes, Moment(each.position, False), (until,)))
     for life in books.lifetimes:
         if life.memory == "landing":
             since = START if life.start is None else Moment(life.start, False)
             until = tuple(Moment(end, True) for end in life.ends) or (END,)
-            found.append(Held("gradients", life.nbytes, since, until))
+            found.append(LiveSpan("gradients", life.nbytes, since, until))
     return [held for held in found if held.nbytes > 0]
 
 
-def curve(held: Iterable[Held], band: Band) -> Curve:
+def curve(held: Iterable[LiveSpan], band: Band) -> Curve:
     """The bytes at each moment of a band.
 
     Args:

@@ -9,9 +9,10 @@ from megatrain.scheduler.books import Books, Lifetime, Peak, find_peak, span
 from megatrain.scheduler.items import ITEMS
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
+from megatrain.sizes import format_bytes
 
 
-class Holder(NamedTuple):
+class PeakHolder(NamedTuple):
     """Something that takes memory.
 
     Attributes:
@@ -34,14 +35,14 @@ class AtPeak(NamedTuple):
     """
 
     peak: Peak
-    holders: tuple[Holder, ...]
+    holders: tuple[PeakHolder, ...]
 
     @property
     def nbytes(self) -> int:
         """The bytes of all holders."""
         return sum(holder.nbytes for holder in self.holders)
 
-    def of(self, part: str) -> list[Holder]:
+    def of(self, part: str) -> list[PeakHolder]:
         """The holders of one kind, largest first."""
         return [holder for holder in self.holders if holder.part == part]
 
@@ -54,10 +55,11 @@ class AtPeak(NamedTuple):
         share = f"{nbytes / self.nbytes:.0%} for"
         return f"{share} {part}, the largest {first.name}" if others else f"{share} {first.name}"
 
-    def words(self) -> str:
-        """Names the peak, and what holds most of it."""
-        parts = ", ".join(f"{part} {nbytes} B" for part, nbytes in self.peak.parts)
-        return f"peak: {self.nbytes} B at {self.peak.op} (tick {self.peak.tick}), {self.most()}; {parts}"
+    def words(self) -> tuple[str, ...]:
+        """Names the peak and what holds most of it, and then its parts."""
+        place = f"at {self.peak.op} (tick {self.peak.tick})"
+        parts = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in self.peak.parts)
+        return f"peak: {format_bytes(self.nbytes)} {place}, {self.most()}", f"at the peak: {parts or 'nothing'}"
 
 
 def at_peak(schedule: Schedule, books: Books) -> AtPeak:
@@ -73,12 +75,12 @@ def at_peak(schedule: Schedule, books: Books) -> AtPeak:
         nbytes = books.effects.workspace(*op.key)
         of_loss = 0 < nbytes == books.effects.loss_workspace(*op.key[1:])
         name = "the loss" if of_loss else f"workspace of {op}"
-        found.append(Holder(name, "loss" if of_loss else "workspace", nbytes))
+        found.append(PeakHolder(name, "loss" if of_loss else "workspace", nbytes))
     found = [holder for holder in found if holder.nbytes != 0]
     return AtPeak(peak, tuple(sorted(found, key=lambda h: (-h.nbytes, h.part, h.name))))
 
 
-class Stay(NamedTuple):
+class SlotStay(NamedTuple):
     """The time that a block's weights lie in a slot.
 
     Attributes:
@@ -92,27 +94,27 @@ class Stay(NamedTuple):
     last: int
 
 
-def stays(schedule: Schedule) -> tuple[Stay, ...]:
+def slot_stays(schedule: Schedule) -> tuple[SlotStay, ...]:
     """All stays, by their first tick."""
     last: dict[int, int] = {}
     for reader, load in schedule.bindings().items():
         last[load.tick] = max(last.get(load.tick, 0), reader.tick)
     loads = [(position.tick, op) for position, op in schedule.positions() if op.slot is not None]
-    return tuple(Stay(op, tick, max(tick, last.get(tick, tick))) for tick, op in loads)
+    return tuple(SlotStay(op, tick, max(tick, last.get(tick, tick))) for tick, op in loads)
 
 
-def _states(schedule: Schedule, books: Books, tick: int) -> Iterator[Holder]:
+def _states(schedule: Schedule, books: Books, tick: int) -> Iterator[PeakHolder]:
     """The weights in the slots, and what is left of the arena."""
     rest = schedule.arena_bytes
-    for stay in stays(schedule):
+    for stay in slot_stays(schedule):
         if stay.first <= tick <= stay.last:
             nbytes = books.effects.copied(schedule.known_workload().blocks[stay.op.block].state_bytes)
             rest -= nbytes
-            yield Holder(f"weights of {_block(schedule, stay.op.block)}", "weights", nbytes)
-    yield Holder("free slots", "weights", rest)
+            yield PeakHolder(f"weights of {_block(schedule, stay.op.block)}", "weights", nbytes)
+    yield PeakHolder("free slots", "weights", rest)
 
 
-def _items(schedule: Schedule, books: Books, tick: int) -> Iterator[Holder]:
+def _items(schedule: Schedule, books: Books, tick: int) -> Iterator[PeakHolder]:
     seen: set[tuple[int, int]] = set()
     for life in books.lifetimes:
         first, last = span(life, len(schedule.ticks))
@@ -122,7 +124,7 @@ def _items(schedule: Schedule, books: Books, tick: int) -> Iterator[Holder]:
             if (life.storage, life.item.micro_batch) in seen:
                 continue
             seen.add((life.storage, life.item.micro_batch))
-        yield Holder(_name(schedule, life), ITEMS[life.item.kind].part, life.nbytes)
+        yield PeakHolder(_name(schedule, life), ITEMS[life.item.kind].part, life.nbytes)
 
 
 def _name(schedule: Schedule, life: Lifetime) -> str:

@@ -141,7 +141,7 @@ class StepReport:
     def __str__(self) -> str:
         name, table, peak = self.figures.name, self.figures.schedule, self.figures.peak.words()
         head = f"report: {name}, {table.num_blocks} blocks, {len(table.ticks)} ticks, {len(table.ops)} ops"
-        return "\n".join([head, *("  " + line.replace("; ", "\n    ") for line in (*self.verdict, peak))])
+        return "\n".join([head, *("  " + line.replace("; ", "\n    ") for line in (*self.verdict, *peak))])
 
     def __repr__(self) -> str:
         bands = " and ".join(band.name for band in self.figures.bands)

@@ -61,7 +61,7 @@ def test_the_holders_of_the_peak_are_all_of_its_bytes(plan: Schedule):
 class TestHolders(TestCase):
     def test_the_holders_of_the_peak_have_names(self) -> None:
         found = made().figures.peak
-        assert found.words() in str(made()).replace("\n    ", "; ")
+        assert "\n".join(f"  {line}" for line in found.words()) in str(made())
         self.assertExpectedInline(
             "\n".join(f"{holder.nbytes} {holder.name}" for holder in found.holders),
             """\
