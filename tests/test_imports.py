@@ -19,6 +19,7 @@ GROUPS = (
     "sizes",
     "garbage",
     "interrupts",
+    "progress",
     "patches",
     "torch_private",
     "torch_probes",

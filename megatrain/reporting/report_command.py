@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from megatrain.checks import PATH, count
 from megatrain.compiled.compiling import compile as compile_model
 from megatrain.errors import OptionError
 from megatrain.planning.plan import plan
+from megatrain.progress import stage
 from megatrain.reporting.step_report import StepReport, report
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.costs import Hardware
@@ -112,21 +114,17 @@ def _of_model(options: argparse.Namespace, hardware: Hardware | None) -> StepRep
     if hardware is not None:
         given.pop("transfer", None)
         memory = given.pop("memory", None)
-        planned = plan(
-            model,
-            example_args=args,
-            example_kwargs=kwargs,
-            device_memory=memory,
-            optimizer="AdamW",
-            loss=_loss,
-            **given,
-        )
+        given |= {"example_args": args, "example_kwargs": kwargs, "device_memory": memory}
+        with stage("planning"):
+            planned = plan(model, optimizer="AdamW", loss=_loss, **given)
         return report(planned, options.page, costs=hardware)
     compiled = compile_model(model, **given)
     step = TrainStep(compiled, torch.optim.AdamW(compiled.parameters()), loss=_loss)
     batch = _batch(model, args, kwargs)
     with users_failures(f"a step of the model of `{options.target}`"):
-        for _ in range(options.steps - 1):
+        with stage("planning"):
+            step.prepare(batch)
+        for _ in tqdm(range(options.steps - 1), desc="training", unit="step", leave=False, disable=None):
             step(batch)
         measured = step.time(batch)
     return report(step, options.page, measured=measured)
