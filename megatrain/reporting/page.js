@@ -228,11 +228,11 @@
     pen.fillStyle = colours.soft;
     write(pen, bytes(data.bound), 10, toY(data.bound), box.left - 14);
     write(pen, "device", 10, toY(0) - 7, box.left - 14);
-    const peak = Math.max(box.left, Math.min(box.right, toX(box, start(0, data.peak.op) + length(0, data.peak.op) / 2)));
+    const middle = start(0, data.peak.op) + length(0, data.peak.op) / 2, peak = toX(box, middle);
     const text = `peak at ${ops[data.peak.op].name}, ${data.peak.most}`, room = box.right - box.left, wide = Math.min(room, pen.measureText(text).width);
     pen.fillStyle = colours.ink;
     write(pen, text, Math.max(box.left, Math.min(box.right - wide, peak - wide / 2)), 12, room);
-    pen.beginPath(); pen.moveTo(peak - 4, 20); pen.lineTo(peak + 4, 20); pen.lineTo(peak, 25); pen.fill();
+    if (middle >= view.from && middle <= view.to) { pen.beginPath(); pen.moveTo(peak - 4, 20); pen.lineTo(peak + 4, 20); pen.lineTo(peak, 25); pen.fill(); }
     drawCursor(box, PLOT);
   };
 

@@ -106,7 +106,7 @@ def test_no_name_becomes_a_part_of_the_page():
     page, harmless = page_text(made(evil()).figures), page_text(made().figures)
     seen = Seen(page)
     tags = {tag for tag, _ in Seen(harmless).elements}
-    assert {tag for tag, _ in seen.elements} == tags - {"b"}
+    assert {element for element, _ in seen.elements} == tags - {"b"}
     assert page.count("</script>") == harmless.count("</script>") == 2
     shown = EVIL.replace("\u2028", "\ufffd").replace("\x07", "\ufffd")
     assert f"0 ({shown}0)" in {row[0] for row in seen.rows}
@@ -116,7 +116,12 @@ def test_no_name_becomes_a_part_of_the_page():
 
 def test_the_page_asks_for_nothing():
     seen = Seen(page_text(made().figures))
-    links = [(tag, name, value) for tag, own in seen.elements for name, value in own.items() if name in ("src", "href")]
+    links = [
+        (element, name, value)
+        for element, own in seen.elements
+        for name, value in own.items()
+        if name in ("src", "href")
+    ]
     assert links == [("link", "href", "data:,")]
     policy = next(own["content"] for tag, own in seen.elements if own.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.table import Position
 from megatrain.scheduler.timing.costs import Hardware
 from megatrain.scheduler.timing.timed_run import TimedRun
 from tests.draws import draws
@@ -20,7 +21,7 @@ MACHINES = st.builds(Hardware, RATES, RATES, RATES, st.sampled_from([0.0, 1e-3])
 CARD = Hardware(25e9, 25e9, 1e11, host_bytes_per_s=60e9)
 
 
-def spans(plan: Schedule, machine: Hardware = CARD) -> dict:
+def spans(plan: Schedule, machine: Hardware = CARD) -> dict[Position, tuple[float, float]]:
     return {timing.position: (timing.start_s, timing.end_s) for timing in plan.simulate(machine).timeline}
 
 

@@ -50,6 +50,6 @@ def test_nothing_waits_for_a_time(sim: Simulator, mode: str):
     ends = {timing.position: timing.end_s for timing in run.timeline}
     on_device = {Stream.H2D, Stream.COMPUTE, Stream.D2H}
     for timing in run.timeline:
-        for wait in run.schedule.waits()[timing.position]:
+        for wait in step.schedule.waits()[timing.position]:
             if {wait.stream, timing.position.stream} <= on_device:
                 assert ends[wait] <= timing.start_s + 1e-5, (timing, wait)
