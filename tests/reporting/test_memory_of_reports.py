@@ -81,9 +81,7 @@ class TestHolders(TestCase):
         )
 
 
-@given(drawn())
-@draws(100)
-def test_no_two_areas_of_an_arena_hold_a_byte_at_the_same_tick(plan: Schedule):
+def assert_apart(plan: Schedule) -> None:
     for each in address_maps(plan, Books(plan), plan.instructions):
         for area in each.areas:
             assert 0 <= area.offset < area.offset + area.nbytes <= each.nbytes
@@ -94,10 +92,17 @@ def test_no_two_areas_of_an_arena_hold_a_byte_at_the_same_tick(plan: Schedule):
             assert not (same_ticks and same_bytes), (each.name, one, other)
 
 
+@given(drawn())
+@draws(100)
+def test_no_two_areas_of_an_arena_hold_a_byte_at_the_same_tick(plan: Schedule):
+    assert_apart(plan)
+
+
 @pytest.mark.parametrize("clip", [False, True])
 def test_each_prefetch_park_and_offload_has_its_area(clip: bool):
     plan = small(clip=clip)
     maps = {each.name: each.areas for each in made(plan).figures.maps}
+    assert_apart(plan)
     counts = {what: sum(op.what == what for op in plan.ops) for what in "WG"}
     assert len(maps["weights in slots"]) == counts["W"]
     assert len(maps["parked values"]) == sum(op.what == "A" for op in plan.ops) / 2

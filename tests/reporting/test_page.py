@@ -45,6 +45,7 @@ class Seen(HTMLParser):
 def data_of(page: str) -> Any:
     found = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert len(found) == 1
+    assert not set("<>&") & set(found[0])
     return json.loads(found[0])
 
 
@@ -123,7 +124,7 @@ def test_the_page_asks_for_nothing():
         if name in ("src", "href")
     ]
     assert links == [("link", "href", "data:,")]
-    policy = next(own["content"] for tag, own in seen.elements if own.get("http-equiv") == "Content-Security-Policy")
+    policy = next(own["content"] for _, own in seen.elements if own.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None
     assert policy.split(";")[0] == "default-src 'none'"
     for text in ASSETS.values():
