@@ -37,6 +37,7 @@ from megatrain.passes.program import Block, Program, Template
 from megatrain.passes.rewrite import Rewriter
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.plan import Plan, plan
+from megatrain.reporting.step_report import report
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.streams.stream_set import Chaos, Recording
@@ -95,6 +96,7 @@ __all__ = [
     "compile",
     "lower",
     "plan",
+    "report",
     "schedule",
     "trace",
     "verify",

@@ -15,6 +15,7 @@ import megatrain
 from megatrain.hardware.work import products
 from megatrain.passes.call_trial import Site
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.timing.timed_run import TimedRun
 
 
 class Target(NamedTuple):
@@ -87,6 +88,10 @@ def _functions(made: Made) -> Iterator[Target]:
     yield Target("workload", lambda: (megatrain.workload, {"program": made.program}))
     yield Target("plan", lambda: (megatrain.plan, {"model": made.model, "example_args": (INPUT,)}))
     yield Target("verify", lambda: (verify, {"model": made.model, "device": "cpu", "steps": 1}))
+    timings = made.schedule.simulate(HARDWARE).timeline
+    run = TimedRun.of(made.schedule, {t.position: (t.start_s, t.end_s) for t in timings})
+    drawn = {"step": made.schedule, "path": "report.html", "costs": HARDWARE, "measured": run}
+    yield Target("report", lambda: (megatrain.report, drawn))
 
 
 def _constructors(made: Made) -> Iterator[Target]:
@@ -105,7 +110,7 @@ def _training() -> Iterator[Target]:
         return megatrain.TrainStep, {"compiled": compiled, "optimizer": optimizer, "loss": loss}
 
     yield Target("TrainStep", make)
-    for method in ("__call__", "prepare", "measure"):
+    for method in ("__call__", "prepare", "measure", "time"):
         taken = megatrain.TrainStep(*step(), loss=loss)
         yield Target(f"TrainStep.{method}", lambda taken=taken, m=method: (getattr(taken, m), {"batch": INPUT}))
     yield Target("TrainStep.save", lambda: (megatrain.TrainStep(*step(), loss=loss).save, {"folder": "run"}))

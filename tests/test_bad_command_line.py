@@ -46,6 +46,8 @@ RIGHT = {
     "train --lr": "half huge",
     "train --warmup": "zero",
     "train --seed": "zero",
+    "report --trace": "zero minus half nan inf huge evil",
+    "report --flops": "half huge inf digits",
     "verify --seed": "zero minus",
     "verify --tolerance": "zero half huge",
 }
@@ -63,6 +65,10 @@ TRAIN = (
     *("--out", "--tokenizer", "--lora-rank", "--lora-alpha", "--lora-dropout", "--precision", "--device", "--memory"),
     *("--block-bytes", "--length", "--eval", "--eval-fraction", "--epochs", "--steps", "--batch", "--accumulate"),
     *("--tokens-per-step", "--lr", "--warmup", "--save-every", "--seed"),
+)
+REPORT = (
+    *("--trace", "--steps", "--device", "--memory", "--activations", "--transfer", "--block-bytes"),
+    *("--h2d", "--d2h", "--flops", "--host"),
 )
 VERIFY = ("--device", "--memory", "--activations", "--transfer", "--block-bytes", "--steps", "--seed", "--tolerance")
 
@@ -132,6 +138,17 @@ def test_bad_values_of_verify_are_refused(
     Path("made.py").write_text(TARGET)
     on_cpu = ["verify", "made.py:build", "--device=cpu"]
     assert faults(lambda option, text: ended([*on_cpu, f"{option}={text}"], capsys), VERIFY, "verify ") == []
+
+
+def test_bad_values_of_report_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("made.py").write_text(TARGET)
+    run, rates = ["report", "made.py:build", "page.html", "--device=cpu"], ["--h2d=1GB", "--d2h=1GB", "--flops=1e9"]
+    of_run, of_rates = REPORT[:-4], REPORT[-4:]
+    assert faults(lambda option, text: ended([*run, f"{option}={text}"], capsys), of_run, "report ") == []
+    assert faults(lambda option, text: ended([*run, *rates, f"{option}={text}"], capsys), of_rates, "report ") == []
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ RIGHT = {
     # More than there are blocks keeps them all.
     "schedule.keep": "zero huge",
     "*.max_grad_norm": "half huge inf",
+    "report.path": "evil",
     "verify.seed": "zero minus",
     "verify.learning_rate": "zero half huge",
     "verify.tolerance": "zero half huge",

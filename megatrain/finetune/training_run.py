@@ -30,6 +30,7 @@ from megatrain.finetune.sequences import Sequences
 from megatrain.finetune.step_on_paper import MAX_GRAD_NORM, plan_step
 from megatrain.finetune.training_data import Files, sequences_of
 from megatrain.integrations.hf import Trainer
+from megatrain.progress import stage
 from megatrain.training.boundary import NotFiniteError
 
 # The newest, and the one before it, for a kill while the newest is written.
@@ -92,7 +93,8 @@ class _TrainingRun:
         print(f"model   {type(model).__name__}, {kind}: {trained} parameters to train")
         print(f"run     {self.pace}")
         print(f"device  {self.device}\n", flush=True)
-        found = plan_step(self.tuning, model, self.device, self.pace.width, self.pace.accumulate)
+        with stage("planning"):
+            found = plan_step(self.tuning, model, self.device, self.pace.width, self.pace.accumulate)
         print(f"{found}\n", flush=True)
         try:
             found.check()

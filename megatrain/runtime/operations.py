@@ -17,7 +17,7 @@ from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.runtime.gradients.sums import added, marked
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.slots import Slots
-from megatrain.runtime.streams.stopwatch import Stopwatch
+from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.runtime.streams.stream_set import Event
 from megatrain.runtime.taken import StepTrainer, Taken
 from megatrain.scheduler.effects import Stream, kind_of
@@ -76,7 +76,7 @@ class Operations:
         trainer: StepTrainer | None = None,
         done: set[Position] | None = None,
         is_recovery: bool = False,
-        watch: Stopwatch | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """Hands transfers and work of the host to their streams and runs compute here, in the table's order.
 

@@ -288,4 +288,15 @@ def _are_same(left: Sequence[Sequence[torch.Tensor]], right: Sequence[Sequence[t
     return [[id(p) for p in block] for block in left] == [[id(p) for p in block] for block in right]
 
 
-NO_STEP = "no step is compiled yet.\n  A step needs the sizes of a batch.\n  Call the step, or prepare(batch), once."
+def known(setting: Setting | None) -> Setting:
+    """Returns the setting of a step that has one.
+
+    Raises:
+        ExecuteError: If there is none yet.
+    """
+    if setting is None:
+        raise ExecuteError(_NO_STEP)
+    return setting
+
+
+_NO_STEP = "no step is compiled yet.\n  A step needs the sizes of a batch.\n  Call the step, or prepare(batch), once."

@@ -15,15 +15,16 @@ from megatrain.checks import PATH, checked, number, one_of, optional
 from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers, optimizers_of
 from megatrain.compiled.inside import Variant
 from megatrain.compiled.module import COMPILED, CompiledModule
-from megatrain.errors import ExecuteError
 from megatrain.memory.out_of_memory import Attempts
+from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
-from megatrain.runtime.streams.stopwatch import Stopwatch
+from megatrain.runtime.streams.stopwatch import RunClock, Stopwatch, Watch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.costs import Measured
+from megatrain.scheduler.timing.timed_run import TimedRun
 from megatrain.sizes import SIZE
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.training import saved_step as checkpoint
@@ -31,7 +32,7 @@ from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
-from megatrain.training.setup import NO_STEP, Setting, Setup
+from megatrain.training.setup import Setting, Setup, known
 from megatrain.training.shares import Shares, Weight, check_reduce
 from megatrain.training.trainer import Running
 
@@ -118,12 +119,13 @@ class TrainStep:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the latest call, or of `prepare`.
+        """The schedule of the latest call, or of `prepare`; before the first of them an `ExecuteError`."""
+        return known(self._setting).schedule
 
-        Raises:
-            ExecuteError: Before the first of them.
-        """
-        return self._known_setting().schedule
+    @property
+    def program(self) -> Program:
+        """The blocks that the schedule runs, as for `schedule`; of several captures those of the first micro-batch."""
+        return known(self._setting).variants[0].program
 
     @property
     def progress(self) -> Progress:
@@ -132,12 +134,8 @@ class TrainStep:
 
     @property
     def host_plan(self) -> HostPlan:
-        """The host memory that steps like the latest, or like the prepared one, take.
-
-        Raises:
-            ExecuteError: Before the first of them.
-        """
-        return self._setup.host_plan(self._known_setting())
+        """The host memory that steps like the latest, or like the prepared one, take; as for `schedule`."""
+        return self._setup.host_plan(known(self._setting))
 
     def prepare(self, batch: Any) -> Schedule:
         """Makes the schedule of a batch like this one, without running or allocating anything."""
@@ -165,11 +163,15 @@ class TrainStep:
 
     def measure(self, batch: Any) -> Measured:
         """Runs a step whose streams wait after each operation; returns the times, which `schedule.simulate` takes."""
-        watch = Stopwatch(self._compiled.options.device)
-        self._take(batch, watch)
+        self._take(batch, watch := Stopwatch(self._compiled.options.device))
         return Measured.of(self.schedule, watch.seconds)
 
-    def _take(self, batch: Any, watch: Stopwatch | None) -> torch.Tensor:
+    def time(self, batch: Any) -> TimedRun:
+        """Runs a step as a call does; returns when each operation began and ended, which `megatrain.report` draws."""
+        self._take(batch, clock := RunClock(self._compiled.options.device))
+        return TimedRun.of(self.schedule, clock.spans())
+
+    def _take(self, batch: Any, watch: Watch | None) -> torch.Tensor:
         self._boundary.check_whole()
         shares = Shares(batches := micro_batches(batch), self._weight, is_sum=self._is_sum)
         failed: list[dict[Variant, str]] = [{} for _ in batches]
@@ -195,7 +197,7 @@ class TrainStep:
                     attempts.over(executor.memory_figures, is_half=self._boundary.has_recovered)
                     return loss
 
-    def _run(self, setting: Setting, executor: Executor, shares: Shares, watch: Stopwatch | None) -> torch.Tensor:
+    def _run(self, setting: Setting, executor: Executor, shares: Shares, watch: Watch | None) -> torch.Tensor:
         self._setting = setting.without_tensors()
         engine, updates = executor.engine, self._setup.updates
         assert updates is not None
@@ -313,8 +315,3 @@ class TrainStep:
 
     def __repr__(self) -> str:
         return f"<TrainStep: {self.progress.count} steps taken, model {self._compiled}>"
-
-    def _known_setting(self) -> Setting:
-        if self._setting is None:
-            raise ExecuteError(NO_STEP)
-        return self._setting
