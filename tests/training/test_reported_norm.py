@@ -132,6 +132,7 @@ def test_a_failure_of_any_operation_leaves_a_whole_norm(monkeypatch: pytest.Monk
         engine.set_chaos(Chaos(fail=token, max_delay_s=0))
         if run.fail((ExecuteError, RuntimeError), token, heal=lambda: engine.set_chaos(None)):
             completed.append(token)
+            assert run.sides.step.progress.grad_norm is not None
         take(run.sides, run.number, batches(run.number))
         run.number += 1
     run.sides.assert_same()
