@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,14 +22,14 @@ class Gradients:
 
     Args:
         by_parameter: Gradients that no update has used yet.
-        num_received: How many have arrived.
+        received: The parameters whose gradient has arrived, also if an update has used it.
         norm: Of all gradients; None until it is known, or if nobody asks.
         scale: The factor of clipping.
         nonfinite: The first that isn't finite, if somebody looked.
     """
 
     by_parameter: dict[torch.Tensor, torch.Tensor]
-    num_received: int = 0
+    received: set[torch.Tensor] = field(default_factory=set[torch.Tensor])
     norm: torch.Tensor | None = None
     scale: float = 1.0
     nonfinite: NonFinite | None = None
@@ -116,7 +116,7 @@ class Updates:
     def receive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Takes a whole gradient."""
         self.arriving.by_parameter[parameter] = gradient
-        self.arriving.num_received += 1
+        self.arriving.received.add(parameter)
 
     def drop_arriving(self) -> None:
         """Forgets all gradients that have arrived, and those of parameters outside the model that no step waits for."""
@@ -142,7 +142,7 @@ class Updates:
     def take_norm(self) -> None:
         """Takes the norm of all gradients from their squares, and computes the factor of clipping."""
         found = self.arriving
-        assert self._norm.num_gradients == found.num_received, "each gradient's squares are summed before"
+        assert self._norm.num_gradients == len(found.received), "each gradient's squares are summed before"
         found.norm = self._norm.total()
         found.nonfinite = self._norm.first_nonfinite
         if self._max_norm is not None:

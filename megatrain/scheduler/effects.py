@@ -286,13 +286,10 @@ def _update(step: Effects, block: int, micro_batch: int) -> Effect:
     kind = "waiting" if step.kind.updates == "deferred" else "landed"
     group, blocks = step.workload.update_group(block), step.workload.blocks
     reads = [Item(kind, b) for b in group if blocks[b].has_backward and blocks[b].gradient_bytes > 0]
-    if step.kind.clip:
-        reads.append(Item("norm", NO_BLOCK))
-    if step.kind.updates == "serial":
-        reads.append(Item("left", NO_BLOCK))
+    reads += [Item("norm", NO_BLOCK)] * step.kind.clip + [Item("left", NO_BLOCK)] * (step.kind.updates == "serial")
     makes = (Item("state", block), *[Item("squares", block)] * step.kind.reports_norm)
-    squared = blocks[block].gradient_bytes * step.kind.reports_norm
-    return Effect(tuple(reads), makes, moves=blocks[block].update_bytes + squared)
+    moves = blocks[block].update_bytes + blocks[block].gradient_bytes * step.kind.reports_norm
+    return Effect(tuple(reads), makes, moves=moves)
 
 
 KINDS: dict[tuple[str, str], OpKind] = {

@@ -132,11 +132,39 @@ def test_a_failure_of_any_operation_leaves_a_whole_norm(monkeypatch: pytest.Monk
         engine.set_chaos(Chaos(fail=token, max_delay_s=0))
         if run.fail((ExecuteError, RuntimeError), token, heal=lambda: engine.set_chaos(None)):
             completed.append(token)
+            assert run.sides.step.progress.grad_norm is not None
         take(run.sides, run.number, batches(run.number))
         run.number += 1
     run.sides.assert_same()
     assert "host:N" in completed
     assert any(token.startswith("host:U") for token in completed)
+
+
+def test_an_update_that_fails_and_runs_again_sums_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODES, "reported", {"report_norm": True})
+    run = Run("reported")
+    run.sides.max_norm = math.inf
+    run.take(1)
+    for after in range(3):
+        torch.manual_seed(run.number)
+        given = batches(run.number)
+        eager = run.sides.eager
+        _, norm = loop_step(eager, run.sides.eager_optimizers, given, loss=run.sides.loss, max_norm=math.inf)
+        torch.manual_seed(run.number)
+        TRAP.arm("update", fails, after=after)
+        with pytest.raises(ExecuteError, match="OSError: once"):
+            run.sides.step(given)
+        TRAP.clear()
+        run.number += 1
+        if not after:  # no update came before it, so the step left no trace
+            torch.manual_seed(run.number - 1)
+            run.sides.step(given)
+        assert_same(norm, run.sides.step.progress.grad_norm)
+        run.sides.assert_same(after)
+
+
+def fails() -> None:
+    raise OSError("once")
 
 
 @pytest.mark.parametrize("other", [{"clip": True, "updates": "overlap"}, {"updates": "deferred"}, {"updates": "none"}])

@@ -25,6 +25,7 @@ class TimedKind(NamedTuple):
         block: Its block; `NO_BLOCK` for `N`.
         micro_batch: Its micro-batch; 0 where the step has one, or the op serves all.
         is_saved: Whether the graph of this F or B is retained: then B doesn't recompute.
+        has_squares: Whether this U also sums the squares of its gradients, for a norm that is reported.
     """
 
     stream: Stream
@@ -32,11 +33,12 @@ class TimedKind(NamedTuple):
     block: int
     micro_batch: int
     is_saved: bool
+    has_squares: bool = False
 
     def __str__(self) -> str:
         block = "" if self.block < 0 else str(self.block)
         micro = f".{self.micro_batch}" if kind_of(self.stream, self.what).per_micro_batch else ""
-        return f"{self.what}{block}{micro}{'*' if self.is_saved else ''}"
+        return f"{self.what}{block}{micro}{'*' if self.is_saved else ''}{'+' if self.has_squares else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,8 @@ def _kinds(schedule: Table) -> Iterator[tuple[Position, Op, TimedKind]]:
     saves = frozenset(schedule.saves)
     for position, op in schedule.positions():
         is_saved = op.what in "FB" and op.block in saves
-        yield position, op, TimedKind(op.stream, op.what, op.block, op.micro_batch or 0, is_saved)
+        has_squares = op.what == "U" and schedule.kind.reports_norm
+        yield position, op, TimedKind(op.stream, op.what, op.block, op.micro_batch or 0, is_saved, has_squares)
 
 
 def _medians(seconds: Mapping[TimedKind, Sequence[float]]) -> dict[TimedKind, float]:
