@@ -8,6 +8,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from megatrain.hardware.work import total_flops
 from megatrain.reporting.bands import Band, format_s
 from megatrain.reporting.memory_curve import Curve
 from megatrain.reporting.step_figures import StepFigures
@@ -90,7 +91,7 @@ def _data(figures: StepFigures) -> dict[str, Any]:
         effect = figures.effects[position]
         star = "*" if op.what in "FB" and op.block in saves else ""
         stream = names.index(position.stream)
-        ops.append([stream, position.tick, f"{op}{star}", op.what, op.block, effect.moves, effect.flops])
+        ops.append([stream, position.tick, f"{op}{star}", op.what, op.block, effect.moves, total_flops(effect.work)])
     lines = figures.sources or ("",) * len(blocks)
     return {
         "streams": list(names),

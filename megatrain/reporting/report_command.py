@@ -15,18 +15,17 @@ from tqdm import tqdm
 from megatrain.checks import PATH, count
 from megatrain.compiled.compiling import compile as compile_model
 from megatrain.errors import OptionError
+from megatrain.hardware.hardware import Hardware
 from megatrain.planning.plan import plan
 from megatrain.progress import stage
 from megatrain.reporting.step_report import StepReport, report
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.timing.costs import Hardware
-from megatrain.sizes import format_bytes, parse_bytes
+from megatrain.sizes import format_bytes
 from megatrain.tracer.arguments import Structure
 from megatrain.training.step import TrainStep
 from megatrain.verification.command_target import command_target, importable, users_failures
 
 _OF_COMPILE = ("device", "memory", "activations", "transfer", "block_bytes")
-_RATES = ("h2d", "d2h", "flops")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--activations", help="auto, keep, recompute or offload")
     add("--transfer", help="auto, copy or bind")
     add("--block-bytes", help="target size of a block's state, such as 64MiB")
-    rates = parser.add_argument_group("rates of a machine: with them the step is only planned, and nothing runs")
-    rates.add_argument("--h2d", help="bytes a second to the device, such as 25GB")
-    rates.add_argument("--d2h", help="bytes a second to the host")
-    rates.add_argument("--flops", type=float, help="floating-point operations a second that blocks achieve")
-    rates.add_argument("--host", help="bytes a second that updates read and write; without it they take no time")
+    add("--hardware", help="a machine such as rtx-4090: the step is only planned for it, and nothing runs")
     parser.set_defaults(run=run)
 
 
@@ -62,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     if options.trace is not None:
         PATH.check("--trace", options.trace)
     count(1, 10_000).check("--steps", options.steps, has_default=True)
-    hardware = _hardware(options)
+    hardware = None if options.hardware is None else Hardware.preset(options.hardware)
     if options.target.endswith(".json"):
         made = _of_file(options, hardware)
     else:
@@ -76,27 +71,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _hardware(options: argparse.Namespace) -> Hardware | None:
-    given = [name for name in (*_RATES, "host") if getattr(options, name) is not None]
-    missing = [f"--{name}" for name in _RATES if name not in given]
-    if not given:
-        return None
-    if missing:
-        raise OptionError(
-            f"--{given[0]} is given without {', '.join(missing)}.\n  A step is planned by the rates of all streams.\n"
-            "  Give --h2d, --d2h and --flops, or none of them to run the step."
-        )
-    h2d, d2h = (float(parse_bytes(getattr(options, name), f"--{name}")) for name in ("h2d", "d2h"))
-    host = float("inf") if options.host is None else float(parse_bytes(options.host, "--host"))
-    return Hardware(h2d, d2h, options.flops, host_bytes_per_s=host)
-
-
 def _of_file(options: argparse.Namespace, hardware: Hardware | None) -> StepReport:
     PATH.check("target", options.target)
     if hardware is None:
         raise OptionError(
-            "the report of a saved schedule needs rates.\n  A file has no model that could run.\n"
-            "  Give --h2d, --d2h and --flops."
+            "the report of a saved schedule needs a machine.\n  A file has no model that could run.\n"
+            "  Give --hardware, such as rtx-4090."
         )
     try:
         text = Path(options.target).read_text(encoding="utf-8")
@@ -114,7 +94,7 @@ def _of_model(options: argparse.Namespace, hardware: Hardware | None) -> StepRep
     if hardware is not None:
         given.pop("transfer", None)
         memory = given.pop("memory", None)
-        given |= {"example_args": args, "example_kwargs": kwargs, "device_memory": memory}
+        given |= {"example_args": args, "example_kwargs": kwargs, "device_memory": memory, "hardware": hardware}
         with stage("planning"):
             planned = plan(model, optimizer="AdamW", loss=_loss, **given)
         return report(planned, options.page, costs=hardware)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from megatrain.hardware.work import total_flops
 from megatrain.reporting.bands import Band
 from megatrain.reporting.memory_curve import Curve
 from megatrain.reporting.step_figures import StepFigures
@@ -61,7 +62,8 @@ def _ops(figures: StepFigures, process: int, band: Band) -> Iterator[_Event]:
             args |= {"source": source} if source else {}
         effect = figures.effects[timing.position]
         args |= {"bytes": effect.moves} if effect.moves else {}
-        args |= {"flops": effect.flops} if effect.flops else {}
+        flops = total_flops(effect.work)
+        args |= {"flops": flops} if flops else {}
         begin = _us(timing.start_s)
         yield {
             "ph": "X",

@@ -46,7 +46,7 @@ def with_loss():
 def fails():
     raise RuntimeError("not today")
 """
-RATES = ("--h2d=25GB", "--d2h=24GB", "--flops=1e11", "--host=60GB")
+RATES = ("--hardware=rtx-4090",)
 
 
 class Layers(nn.Module):
@@ -205,8 +205,7 @@ def test_a_saved_schedule_is_drawn(folder: Path, capsys: pytest.CaptureFixture[s
     [
         (["saved.json", "page.html"], "the report of a saved schedule needs rates."),
         (["nowhere.json", "page.html", *RATES], "`nowhere.json` can't be read: "),
-        (["made.py:build", "page.html", "--h2d=25GB"], "--h2d is given without --d2h, --flops."),
-        (["made.py:build", "page.html", *RATES, "--flops=-1"], "flops_per_s=-1.0 is not above 0."),
+        (["made.py:build", "page.html", "--hardware=abacus"], "abacus"),
         (["made.py:fails", "page.html"], "`made.py:fails` failed: RuntimeError: not today."),
         (["made.py:build", "no/page.html", *RATES], 'path="no/page.html" can\'t be written'),
         (["made.py:build", "page.html", "--steps=0"], "--steps=0 is less than 1."),

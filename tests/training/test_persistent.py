@@ -72,7 +72,8 @@ def test_batches_of_other_sizes_and_calls_between_steps_have_the_bits_of_the_loo
             with torch.no_grad():
                 run.step.flush()
                 assert torch.equal(run.eager.eval()(**batch).logits, run.compiled.eval()(**batch).logits)
-            run.eager.train(), run.compiled.train()
+            run.eager.train()
+            run.compiled.train()
     run.assert_same(mode)
 
 
