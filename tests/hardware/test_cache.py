@@ -121,7 +121,7 @@ def test_this_machine_has_figures(tmp_path: Path, products):
 
 
 def test_copies_of_threads_have_rates_alone_and_together(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(copies, "_BYTES", 1 << 18)
+    monkeypatch.setattr(copies, "_HOST_BYTES", 1 << 18)
     link = copies.Link(HOST)
     assert min(*link.alone(), *link.both(), link.pageable()) > 0
     link.close()

@@ -14,7 +14,8 @@ from megatrain.errors import ExecuteError
 from megatrain.hardware.measuring.timing import rates_together, seconds_of
 from megatrain.memory.host_arena import HostArena
 
-_BYTES = 32 << 20
+# Copies within the host have to be larger than its caches.
+_BYTES, _HOST_BYTES = 32 << 20, 96 << 20
 _COPIES = 8
 
 
@@ -30,8 +31,9 @@ class Link:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._arenas = [HostArena(_BYTES) for _ in range(2)]
-        self._there = [device.allocate(_BYTES) for _ in range(2)]
+        self._nbytes = _HOST_BYTES if device.is_host else _BYTES
+        self._arenas = [HostArena(self._nbytes) for _ in range(2)]
+        self._there = [device.allocate(self._nbytes) for _ in range(2)]
         self.is_locked = True
         try:
             for arena in self._arenas:
@@ -58,12 +60,12 @@ class Link:
     def alone(self) -> tuple[float, float]:
         """Bytes per second each way."""
         taken = [seconds_of(self._device, copy, least_s=0.1) for copy in (self.to_device, self.to_host)]
-        return _BYTES / taken[0], _BYTES / taken[1]
+        return self._nbytes / taken[0], self._nbytes / taken[1]
 
     def pageable(self) -> float:
         """Bytes per second to the device, of memory that isn't page-locked."""
-        plain = torch.zeros(_BYTES, dtype=torch.uint8)
-        return _BYTES / seconds_of(self._device, partial(self._device.copy, self._there[0], plain), least_s=0.05)
+        plain = torch.zeros(self._nbytes, dtype=torch.uint8)
+        return self._nbytes / seconds_of(self._device, partial(self._device.copy, self._there[0], plain), least_s=0.05)
 
     def both(self) -> tuple[float, float]:
         """Bytes per second each way while both ways are under way."""
@@ -88,7 +90,7 @@ class Link:
         device.enter(before)
         device.settle()
         ends = [[0.0, *(moment.seconds_since(base) for moment in found)] for found in moments]
-        one, other = rates_together(ends, _BYTES)
+        one, other = rates_together(ends, self._nbytes)
         return one, other
 
     def _both_by_threads(self) -> tuple[float, float]:
@@ -108,5 +110,5 @@ class Link:
             thread.start()
         for thread in threads:
             thread.join()
-        one, other = rates_together(ends, _BYTES)
+        one, other = rates_together(ends, self._nbytes)
         return one, other

@@ -10,7 +10,7 @@ from megatrain.device.kinds import HOST
 from megatrain.hardware.measuring.timing import seconds_of
 from megatrain.native.adamw_kernels import LANES, WHOLE
 
-_ELEMENTS = LANES << 18  # 64 MiB in all, more than caches hold
+_ELEMENTS = LANES << 20  # 256 MiB in all, more than caches hold
 # AdamW over fp32 reads parameter, gradient and two moments, and writes three of them.
 _BYTES = 7 * 4 * _ELEMENTS
 # Those of a step with a small learning rate; see `adamw.c`.

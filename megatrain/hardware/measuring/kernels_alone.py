@@ -14,7 +14,7 @@ from megatrain.hardware.measuring.timing import seconds_of
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 # Of default products: so long that a launch doesn't count, so short that all of them take a second or two.
 _ABOUT_S = 0.004
-_IN_A_ROW = 8
+_IN_A_ROW = 4
 _LARGEST, _SMALLEST = 8192, 256
 
 
@@ -95,16 +95,21 @@ def attention_rates(device: Device, rates: Mapping[str, float]) -> dict[str, flo
 
 
 def memory_rate(device: Device, launched_s: float) -> float:
-    """Bytes per second that kernels read and write in the device's memory, launches apart."""
+    """Bytes per second that kernels read and write in the device's memory, launches apart.
+
+    Of additions, products and exponentials: on a processor these take longer than their bytes.
+    """
     count = (4 << 20) if device.is_host else (32 << 20)
     x, y, out = (torch.ones(count, device=device.torch_device) for _ in range(3))
 
-    def additions() -> None:
+    def kernels() -> None:
         for _ in range(_IN_A_ROW):  # Python launches the first, and the device doesn't wait for the others
             torch.add(x, y, out=out)
+            torch.mul(x, y, out=out)
+            torch.exp(x, out=out)
 
-    taken = seconds_of(device, additions, least_s=0.05) / _IN_A_ROW
-    return 3 * x.nbytes / max(taken - launched_s, taken / 2)
+    taken = seconds_of(device, kernels, least_s=0.1) / _IN_A_ROW
+    return 8 * x.nbytes / max(taken - 3 * launched_s, taken / 2)
 
 
 def launch_s(device: Device) -> tuple[float, float]:
