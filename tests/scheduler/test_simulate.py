@@ -16,7 +16,7 @@ from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.timing.costs import op_durations
-from megatrain.scheduler.timing.shared import shared_timeline
+from megatrain.scheduler.timing.shared import link_bound, shared_timeline
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.workloads import chain, example, schedules, step_schedules, workloads
@@ -124,10 +124,20 @@ def test_copies_both_ways_take_as_long_as_done_by_hand():
     durations = {up: 35.8 / 24.8, down: 24 / 24.8}
     timeline = {t.position: t.end_s for t in shared_timeline(durations, {up: (), down: ()}, machine)}
     assert timeline == {up: pytest.approx(2.0), down: pytest.approx(1.0)}
+    assert link_bound(durations[up], durations[down], machine) == pytest.approx(2.0)
+    assert link_bound(1.0, 0.0, machine) == 1.0
+    slower = replace(machine, d2h_beside=0.4)  # both ways at once do less than one after the other
+    assert link_bound(1.0, 0.5, slower) == 1.5
     after = shared_timeline(
         {**durations, Position(1, Stream.D2H): 1.0}, {up: (), down: (), Position(1, Stream.D2H): (up,)}, machine
     )
     assert [t.end_s for t in after] == pytest.approx([2.0, 1.0, 3.0])
+
+
+def test_ops_that_end_soon_after_each_other_keep_their_own_ends():
+    here = {Position(0, stream): 1.0 + number / 10 for number, stream in enumerate(streams()[:4])}
+    ends = shared_timeline(here, dict.fromkeys(here, ()), replace(Hardware(1, 1, 1), host_beside=1 - 1e-12))
+    assert [timing.end_s for timing in ends] == pytest.approx([1.0, 1.1, 1.2, 1.3])
 
 
 def test_the_stream_that_works_longest_is_named():

@@ -57,7 +57,7 @@ def _read(file: Path, facts: str, accept: Callable[..., object]) -> dict[str, An
 
 
 def _write(file: Path, data: Mapping[str, Any]) -> None:
-    """Writes a file that is there whole or not at all, whoever else writes it at the same time."""
+    """Writes a file that is there whole or not at all, also if another process writes it at the same time."""
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f"{file.stem}-", suffix=".part")
     try:

@@ -90,3 +90,13 @@ def shared_timeline(
             else:
                 op.left_s -= passed * speeds[stream, busy]
     return tuple(done[position] for position in durations)
+
+
+def link_bound(h2d_s: float, d2h_s: float, hardware: Hardware) -> float:
+    """Seconds of copies that take so long alone: with as much at the same time as makes them end first.
+
+    Each second with both under way does as much as the sum of the shares does alone.
+    """
+    shares = hardware.h2d_beside, hardware.d2h_beside
+    both_s = min(h2d_s / shares[0], d2h_s / shares[1])
+    return h2d_s + d2h_s - max(0.0, sum(shares) - 1) * both_s

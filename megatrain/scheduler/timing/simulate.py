@@ -13,7 +13,7 @@ from megatrain.scheduler.dependency import dependency_graph, derive_waits
 from megatrain.scheduler.effects import Stream, streams
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.timing.costs import Costs, op_durations
-from megatrain.scheduler.timing.shared import Timing, shared_timeline
+from megatrain.scheduler.timing.shared import Timing, link_bound, shared_timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +99,11 @@ def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
     for position, seconds in durations.items():
         bounds[position.stream] += seconds
     if isinstance(costs, Hardware) and costs.is_shared:
-        bounds["link"] = _link_bound(bounds[Stream.H2D], bounds[Stream.D2H], costs)
+        bounds["link"] = link_bound(bounds[Stream.H2D], bounds[Stream.D2H], costs)
     graph = dependency_graph(schedule)
     needed = [(a, b) for a, b, kind in graph.edges(data="kind") if kind in ("data", "weight")]
     bounds["data"] = _longest_path(graph.edge_subgraph(needed), durations)[0]
     return {reason: bound for reason, bound in bounds.items() if bound > 0}
-
-
-def _link_bound(h2d_s: float, d2h_s: float, hardware: Hardware) -> float:
-    """Seconds of copies that take so long alone: with as much at the same time as makes them end first.
-
-    Each second with both under way does as much as the sum of the shares does alone.
-    """
-    shares = hardware.h2d_beside, hardware.d2h_beside
-    both_s = min(h2d_s / shares[0], d2h_s / shares[1])
-    return h2d_s + d2h_s - max(0.0, sum(shares) - 1) * both_s
 
 
 def _longest_path(
