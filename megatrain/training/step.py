@@ -162,12 +162,18 @@ class TrainStep:
         return self._take(batch, None)
 
     def measure(self, batch: Any) -> Measured:
-        """Runs a step whose streams wait after each operation; returns the times, which `schedule.simulate` takes."""
+        """Runs a step whose streams wait after each operation; returns the times, which `schedule.simulate` takes.
+
+        Of a model with persistent blocks (`schedule.persistent`) the first step isn't typical: it brings what then stays.
+        """
         self._take(batch, watch := Stopwatch(self._compiled.options.device))
         return Measured.of(self.schedule, watch.seconds)
 
     def time(self, batch: Any) -> TimedRun:
-        """Runs a step as a call does; returns when each operation began and ended, which `megatrain.report` draws."""
+        """Runs a step as a call does; returns when each operation began and ended, which `megatrain.report` draws.
+
+        The first step isn't typical; see `measure`.
+        """
         self._take(batch, clock := RunClock(self._compiled.options.device))
         return TimedRun.of(self.schedule, clock.spans())
 

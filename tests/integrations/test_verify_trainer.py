@@ -132,10 +132,7 @@ def test_a_right_trainer_is_equal_and_stays_as_it_was(name: str, tmp_path: Path)
         assert_same(states(made)[0], states(again)[0])
 
 
-SCRIPTS = {
-    **{name: SCENARIOS[name] for name in ("plateau", "t5", "bf16", "neftune") if name in SCENARIOS},
-    "lora": test_peft.SCENARIOS["lora"],
-}
+SCRIPTS = {name: {**SCENARIOS, **test_peft.SCENARIOS}[name] for name in ("plateau", "t5", "bf16", "neftune", "lora")}
 
 
 @pytest.mark.wide
