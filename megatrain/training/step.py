@@ -164,7 +164,7 @@ class TrainStep:
     def measure(self, batch: Any) -> Measured:
         """Runs a step whose streams wait after each operation; returns the times, which `schedule.simulate` takes.
 
-        Of a model with persistent blocks (`schedule.persistent`) the first step isn't typical: it brings what then stays.
+        If blocks are persistent (`schedule.persistent`), the first step isn't typical: it brings what then stays.
         """
         self._take(batch, watch := Stopwatch(self._compiled.options.device))
         return Measured.of(self.schedule, watch.seconds)
