@@ -28,7 +28,7 @@ from megatrain.finetune.run_callbacks import ShowsProgress, StopBetweenSteps
 from megatrain.finetune.run_record import RunRecord, fingerprint
 from megatrain.finetune.sequences import Sequences
 from megatrain.finetune.step_on_paper import MAX_GRAD_NORM, plan_step
-from megatrain.finetune.training_data import Files, sequences_of
+from megatrain.finetune.training_data import Data, sequences_of
 from megatrain.integrations.hf import Trainer
 from megatrain.progress import stage
 from megatrain.training.boundary import NotFiniteError
@@ -45,7 +45,7 @@ def train(tuning: FineTuning) -> None:
         tuning: What is trained.
 
     Raises:
-        OptionError: If a file can't be used.
+        OptionError: If a file or a data set can't be used.
         CheckpointError: If the folder has something else than this training, or another process trains there.
         ScheduleError: If the device's memory is too small.
         ExecuteError: If the host's memory is too small.
@@ -53,8 +53,8 @@ def train(tuning: FineTuning) -> None:
     """
     device = usable(tuning.device)
     config = read_config(tuning)
-    files = Files.of(tuning)
-    inputs = {"model": fingerprint(tuning.model), **files.digests()}
+    data = Data.of(tuning)
+    inputs = {"model": fingerprint(tuning.model), **data.digests()}
     if tuning.tokenizer is not None:
         inputs["tokenizer"] = fingerprint(tuning.tokenizer)
     record = RunRecord.of(tuning, inputs)
@@ -62,7 +62,7 @@ def train(tuning: FineTuning) -> None:
         print(f"the training in `{record.folder}` is finished; there is nothing left to do.")
         return
     tokenizer = read_tokenizer(tuning)
-    training, held_out = sequences_of(files, tuning, tokenizer, longest(tuning, config))
+    training, held_out = sequences_of(data, tuning, tokenizer, longest(tuning, config))
     pace = Pace.of(tuning, len(training), training.width)
     run = _TrainingRun(tuning, record, config, tokenizer, device, pace, training, held_out)
     run.plan()

@@ -116,6 +116,15 @@ BAD_RUNS: dict[str, tuple[list[str], str]] = {
     "a step too small": (["model", "text.jsonl", "--tokens-per-step=8"], "is less than one micro-batch: 1 x 16"),
     "a long warm-up": (["model", "text.jsonl", "--steps=3", "--warmup=4"], "--warmup 4 is longer than the training"),
     "both counts": (["model", "text.jsonl", "--steps=3", "--epochs=1"], "--steps and --epochs are both given."),
+    "a split of a file": (
+        ["model", "text.jsonl", "--split=train"],
+        "--split is of a data set, and `text.jsonl` is a file.",
+    ),
+    "no data": (["model", "./none"], "there is no file and no folder `./none`."),
+    "two evaluations": (
+        ["model", "some/data", "--eval-split=test", "--eval=text.jsonl"],
+        "--eval and --eval-split are",
+    ),
     "both held out": (
         ["model", "text.jsonl", "--eval=text.jsonl", "--eval-fraction=0.1"],
         "--eval and --eval-fraction are",
@@ -156,6 +165,10 @@ def test_libraries_that_are_missing_are_named(
     said = refused(capsys, folder / "model", folder / "text.jsonl", "--lora", out=tmp_path / "out")
     assert "megatrain train needs peft, which is not installed." in said
     assert "pip install peft" in said
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "datasets" else find(name))
+    said = refused(capsys, folder / "model", "owner/data", out=tmp_path / "out")
+    assert "megatrain train needs datasets, which is not installed." in said
+    assert "pip install datasets" in said
 
 
 def test_too_little_memory_of_the_host_is_refused_before_weights_are_read(

@@ -223,8 +223,11 @@ class Streamed(_Base):
         if self.accelerator.scaler is not None:
             return "fp16 scales the loss"
         for callback in self.callback_handler.callbacks:
-            if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
-                return f"the callback {type(callback).__name__} may read gradients before the optimizer's step"
+            kind = type(callback)
+            if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
+                return f"the callback {kind.__name__} may read gradients before the optimizer's step"
+            if kind.on_optimizer_step is not TrainerCallback.on_optimizer_step:
+                return f"the callback {kind.__name__} may read gradients behind the optimizer's step"
         owner = _owner_of(type(self), "training_step")
         if owner.__module__.partition(".")[0] not in ("transformers", "trl", "sentence_transformers"):
             return f"{owner.__name__} has a training_step of its own"
