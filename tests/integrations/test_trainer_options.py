@@ -81,7 +81,7 @@ class OwnOptimizer(Trainer):
     """Makes an optimizer, in groups by name, and a scheduler by itself."""
 
     def create_optimizer(self, model: Any = None) -> Any:
-        if self.optimizer is None:
+        if self.optimizer is None:  # pyright: ignore[reportUnnecessaryComparison]
             named = dict(self.model.named_parameters())  # pyright: ignore
             heads = [p for name, p in named.items() if "head" in name]
             rest = [p for name, p in named.items() if "head" not in name]
@@ -89,7 +89,7 @@ class OwnOptimizer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        if self.lr_scheduler is None:
+        if self.lr_scheduler is None:  # pyright: ignore[reportUnnecessaryComparison]
             self.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(
                 self.optimizer if optimizer is None else optimizer, [0.03, 0.01], total_steps=num_training_steps + 1
             )
@@ -229,6 +229,7 @@ class LogsMore(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        outputs: Any
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         self.entropies.append(torch.distributions.Categorical(logits=outputs.logits.detach()).entropy().mean())
         return (loss, outputs) if return_outputs else loss
