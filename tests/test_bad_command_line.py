@@ -47,7 +47,6 @@ RIGHT = {
     "train --warmup": "zero",
     "train --seed": "zero",
     "report --trace": "zero minus half nan inf huge evil",
-    "report --flops": "half huge inf digits",
     "verify --seed": "zero minus",
     "verify --tolerance": "zero half huge",
 }
@@ -68,7 +67,7 @@ TRAIN = (
 )
 REPORT = (
     *("--trace", "--steps", "--device", "--memory", "--activations", "--transfer", "--block-bytes"),
-    *("--h2d", "--d2h", "--flops", "--host"),
+    "--hardware",
 )
 VERIFY = ("--device", "--memory", "--activations", "--transfer", "--block-bytes", "--steps", "--seed", "--tolerance")
 
@@ -145,10 +144,8 @@ def test_bad_values_of_report_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("made.py").write_text(TARGET)
-    run, rates = ["report", "made.py:build", "page.html", "--device=cpu"], ["--h2d=1GB", "--d2h=1GB", "--flops=1e9"]
-    of_run, of_rates = REPORT[:-4], REPORT[-4:]
-    assert faults(lambda option, text: ended([*run, f"{option}={text}"], capsys), of_run, "report ") == []
-    assert faults(lambda option, text: ended([*run, *rates, f"{option}={text}"], capsys), of_rates, "report ") == []
+    run = ["report", "made.py:build", "page.html", "--device=cpu"]
+    assert faults(lambda option, text: ended([*run, f"{option}={text}"], capsys), REPORT, "report ") == []
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import nn
 
 from megatrain.checks import Rule, checked, count, number, optional
 from megatrain.device import HOST, Device, find
-from megatrain.device.reserve import beside
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.garbage import paused_collection
 from megatrain.hardware.hardware import Hardware
@@ -24,16 +22,16 @@ from megatrain.optim.made_over import OPTIMIZER
 from megatrain.options import PRECISION
 from megatrain.passes.pipeline import PASSES, Rewrite, lower
 from megatrain.passes.program import Program
-from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan, in_columns, narrow_entries
+from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan, narrow_entries
 from megatrain.planning.loss_bytes import Loss, measure_loss
+from megatrain.planning.plan_text import device_lines, reserve_text, verdict
 from megatrain.runtime.block import outer_hooks_off
-from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.build import STEP
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.timing.simulate import Simulation
-from megatrain.sizes import SIZE, format_bytes, parse_bytes
+from megatrain.sizes import SIZE, parse_bytes
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.capture.sandbox import swapped_state
 from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
@@ -109,10 +107,10 @@ class Plan:
         return "\n".join(
             [
                 f"plan: {model}; {self.precision}, {batches}, {updates}",
-                f"device: {_verdict(table.device_bytes, self.device_memory)}",
-                *(f"  {line}" for line in _device_lines(table)),
+                f"device: {verdict(table.device_bytes, self.device_memory)}",
+                *(f"  {line}" for line in device_lines(table)),
                 *([f"  reserve: {self.reserve}"] if self.reserve else []),
-                f"host: {_verdict(self.host.total_bytes, self.host_memory)}",
+                f"host: {verdict(self.host.total_bytes, self.host_memory)}",
                 *(f"  {line}" for line in self.host.lines()),
                 *([] if self.hardware is None else [f"time: {self.simulation}; predicted for {self.hardware.name}"]),
             ]
@@ -217,7 +215,7 @@ def plan(  # noqa: PLR0913  # as for `compile`
     table, too_small = _scheduled(program, kind, device_limit, activations, loss_bytes, machine)
     table.check()
     host = host_plan(program, table, model, optimizer, precision=precision)
-    reserve = _reserve_text(place, table.device_bytes if device_limit is None else device_limit)
+    reserve = reserve_text(place, table.device_bytes if device_limit is None else device_limit)
     return Plan(program, table, host, device_limit, host_limit, precision, too_small, reserve, machine)
 
 
@@ -297,48 +295,3 @@ def _scheduled(
 
 # The last resort of "auto" and "recompute" is to do the same as "offload".
 _LEAST = {"auto": "offload", "recompute": "offload"}
-
-
-def _reserve_text(device: Device | None, nbytes: int) -> str:
-    """Says what a device needs besides the memory that a schedule may take."""
-    if device is None:
-        # Without a device there is no figure of a card: the smallest on which so much may be planned.
-        return f"{format_bytes(beside(nbytes))} of a card besides, assumed: a tenth of its memory, at least 1 GiB"
-    if device.can_bind:
-        return ""
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in device.uncounted())
-    total = format_bytes(device.reserve(device.memory().total))
-    return f"{total} of {device} besides{f', of which {parts}' if parts else ''}"
-
-
-def _verdict(nbytes: int, memory: int | None) -> str:
-    if memory is None:
-        return format_bytes(nbytes)
-    lacking = nbytes - memory
-    verdict = (
-        f"fits, {format_bytes(-lacking)} left" if lacking <= 0 else f"doesn't fit, {format_bytes(lacking)} missing"
-    )
-    return f"{format_bytes(nbytes)} of {format_bytes(memory)}: {verdict}"
-
-
-def _counted(sizes: Iterable[int]) -> Iterator[str]:
-    for size, equal in groupby(sizes):
-        count = len(list(equal))
-        yield format_bytes(size) if count == 1 else f"{count} x {format_bytes(size)}"
-
-
-def _device_lines(table: Schedule) -> list[str]:
-    workload = table.known_workload()
-    peak = find_peak(table)
-    rows = [(f"at {peak.op}", "bytes", "size"), *((name, str(n), format_bytes(n)) for name, n in peak.parts)]
-    kept = f"graphs of {len(table.saves)} of {len(workload.backward_blocks())} blocks, inputs of the last {table.keep}"
-    if table.kind.transfer == "copy":
-        kept += f", weights of the last {len(table.resident())}"
-        kept += f" (frozen ones of {len(table.persistent)} across steps)" if table.persistent else ""
-    num_parked = table.kind.micro_batches * sum(map(len, table.parked().values()))
-    return [
-        *in_columns(rows),
-        f"slots: {', '.join(_counted(slot.nbytes for slot in table.slots))}",
-        f"keeps: {kept}; parks {num_parked} activations",
-        f"moves: {format_bytes(table.h2d_bytes)} to the device, {format_bytes(table.d2h_bytes)} to the host",
-    ]

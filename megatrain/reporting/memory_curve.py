@@ -33,14 +33,14 @@ class Curve:
         return [(moment, sum(sizes)) for moment, sizes in self.points]
 
 
-class Moment(NamedTuple):
+class Instant(NamedTuple):
     """The beginning or the end of an op; without an op those of the step."""
 
     position: Position | None
     is_end: bool
 
 
-START, END = Moment(None, False), Moment(None, True)
+START, END = Instant(None, False), Instant(None, True)
 
 
 class LiveSpan(NamedTuple):
@@ -56,8 +56,8 @@ class LiveSpan(NamedTuple):
 
     part: str
     nbytes: int
-    since: Moment
-    until: tuple[Moment, ...]
+    since: Instant
+    until: tuple[Instant, ...]
     shared: tuple[int, ...] | None = None
 
 
@@ -72,13 +72,13 @@ def held_on_device(books: Books, instructions: Instructions) -> list[LiveSpan]:
     found = [LiveSpan("weights", books.table.arena_bytes, START, (END,))]
     for life in books.lifetimes:
         if life.memory == "device":
-            since = START if life.start is None else Moment(life.start, False)
+            since = START if life.start is None else Instant(life.start, False)
             shared = None if life.storage is None else (life.storage, life.item.micro_batch, life.nbytes)
             part = ITEMS[life.item.kind].part
             found.append(LiveSpan(part, life.nbytes, since, (released.get(life.item, END),), shared))
     for position, op in books.table.positions():
         nbytes = books.effects.workspace(*op.key)
-        found.append(LiveSpan("workspace", nbytes, Moment(position, False), (Moment(position, True),)))
+        found.append(LiveSpan("workspace", nbytes, Instant(position, False), (Instant(position, True),)))
     return [held for held in found if held.nbytes > 0]
 
 
@@ -94,12 +94,12 @@ def held_on_host(books: Books, instructions: Instructions) -> list[LiveSpan]:
     for each in instructions.all:
         for parked in each.parked if each.op.stream == Stream.D2H else ():
             back = returns.get((parked.value, each.micro_batch))
-            until = END if back is None else Moment(back, True)
-            found.append(LiveSpan("parked values", parked.host.nbytes, Moment(each.position, False), (until,)))
+            until = END if back is None else Instant(back, True)
+            found.append(LiveSpan("parked values", parked.host.nbytes, Instant(each.position, False), (until,)))
     for life in books.lifetimes:
         if life.memory == "landing":
-            since = START if life.start is None else Moment(life.start, False)
-            until = tuple(Moment(end, True) for end in life.ends) or (END,)
+            since = START if life.start is None else Instant(life.start, False)
+            until = tuple(Instant(end, True) for end in life.ends) or (END,)
             found.append(LiveSpan("gradients", life.nbytes, since, until))
     return [held for held in found if held.nbytes > 0]
 
@@ -114,7 +114,7 @@ def curve(held: Iterable[LiveSpan], band: Band) -> Curve:
     starts = {timing.position: timing.start_s for timing in band.timeline}
     ends = {timing.position: timing.end_s for timing in band.timeline}
 
-    def at(moment: Moment) -> float:
+    def at(moment: Instant) -> float:
         if moment.position is None:
             return band.step_s if moment.is_end else 0.0
         return (ends if moment.is_end else starts)[moment.position]
@@ -127,13 +127,13 @@ def curve(held: Iterable[LiveSpan], band: Band) -> Curve:
     return _points(chain(single, chain.from_iterable(map(_union, groups.values()))))
 
 
-def _releases(instructions: Instructions) -> Mapping[Item, Moment]:
-    found: dict[Item, Moment] = {}
+def _releases(instructions: Instructions) -> Mapping[Item, Instant]:
+    found: dict[Item, Instant] = {}
     for half, is_last in ((instructions.forward, False), (instructions.backward, True)):
         for each in half.instructions:
-            found |= dict.fromkeys(each.frees_before, Moment(each.position, False))
-            found |= dict.fromkeys(each.frees_after, Moment(each.position, True))
-        over = END if is_last or not half.instructions else Moment(half.instructions[-1].position, True)
+            found |= dict.fromkeys(each.frees_before, Instant(each.position, False))
+            found |= dict.fromkeys(each.frees_after, Instant(each.position, True))
+        over = END if is_last or not half.instructions else Instant(half.instructions[-1].position, True)
         found |= dict.fromkeys(half.frees, over)
     return found
 

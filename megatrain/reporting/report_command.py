@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from megatrain.checks import PATH, count
+from megatrain.checks import PATH, count, one_of
 from megatrain.compiled.compiling import compile as compile_model
 from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
+from megatrain.options import COMPILE
 from megatrain.planning.plan import plan
 from megatrain.progress import stage
 from megatrain.reporting.step_report import StepReport, report
@@ -26,6 +27,12 @@ from megatrain.training.step import TrainStep
 from megatrain.verification.command_target import command_target, importable, users_failures
 
 _OF_COMPILE = ("device", "memory", "activations", "transfer", "block_bytes")
+_RULES = {
+    **{name: COMPILE[name] for name in _OF_COMPILE},
+    "trace": PATH,
+    "steps": count(1, 10_000),
+    "hardware": one_of(*Hardware.presets()),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,10 +60,10 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         OptionError: If the target can't be used, an option has a wrong value, or a file can't be written.
     """
-    PATH.check("page", options.page)
-    if options.trace is not None:
-        PATH.check("--trace", options.trace)
-    count(1, 10_000).check("--steps", options.steps, has_default=True)
+    PATH.check_flag("page", options.page, has_default=False)
+    for name, rule in _RULES.items():
+        if getattr(options, name) is not None:
+            rule.check_flag(f"--{name.replace('_', '-')}", getattr(options, name))
     hardware = None if options.hardware is None else Hardware.preset(options.hardware)
     if options.target.endswith(".json"):
         made = _of_file(options, hardware)
@@ -72,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _of_file(options: argparse.Namespace, hardware: Hardware | None) -> StepReport:
-    PATH.check("target", options.target)
+    PATH.check_flag("target", options.target, has_default=False)
     if hardware is None:
         raise OptionError(
             "the report of a saved schedule needs a machine.\n  A file has no model that could run.\n"

@@ -168,10 +168,7 @@ class Operations:
 
     def prefetch(self, taken: Taken, instruction: Instruction) -> None:
         """W: copies weights into a slot."""
-        if instruction.persists and instruction.state is not None:
-            self._slots.prefetch_changing(instruction.op.block, instruction.state)
-        else:
-            self._slots.prefetch(instruction.op.block, instruction.state)
+        self._slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists)
 
     def park(self, taken: Taken, instruction: Instruction) -> None:
         """A to the host."""

@@ -47,17 +47,24 @@ class Slots:
         assert self._engine.store is not None
         return self._engine.store
 
-    def prefetch(self, block: int, where: Bytes | None) -> None:
-        """Copies a block's state to bytes of the arena; nothing moves where state is used in place."""
-        if where is not None:
-            self._store.prefetch(self._images[block], self._engine.arena.write(*where))
+    def prefetch(self, block: int, where: Bytes | None, *, persists: bool = False) -> None:
+        """Copies a block's state to bytes of the arena; nothing moves where state is used in place.
 
-    def prefetch_changing(self, block: int, where: Bytes) -> None:
-        """Copies the part of a block's state that changes from step to step, and the rest if it isn't there.
+        Args:
+            block: The block.
+            where: The bytes.
+            persists: Its frozen weights may be there from an earlier step.
 
         Raises:
             ExecuteError: If frozen weights were changed unseen.
         """
+        if where is not None and persists:
+            self._prefetch_changing(block, where)
+        elif where is not None:
+            self._store.prefetch(self._images[block], self._engine.arena.write(*where))
+
+    def _prefetch_changing(self, block: int, where: Bytes) -> None:
+        """Copies the part of a block's state that changes from step to step, and the rest if it isn't there."""
         arena, layout, frozen = self._engine.arena, self._images[block], self._frozen[block]
         stamp, known, key = self._store.stamp(layout, frozen), arena.persisting(*where), (id(layout), frozen)
         if known is None or stamp is None or known.key != key or not known.is_same(stamp):

@@ -6,13 +6,14 @@ one handler of the runtime, and one rule of the checker, which shares nothing wi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.items import Effect, Item
-from megatrain.scheduler.parking import turn_block
+from megatrain.scheduler.parking import Parks, turn_block
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
@@ -68,12 +69,7 @@ class Effects:
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        kind: StepKind,
-        saves: Collection[int],
-        parked: Mapping[int, Sequence[int]],
-        persistent: Collection[int] = (),
+        self, workload: Workload, kind: StepKind, saves: Collection[int], parked: Parks, persistent: Collection[int]
     ) -> None:
         self.workload = workload
         self.kind = kind
@@ -97,9 +93,7 @@ class Effects:
         for block in workload.update_blocks() if kind.updates != "none" else ():
             for member in workload.update_group(block):
                 self.owners[member].append(block)
-        self._sharers = [0] * len(workload.storages)
-        for value in workload.values:
-            self._sharers[value.storage] += 1
+        self._sharers = Counter(value.storage for value in workload.values)
 
     def of(self, stream: str, what: str, block: int, micro_batch: int = 0) -> Effect:
         """The effect of an op."""
@@ -161,9 +155,8 @@ class Effects:
 
     def loss_reads(self, what: str, block: int, micro_batch: int) -> list[Item]:
         """Outputs from which the caller computes a loss before an op, and which it then releases."""
-        if self.kind.outputs == "keep" or self.turn != (what, block):
-            return []
-        values = enumerate(self.workload.values)
+        has_loss = self.kind.outputs != "keep" and self.turn == (what, block)
+        values = enumerate(self.workload.values if has_loss else ())
         return [Item("value", i, micro_batch) for i, v in values if v.is_output and not v.is_committed]
 
     def loss_workspace(self, what: str, block: int, micro_batch: int) -> int:
@@ -189,9 +182,9 @@ class Effects:
 
 
 def _prefetch(step: Effects, block: int, micro_batch: int) -> Effect:
-    work, weights = step.workload.blocks[block], (Item("weights", block),)
-    there = work.frozen_bytes if block in step.persistent else 0
-    return Effect(tuple(step.state(block)), weights, moves=step.copied(work.state_bytes - there))
+    work = step.workload.blocks[block]
+    moves = step.copied(work.state_bytes - (work.frozen_bytes if block in step.persistent else 0))
+    return Effect(tuple(step.state(block)), (Item("weights", block),), moves=moves)
 
 
 def _forward(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -217,11 +210,10 @@ def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
     adds = [Item("gradient", index, micro_batch) for index in step.inputs[block] if step.has_gradient[index]]
     if work.gradient_bytes > 0:
         adds.append(Item("parameters", block))
-    makes: list[Item] = []
-    if step.turn == ("B", block) and step.kind.mode == "train":
-        # The caller hands in the gradients of the outputs when the backward of their micro-batch starts.
-        values = enumerate(step.workload.values)
-        makes = [Item("gradient", i, micro_batch) for i, v in values if v.is_output and step.has_gradient[i]]
+    # The caller hands in the gradients of the outputs when the backward of their micro-batch starts.
+    values = step.workload.values if step.turn == ("B", block) and step.kind.mode == "train" else ()
+    handed = (index for index, value in enumerate(values) if value.is_output and step.has_gradient[index])
+    makes = [Item("gradient", index, micro_batch) for index in handed]
     return Effect(tuple(reads), tuple(makes), tuple(adds), work=work.whole_backward(is_saved, micro_batch))
 
 

@@ -164,16 +164,13 @@ class TrainStep:
     def measure(self, batch: Any) -> Measured:
         """Runs a step whose streams wait after each operation; returns the times, which `schedule.simulate` takes.
 
-        If blocks are persistent (`schedule.persistent`), the first step isn't typical: it brings what then stays.
+        The first step isn't typical where blocks are persistent: it brings what then stays.
         """
         self._take(batch, watch := Stopwatch(self._compiled.options.device))
         return Measured.of(self.schedule, watch.seconds)
 
     def time(self, batch: Any) -> TimedRun:
-        """Runs a step as a call does; returns when each operation began and ended, which `megatrain.report` draws.
-
-        The first step isn't typical; see `measure`.
-        """
+        """Runs a step as a call does; returns when each operation began and ended, which `megatrain.report` draws."""
         self._take(batch, clock := RunClock(self._compiled.options.device))
         return TimedRun.of(self.schedule, clock.spans())
 

@@ -203,9 +203,9 @@ def test_a_saved_schedule_is_drawn(folder: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["saved.json", "page.html"], "the report of a saved schedule needs rates."),
+        (["saved.json", "page.html"], "the report of a saved schedule needs a machine."),
         (["nowhere.json", "page.html", *RATES], "`nowhere.json` can't be read: "),
-        (["made.py:build", "page.html", "--hardware=abacus"], "abacus"),
+        (["made.py:build", "page.html", "--hardware=abacus"], "--hardware='abacus' is not known."),
         (["made.py:fails", "page.html"], "`made.py:fails` failed: RuntimeError: not today."),
         (["made.py:build", "no/page.html", *RATES], 'path="no/page.html" can\'t be written'),
         (["made.py:build", "page.html", "--steps=0"], "--steps=0 is less than 1."),

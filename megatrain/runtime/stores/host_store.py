@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 
-from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride, views
 from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena, together
+from megatrain.runtime.stores.homes import Home, Run, new_memory, runs_of, take_in
 from megatrain.runtime.stores.moving import check_movable, check_room
 from megatrain.runtime.stores.persisting import Stamp
 from megatrain.runtime.stores.weights import Weights, replace_memory
@@ -21,42 +21,10 @@ from megatrain.tracer.spec import TensorSpec
 __all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "image", "stored_stride", "views"]
 
 
-_memories = count()
-
-
-@dataclass(slots=True, eq=False)
-class _Home:
-    """The home of a key: the user's tensor, and the view of the arena that it uses.
-
-    `memory` is another number whenever the values come from another memory.
-    """
-
-    key: str
-    spec: TensorSpec
-    arena: HostArena
-    offset: int
-    tensor: torch.Tensor
-    view: torch.Tensor
-    address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    memory: int = field(default_factory=lambda: next(_memories))
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Bytes with the same layout in the arena and in a slot: one copy."""
-
-    start: int
-    end: int
-    source: torch.Tensor
-    arena: HostArena
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Placed:
     layout: BlockImage
-    runs: tuple[_Run, ...]
+    runs: tuple[Run, ...]
     bound: tuple[torch.Tensor, ...]
 
 
@@ -88,7 +56,7 @@ class HostStore:
     ) -> None:
         self._bus = bus
         self._tensors = dict(tensors)
-        self._homes: dict[str, _Home] = {}
+        self._homes: dict[str, Home] = {}
         self._arenas: list[HostArena] = []
         self._by_id: dict[int, _Placed] = {}
         self._by_value: dict[BlockImage, _Placed] = {}
@@ -183,13 +151,13 @@ class HostStore:
         else:
             view.copy_(tensor.detach())
         replace_memory(key, tensor, view)
-        self._homes[key] = _Home(key, spec, arena, offset, tensor, view, view.data_ptr(), view.shape, view.stride())
+        self._homes[key] = Home(key, spec, arena, offset, tensor, view, view.data_ptr(), view.shape, view.stride())
 
     def _place(self, layout: BlockImage) -> None:
         placed = self._by_value.get(layout)
         if placed is None:
             homes = [self._home(entry) for entry in layout.entries]
-            runs = tuple(_runs(layout.entries, homes, layout.alignment))
+            runs = tuple(runs_of(layout.entries, homes, layout.alignment))
             placed = _Placed(layout, runs, tuple(home.view for home in homes))
             self._by_value[layout] = placed
         # Hashing an image costs more than a small copy; a caller that keeps its image pays for a lookup only.
@@ -197,7 +165,7 @@ class HostStore:
             placed = _Placed(layout, placed.runs, placed.bound)
         self._by_id[id(layout)] = placed
 
-    def _home(self, entry: Entry) -> _Home:
+    def _home(self, entry: Entry) -> Home:
         """Returns the home of an entry; a part is inside its whole, which is placed, moved and refreshed as one."""
         home = self._homes[entry.owner]
         if entry.base is None:
@@ -225,7 +193,7 @@ class HostStore:
         runs = self._placed(layout).runs
         if without:
             entries = [entry for entry in layout.entries if entry.key not in without]
-            runs = tuple(_runs(entries, map(self._home, entries), layout.alignment))
+            runs = tuple(runs_of(entries, map(self._home, entries), layout.alignment))
         for run in runs:
             self._bus.to_device(out[run.start : run.end], run.source, run.arena)
 
@@ -280,7 +248,7 @@ class HostStore:
                 or tensor.shape != home.shape
                 or tensor.dtype != home.view.dtype
             ):
-                _take_in(home)
+                take_in(home)
 
     def _adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for key, tensor in tensors.items():
@@ -291,40 +259,7 @@ class HostStore:
                 # its values.
                 home.tensor.data = home.tensor.detach().clone()
                 home.tensor = tensor
-                home.memory = next(_memories)
-
-
-def _take_in(home: _Home) -> None:
-    tensor, view = home.tensor, home.view
-    if tensor.shape != view.shape or tensor.dtype != view.dtype or tensor.device != view.device:
-        now = f"{TensorSpec.of(tensor)} on {tensor.device}"
-        raise ExecuteError(
-            f"`{home.key}` became {now}; the compiled model holds {home.spec} on {view.device}.\n"
-            "  Shape, dtype and device of the state are fixed when the model is compiled.\n"
-            "  Module.to, .cuda() and .half() change them; a trainer that moves its model calls these.\n"
-            "  Change them first, then compile; or give such a trainer the compiled model, which stays in place."
-        )
-    # Cloned, because the new value may be another view of the very same memory (`p.data = p.data.t()`).
-    view.copy_(tensor.detach().clone())
-    tensor.data = view
-    home.memory = next(_memories)
-
-
-def _runs(entries: Iterable[Entry], homes: Iterable[_Home], alignment: int) -> Iterable[_Run]:
-    """Joins neighbours that have the same distance in the arena as in the image."""
-    start = end = source = 0
-    arena: HostArena | None = None
-    for entry, home in zip(entries, homes, strict=True):
-        if not entry.spec.nbytes:
-            continue
-        is_next = entry.offset <= aligned(end, alignment)
-        if arena is not home.arena or home.offset - entry.offset != source - start or not is_next:
-            if arena is not None:
-                yield _Run(start, end, arena.tensor[source : source + end - start], arena)
-            arena, start, source = home.arena, entry.offset, home.offset
-        end = entry.offset + entry.spec.nbytes
-    if arena is not None:
-        yield _Run(start, end, arena.tensor[source : source + end - start], arena)
+                home.memory = new_memory()
 
 
 def _is_alike(one: TensorSpec, other: TensorSpec) -> bool:
