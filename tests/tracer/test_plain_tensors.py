@@ -169,6 +169,8 @@ def test_detached_memory_is_fine() -> None:
 class Sparsely(nn.Module):
     """Adds a few trained entries to a weight, by a sparse tensor."""
 
+    places: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.few = nn.Parameter(torch.eye(4)), nn.Parameter(torch.ones(3))
