@@ -7,7 +7,7 @@ one handler of the runtime, and one rule of the checker, which shares nothing wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 

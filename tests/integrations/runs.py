@@ -76,7 +76,7 @@ GIVEN: dict[str, Any] = {
     "max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
     "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2,
 }  # fmt: skip
-_TIMES = ("runtime", "per_second", "flos", "time")
+_TIMES = ("runtime", "per_sec", "flos", "time")
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,15 @@ class Ran:
     after: Any
 
 
+def streamed_kind(stock: Any) -> Any:
+    """The trainer that streams."""
+    return type("Streaming", (Streamed, stock), {})
+
+
 def run(scenario: Scenario, folder: Path, *, streams: bool, **training: Any) -> Ran:
     """Runs a script from its first line."""
     AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps the first precision of a process
-    kind = type("Streaming", (Streamed, scenario.kind), {}) if streams else scenario.kind
+    kind = streamed_kind(scenario.kind) if streams else scenario.kind
     random.seed(0)
     np.random.seed(0)
     model = scenario.model()

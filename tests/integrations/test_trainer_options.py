@@ -80,6 +80,9 @@ def in_groups(model: Any) -> Mapping[str, Any]:
 class OwnOptimizer(Trainer):
     """Makes an optimizer, in groups by name, and a scheduler by itself."""
 
+    optimizer: Any
+    lr_scheduler: Any
+
     def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is None:  # pyright: ignore[reportUnnecessaryComparison]
             named = dict(self.model.named_parameters())  # pyright: ignore
@@ -229,8 +232,8 @@ class LogsMore(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        outputs: Any
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        found: Any = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss, outputs = found
         self.entropies.append(torch.distributions.Categorical(logits=outputs.logits.detach()).entropy().mean())
         return (loss, outputs) if return_outputs else loss
 

@@ -42,6 +42,8 @@ from megatrain.verification.run_script import UPDATES, asked, end_script
 
 FOLDER = "megatrain"
 """Within a trainer's checkpoint: all that the next training step depends on besides the weights."""
+_KNOWN = ("transformers", "trl", "sentence_transformers", "axolotl")
+"""Libraries whose `training_step` does no more than to compute a loss and run its backward."""
 _Base: Any = object
 
 
@@ -229,7 +231,7 @@ class Streamed(_Base):
             if kind.on_optimizer_step is not TrainerCallback.on_optimizer_step:
                 return f"the callback {kind.__name__} may read gradients behind the optimizer's step"
         owner = _owner_of(type(self), "training_step")
-        if owner.__module__.partition(".")[0] not in ("transformers", "trl", "sentence_transformers"):
+        if owner.__module__.partition(".")[0] not in _KNOWN:
             return f"{owner.__name__} has a training_step of its own"
         return None
 

@@ -42,7 +42,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class OneCopy:
     """Bytes with the same layout in the arena and in a slot: one copy."""
 
     start: int
@@ -72,7 +72,7 @@ def take_in(home: Home) -> None:
     home.memory = new_memory()
 
 
-def runs_of(entries: Iterable[Entry], homes: Iterable[Home], alignment: int) -> Iterable[Run]:
+def copies_of(entries: Iterable[Entry], homes: Iterable[Home], alignment: int) -> Iterable[OneCopy]:
     """Joins neighbours that have the same distance in the arena as in the image."""
     start = end = source = 0
     arena: HostArena | None = None
@@ -82,8 +82,8 @@ def runs_of(entries: Iterable[Entry], homes: Iterable[Home], alignment: int) -> 
         is_next = entry.offset <= aligned(end, alignment)
         if arena is not home.arena or home.offset - entry.offset != source - start or not is_next:
             if arena is not None:
-                yield Run(start, end, arena.tensor[source : source + end - start], arena)
+                yield OneCopy(start, end, arena.tensor[source : source + end - start], arena)
             arena, start, source = home.arena, entry.offset, home.offset
         end = entry.offset + entry.spec.nbytes
     if arena is not None:
-        yield Run(start, end, arena.tensor[source : source + end - start], arena)
+        yield OneCopy(start, end, arena.tensor[source : source + end - start], arena)

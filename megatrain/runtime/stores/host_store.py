@@ -11,7 +11,7 @@ import torch
 from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride, views
 from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena, together
-from megatrain.runtime.stores.homes import Home, Run, new_memory, runs_of, take_in
+from megatrain.runtime.stores.homes import Home, OneCopy, copies_of, new_memory, take_in
 from megatrain.runtime.stores.moving import check_movable, check_room
 from megatrain.runtime.stores.persisting import Stamp
 from megatrain.runtime.stores.weights import Weights, replace_memory
@@ -24,7 +24,7 @@ __all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "image", "stored_str
 @dataclass(frozen=True, slots=True, eq=False)
 class _Placed:
     layout: BlockImage
-    runs: tuple[Run, ...]
+    runs: tuple[OneCopy, ...]
     bound: tuple[torch.Tensor, ...]
 
 
@@ -157,7 +157,7 @@ class HostStore:
         placed = self._by_value.get(layout)
         if placed is None:
             homes = [self._home(entry) for entry in layout.entries]
-            runs = tuple(runs_of(layout.entries, homes, layout.alignment))
+            runs = tuple(copies_of(layout.entries, homes, layout.alignment))
             placed = _Placed(layout, runs, tuple(home.view for home in homes))
             self._by_value[layout] = placed
         # Hashing an image costs more than a small copy; a caller that keeps its image pays for a lookup only.
@@ -193,7 +193,7 @@ class HostStore:
         runs = self._placed(layout).runs
         if without:
             entries = [entry for entry in layout.entries if entry.key not in without]
-            runs = tuple(runs_of(entries, map(self._home, entries), layout.alignment))
+            runs = tuple(copies_of(entries, map(self._home, entries), layout.alignment))
         for run in runs:
             self._bus.to_device(out[run.start : run.end], run.source, run.arena)
 
