@@ -25,8 +25,8 @@ from tests.bad_targets import INPUT, Made, Target
 from tests.bad_values import outcome, values
 
 TEXTS = "empty evil nul long digits"
-# What an option may well be, besides None and True where its default is None or a bool. `!true`: True alone may not. The
-# last match counts.
+# What an option may well be, besides None and True where its default is None or a bool; `!true` says that True may not.
+# The last match counts.
 RIGHT = {
     # Of what compilers make for each other the types are checked here; what doesn't fit together, their checkers find:
     # Schedule.check, Workload.check, verify_program, TracedModule.check.
