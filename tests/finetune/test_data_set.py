@@ -111,8 +111,10 @@ def test_keys_that_some_messages_lack_are_lacking_in_a_table_too(tmp_path: Path)
         {"role": "tool", "content": "1"},
     ]
     rows = [{"messages": turns, "tools": [{"name": "f"}], "id": 1}, {**chat(1), "tools": None, "id": 2}]
-    path = write_lines(tmp_path / "train.jsonl", rows)
-    found = read_data_set(str(folder_of(tmp_path / "set", {"train": path})), None, "train")
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "set").mkdir()
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "set" / "train.parquet")
+    found = read_data_set(str(tmp_path / "set"), None, "train")
     assert list(found.records) == [{"messages": turns, "tools": [{"name": "f"}]}, {**chat(1), "tools": None}]
 
 
