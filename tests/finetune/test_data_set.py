@@ -110,9 +110,11 @@ def test_keys_that_some_messages_lack_are_lacking_in_a_table_too(tmp_path: Path)
         {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": 1}}]},
         {"role": "tool", "content": "1"},
     ]
-    rows = [{"messages": turns, "tools": [{"name": "f"}], "id": 1}, chat(1)]
-    path = write_lines(tmp_path / "train.jsonl", rows)
-    found = read_data_set(str(folder_of(tmp_path / "set", {"train": path})), None, "train")
+    rows = [{"messages": turns, "tools": [{"name": "f"}], "id": 1}, {**chat(1), "tools": None, "id": 2}]
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "set").mkdir()
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "set" / "train.parquet")
+    found = read_data_set(str(tmp_path / "set"), None, "train")
     assert list(found.records) == [{"messages": turns, "tools": [{"name": "f"}]}, {**chat(1), "tools": None}]
 
 

@@ -187,6 +187,11 @@ SCENARIOS: dict[str, Scenario] = {
         ctc_loss_reduction="mean"), SPOKEN),
     "wav2vec2, masked by numpy": Scenario({}, made("Wav2Vec2ForCTC", "Wav2Vec2Config",
         **{**QUIET, "apply_spec_augment": True, "mask_time_prob": 0.3, "mask_time_length": 2}, pad_token_id=0), SPOKEN),
+    "wav2vec2, masked by numpy, accumulation": Scenario(
+        TWO, made("Wav2Vec2ForCTC", "Wav2Vec2Config",
+        **{**QUIET, "apply_spec_augment": True, "mask_time_prob": 0.3, "mask_time_length": 2}, pad_token_id=0), SPOKEN,
+        reason="nothing tells ahead how many random numbers the model draws",
+    ),
     "hubert": Scenario({}, made("HubertForSequenceClassification", "HubertConfig", **QUIET), SOUNDS),
     "spectrograms": Scenario(
         TWO, made("ASTForAudioClassification", "ASTConfig", **SMALL, patch_size=8, frequency_stride=8, time_stride=8,
