@@ -25,11 +25,11 @@ import torch
 from tqdm import tqdm
 
 import megatrain
-from benchmarks.cards import CARDS, Card
 from benchmarks.llamas import CONTEXT, SIZES, LlamaShape
 from benchmarks.steps import OF_UPDATES
 from megatrain.device.host_pages import HostPages
 from megatrain.errors import MegatrainError
+from megatrain.hardware.hardware import Hardware
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.masters.halves import SplitMaster
 from megatrain.optim.norm import GradientNorm
@@ -39,10 +39,11 @@ from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import format_bytes
 from tests.simulated_device.loading import load, unavailable
-from tests.simulated_device.simulator import Simulator, Span
+from tests.simulated_device.simulator import HardwareProfile, Simulator, Span
 from tests.simulated_device.virtual_hosts import VirtualHosts
 
 _PLENTY = 1 << 50
+_CARDS = ("rtx-3080", "rtx-3090", "rtx-4090", "h100-sxm", "h200", "gh200")
 
 
 # -- a host with any amount of memory ----------------------------------------------------------------------------
@@ -103,6 +104,7 @@ class ModelledStep:
     Args:
         step_s: From an idle device to an idle device.
         predicted_s: By the simulator of schedules, from the times of its ops in another step.
+        by_rates_s: By the simulator of schedules, from the machine's rates alone.
         spans: The device's work.
         host_s: The work of the host.
         updates_s: The updates alone; squares of gradients are summed beside the backward.
@@ -111,6 +113,7 @@ class ModelledStep:
 
     step_s: float
     predicted_s: float
+    by_rates_s: float
     spans: Sequence[Span]
     host_s: float
     updates_s: float
@@ -137,9 +140,10 @@ class ModelledStep:
 
 
 def steps_of(
-    simulator: Simulator, card: Card, size: LlamaShape, counts: Sequence[int], ways: Sequence[str]
+    simulator: Simulator, card: Hardware, size: LlamaShape, counts: Sequence[int], ways: Sequence[str]
 ) -> Generator[tuple[int, str, ModelledStep | str]]:
     """Takes steps of so many micro-batches in each way; yields a step in modelled time, or why there is none."""
+    assert card.memory_bytes is not None, "each preset has a size"
     simulator.configure(capacity=card.memory_bytes)
     compiled = megatrain.compile(size.model(), device="sim", precision="bf16")
     ids = torch.zeros(1, CONTEXT, dtype=torch.long, device="sim")
@@ -152,10 +156,10 @@ def steps_of(
                 yield count, way, str(error).splitlines()[0]
 
 
-def _step_of(simulator: Simulator, card: Card, step: megatrain.TrainStep, batch: Any) -> ModelledStep:
+def _step_of(simulator: Simulator, card: Hardware, step: megatrain.TrainStep, batch: Any) -> ModelledStep:
     step(batch)  # captures, allocates, and leaves updates for the next step
-    hosts = VirtualHosts(simulator, card.host_bytes_per_s)
-    simulator.set_profile(card.profile())
+    hosts = VirtualHosts(simulator, card.host_bytes_per_s, card.op_s)
+    simulator.set_profile(HardwareProfile.of(card))
     try:
         with simulator.spans() as spans:
             seconds = hosts.take(step, batch)
@@ -163,23 +167,27 @@ def _step_of(simulator: Simulator, card: Card, step: megatrain.TrainStep, batch:
     finally:
         simulator.set_profile(None)
     host_s, updates_s = (hosts.moved_bytes(Stream.HOST, what) / card.host_bytes_per_s for what in (None, "U"))
-    return ModelledStep(seconds, predicted, spans, host_s, updates_s, step.schedule)
+    by_rates = step.schedule.simulate(card).step_s
+    return ModelledStep(seconds, predicted, by_rates, spans, host_s, updates_s, step.schedule)
 
 
 def rows(simulator: Simulator, options: argparse.Namespace) -> Generator[str]:
     """Yields the lines of the table, as they are known."""
-    yield "| card | model | tokens | way | step (modelled) | of the bound | held up by | predicted | device memory |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    yield "| card | model | tokens | way | step (modelled) | of bound | held up by | predicted | of rates | memory |"
+    yield f"|{' --- |' * 10}"
     cases = [(card, size) for card in options.cards for size in options.sizes]
     for card, size in tqdm(cases, unit="case", disable=None):
-        for count, way, found in steps_of(simulator, CARDS[card], SIZES[size], options.micro_batches, options.ways):
+        for count, way, found in steps_of(
+            simulator, Hardware.preset(card), SIZES[size], options.micro_batches, options.ways
+        ):
             head = f"| {card} | {size} | {count * CONTEXT} |"
             if isinstance(found, str):
-                yield f"{head} {way} | {found} | | | | |"
+                yield f"{head} {way} | {found} | | | | | |"
                 continue
+            ratios = [seconds / found.step_s for seconds in (found.predicted_s, found.by_rates_s)]
             yield (
                 f"{head} {way} | {found.step_s:.3f} s | {found.step_s / found.bound_s:.3f} | {found.held_up_by} | "
-                f"{found.predicted_s / found.step_s:.3f} | {format_bytes(found.schedule.device_bytes)} |"
+                f"{ratios[0]:.3f} | {ratios[1]:.3f} | {format_bytes(found.schedule.device_bytes)} |"
             )
         gc.collect()  # the model's memory goes before the next one's comes
 
@@ -187,7 +195,7 @@ def rows(simulator: Simulator, options: argparse.Namespace) -> Generator[str]:
 def main() -> None:
     """Prints a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--cards", nargs="+", choices=list(CARDS), default=list(CARDS))
+    parser.add_argument("--cards", nargs="+", choices=Hardware.presets(), default=_CARDS)
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=[name for name in SIZES if name != "tiny"])
     parser.add_argument("--ways", nargs="+", choices=list(OF_UPDATES), default=list(OF_UPDATES))
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 8], help=f"each of {CONTEXT} tokens")

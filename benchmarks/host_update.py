@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
+from megatrain.memory.processors import update_threads
 from megatrain.optim.fast.adamw import AdamWOptions, Kernel, Moments, adamw_, native_reason
 from megatrain.optim.masters.halves import Master, SplitMaster, WholeMaster
 from megatrain.optim.norm import GradientNorm
-from megatrain.optim.processors import update_threads
 
 OPTIONS = AdamWOptions(lr=1e-4)
 TRIAD = "triad"

@@ -29,6 +29,7 @@ from megatrain.errors import (
     TraceError,
     WeightsError,
 )
+from megatrain.hardware.hardware import Hardware
 from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.optim.grad_scaler import GradScaler
 from megatrain.passes.pipeline import lower
@@ -36,13 +37,13 @@ from megatrain.passes.program import Block, Program, Template
 from megatrain.passes.rewrite import Rewriter
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.plan import Plan, plan
+from megatrain.reporting.step_report import report
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 from megatrain.scheduler.from_program import schedule, workload
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.timing.costs import Hardware
 from megatrain.scheduler.workload import Workload
 from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.trace import trace
@@ -95,6 +96,7 @@ __all__ = [
     "compile",
     "lower",
     "plan",
+    "report",
     "schedule",
     "trace",
     "verify",

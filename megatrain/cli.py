@@ -1,4 +1,4 @@
-"""The command line: `megatrain train`, `megatrain demo`, `megatrain verify`, `megatrain --version`."""
+"""The command line: `megatrain train`, `demo`, `verify`, `report`, `--version`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatrain import __version__
 from megatrain.demo import demo_command as demo_command
 from megatrain.errors import MegatrainError
 from megatrain.finetune import train_command as train_command
+from megatrain.reporting import report_command as report_command
 from megatrain.verification import verify_command as verify_command
 
 
@@ -26,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0 if all went well, 1 if the command found a fault, 2 if it was used wrongly, 130 if
         it was interrupted.
     """
-    options = _parser().parse_args(arguments)
+    ours, of_script = verify_command.parted(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(ours, argparse.Namespace(of_script=of_script))
     try:
         return options.run(options)
     except MegatrainError as error:
@@ -55,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify_command.add_arguments(
         commands.add_parser("verify", help="compare a model with eager PyTorch, and find the first block that differs")
+    )
+    report_command.add_arguments(
+        commands.add_parser("report", help="draw a training step as planned and as measured, on one page of HTML")
     )
     return parser
 

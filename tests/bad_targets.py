@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
+from megatrain.hardware.work import products
 from megatrain.passes.call_trial import Site
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.timing.timed_run import TimedRun
 
 
 class Target(NamedTuple):
@@ -86,6 +88,10 @@ def _functions(made: Made) -> Iterator[Target]:
     yield Target("workload", lambda: (megatrain.workload, {"program": made.program}))
     yield Target("plan", lambda: (megatrain.plan, {"model": made.model, "example_args": (INPUT,)}))
     yield Target("verify", lambda: (verify, {"model": made.model, "device": "cpu", "steps": 1}))
+    timings = made.schedule.simulate(HARDWARE).timeline
+    run = TimedRun.of(made.schedule, {t.position: (t.start_s, t.end_s) for t in timings})
+    drawn = {"step": made.schedule, "path": "report.html", "costs": HARDWARE, "measured": run}
+    yield Target("report", lambda: (megatrain.report, drawn))
 
 
 def _constructors(made: Made) -> Iterator[Target]:
@@ -104,7 +110,7 @@ def _training() -> Iterator[Target]:
         return megatrain.TrainStep, {"compiled": compiled, "optimizer": optimizer, "loss": loss}
 
     yield Target("TrainStep", make)
-    for method in ("__call__", "prepare", "measure"):
+    for method in ("__call__", "prepare", "measure", "time"):
         taken = megatrain.TrainStep(*step(), loss=loss)
         yield Target(f"TrainStep.{method}", lambda taken=taken, m=method: (getattr(taken, m), {"batch": INPUT}))
     yield Target("TrainStep.save", lambda: (megatrain.TrainStep(*step(), loss=loss).save, {"folder": "run"}))
@@ -193,6 +199,9 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield "Workload.backward_readers", made.workload, {"value": 0}
     yield "Workload.update_group", made.workload, {"block": 0}
     yield "Workload.has_value_gradient", made.workload, {"value": 0}
+    yield "Hardware.preset", megatrain.Hardware, {"name": "h200"}
+    yield "Hardware.product_rate", HARDWARE, {"name": "bf16"}
+    yield "Hardware.seconds", HARDWARE, {"works": products(10**9)}
     yield "Chaos.delay", megatrain.Chaos(), {"stream": "h2d"}
     yield "Chaos.strikes", megatrain.Chaos(), {"stream": "h2d", "label": "W0"}
     recording = megatrain.Recording()
@@ -201,6 +210,7 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield "Recording.on", recording, {"stream": "h2d"}
     yield "Recording.labels", recording, {"stream": "h2d"}
     yield "Program.opaque", made.program, {"block": made.program.blocks[0]}
+    yield "Program.needs_gradients", made.program, {"block": made.program.blocks[0]}
     yield "Program.state_bytes", made.program, {"block": made.program.blocks[0]}
     yield "HostPlan.bytes_of", made.plan.host, {"name": "parameters"}
     yield "HostPlan.check", made.plan.host, {"available_bytes": 2**40}

@@ -1,7 +1,11 @@
-"""Every option of the command line gets every bad text: each ends with status 2 and clear words, before any work."""
+"""Every option of the command line gets every bad text: each ends with status 2 and clear words, before any work.
+
+The words are those of the command: an option is `--lr`, and no keyword of a Python function.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +46,7 @@ RIGHT = {
     "train --lr": "half huge",
     "train --warmup": "zero",
     "train --seed": "zero",
+    "report --trace": "zero minus half nan inf huge evil",
     "verify --seed": "zero minus",
     "verify --tolerance": "zero half huge",
 }
@@ -60,7 +65,16 @@ TRAIN = (
     *("--block-bytes", "--length", "--eval", "--eval-fraction", "--epochs", "--steps", "--batch", "--accumulate"),
     *("--tokens-per-step", "--lr", "--warmup", "--save-every", "--seed"),
 )
+REPORT = (
+    *("--trace", "--steps", "--device", "--memory", "--activations", "--transfer", "--block-bytes"),
+    "--hardware",
+)
 VERIFY = ("--device", "--memory", "--activations", "--transfer", "--block-bytes", "--steps", "--seed", "--tolerance")
+
+
+def keywords(said: str) -> list[str]:
+    """The keywords of Python functions that a message names: `lr=`, which a user of the command doesn't know."""
+    return re.findall(r"(?<![-\w])[a-z]\w*=", said)
 
 
 def ended(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -79,6 +93,8 @@ def ended(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         return came
     if status == [0]:
         return "accepted"
+    if arguments[0] != "demo" and keywords(said):
+        return f"names {keywords(said)}: {said}"
     is_clear = ("megatrain: " in said and said.count("\n") >= 2) or "error: argument" in said
     return "refused" if status == [2] and is_clear else f"status {status}: {said}"
 
@@ -121,6 +137,15 @@ def test_bad_values_of_verify_are_refused(
     Path("made.py").write_text(TARGET)
     on_cpu = ["verify", "made.py:build", "--device=cpu"]
     assert faults(lambda option, text: ended([*on_cpu, f"{option}={text}"], capsys), VERIFY, "verify ") == []
+
+
+def test_bad_values_of_report_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("made.py").write_text(TARGET)
+    run = ["report", "made.py:build", "page.html", "--device=cpu"]
+    assert faults(lambda option, text: ended([*run, f"{option}={text}"], capsys), REPORT, "report ") == []
 
 
 @pytest.mark.parametrize(

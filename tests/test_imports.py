@@ -19,6 +19,7 @@ GROUPS = (
     "sizes",
     "garbage",
     "interrupts",
+    "progress",
     "patches",
     "torch_private",
     "torch_probes",
@@ -27,6 +28,8 @@ GROUPS = (
     "tracer",
     "memory",
     "files",
+    "native",
+    "hardware",
     "passes",
     "scheduler",
     "runtime",
@@ -38,6 +41,7 @@ GROUPS = (
     "compiled",
     "training",
     "verification",
+    "reporting",
 )
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "manager", "misc"}
 MAX_LINES = 320

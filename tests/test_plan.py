@@ -54,6 +54,20 @@ host: 940.25 KiB of 976.56 KiB: fits, 36.31 KiB left
     )
 
 
+def test_a_plan_says_its_time_for_a_machine():
+    options: dict[str, Any] = {"device_memory": "500KiB", "optimizer": "AdamW", "micro_batches": 2}
+    plan = megatrain.plan(on_meta(), IDS, hardware="rtx-4090", **options)
+    by_rule = megatrain.plan(on_meta(), IDS, **options)
+    machine = megatrain.Hardware.preset("rtx-4090")
+    assert plan.simulation == plan.schedule.simulate(machine)
+    assert plan.simulation is not None
+    assert plan.simulation.step_s <= by_rule.schedule.simulate(machine).step_s
+    assert str(plan).splitlines()[-1] == f"time: {plan.simulation}; predicted for rtx-4090"
+    assert by_rule.simulation is None
+    with pytest.raises(OptionError, match="abacus"):
+        megatrain.plan(on_meta(), IDS, hardware="abacus")
+
+
 def test_a_model_on_meta_gives_the_text_of_the_same_model_with_weights():
     for precision in ("fp32", "bf16"):
         options: dict[str, Any] = {"optimizer": "Adafactor", "precision": precision, "host_memory": "1GiB"}

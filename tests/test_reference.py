@@ -26,10 +26,12 @@ PUBLIC = (
 FURTHER = (
     "megatrain.compiled.inside.Compiled",
     "megatrain.optim.masters.registry.Masters",
+    "megatrain.reporting.step_report.StepReport",
     "megatrain.scheduler.instructions.Instructions",
     "megatrain.scheduler.table.Table",
     "megatrain.scheduler.timing.costs.Measured",
     "megatrain.scheduler.timing.simulate.Simulation",
+    "megatrain.scheduler.timing.timed_run.TimedRun",
 )
 """What pages speak of, and no public module names: results of public functions."""
 DIRECTIVES = [

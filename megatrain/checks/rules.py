@@ -48,11 +48,40 @@ class Rule:
         """
         fault = self.fault(value)
         if fault is not None:
-            otherwise = ", or leave it out" if has_default else ""
             given = name if fault == "is None" else f"{name}={shown(value)}"
-            raise OptionError(
-                f"{given} {fault}.\n  {name} is {self.text}.\n  Give {self.way.format(name=name)}{otherwise}."
-            )
+            raise self._error(f"{given} {fault}", name, has_default=has_default)
+
+    def check_flag(self, flag: str, value: object, *, has_default: bool = True) -> None:
+        """Refuses the value of an option of the command line, in its words: nothing is None there.
+
+        Args:
+            flag: The option as it is written, `--lr`; or the name of an argument by position.
+            value: The given value.
+            has_default: The option may be left out.
+
+        Raises:
+            OptionError: As `check`.
+
+        >>> optional(number(above=0, example=1e-5)).check_flag("--lr", 0.0)
+        Traceback (most recent call last):
+        megatrain.errors.OptionError: --lr=0.0 is not above 0.
+          --lr is a number above 0.
+          Give --lr=1e-05, or leave it out.
+        """
+        fault = self.fault(value)
+        if fault is not None:
+            is_option = flag.startswith("--")
+            way = self.way if is_option else self.way.removeprefix("{name}=")
+            rule = Rule(self.text.removesuffix(_OR_NONE), way, self.fault)
+            given = f"{flag}{'=' if is_option else ' '}{shown(value)}"
+            raise rule._error(f"{given} {fault}", flag, has_default=has_default)
+
+    def _error(self, wrong: str, name: str, *, has_default: bool) -> OptionError:
+        otherwise = ", or leave it out" if has_default else ""
+        return OptionError(f"{wrong}.\n  {name} is {self.text}.\n  Give {self.way.format(name=name)}{otherwise}.")
+
+
+_OR_NONE = ", or None"
 
 
 def one_of(*choices: str) -> Rule:
@@ -152,7 +181,7 @@ def instance_of(kind: type, what: str | None = None, way: str | None = None) -> 
 
 def optional(rule: Rule) -> Rule:
     """A value that obeys a rule, or None."""
-    return Rule(f"{rule.text}, or None", rule.way, lambda value: None if value is None else rule.fault(value))
+    return Rule(f"{rule.text}{_OR_NONE}", rule.way, lambda value: None if value is None else rule.fault(value))
 
 
 def either(*rules: Rule) -> Rule:

@@ -84,7 +84,7 @@ def write_sample(
     model.eval()
     text = list(prompt)
     draw = torch.Generator().manual_seed(recipe.seed)
-    for _ in tqdm(range(recipe.sample_bytes), desc="sampling", unit="B", leave=False):
+    for _ in tqdm(range(recipe.sample_bytes), desc="sampling", unit="B", leave=False, disable=None):
         seen = text[-recipe.context :]
         window = torch.tensor([seen + [0] * (recipe.context - len(seen))], device=device)
         logits = model(input_ids=window).logits[0, len(seen) - 1].float().cpu()

@@ -13,6 +13,7 @@ import megatrain
 from megatrain.demo.course import Course
 from megatrain.demo.recipe import learning_rate
 from megatrain.demo.text import step_batches
+from megatrain.sizes import format_bytes
 
 SAVE_EVERY_S = 60.0
 
@@ -116,7 +117,8 @@ class Training:
                 if self._interrupt is not None:
                     self._interrupt.before_step(count, course.total)
                 loss = step(next(batches))
-                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+                device = format_bytes(self._compiled.megatrain.peak_bytes)
+                bar.set_postfix(loss=f"{loss.item():.3f}", device=device, refresh=False)
                 bar.update(course.recipe.tokens_per_step)
                 now = time.perf_counter()
                 course.spend(step.progress.count, now - began)
@@ -127,6 +129,5 @@ class Training:
     def _bar(self) -> tqdm[Any]:
         per_step, course = self._course.recipe.tokens_per_step, self._course
         initial = self.step.progress.count * per_step
-        return tqdm(
-            desc="training", initial=initial, total=course.total * per_step, unit="tok", unit_scale=True, leave=True
-        )
+        total = course.total * per_step
+        return tqdm(desc="training", initial=initial, total=total, unit="tok", unit_scale=True, disable=None)

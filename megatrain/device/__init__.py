@@ -9,7 +9,17 @@ docs/extending.md writes one.
 from megatrain.device.accelerator import Accelerator
 from megatrain.device.cpu import Cpu
 from megatrain.device.cuda import Cuda
-from megatrain.device.interface import Device, DeviceEvent, DeviceStream, Memory, is_late, is_on_host, is_same_kind
+from megatrain.device.interface import (
+    Device,
+    DeviceEvent,
+    DeviceStream,
+    HostMoment,
+    Memory,
+    Moment,
+    is_late,
+    is_on_host,
+    is_same_kind,
+)
 from megatrain.device.kinds import (
     HOST,
     autocast_kinds,
@@ -29,7 +39,9 @@ __all__ = [
     "Device",
     "DeviceEvent",
     "DeviceStream",
+    "HostMoment",
     "Memory",
+    "Moment",
     "autocast_kinds",
     "find",
     "is_late",

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 from megatrain.device import reserve
-from megatrain.device.interface import Device, DeviceStream, Memory
+from megatrain.device.interface import Device, DeviceStream, Memory, Moment
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Recorded:
+    """A moment that an event marks."""
+
+    event: torch.Event
+
+    def seconds_since(self, earlier: _Recorded) -> float:
+        """The seconds between both events."""
+        for each in (earlier, self):
+            each.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1e3
 
 
 class Accelerator(Device):
@@ -78,7 +92,22 @@ class Accelerator(Device):
         """Issues a copy; it runs at the same time as the host if the host's memory is page-locked."""
         return out.copy_(source, non_blocking=True)
 
+    def moment(self) -> Moment:
+        """An event of the current stream that knows its time."""
+        event = torch.Event(device=self.torch_device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.torch_device))
+        return _Recorded(event)
+
     # -- memory ----------------------------------------------------------------------------------------------
+
+    def described(self) -> str:
+        """The name that the backend gives the device, and the host."""
+        name = getattr(self._module, "get_device_name", lambda device: "")(self.torch_device)
+        return f"{self.torch_device} {name} {self._software()}; {super().described()}"
+
+    def _software(self) -> str:
+        """What drives the device, beside torch."""
+        return ""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Takes memory from torch's allocator, which aligns to 512 bytes."""

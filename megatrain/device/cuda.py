@@ -42,6 +42,11 @@ class Cuda(Accelerator):
         """Nothing: CUDA has all of the generic interface."""
         return ()
 
+    def _software(self) -> str:
+        version = Path("/proc/driver/nvidia/version")
+        driver = version.read_text().partition("\n")[0] if version.is_file() else ""
+        return f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {driver}"
+
     def synchronize(self) -> None:
         """Sleeps, with an event of CUDA's own kind: a wait for a stream spins, and `torch.Event` ignores `blocking`."""
         event = torch.cuda.Event(blocking=True)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import psutil
@@ -30,6 +35,25 @@ class DeviceStream(Protocol):
 
     def synchronize(self) -> object:
         """Blocks the host until all work that the stream has now is done."""
+
+
+class Moment(Protocol):
+    """A moment in the work of a stream, for measurements."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Waits until both moments are over; returns the seconds between them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostMoment:
+    """A moment on the host, whose work is done when its call returns."""
+
+    seconds: float
+
+    def seconds_since(self, earlier: HostMoment) -> float:
+        """The seconds between both."""
+        return self.seconds - earlier.seconds
 
 
 class Memory(NamedTuple):
@@ -120,6 +144,10 @@ class Device:
     def settle(self) -> None:
         """Blocks the host until the device has done all the work that it has, of all streams."""
 
+    def moment(self) -> Moment:
+        """Returns the moment at which all work that the calling thread's current stream has now is done."""
+        return HostMoment(time.perf_counter())
+
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Copies `source` into `out`, one of which is the host's, as work of the calling thread's current stream.
 
@@ -133,6 +161,10 @@ class Device:
         return tensor.to("cpu", copy=True)
 
     # -- memory ----------------------------------------------------------------------------------------------
+
+    def described(self) -> str:
+        """Names the model and all else by which its speed may differ from that of another of its kind."""
+        return f"{self.kind} {platform.machine()} {_processor()}, {os.cpu_count()} processors"
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Returns `nbytes` of the device's memory as `uint8`, at a multiple of `alignment`.
@@ -216,6 +248,14 @@ class Device:
         """Switches autocast off during the body, under each of `autocast_kinds`."""
         kind = self.torch_device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def is_late(error: BaseException) -> bool:

@@ -5,33 +5,41 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatrain.errors import OptionError
 
 TEXT, CHAT, PROMPT = "text", "messages", "prompt"
 _COLUMNS: Mapping[str, tuple[str, ...]] = {CHAT: ("messages",), PROMPT: ("prompt", "completion"), TEXT: ("text",)}
-"""What the lines of a .jsonl have, by kind; the first kind that fits the first line counts."""
+"""What lines of a .jsonl and rows of a data set have, by kind; the first kind that fits the first line counts."""
 _WORDS = {TEXT: ("text", "texts"), CHAT: ("chat", "chats"), PROMPT: ("prompt", "prompts")}
+
+
+class Records(Protocol):
+    """Examples, each with its columns; they may be read when they are asked for, and more than once."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The examples of a file.
+    """The examples of a file or of a data set.
 
     Args:
-        name: Of the file, without its folder.
+        name: Of the file, without its folder; or of the data set, and its split.
         kind: `"text"`, `"messages"` or `"prompt"`.
         records: For each example its columns.
-        digest: SHA-256 of the file.
+        digest: SHA-256 of the file, or of the rows.
     """
 
     name: str
     kind: str
-    records: tuple[Mapping[str, Any], ...]
+    records: Records
     digest: str
 
     def __str__(self) -> str:
@@ -79,8 +87,8 @@ def _read_lines(path: Path, text: str) -> tuple[str, list[Mapping[str, Any]]]:
         place = f"line {number} of `{path}`"
         found = _object(place, line)
         if not records:
-            kind = _kind_of(place, found)
-        _check_columns(place, kind, found)
+            kind = kind_of_columns(place, found)
+        check_record(place, kind, found)
         records.append(found)
     return kind, records
 
@@ -101,17 +109,42 @@ def _object(place: str, line: str) -> Mapping[str, Any]:
     return found
 
 
-def _kind_of(place: str, found: Mapping[str, Any]) -> str:
+def named(kind: str) -> tuple[str, ...]:
+    """Returns the columns of a kind."""
+    return _COLUMNS[kind]
+
+
+def kind_of_columns(place: str, found: Iterable[str]) -> str:
+    """Tells by the names of columns what they hold.
+
+    Args:
+        place: Where they are, for the error.
+        found: The names.
+
+    Raises:
+        OptionError: If there is no text among them.
+    """
+    found = list(found)
     for kind, columns in _COLUMNS.items():
         if all(name in found for name in columns):
             return kind
     raise OptionError(
-        f"{place} has {_listed(found)}.\n  A line has `text`, `messages`, or `prompt` and `completion`.\n"
+        f"{place} has {_listed(found)}.\n  An example has `text`, `messages`, or `prompt` and `completion`.\n"
         "  Rename the columns."
     )
 
 
-def _check_columns(place: str, kind: str, found: Mapping[str, Any]) -> None:
+def check_record(place: str, kind: str, found: Mapping[str, Any]) -> None:
+    """Checks the columns of an example.
+
+    Args:
+        place: Where it is, for the error.
+        kind: What it should have.
+        found: The example.
+
+    Raises:
+        OptionError: If a column is missing, or has something else.
+    """
     for name in _COLUMNS[kind]:
         if name not in found:
             raise OptionError(
@@ -124,7 +157,7 @@ def _check_columns(place: str, kind: str, found: Mapping[str, Any]) -> None:
             raise OptionError(f"`{name}` in {place} {fault}.\n  {_RULES[name]}\n  Correct the line, or take it out.")
 
 
-def _listed(found: Mapping[str, Any]) -> str:
+def _listed(found: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in found) or "no columns"
 
 

@@ -9,21 +9,23 @@ from megatrain.errors import OptionError
 _NEEDED = ("transformers", "accelerate")
 
 
-def need_libraries(*, lora: bool) -> None:
+def need_libraries(*, lora: bool, data_set: bool) -> None:
     """Looks for the libraries of Hugging Face, without importing them.
 
     Args:
         lora: Adapters are trained.
+        data_set: The data is a data set, not a file.
 
     Raises:
         OptionError: With the line that installs what is missing.
     """
-    needed = [*_NEEDED, "peft"] if lora else [*_NEEDED]
+    needed = [*_NEEDED, *(["peft"] if lora else []), *(["datasets"] if data_set else [])]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise OptionError(
             f"megatrain train needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
             "installed.\n"
-            "  It trains with transformers' own Trainer; adapters are peft's. Both are optional dependencies.\n"
+            "  It trains with transformers' own Trainer; adapters are peft's, data sets those of datasets. All "
+            "are optional dependencies.\n"
             f"  Install what is missing: pip install {' '.join(missing)}"
         )

@@ -10,8 +10,11 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
+import psutil
 from tqdm import tqdm
 from transformers import TrainerCallback
+
+from megatrain.sizes import format_bytes
 
 _SAID = b"\nmegatrain: the step is finished and saved first; Ctrl-C once more stops at once.\n"
 
@@ -78,7 +81,8 @@ class ShowsProgress(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins the bar where the training goes on."""
         done, total = state.global_step * self._tokens_per_step, state.max_steps * self._tokens_per_step
-        self._bar = tqdm(desc="training", initial=done, total=total, unit="tok", unit_scale=True)
+        # Off where no terminal shows it; a checkpoint's trainer_state.json has the loss of each step.
+        self._bar = tqdm(desc="training", initial=done, total=total, unit="tok", unit_scale=True, disable=None)
         self._began = time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -86,9 +90,8 @@ class ShowsProgress(TrainerCallback):
         if self._bar is None:
             return
         if "loss" in logs:
-            self._bar.set_postfix(
-                step=f"{state.global_step}/{state.max_steps}", loss=f"{logs['loss']:.3f}", refresh=False
-            )
+            step, memory = f"{state.global_step}/{state.max_steps}", format_bytes(psutil.Process().memory_info().rss)
+            self._bar.set_postfix(step=step, loss=f"{logs['loss']:.3f}", host=memory, refresh=False)
             self._bar.update(self._tokens_per_step)
             self.num_steps += 1
         elif "eval_loss" in logs:

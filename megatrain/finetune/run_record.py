@@ -19,8 +19,10 @@ from megatrain.finetune.fine_tuning import FineTuning, flag
 
 NAME = "megatrain_train.json"
 _VERSION = 1
-# A run may go on in another folder, on another device and with another budget: its numbers stay.
-_FREE = ("out", "device", "memory", "block_bytes", "model", "data", "eval_data", "tokenizer")
+# A run may go on in another folder, on another device and with another budget: its numbers stay. What is read is
+# compared by its contents.
+_READ = ("model", "tokenizer", "data", "data_config", "split", "eval_data", "eval_split")
+_FREE = ("out", "device", "memory", "block_bytes", *_READ)
 _RECORD = record({
     "version": one_of([_VERSION]),
     "settings": mapping(text(), anything),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ from megatrain.finetune.documents import CHAT, PROMPT, TEXT, Documents
 IGNORED = -100
 """The label of a token that isn't learnt, for the losses of transformers."""
 _MULTIPLE = 8
+_Pair = tuple[torch.Tensor, torch.Tensor]
+"""Ids and labels, as int32: the text is not kept, and they are all that a large data set takes of memory."""
 
 
 @dataclass(slots=True)
@@ -31,7 +33,7 @@ class Sequences:
         notes: What was cut or left out, in words.
     """
 
-    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    pairs: list[_Pair]
     padding: int
     width: int = 0
     notes: list[str] = field(default_factory=list[str])
@@ -97,7 +99,7 @@ def tokenized(documents: Documents, tokenizer: Any, length: int) -> Sequences:
         pairs = _packed(documents, tokenizer, length)
     else:
         make: Callable[..., Any] = _chats if documents.kind == CHAT else _prompts
-        pairs = _cut(list(make(documents, tokenizer, notes)), length, notes)
+        pairs = _cut(make(documents, tokenizer, notes), length, notes)
     if not pairs:
         raise OptionError(
             f"`{documents.name}` has nothing to learn within sequences of {length} tokens.\n"
@@ -114,24 +116,28 @@ def _ended(ids: Sequence[int], tokenizer: Any) -> list[int]:
     return [*ids] if end is None or (ids and ids[-1] == end) else [*ids, end]
 
 
-def _packed(documents: Documents, tokenizer: Any, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    stream: list[int] = []
-    for record in documents.records:
-        # Without `verbose`, it doesn't warn that a whole text is longer than what the model takes: it is cut below.
-        stream += _ended(tokenizer(record["text"], verbose=False)["input_ids"], tokenizer)
+def _packed(documents: Documents, tokenizer: Any, length: int) -> list[_Pair]:
+    pairs: list[_Pair] = []
+    rest: list[int] = []
     # Where texts begin with a token of their own, each sequence does: some models are at a loss without it.
     begin = tokenizer.bos_token_id
-    begins = begin is not None and stream[0] == begin
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    place = 0
-    while place < len(stream):
-        first = [begin] if begins and stream[place] != begin else []
-        end = place + length - len(first)
-        ids = torch.tensor([*first, *stream[place:end]], dtype=torch.int32)
-        # The last, shorter one is padded; a single token has nothing that follows it.
-        if len(ids) > 1:
-            pairs.append((ids, ids))
-        place = end
+    begins = False
+    for number, record in enumerate(documents.records):
+        # Without `verbose`, it doesn't warn that a whole text is longer than what the model takes: it is cut here.
+        rest += _ended(tokenizer(record["text"], verbose=False)["input_ids"], tokenizer)
+        if number == 0:
+            begins = begin is not None and rest[:1] == [begin]
+        is_last = number == len(documents.records) - 1
+        place = 0
+        while place < len(rest) and (is_last or place + length <= len(rest)):
+            first = [begin] if begins and rest[place] != begin else []
+            end = place + length - len(first)
+            ids = torch.tensor([*first, *rest[place:end]], dtype=torch.int32)
+            # The last, shorter one is padded; a single token has nothing that follows it.
+            if len(ids) > 1:
+                pairs.append((ids, ids))
+            place = end
+        del rest[:place]
     return pairs
 
 
@@ -158,18 +164,21 @@ def _chats(documents: Documents, tokenizer: Any, notes: list[str]) -> Iterator[t
     )
 
 
-def _cut(
-    found: list[tuple[list[int], list[int]]], length: int, notes: list[str]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _cut(found: Iterable[tuple[list[int], list[int]]], length: int, notes: list[str]) -> list[_Pair]:
     """Cuts what is too long at its end, and leaves out what has nothing to learn then."""
-    too_long = [len(ids) - length for ids, _ in found if len(ids) > length]
-    pairs = [
-        (torch.tensor(ids[:length], dtype=torch.int32), torch.tensor(labels[:length], dtype=torch.int32))
-        for ids, labels in found
-        if any(label != IGNORED for label in labels[1:length])
-    ]
-    if too_long:
-        notes.append(f"{len(too_long)} longer than {length} tokens, cut at the end by {sum(too_long)} tokens in all")
-    if len(pairs) < len(found):
-        notes.append(f"{len(found) - len(pairs)} left out: nothing to learn within {length} tokens")
+    pairs: list[_Pair] = []
+    num_long = num_cut = num_left_out = 0
+    for ids, labels in found:
+        num_long += len(ids) > length
+        num_cut += max(0, len(ids) - length)
+        if any(label != IGNORED for label in labels[1:length]):
+            pairs.append(
+                (torch.tensor(ids[:length], dtype=torch.int32), torch.tensor(labels[:length], dtype=torch.int32))
+            )
+        else:
+            num_left_out += 1
+    if num_long:
+        notes.append(f"{num_long} longer than {length} tokens, cut at the end by {num_cut} tokens in all")
+    if num_left_out:
+        notes.append(f"{num_left_out} left out: nothing to learn within {length} tokens")
     return pairs

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import fields
 
-from megatrain.finetune.fine_tuning import FineTuning
+from megatrain.finetune.fine_tuning import FineTuning, check_options
 from megatrain.finetune.libraries import need_libraries
 
 
@@ -14,7 +14,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what `megatrain train` takes."""
     add = parser.add_argument
     add("model", help="folder of a Hugging Face model (config.json, safetensors, tokenizer), or its name on the hub")
-    add("data", help=".jsonl with `text`, `messages`, or `prompt` and `completion` in each line; or .txt")
+    add(
+        "data",
+        help=".jsonl with `text`, `messages`, or `prompt` and `completion` in each line; .txt; or a data set: a folder "
+        "or a name on the hub, with the same columns",
+    )
     add("--out", required=True, help="folder of the trained model and of its checkpoints")
     _of_model(parser)
     _of_data(parser)
@@ -38,8 +42,9 @@ def run(options: argparse.Namespace) -> int:
     given = {field.name: getattr(options, field.name) for field in fields(FineTuning) if field.name in options}
     if any(name.startswith("lora_") for name in given):
         given["lora"] = True
+    check_options(given)
     tuning = FineTuning(**given)
-    need_libraries(lora=tuning.lora)
+    need_libraries(lora=tuning.lora, data_set=tuning.is_data_set)
     # It imports transformers, which is there only now for sure, and takes seconds.
     from megatrain.finetune.training_run import train
 
@@ -63,7 +68,10 @@ def _of_model(parser: argparse.ArgumentParser) -> None:
 def _of_data(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--length", int, "most tokens of a sequence (default: 2048, or what the model takes if that is less)")
     _flag(parser, "--documents", "empty lines of a .txt separate documents (default: the file is one document)")
-    _add(parser, "--eval", str, "another file, of the same kinds as DATA, to evaluate with", "eval_data")
+    _add(parser, "--data-config", str, "configuration of a data set (default: the only one)")
+    _add(parser, "--split", str, "split of a data set (default: train)")
+    _add(parser, "--eval", str, "another file, .jsonl or .txt, to evaluate with", "eval_data")
+    _add(parser, "--eval-split", str, "another split of a data set, to evaluate with")
     _add(
         parser,
         "--eval-fraction",

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain.finetune.data_set import TRAIN, read_data_set
 from megatrain.finetune.documents import Documents, read_documents
 from megatrain.finetune.fine_tuning import FineTuning
 from megatrain.finetune.sequences import Sequences, tokenized
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
-    """The files of data, as they were read.
+class Data:
+    """The data, as it was read.
 
     Args:
         training: To train on.
@@ -24,43 +25,48 @@ class Files:
     evaluation: Documents | None
 
     @staticmethod
-    def of(tuning: FineTuning) -> Files:
-        """Reads them.
+    def of(tuning: FineTuning) -> Data:
+        """Reads files, or opens a data set.
 
         Raises:
-            OptionError: If a file can't be used, with the line.
+            OptionError: If it can't be used, with the line or the row.
         """
-        read = [
-            None if path is None else read_documents(Path(path), split=tuning.documents)
-            for path in (tuning.data, tuning.eval_data)
-        ]
-        assert read[0] is not None
-        return Files(read[0], read[1])
+
+        def file(path: str) -> Documents:
+            return read_documents(Path(path), split=tuning.documents)
+
+        def split(name: str) -> Documents:
+            return read_data_set(tuning.data, tuning.data_config, name)
+
+        training = split(tuning.split or TRAIN) if tuning.is_data_set else file(tuning.data)
+        if tuning.eval_split is not None:
+            return Data(training, split(tuning.eval_split))
+        return Data(training, None if tuning.eval_data is None else file(tuning.eval_data))
 
     def digests(self) -> dict[str, str]:
-        """Tells the files from others, by what they are for."""
+        """Tells the data from other data, by what it is for."""
         both = {"data": self.training, "evaluation data": self.evaluation}
         return {name: each.digest for name, each in both.items() if each is not None}
 
 
-def sequences_of(files: Files, tuning: FineTuning, tokenizer: Any, length: int) -> tuple[Sequences, Sequences | None]:
+def sequences_of(data: Data, tuning: FineTuning, tokenizer: Any, length: int) -> tuple[Sequences, Sequences | None]:
     """Makes the sequences to train on and to evaluate with, and prints what became of the data.
 
     Raises:
         OptionError: If nothing is left to learn.
     """
-    training = tokenized(files.training, tokenizer, length)
+    training = tokenized(data.training, tokenizer, length)
     training, held_out = training.split(tuning.held_out, tuning.seed)
-    if files.evaluation is not None:
-        held_out = tokenized(files.evaluation, tokenizer, length)
+    if data.evaluation is not None:
+        held_out = tokenized(data.evaluation, tokenizer, length)
     training.widened(held_out, length)
-    print(f"data    {files.training}")
+    print(f"data    {data.training}")
     padding = f", {training.padded_fraction:.0%} of them padding" if training.padded_fraction >= 0.005 else ""
     print(f"        {len(training)} sequences of {training.width} tokens{padding}")
     for note in training.notes:
         print(f"        {note}")
-    if files.evaluation is not None and held_out is not None:
-        print(f"eval    {files.evaluation}: {len(held_out)} sequences")
+    if data.evaluation is not None and held_out is not None:
+        print(f"eval    {data.evaluation}: {len(held_out)} sequences")
         for note in held_out.notes:
             print(f"        {note}")
     elif held_out is not None:

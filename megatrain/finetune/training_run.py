@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from megatrain.checks import checked
 from megatrain.device import Device, find, usable
-from megatrain.errors import MegatrainError, OptionError
+from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
 from megatrain.finetune.fine_tuning import FineTuning
 from megatrain.finetune.finished import finish, newest
 from megatrain.finetune.pace import Pace
@@ -28,8 +28,10 @@ from megatrain.finetune.run_callbacks import ShowsProgress, StopBetweenSteps
 from megatrain.finetune.run_record import RunRecord, fingerprint
 from megatrain.finetune.sequences import Sequences
 from megatrain.finetune.step_on_paper import MAX_GRAD_NORM, plan_step
-from megatrain.finetune.training_data import Files, sequences_of
+from megatrain.finetune.training_data import Data, sequences_of
 from megatrain.integrations.hf import Trainer
+from megatrain.progress import stage
+from megatrain.training.boundary import NotFiniteError
 
 # The newest, and the one before it, for a kill while the newest is written.
 _KEPT_CHECKPOINTS = 2
@@ -43,7 +45,7 @@ def train(tuning: FineTuning) -> None:
         tuning: What is trained.
 
     Raises:
-        OptionError: If a file can't be used.
+        OptionError: If a file or a data set can't be used.
         CheckpointError: If the folder has something else than this training, or another process trains there.
         ScheduleError: If the device's memory is too small.
         ExecuteError: If the host's memory is too small.
@@ -51,8 +53,8 @@ def train(tuning: FineTuning) -> None:
     """
     device = usable(tuning.device)
     config = read_config(tuning)
-    files = Files.of(tuning)
-    inputs = {"model": fingerprint(tuning.model), **files.digests()}
+    data = Data.of(tuning)
+    inputs = {"model": fingerprint(tuning.model), **data.digests()}
     if tuning.tokenizer is not None:
         inputs["tokenizer"] = fingerprint(tuning.tokenizer)
     record = RunRecord.of(tuning, inputs)
@@ -60,7 +62,7 @@ def train(tuning: FineTuning) -> None:
         print(f"the training in `{record.folder}` is finished; there is nothing left to do.")
         return
     tokenizer = read_tokenizer(tuning)
-    training, held_out = sequences_of(files, tuning, tokenizer, longest(tuning, config))
+    training, held_out = sequences_of(data, tuning, tokenizer, longest(tuning, config))
     pace = Pace.of(tuning, len(training), training.width)
     run = _TrainingRun(tuning, record, config, tokenizer, device, pace, training, held_out)
     run.plan()
@@ -91,13 +93,13 @@ class _TrainingRun:
         print(f"model   {type(model).__name__}, {kind}: {trained} parameters to train")
         print(f"run     {self.pace}")
         print(f"device  {self.device}\n", flush=True)
-        found = plan_step(self.tuning, model, self.device, self.pace.width, self.pace.accumulate)
+        with stage("planning"):
+            found = plan_step(self.tuning, model, self.device, self.pace.width, self.pace.accumulate)
         print(f"{found}\n", flush=True)
         try:
             found.check()
-        except MegatrainError as error:
-            error.add_note("  Of this command: --lora, a smaller --length, --batch or --block-bytes, --precision bf16.")
-            raise
+        except (ScheduleError, ExecuteError) as error:
+            raise type(error)(_in_own_words(error)) from None
 
     def go_on(self) -> None:
         """Trains what is left of the steps, and makes the trained model of the last checkpoint."""
@@ -138,7 +140,11 @@ class _TrainingRun:
         self.record.write()
         logging.disable_progress_bar()  # of the files of each checkpoint, in the middle of ours
         with closing(progress), stop:
-            trainer.train(resume_from_checkpoint=None if found is None else str(found[0]))
+            try:
+                trainer.train(resume_from_checkpoint=None if found is None else str(found[0]))
+            except NotFiniteError as error:
+                way = "Give a smaller --lr or a longer --warmup, and another --out; or look at the data."
+                raise NotFiniteError(error.what, way) from error
         print(f"trained {progress.words()}", flush=True)
         if trainer.state.global_step < self.pace.num_steps:
             raise KeyboardInterrupt
@@ -150,6 +156,15 @@ class _TrainingRun:
             return f"no step is saved in `{self.record.folder}` yet.\n  The same command begins anew."
         saved = f"step {found[1]['global_step']} of {self.pace.num_steps} is saved in `{self.record.folder}`"
         return f"{saved}, and nothing is still running.\n  The same command goes on from there."
+
+
+def _in_own_words(error: MegatrainError) -> str:
+    """The text of an error about memory, whose end says what helps, with the options of this command there."""
+    what, says_help, _ = str(error).rpartition("What helps:")
+    if not says_help:
+        return str(error)
+    ways = "--lora, a smaller --length, --batch or --block-bytes, --precision bf16, or more memory (--memory)"
+    return f"{what}What helps: {ways}."
 
 
 def training_arguments(tuning: FineTuning, pace: Pace, device: Device, *, evaluates: bool) -> TrainingArguments:

@@ -73,6 +73,10 @@ class GradientNorm:
         """How many gradients were added since `begin`."""
         return len(self._norms)
 
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether the gradient of a parameter was added since `begin`."""
+        return self._place.get(parameter) in self._norms
+
     @property
     def first_nonfinite(self) -> NonFinite | None:
         """The first gradient, in order of arrival, with an element that is not finite; None if there is none.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,12 +22,14 @@ class Gradients:
 
     Args:
         by_parameter: Gradients that no update has used yet.
+        received: The parameters whose gradient has arrived, also if an update has used it.
         norm: Of all gradients; None until it is known, or if nobody asks.
         scale: The factor of clipping.
         nonfinite: The first that isn't finite, if somebody looked.
     """
 
     by_parameter: dict[torch.Tensor, torch.Tensor]
+    received: set[torch.Tensor] = field(default_factory=set[torch.Tensor])
     norm: torch.Tensor | None = None
     scale: float = 1.0
     nonfinite: NonFinite | None = None
@@ -75,6 +77,7 @@ class Updates:
 
     Attributes:
         has_updated: The latest step has updated a parameter.
+        sums_squares: Each update sums the squares of its gradients first, so that `take_norm` needs no `take_squares`.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Updates:
         self._norm = GradientNorm(names, masters, threads=norm_threads)
         self._max_norm = max_norm
         self.arriving = Gradients.none()
-        self.has_updated = False
+        self.has_updated = self.sums_squares = False
 
     @property
     def is_under_way(self) -> bool:
@@ -113,6 +116,7 @@ class Updates:
     def receive(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Takes a whole gradient."""
         self.arriving.by_parameter[parameter] = gradient
+        self.arriving.received.add(parameter)
 
     def drop_arriving(self) -> None:
         """Forgets all gradients that have arrived, and those of parameters outside the model that no step waits for."""
@@ -138,7 +142,7 @@ class Updates:
     def take_norm(self) -> None:
         """Takes the norm of all gradients from their squares, and computes the factor of clipping."""
         found = self.arriving
-        assert self._norm.num_gradients == len(found.by_parameter), "each gradient's squares are summed before"
+        assert self._norm.num_gradients == len(found.received), "each gradient's squares are summed before"
         found.norm = self._norm.total()
         found.nonfinite = self._norm.first_nonfinite
         if self._max_norm is not None:
@@ -184,6 +188,8 @@ class Updates:
         """
         updaters = [updater for updater in self._updaters if block in updater.blocks.left]
         assert updaters, f"block {block} has no update left"
+        if self.sums_squares:  # but what an update that failed has summed already
+            self.take_squares(p for p in self._blocks[block] if not self._norm.has(p))
         for updater in updaters:
             self.has_updated |= updater.update(block, self._source.using.by_parameter)
         if not self._has_waiting:  # a hook may look at all gradients until the last optimizer has begun

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from megatrain.hardware.work import Works, total_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,35 +16,53 @@ class TemplateCost:
         saved_bytes: Bytes that the forward holds for its backward, beyond inputs, outputs and state.
         forward_workspace_bytes: Most bytes alive inside the forward beyond inputs, outputs and state.
         backward_workspace_bytes: The same for recompute and backward, beyond the gradients produced.
-        forward_flops: Floating-point operations of the forward's matrix products, convolutions and attention.
-        unmeasured: Why the bytes are a bound instead (the results of all calls at once) and the operations aren't
+        forward: What the kernels of the forward compute and move.
+        backward: The same of the backward alone, without a recompute, where all gradients are needed that some block
+            needs.
+        unmeasured: Why the bytes are a bound instead (the results of all calls at once) and the kernels aren't
             known; empty where both are measured.
         held_state: Positions of the state that a retained graph keeps by another way than autograd's saved tensors (in
             the context of an autograd.Function). It keeps a copy, counted in `saved_bytes`: slots are written again.
+        backwards: Backwards of blocks that need fewer gradients: for which inputs and state, and their kernels.
 
-    >>> print(TemplateCost(90112, 24576, 57088, 4194304))
-    saves 90112 B, workspace 57088 B, 4.19 MFLOP
-    >>> print(TemplateCost(90112, 24576, 57088, 0, unmeasured="a module runs its own code"))
+    >>> from megatrain.hardware.work import Kernels
+    >>> forward, backward = (Kernels("fp32", 4194304, 65536),), (Kernels("fp32", 8388608, 131072, 2),)
+    >>> print(TemplateCost(90112, 24576, 57088, forward, backward))
+    saves 90112 B, workspace 57088 B, 4.19 + 8.39 MFLOP
+    >>> print(TemplateCost(90112, 24576, 57088, unmeasured="a module runs its own code"))
     saves at most 90112 B, workspace at most 57088 B (a module runs its own code)
     """
 
     saved_bytes: int
     forward_workspace_bytes: int
     backward_workspace_bytes: int
-    forward_flops: int
+    forward: Works = ()
+    backward: Works = ()
     unmeasured: str = ""
     held_state: tuple[int, ...] = ()
+    backwards: tuple[tuple[tuple[bool, ...], Works], ...] = ()
+
+    def backward_of(self, needs: Sequence[bool]) -> Works:
+        """The kernels of the backward of a block.
+
+        Args:
+            needs: Of each input, and then of the state, whether its gradient is needed.
+        """
+        return dict(self.backwards).get(tuple(needs), self.backward)
 
     def __str__(self) -> str:
+        flops = total_flops(self.forward), total_flops(self.backward)
         workspace = max(self.forward_workspace_bytes, self.backward_workspace_bytes)
         if self.unmeasured:
             return f"saves at most {self.saved_bytes} B, workspace at most {workspace} B ({self.unmeasured})"
-        return f"saves {self.saved_bytes} B, workspace {workspace} B, {_flops_text(self.forward_flops)}"
+        return f"saves {self.saved_bytes} B, workspace {workspace} B, {_flops_text(*flops)}"
 
 
-def _flops_text(flops: int) -> str:
-    scaled, units = float(flops), iter(("", "K", "M", "G", "T", "P"))
-    unit = next(units)
+def _flops_text(*flops: int) -> str:
+    """Numbers in the unit of the largest, such as `0.5 + 1 MFLOP`; the first alone if the others are zero."""
+    shown = flops if any(flops[1:]) else flops[:1]
+    scaled, units = max(map(float, flops)), iter(("", "K", "M", "G", "T", "P"))
+    unit, one = next(units), 1
     while scaled >= 999.5 and unit != "P":
-        scaled, unit = scaled / 1000, next(units)
-    return f"{scaled:.3g} {unit}FLOP"
+        scaled, unit, one = scaled / 1000, next(units), one * 1000
+    return f"{' + '.join(f'{each / one:.3g}' for each in shown)} {unit}FLOP"

@@ -192,6 +192,12 @@ class Program:
                 found[name].append(block.index)
         return {name: tuple(blocks) for name, blocks in found.items()}
 
+    @checked()
+    def needs_gradients(self, block: Block) -> tuple[bool, ...]:
+        """Tells of each input of a block, and then of each tensor of its state, whether it needs a gradient."""
+        inputs = (self.values[name].requires_grad for name in block.inputs)
+        return (*inputs, *(self.state[key].requires_grad for key in block.binding))
+
     def __str__(self) -> str:
         return _program_text(self)
 

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatrain.checks import checked, count, number, optional
+from megatrain.checks import Rule, checked, count, number, optional
 from megatrain.device import HOST, Device, find
-from megatrain.device.reserve import beside
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.garbage import paused_collection
+from megatrain.hardware.hardware import Hardware
 from megatrain.interrupts import Interrupts
 from megatrain.opaque_model import check_opaque
 from megatrain.optim.made_over import OPTIMIZER
 from megatrain.options import PRECISION
 from megatrain.passes.pipeline import PASSES, Rewrite, lower
 from megatrain.passes.program import Program
-from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan, in_columns, narrow_entries
+from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan, narrow_entries
 from megatrain.planning.loss_bytes import Loss, measure_loss
+from megatrain.planning.plan_text import device_lines, reserve_text, verdict
 from megatrain.runtime.block import outer_hooks_off
-from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.build import STEP
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.sizes import SIZE, format_bytes, parse_bytes
+from megatrain.scheduler.timing.simulate import Simulation
+from megatrain.sizes import SIZE, parse_bytes
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.capture.sandbox import swapped_state
 from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
@@ -39,6 +39,12 @@ from megatrain.tracer.inventory import inventory
 from megatrain.tracer.recording.own_code import original
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
+
+HARDWARE = Rule(
+    "a Hardware, or the name of one in its table",
+    '{name}="rtx-4090"',
+    lambda value: None if isinstance(value, Hardware | str) else f"is a {type(value).__qualname__}",
+)
 
 
 @checked(device_memory=optional(count(1)), host_memory=optional(count(1)), precision=PRECISION)
@@ -55,6 +61,7 @@ class Plan:
         precision: `"fp32"` or `"bf16"`.
         too_small: Why the device's memory isn't enough, or None.
         reserve: What the device needs besides, in words.
+        hardware: The machine whose time is predicted, or None.
     """
 
     program: Program
@@ -65,6 +72,12 @@ class Plan:
     precision: str
     too_small: str | None = field(default=None, repr=False)
     reserve: str = ""
+    hardware: Hardware | None = None
+
+    @property
+    def simulation(self) -> Simulation | None:
+        """The step on paper, with its seconds; None without `hardware`."""
+        return None if self.hardware is None else self.schedule.simulate(self.hardware)
 
     @property
     def fits(self) -> bool:
@@ -94,11 +107,12 @@ class Plan:
         return "\n".join(
             [
                 f"plan: {model}; {self.precision}, {batches}, {updates}",
-                f"device: {_verdict(table.device_bytes, self.device_memory)}",
-                *(f"  {line}" for line in _device_lines(table)),
+                f"device: {verdict(table.device_bytes, self.device_memory)}",
+                *(f"  {line}" for line in device_lines(table)),
                 *([f"  reserve: {self.reserve}"] if self.reserve else []),
-                f"host: {_verdict(self.host.total_bytes, self.host_memory)}",
+                f"host: {verdict(self.host.total_bytes, self.host_memory)}",
                 *(f"  {line}" for line in self.host.lines()),
+                *([] if self.hardware is None else [f"time: {self.simulation}; predicted for {self.hardware.name}"]),
             ]
         )
 
@@ -115,6 +129,7 @@ class Plan:
     activations=STEP["activations"],
     block_bytes=optional(SIZE),
     passes=PASSES,
+    hardware=optional(HARDWARE),
     example_args=EXAMPLE_ARGS,
     example_kwargs=EXAMPLE_KWARGS,
 )
@@ -133,6 +148,7 @@ def plan(  # noqa: PLR0913  # as for `compile`
     block_bytes: int | str | None = None,
     passes: Sequence[Rewrite] = (),
     loss: Loss | None = None,
+    hardware: Hardware | str | None = None,
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> Plan:
@@ -159,6 +175,8 @@ def plan(  # noqa: PLR0913  # as for `compile`
         block_bytes: As for `compile`.
         passes: As for `compile`.
         loss: As for `TrainStep`; it gets the example as its batch.
+        hardware: A machine, or the name of one in the table (`Hardware.presets()`). The plan is the fastest there of
+            those that fit `device_memory`, and says its time.
         example_args: Another way to give `args`.
         example_kwargs: Example keyword arguments.
 
@@ -193,11 +211,12 @@ def plan(  # noqa: PLR0913  # as for `compile`
         batch = given[0] if len(given) == 1 and not named else given or named
         loss_bytes = measure_loss(program, traced, arguments.tensors, batch, loss, place or HOST)
     kind = _step_kind(program, optimizer is not None, micro_batches, max_grad_norm, overlap)
-    table, too_small = _scheduled(program, kind, device_limit, activations, loss_bytes)
+    machine = Hardware.preset(hardware) if isinstance(hardware, str) else hardware
+    table, too_small = _scheduled(program, kind, device_limit, activations, loss_bytes, machine)
     table.check()
     host = host_plan(program, table, model, optimizer, precision=precision)
-    reserve = _reserve_text(place, table.device_bytes if device_limit is None else device_limit)
-    return Plan(program, table, host, device_limit, host_limit, precision, too_small, reserve)
+    reserve = reserve_text(place, table.device_bytes if device_limit is None else device_limit)
+    return Plan(program, table, host, device_limit, host_limit, precision, too_small, reserve, machine)
 
 
 def _captured(
@@ -254,7 +273,12 @@ def _step_kind(
 
 
 def _scheduled(
-    program: Program, kind: StepKind, memory: int | None, activations: str, loss_bytes: int
+    program: Program,
+    kind: StepKind,
+    memory: int | None,
+    activations: str,
+    loss_bytes: int,
+    hardware: Hardware | None,
 ) -> tuple[Schedule, str | None]:
     """Returns the schedule; if none fits, the schedule that takes the least memory, and the reason."""
     programs = [program] * kind.micro_batches
@@ -263,7 +287,7 @@ def _scheduled(
     if memory is None:
         return free, None
     try:
-        return made(memory=memory, activations=activations), None
+        return made(memory=memory, activations=activations, hardware=hardware), None
     except ScheduleError as error:
         least = _LEAST.get(activations, activations)
         return made(num_slots=1, activations=least), str(error)
@@ -271,46 +295,3 @@ def _scheduled(
 
 # The last resort of "auto" and "recompute" is to do the same as "offload".
 _LEAST = {"auto": "offload", "recompute": "offload"}
-
-
-def _reserve_text(device: Device | None, nbytes: int) -> str:
-    """Says what a device needs besides the memory that a schedule may take."""
-    if device is None:
-        # Without a device there is no figure of a card: the smallest on which so much may be planned.
-        return f"{format_bytes(beside(nbytes))} of a card besides, assumed: a tenth of its memory, at least 1 GiB"
-    if device.can_bind:
-        return ""
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in device.uncounted())
-    total = format_bytes(device.reserve(device.memory().total))
-    return f"{total} of {device} besides{f', of which {parts}' if parts else ''}"
-
-
-def _verdict(nbytes: int, memory: int | None) -> str:
-    if memory is None:
-        return format_bytes(nbytes)
-    lacking = nbytes - memory
-    verdict = (
-        f"fits, {format_bytes(-lacking)} left" if lacking <= 0 else f"doesn't fit, {format_bytes(lacking)} missing"
-    )
-    return f"{format_bytes(nbytes)} of {format_bytes(memory)}: {verdict}"
-
-
-def _counted(sizes: Iterable[int]) -> Iterator[str]:
-    for size, equal in groupby(sizes):
-        count = len(list(equal))
-        yield format_bytes(size) if count == 1 else f"{count} x {format_bytes(size)}"
-
-
-def _device_lines(table: Schedule) -> list[str]:
-    workload = table.known_workload()
-    peak = find_peak(table)
-    rows = [(f"at {peak.op}", "bytes", "size"), *((name, str(n), format_bytes(n)) for name, n in peak.parts)]
-    kept = f"graphs of {len(table.saves)} of {len(workload.backward_blocks())} blocks, inputs of the last {table.keep}"
-    kept += f", weights of the last {len(table.resident())}" if table.kind.transfer == "copy" else ""
-    num_parked = table.kind.micro_batches * sum(map(len, table.parked().values()))
-    return [
-        *in_columns(rows),
-        f"slots: {', '.join(_counted(slot.nbytes for slot in table.slots))}",
-        f"keeps: {kept}; parks {num_parked} activations",
-        f"moves: {format_bytes(table.h2d_bytes)} to the device, {format_bytes(table.d2h_bytes)} to the host",
-    ]

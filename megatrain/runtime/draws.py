@@ -7,7 +7,9 @@ turns, so each micro-batch draws from generators of its own: they begin where th
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,7 +22,20 @@ from megatrain.memory.block_image import stored_stride
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Program
 from megatrain.runtime.rng import OwnGenerators, RngState, kept_generators, micro_batch_seed
+from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.spec import TensorSpec
+
+_ONLY_AS_A_LOOP: ContextVar[bool] = ContextVar("_ONLY_AS_A_LOOP", default=False)
+
+
+@contextmanager
+def only_as_a_loop() -> Generator[None]:
+    """Refuses steps in the body whose micro-batches would draw other numbers than a loop does."""
+    before = _ONLY_AS_A_LOOP.set(True)
+    try:
+        yield
+    finally:
+        _ONLY_AS_A_LOOP.reset(before)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,15 +66,17 @@ class Draws:
     Args:
         calls: Of the whole forward.
         are_hidden: Some of them draw from a state that torch doesn't show.
+        are_opaque: There are opaque modules, which drew nothing when they were captured.
     """
 
-    def __init__(self, calls: Sequence[_Draw], *, are_hidden: bool = False) -> None:
+    def __init__(self, calls: Sequence[_Draw], *, are_hidden: bool = False, are_opaque: bool = False) -> None:
         self._calls = calls
         self.are_hidden = are_hidden
+        self.are_opaque = are_opaque
 
     @staticmethod
     def of(program: Program) -> Draws | None:
-        """Finds the random calls; None if one of them can't be made alone, such as an opaque module."""
+        """Finds the random calls; None if one can't be made alone, such as that of an opaque module that draws."""
         of_template = functools.cache(lambda name: _draws_of(program.templates[name].graph))  # pyright: ignore
         calls: list[_Draw] = []
         if any(template.hides_draws for template in program.templates.values()):
@@ -69,7 +86,7 @@ class Draws:
             if found is None:
                 return None
             calls.extend(found)
-        return Draws(calls)
+        return Draws(calls, are_opaque=bool(program.opaque_calls))
 
     def make(self, device: Device) -> None:
         """Draws what a forward draws, from the present generators.
@@ -82,7 +99,7 @@ class Draws:
 
 
 def _draws_of(graph: fx.Graph) -> list[_Draw] | None:
-    nodes = [node for node in graph.nodes if node.meta.get("is_random")]
+    nodes = [node for node in graph.nodes if node.meta.get("is_random") and not node.meta.get("drew_nothing")]
     found = [_draw_of(node) for node in nodes]
     return None if None in found else [draw for draw in found if draw is not None]
 
@@ -111,11 +128,14 @@ class MicroBatchGenerators:
         forward: Its forward; None for the global generators.
         loss: Its loss; None for the global generators.
         ends_at: Where its forward must end, because the next one begins there; None if none does.
+        host: Where Python's and NumPy's generators must stay, because nobody knows of draws from them; None if they may
+            move.
     """
 
     forward: OwnGenerators | None = None
     loss: OwnGenerators | None = None
     ends_at: RngState | None = None
+    host: HostRng | None = None
 
     @staticmethod
     def of(draws: Sequence[Draws | None], are_random: Sequence[bool], device: Device) -> Sequence[MicroBatchGenerators]:
@@ -131,7 +151,8 @@ class MicroBatchGenerators:
             device: Compute device.
 
         Raises:
-            DrawsError: If a forward draws from a state that torch doesn't show.
+            DrawsError: If a forward draws from a state that torch doesn't show; or, in `only_as_a_loop`, can't be drawn
+                ahead.
         """
         count = len(draws)
         if count == 1 or not any(are_random):
@@ -148,9 +169,19 @@ class MicroBatchGenerators:
 
         found = [MicroBatchGenerators(loss=seeded(count + number)) for number in range(count)]
         if any(each is None for each in draws):
+            if _ONLY_AS_A_LOOP.get():
+                raise DrawsError(
+                    "a module that runs its own code draws random numbers.\n"
+                    "  Micro-batches of a step draw in the order of a loop, so what each draws must be known ahead.\n"
+                    "  Give TrainStep a single micro-batch; print(compiled.program) says why the module is opaque."
+                )
             for number, each in enumerate(found[1:], start=1):
                 each.forward = seeded(number)
             return found
+        if any(each is not None and each.are_opaque for each in draws):
+            host = HostRng.now()
+            for each in found:
+                each.host = host
         with kept_generators(device):
             for each, (earlier, later) in zip(draws, pairwise(found), strict=False):
                 assert each is not None
@@ -166,7 +197,8 @@ class MicroBatchGenerators:
             DrawsError: If it drew others.
         """
         now = RngState.now(device) if self.forward is None else self.forward.state
-        if self.ends_at is not None and not self.ends_at.is_same(now):
+        has_moved = self.host is not None and self.host != HostRng.now()
+        if has_moved or (self.ends_at is not None and not self.ends_at.is_same(now)):
             raise DrawsError(
                 "the model drew another number of random values than the shapes of its tensors say.\n"
                 "  Micro-batches of a step draw in the order of a loop, so what each draws must be known ahead.\n"

@@ -21,7 +21,7 @@ from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.rng import repeated_rng
 from megatrain.runtime.run import Run
-from megatrain.runtime.streams.stopwatch import Stopwatch
+from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.scheduler.builder.build import backward_schedule
 from megatrain.scheduler.effects import BUILT_IN
 from megatrain.scheduler.instructions import Instructions
@@ -86,7 +86,7 @@ class Executor:
         return [[key for key in keys if key in known] for keys in self.facts.completes]
 
     @checked()
-    def begin(self, inputs: Sequence[Sequence[torch.Tensor]], *, watch: Stopwatch | None = None) -> Run:
+    def begin(self, inputs: Sequence[Sequence[torch.Tensor]], *, watch: Watch | None = None) -> Run:
         """Takes the inputs of a training step.
 
         Args:

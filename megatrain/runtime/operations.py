@@ -17,7 +17,7 @@ from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.runtime.gradients.sums import added, marked
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.slots import Slots
-from megatrain.runtime.streams.stopwatch import Stopwatch
+from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.runtime.streams.stream_set import Event
 from megatrain.runtime.taken import StepTrainer, Taken
 from megatrain.scheduler.effects import Stream, kind_of
@@ -47,7 +47,7 @@ class Operations:
         self.schedule = schedule
         self.instructions = schedule.instructions
         self.engine = engine
-        self._slots = Slots(loaded[0].images, engine)
+        self._slots = Slots(loaded[0].images, engine, loaded[0].program, schedule.persistent)
         landing, parts = self._landing(arena), loaded[0].facts.parts
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
         blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
@@ -76,7 +76,7 @@ class Operations:
         trainer: StepTrainer | None = None,
         done: set[Position] | None = None,
         is_recovery: bool = False,
-        watch: Stopwatch | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """Hands transfers and work of the host to their streams and runs compute here, in the table's order.
 
@@ -168,7 +168,7 @@ class Operations:
 
     def prefetch(self, taken: Taken, instruction: Instruction) -> None:
         """W: copies weights into a slot."""
-        self._slots.prefetch(instruction.op.block, instruction.state)
+        self._slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists)
 
     def park(self, taken: Taken, instruction: Instruction) -> None:
         """A to the host."""

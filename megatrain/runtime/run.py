@@ -12,7 +12,7 @@ from megatrain.runtime.call import DONE, FAILED, Call
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.draws import MicroBatchGenerators
 from megatrain.runtime.operations import Operations
-from megatrain.runtime.streams.stopwatch import Stopwatch
+from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.runtime.taken import StepTrainer
 from megatrain.scheduler.instructions import Half
 from megatrain.scheduler.table import Position
@@ -39,10 +39,12 @@ class Run:
         starts: Sequence[Start],
         *,
         can_repeat: bool = False,
-        watch: Stopwatch | None = None,
+        watch: Watch | None = None,
     ):
         self._operations = operations
         self._watch = watch
+        if watch is not None:
+            watch.restart()  # an attempt that failed may have left times
         self._done: set[Position] = set()
         engine = operations.engine
         self.calls: list[Call] = []

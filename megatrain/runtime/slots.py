@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from megatrain.errors import ExecuteError
+from megatrain.passes.program import Program
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
+from megatrain.runtime.stores.persisting import Persisting
 from megatrain.scheduler.instructions import Bytes
 
 
@@ -17,29 +20,74 @@ class Slots:
     Args:
         images: Layout of each block's state.
         engine: Holds the store and the arena that slots are cut from.
+        program: Whose blocks they are.
+        persistent: Blocks whose frozen weights stay.
 
     Attributes:
         places: The place of each tensor of the blocks' state in the store, by key; for a tensor in parts, of one part.
     """
 
-    def __init__(self, images: Sequence[BlockImage], engine: Engine):
+    def __init__(self, images: Sequence[BlockImage], engine: Engine, program: Program, persistent: Sequence[int] = ()):
         self._images = images
+        self._program = program
         self._engine = engine
         self.places = {
             entry.owner: place
             for image in images
             for entry, place in zip(image.entries, self._store.bound(image), strict=True)
         }
+        self._frozen = {
+            block: frozenset(k for k in program.blocks[block].binding if not program.state[k].requires_grad)
+            for block in persistent
+        }
+        self._num_uses = 0
 
     @property
     def _store(self) -> HostStore:
         assert self._engine.store is not None
         return self._engine.store
 
-    def prefetch(self, block: int, where: Bytes | None) -> None:
-        """Copies a block's state to bytes of the arena; nothing moves where state is used in place."""
-        if where is not None:
-            self._store.prefetch(self._images[block], self._engine.arena.slot(*where))
+    def prefetch(self, block: int, where: Bytes | None, *, persists: bool = False) -> None:
+        """Copies a block's state to bytes of the arena; nothing moves where state is used in place.
+
+        Args:
+            block: The block.
+            where: The bytes.
+            persists: Its frozen weights may be there from an earlier step.
+
+        Raises:
+            ExecuteError: If frozen weights were changed unseen.
+        """
+        if where is not None and persists:
+            self._prefetch_changing(block, where)
+        elif where is not None:
+            self._store.prefetch(self._images[block], self._engine.arena.write(*where))
+
+    def _prefetch_changing(self, block: int, where: Bytes) -> None:
+        """Copies the part of a block's state that changes from step to step, and the rest if it isn't there."""
+        arena, layout, frozen = self._engine.arena, self._images[block], self._frozen[block]
+        stamp, known, key = self._store.stamp(layout, frozen), arena.persisting(*where), (id(layout), frozen)
+        if known is None or stamp is None or known.key != key or not known.is_same(stamp):
+            self._store.prefetch(layout, arena.write(*where))
+            if stamp is not None:
+                known = arena.remembered(key)
+                if known is None or not known.is_same(stamp):
+                    name, weights = self._program.blocks[block].name, self._store.bytes_of(layout, frozen)
+                    known = Persisting.of(name, layout, frozen, stamp, weights)
+                arena.persist(*where, known)
+            return
+        self._num_uses += 1
+        # Each step checks a part of about one block, of another one each time.
+        if self._num_uses % (len(self._frozen) + 1) == 0:
+            self._check(known, where)
+        self._store.prefetch(layout, arena.slot(*where), without=frozen)
+
+    def _check(self, known: Persisting, where: Bytes) -> None:
+        try:
+            known.check_next()
+        except ExecuteError:
+            self._engine.arena.write(*where)
+            raise
 
     def state(self, block: int, where: Bytes | None) -> list[torch.Tensor]:
         """Returns a block's state as views of the arena, or of the host store where state is used in place."""

@@ -63,7 +63,7 @@ class Books:
     def __init__(self, table: Table, workload: Workload | None = None) -> None:
         self.table = table if workload is None else replace(table, workload=workload)
         self.workload = self.table.known_workload()
-        self.effects = Effects(self.workload, table.kind, table.saves, self.table.parked())
+        self.effects = Effects(self.workload, table.kind, table.saves, self.table.parked(), table.persistent)
         self.ops = [(position, self.effects.of(*op.key)) for position, op in table.positions()]
         self.lifetimes = item_lifetimes(self.effects, self.ops)
 

@@ -6,13 +6,14 @@ one handler of the runtime, and one rule of the checker, which shares nothing wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.items import Effect, Item
-from megatrain.scheduler.parking import turn_block
+from megatrain.scheduler.parking import Parks, turn_block
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
@@ -64,15 +65,17 @@ class Effects:
         kind: The kind of the step.
         saves: Blocks whose graph is retained.
         parked: Values that leave the device between forward and backward, by the block of their `A`.
+        persistent: Blocks whose frozen weights are on the device before the step begins.
     """
 
     def __init__(
-        self, workload: Workload, kind: StepKind, saves: Collection[int], parked: Mapping[int, Sequence[int]]
+        self, workload: Workload, kind: StepKind, saves: Collection[int], parked: Parks, persistent: Collection[int]
     ) -> None:
         self.workload = workload
         self.kind = kind
         self.saves = frozenset(saves)
         self.parked = parked
+        self.persistent = frozenset(persistent)
         self.inputs, self.outputs = workload.inputs(), workload.outputs()
         self.has_gradient = [
             kind.mode != "forward" and workload.has_value_gradient(index) for index in range(len(workload.values))
@@ -90,9 +93,7 @@ class Effects:
         for block in workload.update_blocks() if kind.updates != "none" else ():
             for member in workload.update_group(block):
                 self.owners[member].append(block)
-        self._sharers = [0] * len(workload.storages)
-        for value in workload.values:
-            self._sharers[value.storage] += 1
+        self._sharers = Counter(value.storage for value in workload.values)
 
     def of(self, stream: str, what: str, block: int, micro_batch: int = 0) -> Effect:
         """The effect of an op."""
@@ -154,9 +155,8 @@ class Effects:
 
     def loss_reads(self, what: str, block: int, micro_batch: int) -> list[Item]:
         """Outputs from which the caller computes a loss before an op, and which it then releases."""
-        if self.kind.outputs == "keep" or self.turn != (what, block):
-            return []
-        values = enumerate(self.workload.values)
+        has_loss = self.kind.outputs != "keep" and self.turn == (what, block)
+        values = enumerate(self.workload.values if has_loss else ())
         return [Item("value", i, micro_batch) for i, v in values if v.is_output and not v.is_committed]
 
     def loss_workspace(self, what: str, block: int, micro_batch: int) -> int:
@@ -182,8 +182,9 @@ class Effects:
 
 
 def _prefetch(step: Effects, block: int, micro_batch: int) -> Effect:
-    weights = (Item("weights", block),)
-    return Effect(tuple(step.state(block)), weights, moves=step.copied(step.workload.blocks[block].state_bytes))
+    work = step.workload.blocks[block]
+    moves = step.copied(work.state_bytes - (work.frozen_bytes if block in step.persistent else 0))
+    return Effect(tuple(step.state(block)), (Item("weights", block),), moves=moves)
 
 
 def _forward(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -191,7 +192,7 @@ def _forward(step: Effects, block: int, micro_batch: int) -> Effect:
     makes = [step.value(index, micro_batch, is_forward=True) for index in step.outputs[block]]
     makes += [Item(kind, block, micro_batch) for kind in ("record", *(["saved"] if block in step.saves else []))]
     reads += step.loss_reads("F", block, micro_batch)
-    return Effect((*reads, *step.weights(block)), tuple(makes), flops=step.workload.blocks[block].forward_flops)
+    return Effect((*reads, *step.weights(block)), tuple(makes), work=step.workload.blocks[block].forward)
 
 
 def _forward_workspace(step: Effects, block: int, micro_batch: int) -> int:
@@ -209,12 +210,11 @@ def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
     adds = [Item("gradient", index, micro_batch) for index in step.inputs[block] if step.has_gradient[index]]
     if work.gradient_bytes > 0:
         adds.append(Item("parameters", block))
-    makes: list[Item] = []
-    if step.turn == ("B", block) and step.kind.mode == "train":
-        # The caller hands in the gradients of the outputs when the backward of their micro-batch starts.
-        values = enumerate(step.workload.values)
-        makes = [Item("gradient", i, micro_batch) for i, v in values if v.is_output and step.has_gradient[i]]
-    return Effect(tuple(reads), tuple(makes), tuple(adds), flops=(2 if is_saved else 3) * work.forward_flops)
+    # The caller hands in the gradients of the outputs when the backward of their micro-batch starts.
+    values = step.workload.values if step.turn == ("B", block) and step.kind.mode == "train" else ()
+    handed = (index for index, value in enumerate(values) if value.is_output and step.has_gradient[index])
+    makes = [Item("gradient", index, micro_batch) for index in handed]
+    return Effect(tuple(reads), tuple(makes), tuple(adds), work=work.whole_backward(is_saved, micro_batch))
 
 
 def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
@@ -270,18 +270,18 @@ def _squares(step: Effects, block: int, micro_batch: int) -> Effect:
 
 
 def _norm(step: Effects, block: int, micro_batch: int) -> Effect:
-    return Effect(tuple(Item("squares", block) for block in step.gradient_blocks), (Item("norm", NO_BLOCK),))
+    summing = step.workload.update_blocks() if step.kind.reports_norm else step.gradient_blocks
+    return Effect(tuple(Item("squares", b) for b in summing), (Item("norm", NO_BLOCK),))
 
 
 def _update(step: Effects, block: int, micro_batch: int) -> Effect:
     kind = "waiting" if step.kind.updates == "deferred" else "landed"
     group, blocks = step.workload.update_group(block), step.workload.blocks
     reads = [Item(kind, b) for b in group if blocks[b].has_backward and blocks[b].gradient_bytes > 0]
-    if step.kind.clip:
-        reads.append(Item("norm", NO_BLOCK))
-    if step.kind.updates == "serial":
-        reads.append(Item("left", NO_BLOCK))
-    return Effect(tuple(reads), (Item("state", block),), moves=step.workload.blocks[block].update_bytes)
+    reads += [Item("norm", NO_BLOCK)] * step.kind.clip + [Item("left", NO_BLOCK)] * (step.kind.updates == "serial")
+    makes = (Item("state", block), *[Item("squares", block)] * step.kind.reports_norm)
+    moves = blocks[block].update_bytes + blocks[block].gradient_bytes * step.kind.reports_norm
+    return Effect(tuple(reads), makes, moves=moves)
 
 
 KINDS: dict[tuple[str, str], OpKind] = {

@@ -86,6 +86,7 @@ class _Maker:
             op=op,
             waits=self._waits.get(position, ()),
             state=None if load is None else self._state(load),
+            persists=op.what == "W" and op.block in self._table.persistent,
             parked=self._parked.get(op.block, ()) if op.what == "A" else (),
             landing=self._landing(op) if op.what == "G" else None,
             retains=op.what == "F" and op.block in self._table.saves,
@@ -114,7 +115,7 @@ class _Maker:
         found: dict[Position, list[Bytes]] = defaultdict(list)
         for load, reader in last.items():
             state = self._state(load)
-            if state is not None:
+            if state is not None and self._ops[load].block not in self._table.persistent:
                 found[reader].append(state)
         return found
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from megatrain.checks import checked, count, optional
 from megatrain.errors import ScheduleError
+from megatrain.hardware.hardware import Hardware
 from megatrain.passes.program import Block, Program
 from megatrain.scheduler.builder.build import STEP, build
 from megatrain.scheduler.merging import Merged, merge, refuse
@@ -51,7 +52,9 @@ def schedule(
     micro_batches: int = 1,
     updates: str = "none",
     clip: bool = False,
+    reports_norm: bool = False,
     outputs: str = "keep",
+    hardware: Hardware | None = None,
 ) -> Schedule:
     """Places one step on the streams: all copies, computations, offloads and updates, with their order.
 
@@ -81,8 +84,12 @@ def schedule(
             next step, so this table begins with the updates of the previous step, each before the weights are copied.
         clip: The host sums the squares of each block's gradients once these have left, and takes the norm of all.
             Updates of this step wait for it.
+        reports_norm: The updates of this step also sum the squares of their gradients, and the host takes the norm of
+            all at the end; no update waits for it.
         outputs: `"keep"` the model's outputs on the device until the step ends, or `"release"` them once the
             backward of their micro-batch begins, when the caller has made a loss of them.
+        hardware: The machine. Of all plans that fit `memory` the step takes the one that is fastest there. Without it
+            the plan depends on bytes alone: graphs are retained first; blocks whose weights stay get the rest.
 
     Returns:
         A schedule that passes its check. Ticks count from 0; lifetimes include both ends.
@@ -93,13 +100,19 @@ def schedule(
             needed at least, and by which block. Or if a buffer can't go from one micro-batch to the next, because a
             block reads it ahead of the one that computes its new value.
     """
-    kind = StepKind(mode, transfer, micro_batches, updates, clip, outputs)
+    kind = StepKind(mode, transfer, micro_batches, updates, clip, outputs, reports_norm)
     size = None if memory is None else parse_bytes(memory, "memory")
     if isinstance(program, Program):
         return step_schedule(
-            [program] * micro_batches, kind, num_slots=num_slots, keep=keep, memory=size, activations=activations
+            [program] * micro_batches,
+            kind,
+            num_slots=num_slots,
+            keep=keep,
+            memory=size,
+            activations=activations,
+            hardware=hardware,
         )
-    return build(program, kind, num_slots=num_slots, keep=keep, memory=size, activations=activations)
+    return build(program, kind, num_slots=num_slots, keep=keep, memory=size, activations=activations, costs=hardware)
 
 
 def step_schedule(
@@ -111,6 +124,7 @@ def step_schedule(
     memory: int | None = None,
     activations: str = "auto",
     loss_bytes: int = 0,
+    hardware: Hardware | None = None,
 ) -> Schedule:
     """Places one step whose micro-batches are captures of one model.
 
@@ -122,6 +136,7 @@ def step_schedule(
         memory: Device bytes; see there.
         activations: See there.
         loss_bytes: As in `Workload`.
+        hardware: As in `schedule`.
 
     Raises:
         ScheduleError: If they don't, `memory` is too small, or a buffer can't go from one to the next.
@@ -130,7 +145,7 @@ def step_schedule(
         for program in {id(program): program for program in programs}.values():
             check_buffers(program)
     works = replace(merge_programs(programs).workload, loss_bytes=loss_bytes)
-    return build(works, kind, num_slots=num_slots, keep=keep, memory=memory, activations=activations)
+    return build(works, kind, num_slots=num_slots, keep=keep, memory=memory, activations=activations, costs=hardware)
 
 
 def merge_programs(programs: Sequence[Program]) -> Merged:
@@ -236,16 +251,20 @@ def _block_work(program: Program, block: Block, update: _Update, update_traffic:
     is_differentiable = has_backward(program, block)
     trained = {k for k in block.binding if program.state[k].requires_grad}
     gradients = [program.state[k].spec.nbytes for k in trained] if is_differentiable else []
+    sizes = {k: aligned(program.state[k].spec.nbytes, program.alignment) for k in block.binding}
     return BlockWork(
         name=block.name,
-        state_bytes=sum(aligned(program.state[k].spec.nbytes, program.alignment) for k in block.binding),
+        state_bytes=sum(sizes.values()),
+        frozen_bytes=sum(sizes[k] for k in block.binding if not program.state[k].requires_grad),
         gradient_bytes=sum(gradients),
         gradient_padding=sum(map(aligned, gradients)) - sum(gradients),
+        num_gradients=len(gradients),
         saved_bytes=cost.saved_bytes,
         forward_workspace_bytes=cost.forward_workspace_bytes,
         backward_workspace_bytes=cost.backward_workspace_bytes,
         has_backward=is_differentiable,
-        forward_flops=cost.forward_flops,
+        forward=cost.forward,
+        backward=cost.backward_of(program.needs_gradients(block)) if is_differentiable else (),
         update_bytes=update_traffic * update.nbytes,
         shares=tuple(sorted(update.shares)),
     )

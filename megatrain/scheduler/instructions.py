@@ -42,6 +42,7 @@ class Instruction:
         waits: Ops of other streams that must be over when it starts.
         state: Bytes of the slots that a `W` fills, or that an F or B reads; None for what has no state, and for all
             where weights are used in place.
+        persists: A `W` whose frozen weights may be there from an earlier step: then it moves only the rest.
         parked: The values that an `A` moves.
         landing: Host bytes where a `G` puts gradients; None where they stay where they are made.
         retains: An F that retains its graph.
@@ -57,6 +58,7 @@ class Instruction:
     op: Op
     waits: tuple[Position, ...] = ()
     state: Bytes | None = None
+    persists: bool = False
     parked: tuple[Parked, ...] = ()
     landing: Bytes | None = None
     retains: bool = False
@@ -238,6 +240,7 @@ def _separated(values: Sequence[Any], write: Callable[[Any], str]) -> str:
 _FIELDS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
     ("waits", _positions, _read_positions),
     ("state", str, _read_bytes),
+    ("persists", _nothing, _read_flag),
     ("parked", lambda v: _separated(v, lambda p: f"{p.value} at {p.host}"), _read_parked),
     ("landing", str, _read_bytes),
     ("retains", _nothing, _read_flag),
@@ -252,6 +255,7 @@ _FIELDS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
 _WORDS = {
     "waits": "after ",
     "state": "state ",
+    "persists": "persists",
     "parked": "values ",
     "landing": "lands at ",
     "retains": "retains its graph",

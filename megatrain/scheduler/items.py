@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatrain.hardware.work import Works
+
 
 class Item(NamedTuple):
     """Something that one op makes and another reads; `ITEMS` has the kinds.
@@ -49,14 +51,14 @@ class Effect:
         makes: Items that exist when it ends; their former contents are overwritten from its start.
         adds: Items that are sums: it makes the first summand, or adds another.
         moves: Bytes that it moves or, on the host, reads and writes.
-        flops: Floating-point operations.
+        work: What its kernels compute and move on the device.
     """
 
     reads: tuple[Item, ...] = ()
     makes: tuple[Item, ...] = ()
     adds: tuple[Item, ...] = ()
     moves: int = 0
-    flops: int = 0
+    work: Works = ()
 
 
 ITEMS: dict[str, ItemKind] = {

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from megatrain.errors import MicroBatchError, ScheduleError
+from megatrain.hardware.work import most
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 
 # What a batch may change of a block, besides its name.
-_BLOCK_SIZES = ("saved_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "forward_flops")
+_BLOCK_SIZES = ("saved_bytes", "forward_workspace_bytes", "backward_workspace_bytes")
+_BLOCK_WORKS = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,8 @@ def merge(workloads: Sequence[Workload]) -> Merged:
     Raises:
         ScheduleError: At the first difference in structure of the blocks.
 
-    >>> layer = BlockWork("layer", 1024, 1024, 8, 0, 0, True, 10**6)
-    >>> other = BlockWork("layer", 1024, 1024, 4, 16, 0, True, 10**6)
+    >>> layer = BlockWork("layer", 1024, 1024, 8, 0, 0, True)
+    >>> other = BlockWork("layer", 1024, 1024, 4, 16, 0, True)
     >>> merge([Workload((layer,), (), ()), Workload((other,), (), ())]).workload.blocks[0].saved_bytes
     8
     """
@@ -130,7 +132,9 @@ def _kind(workload: Workload, indices: Sequence[int]) -> tuple[tuple[object, ...
 
 
 def _largest(same: Sequence[BlockWork]) -> BlockWork:
-    return replace(same[0], **{name: max(getattr(work, name) for work in same) for name in _BLOCK_SIZES})
+    sizes = {name: max(getattr(work, name) for work in same) for name in _BLOCK_SIZES}
+    works = {name: most([getattr(work, name) for work in same]) for name in _BLOCK_WORKS}
+    return replace(same[0], **sizes, **works)
 
 
 def _differences(first: Workload, other: Workload) -> Iterator[str]:
@@ -140,5 +144,5 @@ def _differences(first: Workload, other: Workload) -> Iterator[str]:
     for index, (here, there) in enumerate(zip(first.blocks, other.blocks, strict=False)):
         for part in fields(here):
             expected, found = getattr(here, part.name), getattr(there, part.name)
-            if part.name not in ("name", *_BLOCK_SIZES) and found != expected:
+            if part.name not in ("name", *_BLOCK_SIZES, *_BLOCK_WORKS) and found != expected:
                 yield f"of block {index} ({here.name}), {part.name} is {found}, not {expected}"

@@ -8,6 +8,9 @@ from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import aligned
 
+Parks = Mapping[int, Sequence[int]]
+"""Values that leave the device between forward and backward, by the block of their `A`."""
+
 
 def turn_block(workload: Workload) -> int | None:
     """The last block that has a backward: where the step turns around."""

@@ -41,6 +41,8 @@ class StepKind:
             `"deferred"` (each `U` of the previous step precedes the first `W` of this step that reads its parameters).
         clip: An `S` sums the squares of each block's gradients once they have left, and `N` takes the norm of all at
             the end; updates wait for the norm that they use.
+        reports_norm: Each `U` also sums the squares of the gradients that it uses, and `N` takes the norm of all at the
+            end, for the log: no update waits for it. Only with updates of this step, and without `clip`.
         outputs: `"keep"`: outputs of the model stay until the step ends. `"release"`: until the first B of their
             micro-batch, before which the caller has computed a loss from them, or until their last reader.
 
@@ -57,12 +59,19 @@ class StepKind:
     updates: str = UPDATES[0]
     clip: bool = False
     outputs: str = OUTPUTS[0]
+    reports_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.mode != "train" and self.is_training_step:
             raise OptionError(
                 f'mode="{self.mode}" with micro-batches, updates, a norm or released outputs is impossible.\n'
                 '  These belong to a training step.\n  Use mode="train".'
+            )
+        if self.reports_norm and (self.clip or self.updates not in ("overlap", "serial")):
+            raise OptionError(
+                f'reports_norm=True with clip={self.clip} and updates="{self.updates}" is impossible.\n'
+                "  Such a norm comes with the updates of its own step, which don't wait for it.\n"
+                '  Use updates="overlap" or "serial", without clip; or clip=True alone.'
             )
 
     @property

@@ -167,6 +167,8 @@ class Table:
         kind: The kind of the step.
         places: Where gradients land and wait on the host, by block. None where they go to the caller at once, or
             are used where they are made.
+        persistent: Blocks whose frozen weights stay on the device across training steps, ascending. Each has one `W`,
+            which moves only the rest of its state, and bytes of the arena that no other block uses.
         workload: The workload that it was built for; not part of the text, nor of equality.
     """
 
@@ -183,6 +185,7 @@ class Table:
     num_blocks: int
     kind: StepKind
     places: tuple[Place, ...] = ()
+    persistent: tuple[int, ...] = ()
     workload: Workload | None = field(default=None, compare=False, repr=False)
 
     @property

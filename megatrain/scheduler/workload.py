@@ -9,6 +9,7 @@ from typing import Any
 
 from megatrain.checks import checked, shown
 from megatrain.errors import ScheduleError
+from megatrain.hardware.work import MEMORY, Kernels, Works, fault_of_works, products
 
 
 @checked()
@@ -57,12 +58,16 @@ class BlockWork:
         backward_workspace_bytes: The same for (recompute and) backward, beyond inputs, state and the
             gradients it produces.
         has_backward: A gradient flows into or through it, so its backward runs.
-        forward_flops: Floating-point operations of one forward; backward is taken as twice that.
+        forward: What the kernels of one forward compute and move.
+        backward: The same of one backward, without the recompute that a `B` of a dropped graph begins with.
         update_bytes: Host bytes that the update of its parameters reads and writes. 0 if it updates none: they
             aren't trained, or another block that shares them does it.
         shares: Other blocks that hold some of the parameters which this block updates, or rows of them, ascending.
         gradient_padding: Bytes between its gradients where they land on the host, each tensor on a boundary of
             `megatrain.sizes.ALIGNMENT` bytes.
+        frozen_bytes: The part of `state_bytes` that no step changes: parameters that aren't trained, buffers that the
+            forward only reads, constants.
+        num_gradients: Parameters with a gradient: what a micro-batch adds to the sum of the earlier ones, one by one.
     """
 
     name: str
@@ -72,15 +77,31 @@ class BlockWork:
     forward_workspace_bytes: int
     backward_workspace_bytes: int
     has_backward: bool
-    forward_flops: int
+    forward: Works = ()
+    backward: Works = ()
     update_bytes: int = 0
     shares: tuple[int, ...] = ()
     gradient_padding: int = 0
+    frozen_bytes: int = 0
+    num_gradients: int = 0
 
     @property
     def landing_bytes(self) -> int:
         """Host bytes that the gradients of its parameters take where they land."""
         return self.gradient_bytes + self.gradient_padding
+
+    @property
+    def is_mostly_frozen(self) -> bool:
+        """Whether at least half of its state is frozen: then it is worth the memory to have it there all the time."""
+        return 0 < self.state_bytes <= 2 * self.frozen_bytes
+
+    def whole_backward(self, is_saved: bool, micro_batch: int) -> Works:
+        """The kernels of a `B`: with a recompute if the graph isn't retained, and sums with earlier micro-batches."""
+        recomputed = () if is_saved else self.forward
+        if micro_batch == 0 or self.gradient_bytes == 0:
+            return recomputed + self.backward
+        sums = Kernels(MEMORY, 0, 3 * self.gradient_bytes, max(1, self.num_gradients))
+        return (*recomputed, *self.backward, sums)
 
 
 @checked()
@@ -167,6 +188,7 @@ class Workload:
     def check(self) -> None:
         """Raises `ScheduleError` unless every index is in range, every order right and every size a count."""
         for index, block in enumerate(self.blocks):
+            _check_works(f"block {index} ({block.name})", block)
             _check_counts(f"block {index} ({block.name})", asdict(block))
             self._check_update(index, block)
         _check_counts("a storage", dict(enumerate(self.storages)))
@@ -196,6 +218,11 @@ class Workload:
             raise ScheduleError(
                 f"block {index} ({block.name}) can't share parameters with blocks {list(block.shares)}.\n"
                 "  `shares` lists other blocks of the model, ascending, each once."
+            )
+        if block.frozen_bytes > block.state_bytes:
+            raise ScheduleError(
+                f"block {index} ({block.name}) has {block.frozen_bytes} frozen bytes in a state of "
+                f"{block.state_bytes} bytes.\n  Frozen bytes are a part of the state."
             )
         if block.update_bytes > 0 and not (block.has_backward and block.gradient_bytes > 0 and block.state_bytes > 0):
             raise ScheduleError(
@@ -241,12 +268,27 @@ class Workload:
             ) from error
 
 
-def _read_block(*, shares: Sequence[int] = (), **rest: Any) -> BlockWork:
-    return BlockWork(shares=tuple(shares), **rest)
+def _read_block(
+    *, shares: Sequence[int] = (), forward: Any = (), backward: Any = (), forward_flops: int = 0, **rest: Any
+) -> BlockWork:
+    works = [tuple(Kernels(*work) for work in found) for found in (forward, backward)]
+    if forward_flops:  # an earlier version knew only these; it took a backward as twice that
+        works = [products(forward_flops), products(2 * forward_flops)]
+    return BlockWork(shares=tuple(shares), forward=works[0], backward=works[1], **rest)
 
 
 def _read_value(*, readers: list[int], **rest: Any) -> ValueWork:
     return ValueWork(readers=tuple(readers), **rest)
+
+
+def _check_works(owner: str, work: BlockWork) -> None:
+    for name, works in (("forward", work.forward), ("backward", work.backward)):
+        fault = fault_of_works(works)
+        if fault is not None:
+            raise ScheduleError(
+                f"the kernels of {owner}, {name}, aren't any: it {fault}.\n"
+                "  Each of them is Kernels(rate, flops, nbytes, number); a rate is the name of a class of dtypes."
+            )
 
 
 def _check_counts(owner: str, sizes: Mapping[Any, Any]) -> None:

@@ -23,6 +23,8 @@ Every call has
 * `is_random`, a bool: whether it draws random numbers;
 * `hides_draws`, true where it draws them from a state that torch doesn't show, so that no second run draws the same.
   May be missing: then it doesn't;
+* `drew_nothing`, true of an opaque module, which may draw random numbers, if it drew none in the capture. May be
+  missing: then it did;
 * `writes`, a tuple of nodes: those whose memory it changes. May be missing: then it changes none;
 * `results`, the specs in the form of what the call returned: only where shapes depend on values, so that no tensor
   without values can stand for the call's operands. May be missing.

@@ -31,6 +31,23 @@ class Progress:
     grad_norm: torch.Tensor | None = None
 
 
+class NotFiniteError(ExecuteError):
+    """A gradient isn't finite, and nothing was updated.
+
+    Args:
+        what: The gradient.
+        way: The way out.
+    """
+
+    def __init__(self, what: str, way: str) -> None:
+        super().__init__(
+            f"{what} is not finite.\n"
+            "  Parameters, buffers, the optimizer and the generators are as before the call.\n"
+            f"  {way}"
+        )
+        self.what = what
+
+
 class Boundary:
     """Runs steps so that each ends at its own end, or at the end of the previous step.
 
@@ -108,11 +125,7 @@ class Boundary:
     def _skip(self, updates: Updates) -> None:
         text = updates.describe_nonfinite()
         if self._on_nonfinite == "raise":
-            raise ExecuteError(
-                f"{text} is not finite.\n"
-                "  Parameters, buffers, the optimizer and the generators are as before the call.\n"
-                '  Lower the learning rate, look at the batch, or set on_nonfinite="skip".'
-            )
+            raise NotFiniteError(text, 'Lower the learning rate, look at the batch, or set on_nonfinite="skip".')
         self.progress.nonfinite = text
         self.progress.skipped += 1
 

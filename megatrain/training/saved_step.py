@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatrain import saving
-from megatrain.checks import Rule, named, shown
+from megatrain.checks import shown
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.compiled.inside import Compiled
 from megatrain.errors import CheckpointError
@@ -22,33 +22,12 @@ from megatrain.files.room import room_to_read
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.masters.halves import WholeMaster
 from megatrain.optim.rehearsal import give_new_state
-from megatrain.saving.fitting import misfits
 from megatrain.saving.packed import packed_parameters
+from megatrain.training import saved_schedulers
 from megatrain.training.boundary import Progress
 from megatrain.training.config import with_config
 from megatrain.training.model_state import HIDDEN, State
-
-
-class Scheduler(Protocol):
-    """An LR scheduler, or another object with a state of this kind."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns its state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Loads a state."""
-        ...
-
-
-def _has_no_state(value: Any) -> str | None:
-    methods = [getattr(value, method, None) for method in ("state_dict", "load_state_dict")]
-    return None if not isinstance(value, type) and all(map(callable, methods)) else f"is {named(value)}"
-
-
-SCHEDULER = Rule(
-    "an LR scheduler, or another object with state_dict() and load_state_dict()", "{name} such an object", _has_no_state
-)
+from megatrain.training.saved_schedulers import Schedulers
 
 
 def save(
@@ -57,14 +36,14 @@ def save(
     optimizers: Sequence[Optimizer],
     progress: Progress,
     *,
-    scheduler: Scheduler | None,
+    scheduler: Schedulers | None,
     user: Mapping[str, Any] | None,
     shard_bytes: int | str,
     more: Callable[[Path], object] | None,
     weights: bool,
 ) -> None:
     """Writes a checkpoint; see `TrainStep.save`."""
-    schedule = None if scheduler is None else _state_of(scheduler)
+    schedule = saved_schedulers.stored(scheduler)
     if compiled.has_unread_weights:
         compiled.load_weights()
     state = State.of(compiled)
@@ -77,8 +56,7 @@ def save(
         extra={
             "progress": asdict(progress),
             "generators": saving.generators_now(compiled.options.device),
-            "scheduler": schedule,
-            "scheduler_class": None if scheduler is None else _class_of(scheduler),
+            **schedule,
             "modules": dict(state.others),
             "user": dict(user or {}),
             **({} if weights else {_LACKS_WEIGHTS: True}),
@@ -91,9 +69,9 @@ def save(
 
 @room_to_read()
 def restore(
-    folder: str | os.PathLike[str], compiled: Compiled, optimizers: Sequence[Optimizer], scheduler: Scheduler | None
+    folder: str | os.PathLike[str], compiled: Compiled, optimizers: Sequence[Optimizer], scheduler: Schedulers | None
 ) -> tuple[Progress, dict[str, Any]]:
-    """Reads a checkpoint into a model, its optimizers, a scheduler and the generators.
+    """Reads a checkpoint into a model, its optimizers, its schedulers and the generators.
 
     Returns:
         The progress of training, and the user's values.
@@ -103,7 +81,7 @@ def restore(
     """
     checkpoint = saving.load(folder)
     extra = _extra(checkpoint)
-    _check_scheduler(checkpoint, extra, scheduler)
+    saved_schedulers.check(checkpoint, extra, scheduler)
     saving.check_generators(extra["generators"], compiled.options.device)
     names = _parameters(compiled, optimizers)
     checkpoint.check_optimizer(optimizers, names)
@@ -135,8 +113,7 @@ def restore(
         is_whole = isinstance(compiled.masters.get(parameter), WholeMaster | None)
         give_new_state(optimizers, parameter, parameter.dtype if is_whole else torch.float32)
     checkpoint.read_optimizer(optimizers, names)
-    if scheduler is not None:
-        _restore_scheduler(checkpoint, scheduler, extra["scheduler"])
+    saved_schedulers.restore(checkpoint, extra, scheduler)
     saving.restore_generators(extra["generators"], compiled.options.device)
     return Progress(**extra["progress"]), extra["user"]
 
@@ -150,13 +127,12 @@ _PROGRESS = {"count": integer(), "skipped": integer(), "nonfinite": optional(tex
 _FIELDS = {
     "progress": record(_PROGRESS),
     "generators": anything,  # check_generators says more
-    "scheduler": optional(mapping(anything, anything)),
     "modules": mapping(json_rules.name, anything),
     "user": mapping(anything, anything),
 }
 _LACKS_WEIGHTS = "lacks_weights"
 _PACKED = "packed"
-_SCHEMAS = {1: _FIELDS, 2: {**_FIELDS, "scheduler_class": optional(text())}}
+_SCHEMAS = {schema: {**_FIELDS, **fields} for schema, fields in saved_schedulers.FIELDS.items()}
 """What `save` has stored as values, by the schema of the manifest."""
 
 
@@ -173,70 +149,16 @@ def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
     if checkpoint.extra.get(_LACKS_WEIGHTS, True) is not True:
         wrong.append(f"extra.{_LACKS_WEIGHTS} is {shown(checkpoint.extra[_LACKS_WEIGHTS])}, not True")
     wrong += problems(mapping(text(), text()), checkpoint.extra.get(_PACKED, {}), f"extra.{_PACKED}")
-    _refuse(f"`{checkpoint.folder}` has {len(wrong)} values that no step can have saved.", wrong)
+    wrong = wrong or saved_schedulers.faults(checkpoint.extra)
+    if wrong:
+        lines = [
+            f"`{checkpoint.folder}` has {len(wrong)} values that no step can have saved.",
+            *wrong,
+            "State can only continue in an object like the one that was saved.",
+            "Load an older checkpoint, or single values with megatrain.saving.load.",
+        ]
+        raise CheckpointError("\n  ".join(lines))
     return checkpoint.extra
-
-
-def _check_scheduler(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], scheduler: Scheduler | None) -> None:
-    if (scheduler is None) != (extra["scheduler"] is None):
-        name = f"the checkpoint `{checkpoint.folder}`"
-        has, lacks = (name, "load()") if scheduler is None else ("load()", name)
-        raise CheckpointError(
-            f"{has} has a scheduler, {lacks} has none.\n  Learning rates would continue wrongly.\n"
-            "  Give the same scheduler to save and load, or none to both."
-        )
-    if scheduler is not None:
-        wrong = list(_differences(checkpoint, extra, scheduler))
-        _refuse(f"the scheduler of `{checkpoint.folder}` doesn't fit this scheduler: {len(wrong)} differences.", wrong)
-
-
-def _differences(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], scheduler: Scheduler) -> Iterator[str]:
-    own, saved = scheduler.state_dict(), extra["scheduler"]
-    # The first schema has no class, so the names of the state must tell; other versions of torch have more or fewer.
-    is_named = checkpoint.manifest.schema > 1
-    if is_named and extra["scheduler_class"] != _class_of(scheduler):
-        yield f"class: {extra['scheduler_class']} in the checkpoint, but {_class_of(scheduler)} here"
-        return
-    if not is_named and not (own.keys() <= saved.keys() or saved.keys() <= own.keys()):
-        names = [", ".join(sorted(map(str, state))) for state in (saved, own)]
-        yield f"state: {names[0]} in the checkpoint, but {names[1]} here"
-        return
-    yield from misfits(own, saved, "scheduler", is_whole=checkpoint.is_of_this_torch)
-    for key in saved.keys() - own.keys():
-        if not isinstance(key, str) or hasattr(scheduler, key):
-            yield f"`scheduler.{key}` is state in the checkpoint, but not here"
-
-
-def _state_of(scheduler: Scheduler) -> dict[str, Any]:
-    state = scheduler.state_dict()
-    if not isinstance(state, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise CheckpointError(
-            f"the state of {_class_of(scheduler)} is {shown(state)}, not a dict.\n"
-            "  Its values are stored by their names.\n  Let its state_dict() return a dict."
-        )
-    return state
-
-
-def _restore_scheduler(checkpoint: saving.Checkpoint, scheduler: Scheduler, state: dict[str, Any]) -> None:
-    try:
-        scheduler.load_state_dict(state)
-    except Exception as error:  # the scheduler's own code, which may raise anything
-        raise CheckpointError(
-            f"{_class_of(scheduler)} refuses its state in `{checkpoint.folder}`: {error!r}.\n"
-            "  The model and its optimizer already have the values of the checkpoint.\n"
-            "  Load an older checkpoint, or build the scheduler as it was."
-        ) from error
-
-
-def _class_of(scheduler: Scheduler) -> str:
-    return f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"
-
-
-def _refuse(first: str, problems: list[str]) -> None:
-    if problems:
-        rule = "State can only continue in an object like the one that was saved."
-        way = "Build the scheduler as it was; or load an older checkpoint, or single values with megatrain.saving.load."
-        raise CheckpointError("\n  ".join([first, *problems, rule, way]))
 
 
 def _parameters(compiled: Compiled, optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:

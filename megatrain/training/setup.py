@@ -12,10 +12,10 @@ from megatrain.checks.several_optimizers import check_apart, parameters_of
 from megatrain.compiled.inside import Compiled, Variant
 from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.interrupts import Interrupts
+from megatrain.memory.processors import update_threads
 from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.per_parameter import check_per_parameter
-from megatrain.optim.processors import update_threads
 from megatrain.optim.updates import Updates
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.planning.loss_bytes import Loss, measure_loss
@@ -62,6 +62,7 @@ class Setup:
         max_norm: Largest norm of all gradients, or None.
         overlap: Whether updates may run at the same time as the device's work.
         needs_norm: Whether updates wait for a norm.
+        reports_norm: Whether a norm is wanted for which they needn't wait.
         loss: The caller's, or None if the model's result is the loss.
 
     Raises:
@@ -80,6 +81,7 @@ class Setup:
         max_norm: float | None,
         overlap: bool,
         needs_norm: bool,
+        reports_norm: bool = False,
         loss: Loss | None = None,
     ):
         for optimizer in optimizers:
@@ -90,6 +92,7 @@ class Setup:
         self._max_norm = max_norm
         self._overlap = overlap
         self._needs_norm = needs_norm
+        self._reports_norm = reports_norm
         self._loss = loss
         self._tables = StepTables(compiled.options, compiled.budget)
         self._blocks: list[list[torch.Tensor]] = []
@@ -164,16 +167,20 @@ class Setup:
 
     def _kind(self, micro_batches: int) -> StepKind:
         # Work between the gradients and the updates that may fail must come before the first update.
+        hooked = any(map(has_hooks, self._optimizers))
+        # Hooks on an optimizer's step may change gradients, of which the norm is taken before.
+        needs_norm = self._needs_norm or (self._reports_norm and hooked)
         waits = self._holds_others() if self._needs_norm else self._has_gradient_hooks()
-        is_serial = not self._overlap or any(map(has_hooks, self._optimizers)) or waits
+        is_serial = not self._overlap or hooked or waits
         if self.updates is not None and self.is_due and not self.updates.is_whole:
             self.complete()  # of a step that failed some are taken already
-        if self._needs_norm and not is_serial:
+        if needs_norm and not is_serial:
             updates = "deferred" if self.is_due else "none"
         else:
             self.complete()
             updates = "serial" if is_serial else "overlap"
-        return self._tables.kind(micro_batches, updates, clip=self._needs_norm)
+        reports_norm = self._reports_norm and not needs_norm
+        return self._tables.kind(micro_batches, updates, clip=needs_norm, reports_norm=reports_norm)
 
     def _has_gradient_hooks(self) -> bool:
         """Whether the user's code gets the gradient of a parameter: a step that this code ends must leave no trace."""
@@ -240,6 +247,7 @@ class Setup:
                 # On the CPU, where the loop's own norm is taken by torch, the bits are torch's.
                 norm_threads=None if engine.device.is_host else self.threads,
             )
+        self.updates.sums_squares = setting.kind.reports_norm
         _check_no_gradients(engine.tensors)
         return executor
 
@@ -280,4 +288,15 @@ def _are_same(left: Sequence[Sequence[torch.Tensor]], right: Sequence[Sequence[t
     return [[id(p) for p in block] for block in left] == [[id(p) for p in block] for block in right]
 
 
-NO_STEP = "no step is compiled yet.\n  A step needs the sizes of a batch.\n  Call the step, or prepare(batch), once."
+def known(setting: Setting | None) -> Setting:
+    """Returns the setting of a step that has one.
+
+    Raises:
+        ExecuteError: If there is none yet.
+    """
+    if setting is None:
+        raise ExecuteError(_NO_STEP)
+    return setting
+
+
+_NO_STEP = "no step is compiled yet.\n  A step needs the sizes of a batch.\n  Call the step, or prepare(batch), once."

@@ -15,22 +15,24 @@ from megatrain.checks import PATH, checked, number, one_of, optional
 from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers, optimizers_of
 from megatrain.compiled.inside import Variant
 from megatrain.compiled.module import COMPILED, CompiledModule
-from megatrain.errors import ExecuteError
 from megatrain.memory.out_of_memory import Attempts
+from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
-from megatrain.runtime.streams.stopwatch import Stopwatch
+from megatrain.runtime.streams.stopwatch import RunClock, Stopwatch, Watch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.costs import Measured
+from megatrain.scheduler.timing.timed_run import TimedRun
 from megatrain.sizes import SIZE
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.training import saved_step as checkpoint
 from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
-from megatrain.training.setup import NO_STEP, Setting, Setup
+from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
+from megatrain.training.setup import Setting, Setup, known
 from megatrain.training.shares import Shares, Weight, check_reduce
 from megatrain.training.trainer import Running
 
@@ -64,6 +66,7 @@ class TrainStep:
             the same. Loss and gradients are those of the weighted mean.
         reduce: `"mean"` of the micro-batches' losses, or their `"sum"`, of losses divided by a common count already.
         max_grad_norm: Largest norm of all gradients, as in `clip_grad_norm_(model.parameters())`; None doesn't clip.
+        report_norm: Whether `progress.grad_norm` has the norm without clipping, too; updates don't wait for it.
         overlap: Whether updates may run at the same time as the device's work.
         on_nonfinite: If a gradient has an infinite or undefined element, `"raise"` an error, or `"skip"` the update.
 
@@ -91,6 +94,7 @@ class TrainStep:
         weight: Weight | None = None,
         reduce: str = "mean",
         max_grad_norm: float | None = None,
+        report_norm: bool = False,
         overlap: bool = True,
         on_nonfinite: str | None = None,
     ):
@@ -98,14 +102,12 @@ class TrainStep:
         compiled.megatrain.complete_updates()  # of other steps: the trials below look at the optimizers' state
         self._optimizers = optimizers_of(optimizer)
         self._compiled = compiled.megatrain
-        self._loss = loss
-        self._weight = weight
+        self._loss, self._weight = loss, weight
         self._is_sum = reduce == "sum"
         self._on_nonfinite = on_nonfinite
         needs_norm = max_grad_norm is not None or on_nonfinite is not None
-        self._setup = Setup(
-            self._compiled, self._optimizers, max_norm=max_grad_norm, overlap=overlap, needs_norm=needs_norm, loss=loss
-        )
+        norms: dict[str, Any] = {"max_norm": max_grad_norm, "needs_norm": needs_norm, "reports_norm": report_norm}
+        self._setup = Setup(self._compiled, self._optimizers, overlap=overlap, loss=loss, **norms)
         self._boundary = Boundary(on_nonfinite)
         self.user: Mapping[str, Any] = {}
         self._setting: Setting | None = None
@@ -117,12 +119,13 @@ class TrainStep:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the latest call, or of `prepare`.
+        """The schedule of the latest call, or of `prepare`; before the first of them an `ExecuteError`."""
+        return known(self._setting).schedule
 
-        Raises:
-            ExecuteError: Before the first of them.
-        """
-        return self._known_setting().schedule
+    @property
+    def program(self) -> Program:
+        """The blocks that the schedule runs, as for `schedule`; of several captures those of the first micro-batch."""
+        return known(self._setting).variants[0].program
 
     @property
     def progress(self) -> Progress:
@@ -131,12 +134,8 @@ class TrainStep:
 
     @property
     def host_plan(self) -> HostPlan:
-        """The host memory that steps like the latest, or like the prepared one, take.
-
-        Raises:
-            ExecuteError: Before the first of them.
-        """
-        return self._setup.host_plan(self._known_setting())
+        """The host memory that steps like the latest, or like the prepared one, take; as for `schedule`."""
+        return self._setup.host_plan(known(self._setting))
 
     def prepare(self, batch: Any) -> Schedule:
         """Makes the schedule of a batch like this one, without running or allocating anything."""
@@ -163,12 +162,19 @@ class TrainStep:
         return self._take(batch, None)
 
     def measure(self, batch: Any) -> Measured:
-        """Runs a step whose streams wait after each operation; returns the times, which `schedule.simulate` takes."""
-        watch = Stopwatch(self._compiled.options.device)
-        self._take(batch, watch)
+        """Runs a step whose streams wait after each operation; returns the times, which `schedule.simulate` takes.
+
+        The first step isn't typical where blocks are persistent: it brings what then stays.
+        """
+        self._take(batch, watch := Stopwatch(self._compiled.options.device))
         return Measured.of(self.schedule, watch.seconds)
 
-    def _take(self, batch: Any, watch: Stopwatch | None) -> torch.Tensor:
+    def time(self, batch: Any) -> TimedRun:
+        """Runs a step as a call does; returns when each operation began and ended, which `megatrain.report` draws."""
+        self._take(batch, clock := RunClock(self._compiled.options.device))
+        return TimedRun.of(self.schedule, clock.spans())
+
+    def _take(self, batch: Any, watch: Watch | None) -> torch.Tensor:
         self._boundary.check_whole()
         shares = Shares(batches := micro_batches(batch), self._weight, is_sum=self._is_sum)
         failed: list[dict[Variant, str]] = [{} for _ in batches]
@@ -194,7 +200,7 @@ class TrainStep:
                     attempts.over(executor.memory_figures, is_half=self._boundary.has_recovered)
                     return loss
 
-    def _run(self, setting: Setting, executor: Executor, shares: Shares, watch: Stopwatch | None) -> torch.Tensor:
+    def _run(self, setting: Setting, executor: Executor, shares: Shares, watch: Watch | None) -> torch.Tensor:
         self._setting = setting.without_tensors()
         engine, updates = executor.engine, self._setup.updates
         assert updates is not None
@@ -228,12 +234,12 @@ class TrainStep:
         elif not self._setup.is_completing:
             self.flush()
 
-    @checked(folder=PATH, scheduler=optional(checkpoint.SCHEDULER), shard_bytes=SIZE)
+    @checked(folder=PATH, scheduler=optional(SCHEDULERS), shard_bytes=SIZE)
     def save(
         self,
         folder: str | os.PathLike[str],
         *,
-        scheduler: checkpoint.Scheduler | None = None,
+        scheduler: Schedulers | None = None,
         user: Mapping[str, Any] | None = None,
         shard_bytes: int | str = "5GB",
         more: Callable[[Path], object] | None = None,
@@ -246,7 +252,7 @@ class TrainStep:
 
         Args:
             folder: The folder to write; an existing checkpoint is replaced.
-            scheduler: An LR scheduler, or any object with a `state_dict` and `load_state_dict`.
+            scheduler: An LR scheduler, or any object with a `state_dict` and `load_state_dict`; or a list of several.
             user: Your own values, in `user` after `load`: numbers, texts, tensors, and dicts and lists of these.
             shard_bytes: Largest size of a file, in bytes or as `"5GB"`.
             more: Adds files of its own to the folder, such as `tokenizer.save_pretrained`.
@@ -272,14 +278,14 @@ class TrainStep:
             )
 
     @classmethod
-    @checked(folder=PATH, scheduler=optional(checkpoint.SCHEDULER), compiled=COMPILED, optimizer=OPTIMIZERS)
+    @checked(folder=PATH, scheduler=optional(SCHEDULERS), compiled=COMPILED, optimizer=OPTIMIZERS)
     def load(
         cls,
         folder: str | os.PathLike[str],
         compiled: CompiledModule,
         optimizer: Optimizers,
         *,
-        scheduler: checkpoint.Scheduler | None = None,
+        scheduler: Schedulers | None = None,
         **options: Any,
     ) -> TrainStep:
         """Reads a checkpoint and returns a step that continues as if it had never stopped, bit for bit.
@@ -292,7 +298,7 @@ class TrainStep:
             compiled: The model built as it was, with any weights; or on meta, compiled with `weights=folder` and for
                 example arguments.
             optimizer: Of the same class, with the same parameters in the same groups; or as many, in the same order.
-            scheduler: As given to `save`, if it was.
+            scheduler: As given to `save`, if it was; several in the same order.
             options: Of `TrainStep`.
 
         Raises:
@@ -312,8 +318,3 @@ class TrainStep:
 
     def __repr__(self) -> str:
         return f"<TrainStep: {self.progress.count} steps taken, model {self._compiled}>"
-
-    def _known_setting(self) -> Setting:
-        if self._setting is None:
-            raise ExecuteError(NO_STEP)
-        return self._setting

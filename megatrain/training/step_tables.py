@@ -50,9 +50,10 @@ class StepTables:
         self._arena: LandingArena | None = None
         self._tables: OrderedDict[tuple[frozenset[int], StepKind], _Table] = OrderedDict()
 
-    def kind(self, micro_batches: int, updates: str, *, clip: bool) -> StepKind:
+    def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""
-        return StepKind("train", self._options.transfer, micro_batches, updates, clip, outputs="release")
+        transfer = self._options.transfer
+        return StepKind("train", transfer, micro_batches, updates, clip, "release", reports_norm)
 
     def schedule(self, programs: Sequence[Program], kind: StepKind, loss_bytes: Callable[[], int]) -> Schedule:
         """Returns the checked schedule of a step.

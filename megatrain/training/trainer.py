@@ -214,6 +214,8 @@ class Running:
                 self._updates.finish()
             finally:
                 self._note_updates()
+        if self.kind.reports_norm and self._updates.arriving.norm is None:
+            self._updates.take_norm()  # of a step that failed in the middle, whose host's work is done here
 
     def _note_updates(self) -> None:
         # Of several optimizers some may have updated a parameter before another one failed.

@@ -167,14 +167,15 @@ class Report:
     def to_json(self) -> str:
         """Returns the report as JSON; what is infinite or NaN is null there."""
         found = {"ok": self.ok, "max_error": self.max_error, **asdict(self)}
-        return json.dumps(_finite(found), indent=2)
+        return json.dumps(finite(found), indent=2)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Returns what JSON can hold: no number that is infinite or NaN."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

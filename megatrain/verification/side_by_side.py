@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import checked, count, mapping_of, number, one_of, optional
+from megatrain.checks import Rule, checked, count, mapping_of, number, one_of, optional
 from megatrain.compiled.compiling import compile as compile_model
 from megatrain.device import Device
 from megatrain.errors import OptionError
@@ -117,14 +117,17 @@ def _options(compile_options: Mapping[str, Any] | None, named: Mapping[str, Any]
     return {**(compile_options or {}), **{name: value for name, value in named.items() if value is not None}}
 
 
-@checked(
-    model=MODEL,
+CALL: Mapping[str, Rule] = {
     # A report has a line for each tensor of each step, and the weights move on with each.
-    steps=count(1, 10_000),
-    seed=count(-(2**63), 2**63 - 1),
-    learning_rate=number(least=0, below=math.inf, example=0.05),
-    tolerance=optional(number(least=0, below=math.inf, example=1e-5)),
-)
+    "steps": count(1, 10_000),
+    "seed": count(-(2**63), 2**63 - 1),
+    "learning_rate": number(least=0, below=math.inf, example=0.05),
+    "tolerance": optional(number(least=0, below=math.inf, example=1e-5)),
+}
+"""What the options of a comparison may be, besides those of `compile`."""
+
+
+@checked(model=MODEL, **CALL)
 def verify_call(
     model: nn.Module,
     args: tuple[Any, ...],

@@ -1,45 +1,57 @@
-"""`megatrain verify module:function`: verify from the command line."""
+"""`megatrain verify module:function`, and `megatrain verify script.py`: verify from the command line."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
-import os
-import sys
-import traceback
-from collections.abc import Generator
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
+from megatrain.checks import count
+from megatrain.errors import OptionError
+from megatrain.options import COMPILE
+from megatrain.verification.command_target import command_target, importable, users_failures
+from megatrain.verification.run_script import UPDATES, TrainerVerdict, run_script
+from megatrain.verification.side_by_side import CALL, verify_call
 
-from megatrain.checks import PATH
-from megatrain.errors import MegatrainError, OptionError
-from megatrain.verification.side_by_side import verify_call
-
-_PACKAGE = Path(__file__).parents[1]
-_NOT_THEIRS = (*(str(Path(str(m.__file__)).parent) for m in (importlib, torch)), str(_PACKAGE), "<frozen")
+_SCRIPT = ".py"
+STEPS = 2
 _OPTIONS = ("device", "memory", "activations", "transfer", "block_bytes")
+_RULES = {
+    **{name: COMPILE[name] for name in _OPTIONS},
+    "steps": CALL["steps"],
+    "seed": CALL["seed"],
+    "tolerance": CALL["tolerance"],
+    "updates": count(1, 10_000),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what `megatrain verify` takes."""
     add = parser.add_argument
-    add("target", help="module:function or path/to/file.py:function; the function returns (model, inputs)")
+    add(
+        "target",
+        help="module:function or path/to/file.py:function; the function returns (model, inputs). Or script.py with its "
+        "own arguments: a script that trains with a trainer of Hugging Face that streams",
+    )
     add("--device", help="compute device; the accelerator if it has what a run needs, else the CPU")
     add("--memory", help="device-memory budget, such as 10GiB")
     add("--activations", help="auto, keep, recompute or offload")
     add("--transfer", help="auto, copy or bind")
     add("--block-bytes", help="target size of a block's state, such as 64MiB")
-    add("--steps", type=int, default=2, help="training steps (default: 2)")
-    add("--seed", type=int, default=0, help="seed of the steps (default: 0)")
-    add("--tolerance", type=float, help="relative difference that counts as equal; default: by dtype")
+    add("--steps", type=int, help=f"training steps of a model (default: {STEPS})")
+    add("--seed", type=int, help="seed of the steps of a model (default: 0)")
+    add("--updates", type=int, help=f"updates of a script's trainer (default: {UPDATES})")
+    add("--tolerance", type=float, help="relative difference that counts as equal (default: by dtype; of a script 0)")
     add("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)
+
+
+def parted(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Parts a command line behind the script of `megatrain verify`: what follows is the script's own."""
+    for place, text in enumerate(arguments if arguments[:1] == ["verify"] else ()):
+        if text.endswith(_SCRIPT) and not text.startswith("-"):
+            return arguments[: place + 1], arguments[place + 1 :]
+    return arguments, ()
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,156 +64,51 @@ def run(options: argparse.Namespace) -> int:
         OptionError: If the target can't be used; with the user's traceback as a note if their code failed.
     """
     of_compile = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
-    with _importable(options.target):
-        model, args, kwargs = load(options.target)
-        with _users_failures(f"a step of the model of `{options.target}`"):
-            report = verify_call(
-                model,
-                args,
-                kwargs,
-                of_compile,
-                steps=options.steps,
-                seed=options.seed,
-                tolerance=options.tolerance,
-            )
+    is_script = options.target.endswith(_SCRIPT)
+    _refuse_options_of_others(options, is_script=is_script)
+    for name, rule in _RULES.items():
+        if getattr(options, name) is not None:
+            rule.check_flag(f"--{name.replace('_', '-')}", getattr(options, name))
+    report = _of_script(options, of_compile) if is_script else _of_model(options, of_compile)
     print(report.to_json() if options.json else report)
     return 0 if report.ok else 1
 
 
-def load(target: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Calls the function that a target names.
+def _of_script(options: argparse.Namespace, of_compile: Mapping[str, Any]) -> TrainerVerdict:
+    updates = UPDATES if options.updates is None else options.updates
+    with importable(f"{options.target}:"), users_failures(f"`{options.target}`"):
+        return run_script(options.target, options.of_script, updates, options.tolerance, of_compile)
 
-    Args:
-        target: `module:function` or `path/to/file.py:function`; the function takes no arguments.
 
-    Returns:
-        The model, and the arguments of its forward.
-
-    Raises:
-        OptionError: If there is no such function, it fails, or doesn't return `(model, inputs)`.
-    """
-    source, _, path = target.rpartition(":")
-    if not source or not path:
-        raise OptionError(
-            f"`{target}` doesn't name a function.\n  A target is a module or a file, a colon, and a function in it.\n"
-            "  Write for example models.py:build or package.models:build."
-        )
-    found: Any = _file(source) if source.endswith(".py") else _module(source)
-    for name in path.split("."):
-        if not hasattr(found, name):
-            known = ", ".join(n for n, v in vars(found).items() if callable(v) and not n.startswith("_"))
-            raise OptionError(
-                f"`{source}` has no `{path}`.\n  A target ends in a function that returns (model, inputs).\n"
-                f"  It has: {known or 'no function at all'}."
+def _of_model(options: argparse.Namespace, of_compile: Mapping[str, Any]) -> TrainerVerdict:
+    with importable(options.target):
+        model, args, kwargs = command_target(options.target)
+        with users_failures(f"a step of the model of `{options.target}`"):
+            return verify_call(
+                model,
+                args,
+                kwargs,
+                of_compile,
+                steps=STEPS if options.steps is None else options.steps,
+                seed=options.seed or 0,
+                tolerance=options.tolerance,
             )
-        found = getattr(found, name)
-    if not callable(found) or isinstance(found, nn.Module):
-        raise OptionError(
-            f"`{target}` is a {type(found).__qualname__}, not a function.\n"
-            "  A target ends in a function without arguments that returns (model, inputs).\n"
-            "  Write `def build(): return model, inputs`."
-        )
-    with _users_failures(f"`{target}`"):
-        made = found()
-    return _read(target, made)
 
 
-def _read(target: str, made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Takes `(model, inputs)` apart: a tensor, a tuple of arguments, a dict of keyword arguments, or the last two."""
-    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
-        kinds = ", ".join(type(x).__qualname__ for x in (made if isinstance(made, tuple) else (made,)))
-        what = f"({kinds})" if isinstance(made, tuple) else f"a {kinds}"
-        raise OptionError(
-            f"`{target}` returned {what}.\n  The function must return (model, inputs), where model is an nn.Module.\n"
-            "  Write `return model, (x,)`."
-        )
-    model, inputs = made
-    if isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[0], tuple) and _is_keywords(inputs[1]):
-        return model, inputs[0], dict(inputs[1])
-    if isinstance(inputs, tuple):
-        return model, inputs, {}
-    if _is_keywords(inputs):
-        return model, (), dict(inputs)
-    if isinstance(inputs, torch.Tensor):
-        return model, (inputs,), {}
-    raise OptionError(
-        f"`{target}` returned inputs of type {type(inputs).__qualname__}.\n"
-        "  Inputs are a tensor, a tuple of arguments, a dict of keyword arguments by name, or a pair (tuple, dict).\n"
-        "  Write `return model, (x,)` or `return model, {'input_ids': ids}`."
-    )
-
-
-def _is_keywords(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
-
-
-def _module(name: str) -> ModuleType:
-    try:
-        missing = importlib.util.find_spec(name) is None
-    except (ImportError, ValueError):
-        missing = True  # its package is missing, or `name` is no name
-    except Exception as error:  # a package of the user's is imported to look inside
-        raise _failure(f"importing `{name}`", error) from error
-    if missing:
-        raise OptionError(
-            f"there is no module `{name}`.\n  Modules are looked for in the current folder and among installed "
-            "packages.\n"
-            "  Check the name, or give a path that ends in .py."
-        )
-    with _users_failures(f"importing `{name}`"):
-        return importlib.import_module(name)
-
-
-def _file(text: str) -> ModuleType:
-    PATH.check("target", text)
-    path = Path(text)
-    if not path.is_file():
-        raise OptionError(f"there is no file `{text}`.\n  A path is relative to the current folder.\n  Check the path.")
-    # A name of its own: a file called json.py must not become the module json.
-    name = f"verified_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    with _users_failures(f"importing `{text}`"):
-        spec.loader.exec_module(module)
-    return module
-
-
-@contextmanager
-def _importable(target: str) -> Generator[None]:
-    """Lets the target import its neighbours, as Python lets a script."""
-    source = target.rpartition(":")[0]
-    is_file = source.endswith(".py") and PATH.fault(source) is None
-    folder = str(Path(source).resolve().parent) if is_file else os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
-
-
-@contextmanager
-def _users_failures(doing: str) -> Generator[None]:
-    """Turns what the user's code raises into an error that shows their traceback; ours pass unchanged."""
-    try:
-        yield
-    except MegatrainError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise _failure(doing, error) from error
-
-
-def _failure(doing: str, error: BaseException) -> OptionError:
-    told = traceback.TracebackException.from_exception(error)
-    # What lies between this command and the user's code tells nothing; where none of it is theirs, all of it does.
-    theirs = [frame for frame in told.stack if not frame.filename.startswith(_NOT_THEIRS)]
-    is_told = isinstance(error, SyntaxError)  # which names its place itself
-    told.stack = traceback.StackSummary.from_list(theirs if theirs or is_told else list(told.stack))
-    failure = OptionError(
-        f"{doing} failed: {type(error).__name__}: {error}.\n  The code must run on its own before it can be verified.\n"
-        "  The traceback below shows where it failed."
-    )
-    failure.add_note("".join(told.format()).rstrip())
-    return failure
+def _refuse_options_of_others(options: argparse.Namespace, *, is_script: bool) -> None:
+    """Refuses options that have no meaning for a model, or for a script."""
+    if is_script:
+        ways = {
+            "device": "Its trainer has its own device; use_cpu=True is one of its training arguments.",
+            "steps": "Give --updates.",
+            "seed": "It has its own, and both runs begin with the same random numbers.",
+        }
+    else:
+        ways = {"updates": "Give --steps."}
+    for name, way in ways.items():
+        if getattr(options, name) is not None:
+            of = "a model" if is_script else "a script"
+            raise OptionError(
+                f"--{name} is for {of}, and `{options.target}` is {'a script' if is_script else 'a model'}.\n"
+                f"  Options behind a script are the script's own; those before it are this command's.\n  {way}"
+            )

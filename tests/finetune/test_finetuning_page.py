@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from dataclasses import fields
@@ -19,6 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
     pytest.mark.usefixtures("lowered_once"),  # of few models
 ]
+HAS_DATASETS = importlib.util.find_spec("datasets") is not None
 PAGE = (ROOT / "docs" / "finetuning.md").read_text()
 COMMAND = re.compile(r"^ *megatrain train (.*)$", re.MULTILINE)
 
@@ -30,15 +32,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for kind, name in (("messages", "chats.jsonl"), ("prompt", "prompts.jsonl"), ("txt", "book.txt")):
         data(tmp_path, kind).rename(tmp_path / name)
     data(tmp_path, "prompt", 4).rename(tmp_path / "held_out.jsonl")
+    (tmp_path / "prompt_set").mkdir()
+    data(tmp_path / "prompt_set", "prompt").rename(tmp_path / "prompt_set" / "train.jsonl")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def test_the_commands_train_and_what_they_leave_is_read(here: Path) -> None:
     commands = COMMAND.findall(PAGE)
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
-        assert train(*shlex.split(command), "--device=cpu") == 0
+        assert train(*shlex.split(command), "--device=cpu") == (0 if HAS_DATASETS or "_set" not in command else 2)
     found: dict[str, Any] = {}
     (snippet,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     exec(compile(snippet, "finetuning.md", "exec"), found)

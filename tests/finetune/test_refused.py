@@ -14,6 +14,7 @@ from megatrain.finetune.run_record import RunRecord, fingerprint
 from megatrain.planning import host_plan
 from tests.finetune.commands import train
 from tests.finetune.materials import ON_CPU, chat, config, data, save_model, write_lines
+from tests.test_bad_command_line import keywords
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
@@ -83,6 +84,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object, out: Path) -
     said = capsys.readouterr().err
     assert said.startswith("megatrain: ")
     assert len(said.splitlines()) >= 3, "what is wrong, the rule, and the way out"
+    assert keywords(said) == []
     assert not out.exists()
     return said
 
@@ -107,14 +109,34 @@ BAD_RUNS: dict[str, tuple[list[str], str]] = {
     "weights missing": (["halved", "text.jsonl"], "lack 9 weights of the model: model.layers.1."),
     "no chat template": (["silent", "messages.jsonl"], "the tokenizer has no chat template"),
     "a small vocabulary": (["small", "text.jsonl"], "makes token id 63, and the model knows the ids below 20."),
+    "no such device": (["model", "text.jsonl", "--device=cuda:9"], "--device='cuda:9' is not available here: there "),
+    "a device without values": (["model", "text.jsonl", "--device=meta"], "--device='meta' has no values to compute"),
     "too long": (["model", "text.jsonl", "--length=65"], "--length 65 is longer than what the model takes: 64"),
     "no device memory": (["model", "text.jsonl", "--memory=20KiB"], "a memory of 20480 B is too small: at least"),
     "a step too small": (["model", "text.jsonl", "--tokens-per-step=8"], "is less than one micro-batch: 1 x 16"),
     "a long warm-up": (["model", "text.jsonl", "--steps=3", "--warmup=4"], "--warmup 4 is longer than the training"),
     "both counts": (["model", "text.jsonl", "--steps=3", "--epochs=1"], "--steps and --epochs are both given."),
+    "a split of a file": (
+        ["model", "text.jsonl", "--split=train"],
+        "--split is of a data set, and `text.jsonl` is a file.",
+    ),
+    "no data": (["model", "./none"], "there is no file and no folder `./none`."),
+    "two evaluations": (
+        ["model", "some/data", "--eval-split=test", "--eval=text.jsonl"],
+        "--eval and --eval-split are",
+    ),
     "both held out": (
         ["model", "text.jsonl", "--eval=text.jsonl", "--eval-fraction=0.1"],
         "--eval and --eval-fraction are",
+    ),
+    "no rate": (
+        ["model", "text.jsonl", "--lr=0"],
+        "--lr=0.0 is not above 0.\n  --lr is a number above 0 and finite.\n  Give --lr",
+    ),
+    "no file to evaluate": (["model", "text.jsonl", "--eval="], "--eval='' is not a path: it is empty."),
+    "no model": (
+        ["", "text.jsonl"],
+        "model '' is not a path: it is empty.\n  model is the path of",
     ),
     "a random base": (["bare", "text.jsonl", "--from-config", "--lora"], "adapters over random weights are of no use"),
 }
@@ -130,6 +152,7 @@ def test_a_run_that_can_not_be_is_refused(
     assert train(*arguments) == 2
     said = capsys.readouterr().err
     assert words in said
+    assert keywords(said[said.rindex("megatrain: ") :]) == []
     assert len([line for line in said.splitlines() if line.startswith("  ")]) >= 2, said
     assert not (tmp_path / "out" / "config.json").exists()
 
@@ -142,6 +165,10 @@ def test_libraries_that_are_missing_are_named(
     said = refused(capsys, folder / "model", folder / "text.jsonl", "--lora", out=tmp_path / "out")
     assert "megatrain train needs peft, which is not installed." in said
     assert "pip install peft" in said
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "datasets" else find(name))
+    said = refused(capsys, folder / "model", "owner/data", out=tmp_path / "out")
+    assert "megatrain train needs datasets, which is not installed." in said
+    assert "pip install datasets" in said
 
 
 def test_too_little_memory_of_the_host_is_refused_before_weights_are_read(
@@ -150,7 +177,7 @@ def test_too_little_memory_of_the_host_is_refused_before_weights_are_read(
     monkeypatch.setattr(host_plan, "available_now", lambda: 100_000)
     said = refused(capsys, folder / "halved", folder / "text.jsonl", out=tmp_path / "out")
     assert "of host memory, 97.7" in said
-    assert "Of this command: --lora, a smaller --length" in said
+    assert "What helps: --lora, a smaller --length" in said
 
 
 @pytest.fixture
@@ -246,6 +273,8 @@ def test_a_training_that_diverges_ends_with_the_parameter(
     said = capsys.readouterr().err
     assert "megatrain: the gradient of `model." in said
     assert "is not finite." in said
+    assert "Give a smaller --lr or a longer --warmup" in said
+    assert keywords(said[said.index("megatrain: ") :]) == []
 
 
 def test_a_chat_that_the_template_refuses_is_named(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from accelerate.state import AcceleratorState
 from torch import nn
@@ -73,7 +76,7 @@ GIVEN: dict[str, Any] = {
     "max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
     "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2,
 }  # fmt: skip
-_TIMES = ("runtime", "per_second", "flos", "time")
+_TIMES = ("runtime", "per_sec", "flos", "time")
 
 
 @dataclass(frozen=True)
@@ -87,19 +90,25 @@ class Ran:
     after: Any
 
 
+def streamed_kind(stock: Any) -> Any:
+    """The trainer that streams."""
+    return type("Streaming", (Streamed, stock), {})
+
+
 def run(scenario: Scenario, folder: Path, *, streams: bool, **training: Any) -> Ran:
     """Runs a script from its first line."""
     AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps the first precision of a process
-    kind = type("Streaming", (Streamed, scenario.kind), {}) if streams else scenario.kind
+    kind = streamed_kind(scenario.kind) if streams else scenario.kind
     random.seed(0)
     np.random.seed(0)
     model = scenario.model()
-    arguments = scenario.arguments(str(folder), **{**GIVEN, **scenario.options})
+    arguments = scenario.arguments(str(folder), **copy.deepcopy({**GIVEN, **scenario.options}))
     options = {f"megatrain_{name}": value for name, value in scenario.streaming.items()} if streams else {}
     few = scenario.rows[:3] if isinstance(scenario.rows, list) else scenario.rows.select(range(3))
     rows = {"train_dataset": scenario.rows, "eval_dataset": few}
     trainer = kind(**{"model": model, "args": arguments, **rows, **scenario.more(model), **options})
     trainer.train(**training)
+    trainer.save_model(str(folder / "saved"))
     log = [
         {key: value for key, value in row.items() if not any(word in key for word in _TIMES)}
         for row in trainer.state.log_history
@@ -108,6 +117,17 @@ def run(scenario: Scenario, folder: Path, *, streams: bool, **training: Any) -> 
     state = {key: tensor.detach().cpu().clone() for key, tensor in trainer.model.state_dict().items()}
     drawn = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
     return Ran(trainer, log, state, (drawn, random.random(), float(np.random.rand())), after)
+
+
+def verified(scenario: Scenario, folder: Path, updates: int = 2) -> Any:
+    """The report of a script's trainer, which doesn't train."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = scenario.model()
+    arguments = scenario.arguments(str(folder), **{**GIVEN, **scenario.options})
+    options = {f"megatrain_{name}": value for name, value in {"transfer": "copy", **scenario.streaming}.items()}
+    kind = type("Streaming", (Streamed, scenario.kind), {})
+    more = {"train_dataset": scenario.rows, "eval_dataset": scenario.rows, **scenario.more(model)}
+    return kind(**{"model": model, "args": arguments, **more, **options}).verify(updates)
 
 
 def assert_streams_as_stock(scenario: Scenario, folder: Path) -> Ran:
@@ -124,6 +144,7 @@ def assert_streams_as_stock(scenario: Scenario, folder: Path) -> Ran:
     assert_same(found.generators[0], stock.generators[0])
     assert found.generators[1:] == stock.generators[1:]
     assert_same(found.after, stock.after, tolerance=scenario.tolerance)
+    assert_same_files(folder / "streams", folder / "stock", tolerance=scenario.tolerance)
     one_step = found.trainer._one_step
     if scenario.reason is None:
         assert one_step.reason is None
@@ -138,3 +159,36 @@ def assert_streams_as_stock(scenario: Scenario, folder: Path) -> Ran:
     assert issued >= stock.trainer.state.global_step * blocks  # and backwards, but of frozen blocks
     gc.collect()
     return found
+
+
+_OWN = ("optimizer.pt", "scheduler.pt", "megatrain")
+"""What differs in a checkpoint: docs/trainers.md."""
+_OF_FOLDERS = ("training_args.bin",)
+"""What names its own folder, and the trainer's class."""
+
+
+def assert_same_files(found: Path, expected: Path, *, tolerance: float) -> None:
+    """Both runs have written the same files: tensors with the same bits, and the same texts."""
+
+    def files(folder: Path) -> dict[str, Path]:
+        paths = (path for path in folder.rglob("*") if path.is_file() and "runs" not in path.parts)
+        named = {path.relative_to(folder).as_posix(): path for path in paths}
+        return {name: path for name, path in named.items() if not any(own in name.split("/") for own in _OWN)}
+
+    ours, theirs = files(found), files(expected)
+    assert ours.keys() == theirs.keys()
+    assert any(name.startswith("saved/") and name.endswith(".safetensors") for name in ours)
+    for name, path in theirs.items():
+        if path.suffix == ".safetensors":
+            tensors = [safetensors.torch.load_file(each) for each in (ours[name], path)]
+            assert_same(tensors[0], tensors[1], tolerance=tolerance)
+        elif path.name == "trainer_state.json":
+            continue  # its log is compared as it is, and the rest are names of folders and the class's own counts
+        elif path.suffix == ".json":
+            assert json.loads(ours[name].read_text()) == json.loads(path.read_text()), name
+        elif path.suffix == ".pth":
+            states = [torch.load(each, weights_only=False) for each in (ours[name], path)]
+            assert str(states[0]) == str(states[1]), name  # tensors and arrays of generators, shortened
+            assert torch.equal(states[0]["cpu"], states[1]["cpu"])
+        elif path.name not in _OF_FOLDERS:
+            assert ours[name].read_bytes() == path.read_bytes(), name

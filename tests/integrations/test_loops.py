@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -182,7 +184,8 @@ def test_lightning_fabric(tmp_path: Path, precision: str):
 @pytest.mark.parametrize("how", ["compiled", "streamed"])
 def test_sentence_transformers(tmp_path: Path, loss: str, how: str):
     sentences = pytest.importorskip("sentence_transformers", reason=NEEDS)
-    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses", reason=NEEDS)
+    is_new = importlib.util.find_spec("sentence_transformers.sentence_transformer") is not None  # from version 6 on
+    losses: Any = importlib.import_module(f"sentence_transformers{'.sentence_transformer' * is_new}.losses")
     datasets = pytest.importorskip("datasets", reason=NEEDS)
     config = BertConfig(
         vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,

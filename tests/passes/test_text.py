@@ -230,6 +230,6 @@ def test_the_heading_of_a_template_tells_its_blocks_and_its_cost():
     assert_expected_inline(
         "\n".join(headings),
         """\
-# template t0: blocks 0-1, 3; state 24 B, saves 0 B, workspace 64 B, 32 FLOP
-# template t1: block 2; state 16 B, saves 0 B, workspace 64 B, 32 FLOP""",
+# template t0: blocks 0-1, 3; state 24 B, saves 0 B, workspace 64 B, 32 + 64 FLOP
+# template t1: block 2; state 16 B, saves 0 B, workspace 64 B, 32 + 64 FLOP""",
     )

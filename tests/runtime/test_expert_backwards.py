@@ -396,8 +396,8 @@ def test_verify_finds_nothing_where_nothing_is_wrong(kind: str):
 def test_verify_names_the_part_that_is_wrong_in_its_slot(monkeypatch: pytest.MonkeyPatch):
     real = Slots.prefetch
 
-    def broken(self: Slots, block: int, where: Bytes | None) -> None:
-        real(self, block, where)
+    def broken(self: Slots, block: int, where: Bytes | None, **options: Any) -> None:
+        real(self, block, where, **options)
         if "layers.1.down[4:8]" in [entry.key for entry in self._images[block].entries]:
             self.state(block, where)[0].mul_(1.5)
 

@@ -36,7 +36,7 @@ class Ledger:
         self.is_deferred = schedule.kind.updates == "deferred"
         self.is_serial = schedule.kind.updates == "serial"
         self.is_bound = schedule.kind.transfer == "bind"
-        self.clip = schedule.kind.clip
+        self.clip, self.reports = schedule.kind.clip, schedule.kind.reports_norm
         has_updates = schedule.kind.updates != "none"
         self.updating = {b for b, work in enumerate(self.blocks) if work.update_bytes and has_updates}
         self.groups = {b: {b, *self.blocks[b].shares} for b in self.updating}
@@ -99,8 +99,9 @@ class Ledger:
             self.expect(op.block in self.new_gradients, f"{op} without its gradients")
             self.expect(op.block not in self.squared, f"{op} twice")
         elif op.what == "N":
-            self.expect(self.clip, "a norm for nobody")
-            self.expect(self.squared == self.offloading, "N without the squares of all gradients")
+            self.expect(self.clip or self.reports, "a norm for nobody")
+            summed, summing = (self.squared, self.offloading) if self.clip else (self.updated, self.updating)
+            self.expect(summed == summing, "N without the squares of all gradients")
             if self.is_deferred:
                 self.expect(self.updated == self.updating, "N replaces a norm that is still needed")
         elif op.what == "U":
@@ -140,4 +141,4 @@ class Ledger:
 
     def check_end(self) -> None:
         self.expect(self.updated == self.updating, "an update never ran")
-        self.expect(self.has_new_norm == self.clip, "the norm is missing")
+        self.expect(self.has_new_norm == (self.clip or self.reports), "the norm is missing")

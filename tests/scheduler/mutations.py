@@ -90,6 +90,8 @@ def _other_headers(schedule: Schedule, random: Random) -> Iterator[tuple[str, Sc
     block = random.randrange(max(1, schedule.num_blocks))
     saves = tuple(sorted(set(schedule.saves) ^ {block}))
     yield f"saves {saves}", replace(schedule, saves=saves)
+    persistent = tuple(sorted(set(schedule.persistent) ^ {block}))
+    yield f"persistent {persistent}", with_figures(replace(schedule, persistent=persistent))
     for index, slot in enumerate(schedule.slots):
         for offset, nbytes in ((slot.offset + 32, slot.nbytes), (slot.offset, max(0, slot.nbytes - 1))):
             other = replace(slot, offset=offset, nbytes=nbytes)
@@ -107,6 +109,7 @@ def _other_kinds(schedule: Schedule) -> Iterator[tuple[str, Schedule]]:
         *({"updates": updates} for updates in UPDATES),
         *({"outputs": outputs} for outputs in OUTPUTS),
         {"clip": not kind.clip},
+        {"reports_norm": not kind.reports_norm},
         *({"micro_batches": count} for count in (kind.micro_batches - 1, kind.micro_batches + 1)),
     ]
     for change in changes:

@@ -55,6 +55,12 @@ class Machine:
         self.backwards = set() if self.kind.mode == "forward" else set(self.workload.backward_blocks())
         self.parked_values = {v: k for k, values in self.parked.items() for v in values}
         self.ledger = Ledger(self)
+        # Where the frozen weights of persistent blocks lie from the first step on.
+        self.staying: dict[int, tuple[int, int]] = {}
+        for _, op in self.schedule.positions():
+            if op.what == "W" and op.block in self.schedule.persistent and op.slot is not None:
+                offset = self.schedule.slots[op.slot].offset
+                self.staying[op.block] = offset, offset + self.workload.blocks[op.block].state_bytes
         is_backward = self.kind.mode == "backward"
         for index, value in enumerate(self.workload.values):
             for number in self.numbers:
@@ -169,6 +175,13 @@ class Machine:
         nbytes = 0 if self.kind.transfer == "bind" else self.workload.blocks[op.block].state_bytes
         self.expect(nbytes <= slot.nbytes, f"{op} overflows its slot")
         stop = slot.offset + nbytes
+        for block, (low, high) in self.staying.items():
+            self.expect(block == op.block or not (low < stop and slot.offset < high), f"{op} overwrites block {block}")
+        if op.block in self.schedule.persistent:
+            self.expect(self.kind.is_training_step, f"{op} finds nothing from another step")
+            self.expect(self.workload.blocks[op.block].frozen_bytes > 0, f"{op} has nothing that stays")
+            self.expect(op.block in self.staying, f"{op} into two places")
+            self.expect(self.staying[op.block] == (slot.offset, stop), f"{op} where its weights aren't")
         self.weights = {p: (a, b, c) for p, (a, b, c) in self.weights.items() if not (a < stop and slot.offset < b)}
         self.weights[position] = (slot.offset, stop, False)
 
@@ -288,6 +301,8 @@ class Machine:
         self.expect(expected <= {name for name, count in self.done.items() if count}, "something never ran")
         for key, needed in self.needed.items():
             self.expect(set(needed) == {"end"}, f"{key} is never released: {dict(needed)}")
+        for block in self.schedule.persistent:
+            self.expect(block in self.staying, f"block {block} is nowhere")
         self.ledger.check_end()
 
 

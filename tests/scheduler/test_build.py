@@ -74,11 +74,25 @@ def test_equal_blocks_take_as_many_slots_as_there_are(count: int, num_slots: int
     assert plan.arena_bytes == plan.num_slots * LAYER
 
 
-@given(workloads(), st.integers(1, 4), st.sampled_from(["train", "forward", "backward"]), st.integers(1, 3))
-def test_residents_of_one_time_never_share_bytes(workload: Workload, num_slots: int, mode: str, micro_batches: int):
+@given(
+    workloads(),
+    st.integers(1, 4),
+    st.sampled_from(["train", "forward", "backward"]),
+    st.integers(1, 3),
+    st.frozensets(st.integers(0, 6)),
+    st.frozensets(st.integers(0, 6)),
+)
+def test_stays_of_one_time_never_share_bytes(
+    workload: Workload,
+    num_slots: int,
+    mode: str,
+    micro_batches: int,
+    resident: frozenset[int],
+    persistent: frozenset[int],
+):
     kind = StepKind(mode, micro_batches=micro_batches if mode == "train" else 1)
     stages = compute_stages(workload, kind)
-    stays = stays_of(workload, kind, stages, num_slots=num_slots, num_resident=num_slots)
+    stays = stays_of(workload, kind, stages, num_slots=num_slots, resident=resident, persistent=persistent)
     slots, slot_of = place_slots(stays)
     for step in range(-num_slots, len(stages)):
         now = [(slots[s].offset, r.nbytes) for r, s in zip(stays, slot_of, strict=True) if r.first <= step <= r.last]

@@ -13,6 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ScheduleError
+from megatrain.hardware.work import products, total_flops
 from megatrain.scheduler.books import slab_bytes
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
@@ -45,7 +46,8 @@ def families(draw: st.DrawFn, count: int = 3) -> list[Workload]:
                 saved_bytes=draw(size),
                 forward_workspace_bytes=draw(size),
                 backward_workspace_bytes=draw(size),
-                forward_flops=draw(size),
+                forward=products(draw(size)),
+                backward=products(draw(size)),
             )
             for block in base.blocks
         )
@@ -58,7 +60,8 @@ def families(draw: st.DrawFn, count: int = 3) -> list[Workload]:
 def sizes(workload: Workload) -> list[int]:
     found = [n for v in workload.values for n in (v.nbytes, v.storage)]
     for block in workload.blocks:
-        found += [block.saved_bytes, block.forward_workspace_bytes, block.backward_workspace_bytes, block.forward_flops]
+        found += [block.saved_bytes, block.forward_workspace_bytes, block.backward_workspace_bytes]
+        found += [total_flops(block.forward), total_flops(block.backward)]
     return [*found, *workload.storages]
 
 

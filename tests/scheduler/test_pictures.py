@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
+from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.timing.costs import Hardware
 from tests.draws import draws
 from tests.scheduler.workloads import example, schedules, step_schedules, trained
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -27,15 +28,21 @@ def test_most_mutations_of_a_step_are_rejected_even_with_figures_that_fit():
         assert rejected > 0.9 * len(changed)
 
 
-@pytest.mark.parametrize("updates", UPDATES)
-@pytest.mark.parametrize("clip", [False, True])
-def test_every_op_of_the_host_is_needed_where_it_is(updates: str, clip: bool):
+KINDS = [*((updates, norm) for updates in UPDATES for norm in ("", "clip"))]
+REPORTED = [("overlap", "reports_norm"), ("serial", "reports_norm")]
+
+
+@pytest.mark.parametrize(("updates", "norm"), [*KINDS, *REPORTED])
+def test_every_op_of_the_host_is_needed_where_it_is(updates: str, norm: str):
     """Deleted, doubled, or one op earlier in its stream: each is refused, and the oracle agrees where it runs."""
-    plan = schedule(trained(4, tied=True), keep=1, micro_batches=3, updates=updates, clip=clip)
+    options: dict[str, Any] = {norm: True} if norm else {}
+    plan = schedule(trained(4, tied=True), keep=1, micro_batches=3, updates=updates, **options)
     host = [(p, op) for p, op in plan.positions() if p.stream == Stream.HOST]
     # Of the four blocks three have gradients, and a norm of them all.
-    assert len(host) == (0 if updates == "none" else 3) + (4 + 1 if clip else 0)
+    assert len(host) == (0 if updates == "none" else 3) + {"": 0, "clip": 4 + 1, "reports_norm": 1}[norm]
     for position, op in host:
+        if norm == "reports_norm" and op.what == "N":  # it is last: later is where it is, and earlier is refused
+            assert position == host[-1][0]
         assert is_rejected(with_figures(with_cells(plan, {position: None})))
         doubled = Position(len(plan.ticks), Stream.HOST)
         assert is_rejected(with_figures(with_cells(plan, {doubled: op})))

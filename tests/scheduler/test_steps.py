@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 import megatrain
 from megatrain.errors import OptionError, ScheduleError
+from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.build import ACTIVATIONS, backward_schedule
 from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.from_program import workload as workload_of
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
-from megatrain.scheduler.timing.costs import Hardware
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.symbolic import find_harm

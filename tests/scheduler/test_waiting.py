@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
+from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.check.schedule_rules import check_schedule
 from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.from_program import schedule
@@ -18,7 +19,6 @@ from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import UPDATES
 from megatrain.scheduler.table import Tick
-from megatrain.scheduler.timing.costs import Hardware
 from tests.draws import draws
 from tests.scheduler.mutations import with_figures
 from tests.scheduler.symbolic import Harm, find_harm

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hypothesis import strategies as st
 
+from megatrain.hardware.work import MEMORY, Kernels, Works, products
 from megatrain.scheduler.builder.build import ACTIVATIONS
+from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.from_program import schedule
-from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 
@@ -16,7 +19,8 @@ ACT, LAYER, EMBED = 8192, 132864, 65536
 
 
 def block(name: str, state: int, *, has_backward: bool = True, **sizes: int) -> BlockWork:
-    default = BlockWork(name, state, state if has_backward else 0, 2 * ACT, ACT, 4 * ACT, has_backward, 10**6)
+    works = (products(10**6), products(2 * 10**6) if has_backward else ())
+    default = BlockWork(name, state, state if has_backward else 0, 2 * ACT, ACT, 4 * ACT, has_backward, *works)
     return replace(default, **sizes)
 
 
@@ -37,6 +41,13 @@ def example() -> Workload:
     return chain([EMBED, LAYER, LAYER, EMBED])
 
 
+def kernels() -> st.SearchStrategy[Works]:
+    """Up to three kinds of kernels, products and others."""
+    figure, count = st.integers(0, 40).map(lambda n: 1000 * n), st.integers(1, 9)
+    of_products = st.builds(Kernels, st.sampled_from(["bf16", "fp32", "bf16 attention"]), figure, figure, count)
+    return st.lists(of_products | st.builds(Kernels, st.just(MEMORY), st.just(0), figure, count), max_size=3).map(tuple)
+
+
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[BlockWork, ...]:
     """Up to seven blocks: without state, without backward, frozen, or with a huge state among them."""
@@ -46,9 +57,12 @@ def blocks(draw: st.DrawFn) -> tuple[BlockWork, ...]:
         size = st.integers(0, 40)
         state = draw(st.sampled_from([0, 64, 64, 128, 192, 640]))
         has_backward = draw(st.sampled_from([True, True, True, False]))
-        saved, forward, backward, flops = draw(st.tuples(size, size, size, size))
-        gradient = draw(st.sampled_from([0, state, state])) if has_backward else 0
-        found.append(BlockWork(f"b{index}", state, gradient, saved, forward, backward, has_backward, flops * 1000))
+        saved, forward, backward = draw(st.tuples(size, size, size))
+        works = draw(kernels()), draw(kernels()) if has_backward else ()
+        gradient = draw(st.sampled_from([0, state // 4, state, state])) if has_backward else 0
+        frozen = draw(st.sampled_from([0, (state - gradient) // 2, state - gradient, state - gradient]))
+        sizes = (state, gradient, saved, forward, backward)
+        found.append(BlockWork(f"b{index}", *sizes, has_backward, *works, frozen_bytes=frozen))
     for index, work in enumerate(found):
         if work.gradient_bytes > 0 and draw(st.integers(0, 4)) > 0:
             holders = [i for i, other in enumerate(found) if i != index and other.state_bytes > 0]
@@ -118,8 +132,20 @@ class Options:
     updates: str = "none"
     clip: bool = False
     outputs: str = "keep"
+    staying: frozenset[int] = frozenset()
+    reports_norm: bool = False
 
     def build(self, workload: Workload) -> Schedule:
+        made = self._built(workload)
+        if made.kind.transfer == "bind" or not made.kind.is_training_step or not self.staying:
+            return made
+        blocks = [block for block in sorted(self.staying) if block < len(workload.blocks)]
+        frozen = tuple(block for block in blocks if workload.blocks[block].frozen_bytes > 0)
+        builder = Builder(workload, made.kind)
+        plan = Choices(self.num_slots, made.keep, made.saves, tuple(blocks[::2]), frozen)
+        return schedule_of(builder.finish(builder.draft(plan)))
+
+    def _built(self, workload: Workload) -> Schedule:
         return schedule(
             workload,
             num_slots=self.num_slots,
@@ -131,6 +157,7 @@ class Options:
             updates=self.updates,
             clip=self.clip,
             outputs=self.outputs,
+            reports_norm=self.reports_norm,
         )
 
 
@@ -146,8 +173,12 @@ def options() -> st.SearchStrategy[Options]:
 
 
 def whole_steps() -> st.SearchStrategy[Options]:
+    def made(norm: str, updates: str, **chosen: Any) -> Options:
+        reports = norm == "reported" and updates in ("overlap", "serial")
+        return Options(updates=updates, clip=norm == "clipped", reports_norm=reports, **chosen)
+
     return st.builds(
-        Options,
+        made,
         num_slots=st.integers(1, 3),
         keep=st.one_of(st.none(), st.integers(0, 8)),
         activations=st.sampled_from(ACTIVATIONS),
@@ -155,8 +186,9 @@ def whole_steps() -> st.SearchStrategy[Options]:
         mode=st.just("train"),
         micro_batches=st.integers(1, 4),
         updates=st.sampled_from(UPDATES),
-        clip=st.booleans(),
+        norm=st.sampled_from(["none", "clipped", "reported"]),
         outputs=st.sampled_from(OUTPUTS),
+        staying=st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 6))),
     )
 
 

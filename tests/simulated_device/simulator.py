@@ -8,10 +8,12 @@ import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import isinf
 from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from megatrain.hardware.hardware import Hardware
 from tests.simulated_device.interface import WATCHER
 from tests.simulated_device.torch_module import COUNT
 
@@ -95,6 +97,25 @@ class HardwareProfile:
     issue: float = 0
     control: float = 0
     measured: float = 0
+
+    @staticmethod
+    def of(machine: Hardware) -> HardwareProfile:
+        """The rates of a machine, which has one for each class of dtypes."""
+        both_ways = machine.h2d_beside * machine.h2d_bytes_per_s + machine.d2h_beside * machine.d2h_bytes_per_s
+        return HardwareProfile(
+            fp32=machine.product_rate("fp32"),
+            tf32=machine.product_rate("tf32"),
+            half=machine.product_rate("bf16"),
+            memory=0 if isinf(machine.memory_bytes_per_s) else machine.memory_bytes_per_s,
+            launch=machine.launch_s,
+            h2d=machine.h2d_bytes_per_s,
+            d2h=machine.d2h_bytes_per_s,
+            pageable=machine.pageable_bytes_per_s or 0,
+            both_ways=both_ways / (machine.h2d_bytes_per_s + machine.d2h_bytes_per_s),
+            sync=5e-6,
+            issue=machine.issue_s,
+            control=1.5e-6,
+        )
 
 
 class Span(NamedTuple):

@@ -31,11 +31,13 @@ class VirtualHosts:
         simulator: The simulated device.
         host_bytes_per_s: Rate of updates and norms, in bytes of host memory read and written; the processor's own time
             doesn't count.
+        op_s: Seconds of Python for each op of compute and of the host, besides what it launches.
     """
 
-    def __init__(self, simulator: Simulator, host_bytes_per_s: float):
+    def __init__(self, simulator: Simulator, host_bytes_per_s: float, op_s: float = 0.0):
         self._simulator = simulator
         self._rate = host_bytes_per_s
+        self._op_s = op_s
         self._known: dict[Event, float] = {}
         self._moves: Mapping[Position, int] = {}
         self._letters: Mapping[Position, str] = {}
@@ -106,6 +108,8 @@ class VirtualHosts:
     def _performing(self, original: Any) -> Any:
         def perform(lane: Lane, op: Any) -> None:
             self._at_least(self._known.get(op.done, 0))
+            if lane.name in (Stream.COMPUTE, Stream.HOST):
+                self._simulator.host_clock += self._op_s
             original(lane, op)
 
         return perform

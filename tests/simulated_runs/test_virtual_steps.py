@@ -5,23 +5,32 @@ The device computes nothing here and takes only time, so sizes are those at whic
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import megatrain
-from benchmarks.cards import CARDS, Card
+from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.effects import Stream
 from tests.simulated_device.simulator import HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
+from tests.tiers import diagonal
 from tests.training.parity import MODES
 
 WIDTH, ROWS = 512, 4096
 # Launches cost something, but less than the work: issuing the smallest kernel takes a fifth of its time.
-_COMMON = {"memory": 1e12, "launch": 2e-6, "issue": 5e-6, "control": 1e-6, "sync": 5e-6, "pageable": 5e9}
-COMPUTE = HardwareProfile(fp32=2e12, h2d=25e9, d2h=25e9, **_COMMON)
-BUS = HardwareProfile(fp32=2e13, h2d=1e9, d2h=1e9, **_COMMON)
 HOST_BYTES_PER_S = 100e9
+_COMMON: dict[str, Any] = {
+    "launch_s": 2e-6,
+    "host_bytes_per_s": HOST_BYTES_PER_S,
+    "memory_bytes_per_s": 1e12,
+    "issue_s": 5e-6,
+    "pageable_bytes_per_s": 5e9,
+}
+COMPUTE = Hardware(25e9, 25e9, {"fp32": 2e12}, **_COMMON)
+BUS = Hardware(1e9, 1e9, {"fp32": 2e13}, **_COMMON)
 
 
 class Blocks(nn.Module):
@@ -35,11 +44,13 @@ class Blocks(nn.Module):
         return x.sum()
 
 
-def made(mode: str, depth: int = 12, width: int = WIDTH) -> tuple[megatrain.TrainStep, list[torch.Tensor]]:
+def made(
+    mode: str, depth: int = 12, width: int = WIDTH, rows: int = ROWS
+) -> tuple[megatrain.TrainStep, list[torch.Tensor]]:
     compiled = megatrain.compile(Blocks(depth, width), device="sim", activations="recompute")
     optimizer = torch.optim.AdamW(compiled.parameters(), fused=True)
     step = megatrain.TrainStep(compiled, optimizer, **MODES[mode])
-    batch = [torch.empty(ROWS, width, device="sim") for _ in range(2)]
+    batch = [torch.empty(rows, width, device="sim") for _ in range(2)]
     for _ in range(2):
         step(batch)
     return step, batch
@@ -52,39 +63,57 @@ def hosts(sim: Simulator) -> VirtualHosts:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("profile", [COMPUTE, BUS], ids=["compute", "bus"])
+@pytest.mark.parametrize("machine", [COMPUTE, BUS], ids=["compute", "bus"])
 def test_the_simulator_of_schedules_is_right_within_5_percent(
-    sim: Simulator, hosts: VirtualHosts, profile: HardwareProfile, mode: str
+    sim: Simulator, hosts: VirtualHosts, machine: Hardware, mode: str
 ):
     step, batch = made(mode)
-    sim.set_profile(profile)
+    sim.set_profile(HardwareProfile.of(machine))
     hosts.take(step, batch)
     predicted, taken = hosts.predicted(step, batch), hosts.take(step, batch)
     assert predicted == pytest.approx(taken, rel=0.05)
+    assert step.schedule.simulate(machine).step_s == pytest.approx(taken, rel=0.05)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))
-def test_the_simulator_of_schedules_is_right_within_5_percent_for_each_card(sim: Simulator, card: Card, mode: str):
-    """Cards are so fast that only larger layers take longer than their launches."""
+@pytest.mark.parametrize("name", Hardware.presets())
+def test_the_simulator_of_schedules_is_right_within_5_percent_for_each_machine(sim: Simulator, name: str, mode: str):
+    """By the times of a step, and by the machine's rates alone. Only layers of this width take longer than launches."""
+    machine = Hardware.preset(name)
     sim.configure(compute=False, poison=False)
-    hosts, (step, batch) = VirtualHosts(sim, card.host_bytes_per_s), made(mode, width=4 * WIDTH)
-    sim.set_profile(card.profile())
+    hosts, (step, batch) = VirtualHosts(sim, machine.host_bytes_per_s, machine.op_s), made(mode, width=4 * WIDTH)
+    sim.set_profile(HardwareProfile.of(machine))
     hosts.take(step, batch)
     predicted, taken = hosts.predicted(step, batch), hosts.take(step, batch)
     assert predicted == pytest.approx(taken, rel=0.05)
+    assert step.schedule.simulate(machine).step_s == pytest.approx(taken, rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "mode"), diagonal(["a100", "rtx-4090", "gh200"], ["overlap", "serial_clipped"]))
+@pytest.mark.parametrize(("width", "rows"), [(1024, 256), (128, 64)], ids=["bus", "launches"])
+def test_rates_predict_steps_that_the_link_or_python_holds_up(
+    sim: Simulator, name: str, mode: str, width: int, rows: int
+):
+    """Few tokens: copies both ways share the link, as an A100's do. Short kernels: each op waits for Python."""
+    machine = Hardware.preset(name)
+    sim.configure(compute=False, poison=False)
+    hosts, (step, batch) = VirtualHosts(sim, machine.host_bytes_per_s, machine.op_s), made(mode, 12, width, rows)
+    sim.set_profile(HardwareProfile.of(machine))
+    hosts.take(step, batch)
+    taken = hosts.take(step, batch)
+    assert step.schedule.simulate(machine).step_s == pytest.approx(taken, rel=0.05)
 
 
 @pytest.mark.parametrize("mode", ["overlap", "deferred"])
-@pytest.mark.parametrize(("profile", "busy"), [(COMPUTE, {"compute"}), (BUS, {"h2d", "d2h"})], ids=["compute", "bus"])
+@pytest.mark.parametrize(("machine", "busy"), [(COMPUTE, {"compute"}), (BUS, {"h2d", "d2h"})], ids=["compute", "bus"])
 def test_a_step_takes_as_long_as_what_holds_it_up(
-    sim: Simulator, hosts: VirtualHosts, profile: HardwareProfile, busy: set[str], mode: str
+    sim: Simulator, hosts: VirtualHosts, machine: Hardware, busy: set[str], mode: str
 ):
     """If the bus does, the forward waits for its weights, and the backward for its gradients to leave."""
     step, batch = made(mode, depth=40)  # its first copy and last update are short beside the rest
     assert len(step.schedule.resident()) == 40
-    sim.set_profile(profile)
+    sim.set_profile(HardwareProfile.of(machine))
     hosts.take(step, batch)
     with sim.spans() as spans:
         taken = hosts.take(step, batch)
@@ -98,7 +127,7 @@ def test_a_step_takes_as_long_as_what_holds_it_up(
 def test_serial_updates_add_their_own_time(sim: Simulator, mode: str):
     sim.configure(compute=False, poison=False)
     hosts, step, batch = VirtualHosts(sim, HOST_BYTES_PER_S / 10), *made(mode)
-    sim.set_profile(COMPUTE)
+    sim.set_profile(HardwareProfile.of(COMPUTE))
     hosts.take(step, batch)
     with sim.spans() as spans:
         taken = hosts.take(step, batch)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import DrawsError
+from megatrain.runtime.draws import only_as_a_loop
 from tests.comparing import assert_same, snapshot
 from tests.training.parity import loop_step
 
@@ -41,6 +44,22 @@ class Counts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rrelu(self.layer(x + torch.poisson(20 * x.square())), training=True)
+
+
+class Own(nn.Module):
+    """Runs its own code, because it assigns to a tensor's attribute; from `quiet` calls on it draws."""
+
+    def __init__(self, draws: Any = lambda: 1.0, quiet: int = 0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.draws = draws
+        self.left = [quiet]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach()
+        x.requires_grad = True
+        self.left[0] -= 1
+        return self.layer(x) * (self.draws() if self.left[0] < 0 else 1.0)
 
 
 def mean_square(result: Any, batch: Any) -> torch.Tensor:
@@ -121,3 +140,46 @@ def test_losses_that_draw_in_a_model_that_does_not_draw_as_the_loops_do():
     torch.set_rng_state(start)
     assert_same(megatrain.TrainStep(compiled, found, loss=loss)(X), wanted)
     assert torch.equal(torch.get_rng_state(), end)
+
+
+def test_a_module_that_runs_its_own_code_and_draws_nothing_leaves_the_loops_order():
+    eager, expected, compiled, found = both(lambda: nn.Sequential(Own(), nn.Dropout(0.5), Drops()))
+    step = megatrain.TrainStep(compiled, found, loss=mean_square)
+    for _ in range(3):
+        start = torch.get_rng_state()
+        wanted = loop_step(eager, expected, X, loss=mean_square)[0]
+        end = torch.get_rng_state()
+        torch.set_rng_state(start)
+        assert_same(step(X), wanted)
+        assert torch.equal(torch.get_rng_state(), end)
+    assert "opaque 0" in str(compiled.program)
+    assert_same(dict(compiled.state_dict()), dict(eager.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand(()), random.random, np.random.rand], ids=["torch", "random", "numpy"]
+)
+def test_a_module_that_draws_though_it_did_not_in_the_capture_is_refused_and_leaves_no_trace(draw: Any):
+    _, _, compiled, found = both(lambda: nn.Sequential(Own(draw, quiet=10), nn.Dropout(0.5), nn.Linear(16, 16)))
+    step = megatrain.TrainStep(compiled, found, loss=mean_square)
+    step(X)
+    own: Any = compiled[0]
+    own.left[0] = 0
+    before, start = snapshot(compiled, found), torch.get_rng_state()
+    with pytest.raises(DrawsError, match="drew another number of random values"):
+        step(X)
+    assert_same(snapshot(compiled, found), before)
+    assert torch.equal(torch.get_rng_state(), start)
+
+
+def test_a_module_that_draws_in_its_own_code_has_generators_of_its_own_unless_a_loops_are_wanted():
+    _, _, compiled, found = both(lambda: nn.Sequential(Own(lambda: torch.rand(())), nn.Linear(16, 16)))
+    step = megatrain.TrainStep(compiled, found, loss=mean_square)
+    step(X)
+    before = snapshot(compiled, found)
+    with only_as_a_loop():
+        with pytest.raises(DrawsError, match="a module that runs its own code draws random numbers"):
+            step(X)
+        assert_same(snapshot(compiled, found), before)
+        step(X[0])  # one micro-batch draws as it likes
+    step(X)

@@ -1,4 +1,4 @@
-"""A run with several optimizers that stops at a checkpoint goes on to the bit; one of other optimizers is refused."""
+"""A run with several optimizers and schedulers goes on from a checkpoint to the bit; with others it is refused."""
 
 from __future__ import annotations
 
@@ -62,25 +62,31 @@ def two_counts(model: nn.Module) -> Optimizers:
     return [Counting(matrices, lr=0.1, momentum=0.9), Counting(others, lr=1e-2)]
 
 
-def warm_up(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
-    return [torch.optim.lr_scheduler.LambdaLR(each, lambda step: min(1.0, (step + 1) / 4)) for each in optimizers]
+def schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+    first, second = optimizers
+    kinds = torch.optim.lr_scheduler
+    return [kinds.LambdaLR(first, lambda step: min(1.0, (step + 1) / 4)), kinds.CosineAnnealingLR(second, 5)]
 
 
 class Run:
-    """A model, its optimizers with a scheduler each, and the step that trains it; the schedulers go with `user`."""
+    """A model, its optimizers with a scheduler each, and the step that trains it."""
 
     def __init__(self, make: Callable[[nn.Module], Optimizers], folder: Path | None = None, **options: Any):
         seed(0 if folder is None else 99)  # a resumed run must not depend on how it began
         self.model = Gpt()
         compiled = megatrain.compile(self.model, device="cpu", **options)
         self.optimizers = make(self.model)
-        self.schedulers = warm_up(self.optimizers) if make is muon_adamw else []
+        self.schedulers = (
+            schedulers_of(sorted(self.optimizers, key=lambda each: type(each).__name__))
+            if make in (muon_adamw, exchanged)
+            else []
+        )
+        settings: dict[str, Any] = {"loss": scalar, "max_grad_norm": 0.1}
         if folder is None:
-            self.step = megatrain.TrainStep(compiled, self.optimizers, loss=scalar, max_grad_norm=0.1)
+            self.step = megatrain.TrainStep(compiled, self.optimizers, **settings)
         else:
-            self.step = megatrain.TrainStep.load(folder, compiled, self.optimizers, loss=scalar, max_grad_norm=0.1)
-            for scheduler, state in zip(self.schedulers, self.step.user["schedulers"], strict=True):
-                scheduler.load_state_dict(state)
+            settings["scheduler"] = self.schedulers or None
+            self.step = megatrain.TrainStep.load(folder, compiled, self.optimizers, **settings)
 
     def train(self) -> list[float]:
         found: list[float] = []
@@ -91,13 +97,14 @@ class Run:
         return found
 
     def save(self, folder: Path) -> None:
-        self.step.save(folder, user={"schedulers": [scheduler.state_dict() for scheduler in self.schedulers]})
+        self.step.save(folder, scheduler=self.schedulers or None)
 
     def state(self) -> dict[str, Any]:
         self.step.flush()
         counts = [getattr(each, "count", None) for each in self.optimizers]
         masters = [read_(torch.empty(m.shape), m) for m in self.step._compiled.masters.values()]
-        return {**snapshot(self.model, *self.optimizers), "counts": counts, "masters": masters}
+        rates = [[group["lr"] for group in each.param_groups] for each in self.optimizers]
+        return {**snapshot(self.model, *self.optimizers), "counts": counts, "masters": masters, "rates": rates}
 
 
 def named(value: Any) -> str:
@@ -235,3 +242,136 @@ def test_a_parameter_of_two_optimizers_is_refused_by_save_and_load(tmp_path: Pat
     with pytest.raises(OptionError, match=r"has one optimizer twice"):
         saving.load(saved).read_optimizer([both[0], both[0]], names)
     assert not (tmp_path / "run").exists()
+
+
+# -- schedulers ------------------------------------------------------------------------------------------------------
+
+LR = torch.optim.lr_scheduler
+
+
+class Scheduled:
+    """Two optimizers, schedulers of some kinds over the first, and a step, without a training."""
+
+    def __init__(self, *kinds: Callable[[Any], Any]):
+        self.model = Gpt()
+        self.compiled = megatrain.compile(self.model, device="cpu")
+        self.optimizers = two_counts(self.model)
+        self.schedulers = [kind(self.optimizers[0]) for kind in kinds]
+
+    def save(self, folder: Path, scheduler: Any) -> None:
+        megatrain.TrainStep(self.compiled, self.optimizers, loss=scalar).save(folder, scheduler=scheduler)
+
+    def load(self, folder: Path, scheduler: Any) -> None:
+        megatrain.TrainStep.load(folder, self.compiled, self.optimizers, loss=scalar, scheduler=scheduler)
+
+
+def constant(optimizer: Any) -> Any:
+    return LR.ConstantLR(optimizer)
+
+
+def cosine(optimizer: Any) -> Any:
+    return LR.CosineAnnealingLR(optimizer, 100)
+
+
+@pytest.fixture(scope="module")
+def scheduled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scheduled, dict[str, Path]]:
+    """Checkpoints without a scheduler, with one, and with two."""
+    folder, made = tmp_path_factory.mktemp("scheduled"), Scheduled(constant, cosine, cosine)
+    first, second, _ = made.schedulers
+    first.last_epoch = 7
+    second.last_epoch = 9
+    for name, given in (("none", None), ("one", first), ("list", [first]), ("two", [first, second])):
+        made.save(folder / name, given)
+    return made, {name: folder / name for name in ("none", "one", "list", "two")}
+
+
+def test_schedulers_go_on_in_their_order(scheduled: tuple[Scheduled, dict[str, Path]]) -> None:
+    _, folders = scheduled
+    again = Scheduled(constant, cosine)
+    again.load(folders["two"], again.schedulers)
+    assert [each.last_epoch for each in again.schedulers] == [7, 9]
+    again.load(folders["none"], None)
+
+
+def test_a_list_of_one_scheduler_is_stored_as_one(scheduled: tuple[Scheduled, dict[str, Path]]) -> None:
+    _, folders = scheduled
+    extras = [content_of(folders[name])["extra"] for name in ("one", "list")]
+    assert [extra["scheduler"] for extra in extras] == [extras[0]["scheduler"]] * 2
+    assert extras[1]["scheduler_class"] == "torch.optim.lr_scheduler.ConstantLR"
+    again = Scheduled(constant)
+    again.load(folders["one"], again.schedulers)
+    again.load(folders["list"], again.schedulers[0])
+    assert again.schedulers[0].last_epoch == 7
+
+
+CONSTANT, COSINE = "torch.optim.lr_scheduler.ConstantLR", "torch.optim.lr_scheduler.CosineAnnealingLR"
+
+
+@pytest.mark.parametrize(
+    ("saved", "picked", "text"),
+    [
+        ("two", [0], f"has 2 schedulers, load() has 1: {COSINE} is missing."),
+        ("two", [1], f"has 2 schedulers, load() has 1: {CONSTANT} is missing."),
+        ("one", [0, 1], f"has 1 scheduler, load() has 2: {COSINE} is too many."),
+        ("one", [1, 2], f"has 1 scheduler, load() has 2: {CONSTANT} is missing, and {COSINE}, {COSINE} are too many."),
+        ("two", [0, 1, 2], f"has 2 schedulers, load() has 3: {COSINE} is too many."),
+        ("two", [], "has 2 schedulers, load() has none."),
+        ("none", [0, 1], "load() has 2 schedulers, the checkpoint"),
+        ("two", [1, 0], f"class of scheduler.0: {CONSTANT} in the checkpoint, but {COSINE} here"),
+    ],
+)
+def test_other_schedulers_are_refused_by_name(
+    scheduled: tuple[Scheduled, dict[str, Path]], saved: str, picked: list[int], text: str
+) -> None:
+    made, folders = scheduled
+    chosen = [made.schedulers[place] for place in picked]
+    before = [each.state_dict() for each in made.schedulers]
+    with pytest.raises(CheckpointError) as caught:
+        made.load(folders[saved], chosen or None)
+    assert text in str(caught.value)
+    assert [each.state_dict() for each in made.schedulers] == before
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([], "scheduler=[] is empty"),
+        ([7], "scheduler=[7] has item 0, 7, which is an int"),
+        ("twice", "has one scheduler twice: as item 1, and before"),
+    ],
+)
+def test_what_is_no_list_of_schedulers_is_refused(
+    scheduled: tuple[Scheduled, dict[str, Path]], tmp_path: Path, given: Any, text: str
+) -> None:
+    made, folders = scheduled
+    given = [made.schedulers[0]] * 2 if given == "twice" else given
+    for call in (lambda: made.save(tmp_path / "run", given), lambda: made.load(folders["one"], given)):
+        with pytest.raises(OptionError) as caught:
+            call()
+        assert text in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("scheduler", lambda states: states[:1]),
+        ("scheduler", lambda states: states[0]),
+        ("scheduler", lambda states: [*states, 3]),
+        ("scheduler", lambda states: []),
+        ("scheduler_class", lambda classes: classes[0]),
+        ("scheduler_class", lambda classes: [*classes, "torch.optim.lr_scheduler.StepLR"]),
+        ("scheduler_class", lambda classes: None),
+    ],
+)
+def test_forged_lists_of_schedulers_are_refused(
+    scheduled: tuple[Scheduled, dict[str, Path]], field: str, value: Callable[[Any], Any]
+) -> None:
+    made, folders = scheduled
+    content, before = content_of(folders["two"]), (folders["two"] / "checkpoint.json").read_bytes()
+    try:
+        forge(folders["two"], {**content, "extra": {**content["extra"], field: value(content["extra"][field])}})
+        with pytest.raises(CheckpointError, match="no step can have saved"):
+            made.load(folders["two"], made.schedulers[:2])
+    finally:
+        (folders["two"] / "checkpoint.json").write_bytes(before)

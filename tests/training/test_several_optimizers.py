@@ -518,12 +518,11 @@ def test_the_host_plan_has_the_state_of_all_and_the_largest_update(mode: str) ->
         sides.take(TASKS["gpt"].batch(number, 2), seed=number)
     sides.step.flush()
     plan, alone = sides.step.host_plan, []
-    (variant,) = {id(v.program): v.program for v in sides.step._known_setting().variants}.values()
     for optimizer in sides.optimizers:
         kept = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         assert plan.bytes_of(type(optimizer).__name__) == sum(t.untyped_storage().nbytes() for t in kept) > 0
-        alone.append(host_plan(variant, sides.step.schedule, sides.streamed, optimizer, on_host=True))
-    both = host_plan(variant, sides.step.schedule, sides.streamed, sides.optimizers, on_host=True)
+        alone.append(host_plan(sides.step.program, sides.step.schedule, sides.streamed, optimizer, on_host=True))
+    both = host_plan(sides.step.program, sides.step.schedule, sides.streamed, sides.optimizers, on_host=True)
     assert both.total_bytes == plan.total_bytes
     scratch = [each.bytes_of("update scratch") for each in alone]
     assert max(scratch) <= both.bytes_of("update scratch") < sum(scratch)

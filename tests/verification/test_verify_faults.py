@@ -110,8 +110,8 @@ def test_a_wrong_backward_names_its_block(block, part, monkeypatch):
 def test_a_slot_that_holds_another_blocks_weights_is_found(monkeypatch):
     real = Slots.prefetch
 
-    def prefetch(self, block, where):
-        real(self, block, where)
+    def prefetch(self, block, where, **options):
+        real(self, block, where, **options)
         if block == 2:
             self._engine.arena.slot(*where)[:4] = 0
 
@@ -142,8 +142,8 @@ def test_weights_of_before_an_update_are_found_in_the_second_step(monkeypatch):
     real = Slots.prefetch
     kept: dict[int, torch.Tensor] = {}
 
-    def prefetch(self, block, where):
-        real(self, block, where)
+    def prefetch(self, block, where, **options):
+        real(self, block, where, **options)
         if block == 1:
             buffer = self._engine.arena.slot(*where)
             buffer.copy_(kept.setdefault(id(self._engine), buffer.clone()))

@@ -1,5 +1,6 @@
 """Hugging Face trainers that stream: `Trainer`, and `Streamed` for any class derived from it (TRL's, yours)."""
 
 from megatrain.integrations.hf.streamed import Streamed, Trainer
+from megatrain.integrations.hf.trainer_report import TrainerReport
 
-__all__ = ["Streamed", "Trainer"]
+__all__ = ["Streamed", "Trainer", "TrainerReport"]

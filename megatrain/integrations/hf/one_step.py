@@ -15,6 +15,7 @@ from megatrain.errors import DrawsError, MicroBatchError, OptimizerError, Stream
 from megatrain.integrations.paused import CallsAgainError, PausedCall, PausedCode, SpentError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
+from megatrain.runtime.draws import only_as_a_loop
 from megatrain.runtime.rng import GlobalGenerators
 from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.equal import is_equal
@@ -41,7 +42,7 @@ class _DrawsBehindError(Exception):
 
 _AGAIN = {
     CallsAgainError: "the loss calls the model more than once",
-    DrawsError: "the model draws a number of random values that depends on values",
+    DrawsError: "nothing tells ahead how many random numbers the model draws (a module runs its own code, say)",
     _DrawsBehindError: "the loss draws random numbers behind its call of the model",
 }
 
@@ -209,7 +210,8 @@ class OneStep:
         losses: list[torch.Tensor] = []
         self._losses = losses
         try:
-            self.step(batches)
+            with only_as_a_loop():
+                self.step(batches)
         except MicroBatchError:  # found ahead of the first operation: the code still waits
             self._say("the micro-batches of an update run other layers (the model leaves out some at random, say)")
             return self.run_waiting()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,12 +32,18 @@ from megatrain.integrations.hf.newest_whole import STATE, newest_whole
 from megatrain.integrations.hf.one_step import OneStep
 from megatrain.integrations.hf.requirements import check_transformers, refuse
 from megatrain.integrations.hf.stream_options import StreamOptions
+from megatrain.integrations.hf.trainer_copies import with_quiet
+from megatrain.integrations.hf.trainer_report import TrainerReport
+from megatrain.integrations.hf.trainer_sides import verified
 from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.optim.grad_scaler import host_scaler
 from megatrain.training.step import TrainStep
+from megatrain.verification.run_script import UPDATES, asked, end_script
 
 FOLDER = "megatrain"
 """Within a trainer's checkpoint: all that the next training step depends on besides the weights."""
+_KNOWN = ("transformers", "trl", "sentence_transformers", "axolotl")
+"""Libraries whose `training_step` does no more than to compute a loss and run its backward."""
 _Base: Any = object
 
 
@@ -69,8 +74,10 @@ class Streamed(_Base):
         arguments = self._arguments_of(args, kwargs)
         self._stream_options = StreamOptions.taken_from(kwargs, arguments)
         self._one_step: OneStep | None = None
-        self._is_made = False
+        self._is_made = self._is_given_compiled = False
         refuse(arguments)
+        if (present := asked()) is not None:
+            args, kwargs = with_quiet(arguments, args, kwargs, present.folder)
         super().__init__(*args, **kwargs)
         refuse(self.args)
         self._is_made = True
@@ -93,7 +100,7 @@ class Streamed(_Base):
                     f"{', '.join(f'megatrain_{name}' for name in self._stream_options.compile)}.\n"
                     "  A model is compiled once.\n  Give the trainer the plain model, or leave these options out."
                 )
-            compiled = model
+            compiled, self._is_given_compiled = model, True
         else:
             compiled = megatrain.compile(model, **{"device": self.args.device, **self._stream_options.compile})
         make = functools.partial(self._make_step, compiled)
@@ -202,8 +209,8 @@ class Streamed(_Base):
 
     def _options_of_step(self, loss: Any) -> dict[str, Any]:
         # The trainer logs the norm also where it doesn't clip.
-        norm = self.args.max_grad_norm or math.inf
-        return {"loss": loss, "reduce": "sum", "max_grad_norm": norm, **self._stream_options.step}
+        norm = {"max_grad_norm": self.args.max_grad_norm or None, "report_norm": True}
+        return {"loss": loss, "reduce": "sum", **norm, **self._stream_options.step}
 
     def _is_models_own_loss(self) -> bool:
         is_own = type(self).compute_loss is transformers.Trainer.compute_loss
@@ -218,17 +225,42 @@ class Streamed(_Base):
         if self.accelerator.scaler is not None:
             return "fp16 scales the loss"
         for callback in self.callback_handler.callbacks:
-            if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
-                return f"the callback {type(callback).__name__} may read gradients before the optimizer's step"
+            kind = type(callback)
+            if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
+                return f"the callback {kind.__name__} may read gradients before the optimizer's step"
+            if kind.on_optimizer_step is not TrainerCallback.on_optimizer_step:
+                return f"the callback {kind.__name__} may read gradients behind the optimizer's step"
         owner = _owner_of(type(self), "training_step")
-        if owner.__module__.partition(".")[0] not in ("transformers", "trl", "sentence_transformers"):
+        if owner.__module__.partition(".")[0] not in _KNOWN:
             return f"{owner.__name__} has a training_step of its own"
         return None
+
+    # -- verification ------------------------------------------------------------------------------------------
+
+    def verify(self, updates: int = UPDATES, *, tolerance: float | None = None) -> TrainerReport:
+        """Trains a copy that streams and one of the class without megatrain, and compares all that they leave.
+
+        Both begin with the same model, data, optimizer, callbacks and random numbers; see docs/verify.md. The trainer
+        stays as it is, and nothing is written into its folder.
+
+        Args:
+            updates: How many are compared.
+            tolerance: Relative difference that counts as equal; None asks for the same bits.
+
+        Raises:
+            OptionError: If an option has a wrong value, or the trainer can't be copied, or its training not repeated.
+            ExecuteError: If it takes no update, or a function of it changes the model itself instead of the copy's.
+        """
+        return verified(self, Streamed, updates, tolerance)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own. `True` goes on from the newest checkpoint that was written to its end."""
+        if (present := asked()) is not None:
+            trial = args[0] if args else kwargs.get("trial")
+            given = {"resume_from_checkpoint": resume_from_checkpoint, "trial": trial}
+            end_script(verified(self, Streamed, present.updates, present.tolerance, present.options, given))
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_whole(self.args.output_dir) or True
         try:

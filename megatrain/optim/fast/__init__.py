@@ -5,8 +5,8 @@ training step; `unregister` removes it again. `NativeKernel` calls a C function 
 docs/fast_paths.md writes one for Lion.
 """
 
+from megatrain.native import NativeKernel
 from megatrain.optim.fast.adamw import AdamWInOnePass
-from megatrain.optim.fast.native import NativeKernel
 from megatrain.optim.fast.path import FastPath, ParameterUpdate, fast_path, register, unregister
 
 __all__ = ["FastPath", "NativeKernel", "ParameterUpdate", "fast_path", "register", "unregister"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.optim.fast.native import Argument, NativeKernel
+from megatrain.native.adamw_kernels import LANES, SPLIT, WHOLE
 from megatrain.optim.fast.path import FastPath, ParameterUpdate
 from megatrain.optim.fast.pieces import in_pieces
 from megatrain.optim.impostor import Optimizer, step_code
@@ -19,15 +18,6 @@ from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, W
 from megatrain.torch_private import fused_adamw
 
 Kernel = Literal["auto", "plain", "fused", "native"]
-
-LANES = 16
-"""`adamw.c` takes multiples of this many elements."""
-
-_SOURCE = Path(__file__).with_name("adamw.c")
-# Gradient and whether it is bf16, two moments, scalars, number of elements, threads.
-_OTHERS: tuple[Argument, ...] = ("tensor", "int32", "tensor", "tensor", "floats", "int64", "int32")
-_SPLIT = NativeKernel(_SOURCE, "adamw_split", ("tensor", "tensor", *_OTHERS))
-_WHOLE = NativeKernel(_SOURCE, "adamw_whole", ("tensor", *_OTHERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +128,7 @@ def native_reason() -> str | None:
 
     The kernel is built, and its bits compared with torch's: processors differ in what torch fuses.
     """
-    reason = _SPLIT.fault()
+    reason = SPLIT.fault()
     if reason is not None:
         return reason
     generator = torch.Generator().manual_seed(0)
@@ -163,10 +153,10 @@ def _in_c(master: Master, gradient: torch.Tensor, moments: Moments, scalars: tup
     assert gradient.numel() % LANES == 0
     others = (gradient, int(gradient.dtype == torch.bfloat16), *moments.both, scalars, gradient.numel(), threads)
     if isinstance(master, SplitMaster):
-        _SPLIT(master.high, master.low, *others)
+        SPLIT(master.high, master.low, *others)
     else:
         assert isinstance(master, WholeMaster)
-        _WHOLE(master.values, *others)
+        WHOLE(master.values, *others)
 
 
 def _plain(values: torch.Tensor, gradient: torch.Tensor, moments: Moments, step: int, options: AdamWOptions) -> None:

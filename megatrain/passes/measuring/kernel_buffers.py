@@ -23,7 +23,7 @@ _ATTENTION = {
 }
 
 
-_PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
+PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
 """Of inputs and a weight of 4 bits: its shape is the third argument, the elements of a block are the fifth."""
 
 
@@ -39,7 +39,7 @@ def private_bytes(func: Any, args: Any) -> int:
         func: The overload of an operator.
         args: Its arguments; the query, or the list of weights, is the second, then come keys and values.
     """
-    if func._schema.name == _PACKED_PRODUCT:
+    if func._schema.name == PACKED_PRODUCT:
         elements = math.prod(args[2])
         return elements * args[0].element_size() + 2 * _FP32 * (elements // args[4])
     if func._schema.name == "aten::_cudnn_rnn":

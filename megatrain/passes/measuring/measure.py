@@ -1,4 +1,4 @@
-"""measure: runs each template once on fake tensors and notes its memory and work."""
+"""measure: runs each template on fake tensors and notes its memory and work."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from torch import fx
 
 from megatrain.errors import LowerError
+from megatrain.hardware.work import Kernels, Works
 from megatrain.interrupts import Interrupts
 from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.cost import TemplateCost
 from megatrain.passes.interpret import Code, opaque_calls
-from megatrain.passes.measuring.flops import flop_counter
+from megatrain.passes.measuring.kernel_work import KernelWork
 from megatrain.passes.measuring.live_bytes import ExactFakes, LiveBytes, is_on
 from megatrain.passes.program import Program, Template
 from megatrain.torch_private import pytree
@@ -30,33 +31,28 @@ from megatrain.tracer.spec import TensorSpec
 
 def measure(program: Program) -> Program:
     """Returns `program` with the cost of every template filled in; allocates nothing."""
-    differentiable = _differentiable_ports(program)
+    needs: dict[str, list[_Needs]] = {}
+    for block in program.blocks:
+        needs.setdefault(block.template, []).append(program.needs_gradients(block))
     templates = {
-        name: dataclasses.replace(template, cost=_cost(template, differentiable[name], program))
+        name: dataclasses.replace(template, cost=_cost(template, list(dict.fromkeys(needs[name])), program))
         for name, template in program.templates.items()
     }
     return dataclasses.replace(program, templates=templates)
 
 
-def _differentiable_ports(program: Program) -> dict[str, list[bool]]:
-    """Tells, per placeholder of each template, whether some block needs its gradient."""
-    found: dict[str, list[bool]] = {}
-    for block in program.blocks:
-        flags = [program.values[v].requires_grad for v in block.inputs]
-        flags += [program.state[k].requires_grad for k in block.binding]
-        old = found.get(block.template, [False] * len(flags))
-        found[block.template] = [a or b for a, b in zip(old, flags, strict=True)]
-    return found
+# Per placeholder of a template: whether a block needs its gradient.
+_Needs = tuple[bool, ...]
 
 
-def _cost(template: Template, differentiable: list[bool], program: Program) -> TemplateCost:
+def _cost(template: Template, needs: list[_Needs], program: Program) -> TemplateCost:
     if opaque_calls(template.graph):
         return _upper_bound(template, "a module runs its own code")
     if _has_unknown_shapes(template.graph):
         return _upper_bound(template, "a shape depends on values")
     try:
         with Interrupts():  # an error that leaves a dispatch mode called from C++ ends the process
-            return _measured(template, differentiable, program)
+            return _measured(template, needs, program)
     except LowerError:
         raise
     except Exception as error:  # the bound is right for any failure, and printed with it
@@ -66,29 +62,49 @@ def _cost(template: Template, differentiable: list[bool], program: Program) -> T
         return _upper_bound(template, f"it doesn't run without values: {type(error).__name__}: {told}")
 
 
-def _measured(template: Template, differentiable: list[bool], program: Program) -> TemplateCost:
-    device = program.device
+def _measured(template: Template, needs: list[_Needs], program: Program) -> TemplateCost:
+    """Measures bytes where all gradients are needed that some block needs, and kernels for each of the `needs`."""
+    device, all_needs = program.device, tuple(map(any, zip(*needs, strict=True)))
     code = Code(_with_known_shapes(template.graph, device))
     ports = (*template.inputs, *template.state)
     with ExactFakes(), scripts_on_values():
         arguments = [port.spec.empty(device) for port in ports]
-        leaves = [
-            t.detach().requires_grad_(needs_grad) for t, needs_grad in zip(arguments, differentiable, strict=True)
-        ]
+        leaves = _leaves(arguments, all_needs)
         with torch.set_grad_enabled(code.has_inner_grad):
-            forward_peak, flops = _measure_forward(code, leaves if code.has_inner_grad else arguments, device)
+            forward_peak, forward = _measure_forward(code, leaves if code.has_inner_grad else arguments, device)
         held = _held_state(code, leaves, len(template.inputs)) if _functions(template) else ()
         watched = code.watched(_check_history)
         # A Function's backward is the user's own code, which must run when their backward does, not before. That of
         # packed weights is their library's: only a run shows the weights that it makes in full.
         runs_backward = all(isinstance(node.target, PackedCall) for node in _functions(template))
-        saved, backward_peak = _measure_backward(
+        saved, backward_peak, backward = _measure_backward(
             watched, leaves, len(template.inputs), device, runs_backward=runs_backward
         )
+        others = [each for each in needs if each != all_needs and runs_backward]
+        backwards = tuple((each, _backward_kernels(code, _leaves(arguments, each), device)) for each in others)
     if backward_peak is None:
         backward_peak = 2 * _result_bytes(template)
+        backward = tuple(Kernels(rate, 2 * flops, 2 * nbytes, 2 * count) for rate, flops, nbytes, count in forward)
     held_bytes = sum(template.state[index].spec.device_bytes for index in held)
-    return TemplateCost(saved + held_bytes, forward_peak, backward_peak, flops, held_state=held)
+    saved_bytes = saved + held_bytes
+    return TemplateCost(
+        saved_bytes, forward_peak, backward_peak, forward, backward, held_state=held, backwards=backwards
+    )
+
+
+def _leaves(arguments: list[torch.Tensor], needs: _Needs) -> list[torch.Tensor]:
+    return [t.detach().requires_grad_(needs_grad) for t, needs_grad in zip(arguments, needs, strict=True)]
+
+
+def _backward_kernels(code: Code, leaves: list[torch.Tensor], device: torch.device) -> Works:
+    with torch.enable_grad():
+        outputs = code(leaves)
+    roots = [o for o in outputs if o.grad_fn is not None]
+    wanted, seeds = [leaf for leaf in leaves if leaf.requires_grad], [torch.ones_like(r) for r in roots]
+    with KernelWork(device) as kernels:
+        if roots and wanted:
+            torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+    return kernels.take()
 
 
 def _check_history(node: fx.Node, result: Any) -> None:
@@ -112,7 +128,7 @@ def _upper_bound(template: Template, why: str) -> TemplateCost:
     owned = sum(p.spec.device_bytes for p in template.state) if any(c.needs_own_state for c in calls) else 0
     held = tuple(range(len(template.state))) if _functions(template) else ()
     held_bytes = sum(template.state[index].spec.device_bytes for index in held)
-    return TemplateCost(total + owned + held_bytes, total, 2 * total + owned, 0, unmeasured=why, held_state=held)
+    return TemplateCost(total + owned + held_bytes, total, 2 * total + owned, unmeasured=why, held_state=held)
 
 
 def _result_bytes(template: Template) -> int:
@@ -159,17 +175,16 @@ def _empty(device: torch.device, specs: Any) -> Any:
     return pytree.tree_map_only(TensorSpec, lambda spec: spec.empty(device), specs)
 
 
-def _measure_forward(code: Code, arguments: list[torch.Tensor], device: torch.device) -> tuple[int, int]:
-    counter = flop_counter()
-    with LiveBytes(arguments, device) as live, counter:
+def _measure_forward(code: Code, arguments: list[torch.Tensor], device: torch.device) -> tuple[int, Works]:
+    with LiveBytes(arguments, device) as live, KernelWork(device) as kernels:
         outputs = code(arguments)
     own = _storage_bytes([t for t in outputs if is_on(t, device)], beyond=[])
-    return max(0, live.peak - own), int(counter.get_total_flops())
+    return max(0, live.peak - own), kernels.take()
 
 
 def _measure_backward(
     code: Code, arguments: list[torch.Tensor], num_inputs: int, device: torch.device, *, runs_backward: bool
-) -> tuple[int, int | None]:
+) -> tuple[int, int | None, Works]:
     saved: list[weakref.ref[torch.Tensor]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,16 +205,17 @@ def _measure_backward(
         seeds = [torch.ones_like(r) for r in roots]
         gradients: Any = ()
         if not runs_backward:
-            return saved_bytes, None
-        if roots and leaves:
-            gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
+            return saved_bytes, None, ()
+        with KernelWork(device) as kernels:
+            if roots and leaves:
+                gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
     there = [g for g in gradients if g is not None and is_on(g, device)]
     produced = sum(part.untyped_storage().nbytes() for g in there for part in _parts(g))
     pairs = zip(gradients, leaves, strict=False)
     state = {id(a) for a in arguments[num_inputs:]}
     # The runtime gives them the strides of their parameters, one after the other.
     copied = [g.nbytes for g, leaf in pairs if g is not None and id(leaf) in state and not has_strides_of(g, leaf)]
-    return saved_bytes, max(0, live.peak - produced, *copied)
+    return saved_bytes, max(0, live.peak - produced, *copied), kernels.take()
 
 
 def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:

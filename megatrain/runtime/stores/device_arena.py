@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.device import Device, is_on_host
+from megatrain.runtime.stores.persisting import Persisting
 
 
 class DeviceArena:
@@ -24,6 +25,9 @@ class DeviceArena:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._views: dict[Hashable, list[torch.Tensor]] = {}
+        self._persisting: dict[tuple[int, int], Persisting] = {}
+        # Of all frozen weights that were ever here: to read them anew takes longer than to copy them.
+        self._remembered: dict[Hashable, Persisting] = {}
         self._buffer = self._none()
 
     @property
@@ -61,9 +65,28 @@ class DeviceArena:
             self._views[key] = make()
         return self._views[key]
 
+    def persisting(self, offset: int, nbytes: int) -> Persisting | None:
+        """Returns what is known of the frozen weights that lie in these bytes."""
+        return self._persisting.get((offset, nbytes))
+
+    def write(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Returns `slot` to be filled: of frozen weights that lay there nothing is known any more."""
+        for start, size in [(a, n) for a, n in self._persisting if a < offset + nbytes and offset < a + n]:
+            del self._persisting[start, size]
+        return self.slot(offset, nbytes)
+
+    def persist(self, offset: int, nbytes: int, known: Persisting) -> None:
+        """Notes which frozen weights lie in these bytes, once they are copied."""
+        self._persisting[offset, nbytes] = self._remembered[known.key] = known
+
+    def remembered(self, key: Hashable) -> Persisting | None:
+        """Returns what was known last of some frozen weights, wherever they lay."""
+        return self._remembered.get(key)
+
     def release(self) -> None:
         """Gives the memory back; the next `resize` allocates anew."""
         self._views.clear()
+        self._persisting.clear()
         self._buffer = self._none()
 
 

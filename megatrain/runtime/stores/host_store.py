@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 
-from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride, views
 from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena, together
+from megatrain.runtime.stores.homes import Home, OneCopy, copies_of, new_memory, take_in
 from megatrain.runtime.stores.moving import check_movable, check_room
+from megatrain.runtime.stores.persisting import Stamp
 from megatrain.runtime.stores.weights import Weights, replace_memory
 from megatrain.sizes import aligned
 from megatrain.tracer.spec import TensorSpec
@@ -20,35 +21,10 @@ from megatrain.tracer.spec import TensorSpec
 __all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "image", "stored_stride", "views"]
 
 
-@dataclass(slots=True, eq=False)
-class _Home:
-    """The home of a key: the user's tensor, and the view of the arena that it uses."""
-
-    key: str
-    spec: TensorSpec
-    arena: HostArena
-    offset: int
-    tensor: torch.Tensor
-    view: torch.Tensor
-    address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Bytes with the same layout in the arena and in a slot: one copy."""
-
-    start: int
-    end: int
-    source: torch.Tensor
-    arena: HostArena
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Placed:
     layout: BlockImage
-    runs: tuple[_Run, ...]
+    runs: tuple[OneCopy, ...]
     bound: tuple[torch.Tensor, ...]
 
 
@@ -80,7 +56,7 @@ class HostStore:
     ) -> None:
         self._bus = bus
         self._tensors = dict(tensors)
-        self._homes: dict[str, _Home] = {}
+        self._homes: dict[str, Home] = {}
         self._arenas: list[HostArena] = []
         self._by_id: dict[int, _Placed] = {}
         self._by_value: dict[BlockImage, _Placed] = {}
@@ -175,13 +151,13 @@ class HostStore:
         else:
             view.copy_(tensor.detach())
         replace_memory(key, tensor, view)
-        self._homes[key] = _Home(key, spec, arena, offset, tensor, view, view.data_ptr(), view.shape, view.stride())
+        self._homes[key] = Home(key, spec, arena, offset, tensor, view, view.data_ptr(), view.shape, view.stride())
 
     def _place(self, layout: BlockImage) -> None:
         placed = self._by_value.get(layout)
         if placed is None:
             homes = [self._home(entry) for entry in layout.entries]
-            runs = tuple(_runs(layout.entries, homes))
+            runs = tuple(copies_of(layout.entries, homes, layout.alignment))
             placed = _Placed(layout, runs, tuple(home.view for home in homes))
             self._by_value[layout] = placed
         # Hashing an image costs more than a small copy; a caller that keeps its image pays for a lookup only.
@@ -189,7 +165,7 @@ class HostStore:
             placed = _Placed(layout, placed.runs, placed.bound)
         self._by_id[id(layout)] = placed
 
-    def _home(self, entry: Entry) -> _Home:
+    def _home(self, entry: Entry) -> Home:
         """Returns the home of an entry; a part is inside its whole, which is placed, moved and refreshed as one."""
         home = self._homes[entry.owner]
         if entry.base is None:
@@ -206,15 +182,32 @@ class HostStore:
         """Returns how many copies a prefetch of this image takes."""
         return len(self._placed(layout).runs)
 
-    def prefetch(self, layout: BlockImage, out: torch.Tensor) -> None:
+    def prefetch(self, layout: BlockImage, out: torch.Tensor, *, without: frozenset[str] = frozenset()) -> None:
         """Copies a block's state into a slot, with one copy for adjacent tensors and one for each tied.
 
         Args:
             layout: An image known to this store.
             out: The slot, `uint8`, at least as large as the image.
+            without: Keys of entries that are there.
         """
-        for run in self._placed(layout).runs:
+        runs = self._placed(layout).runs
+        if without:
+            entries = [entry for entry in layout.entries if entry.key not in without]
+            runs = tuple(copies_of(entries, map(self._home, entries), layout.alignment))
+        for run in runs:
             self._bus.to_device(out[run.start : run.end], run.source, run.arena)
+
+    def stamp(self, layout: BlockImage, keys: Collection[str]) -> Stamp | None:
+        """What changes with each write into entries of an image that torch counts; None where it counts none."""
+        homes = [self._homes[entry.owner] for entry in layout.entries if entry.key in keys]
+        if any(home.tensor.is_inference() for home in homes):
+            return None
+        return tuple((home.memory, home.tensor._version) for home in homes)
+
+    def bytes_of(self, layout: BlockImage, keys: Collection[str]) -> list[torch.Tensor]:
+        """The bytes of entries of an image, in the arena."""
+        homes = [self._home(entry) for entry in layout.entries if entry.key in keys and entry.spec.nbytes]
+        return [home.arena.tensor[home.offset : home.offset + home.spec.nbytes] for home in homes]
 
     def has(self, key: str) -> bool:
         """Tells whether a tensor of the model is here."""
@@ -255,7 +248,7 @@ class HostStore:
                 or tensor.shape != home.shape
                 or tensor.dtype != home.view.dtype
             ):
-                _take_in(home)
+                take_in(home)
 
     def _adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for key, tensor in tensors.items():
@@ -266,37 +259,7 @@ class HostStore:
                 # its values.
                 home.tensor.data = home.tensor.detach().clone()
                 home.tensor = tensor
-
-
-def _take_in(home: _Home) -> None:
-    tensor, view = home.tensor, home.view
-    if tensor.shape != view.shape or tensor.dtype != view.dtype or tensor.device != view.device:
-        now = f"{TensorSpec.of(tensor)} on {tensor.device}"
-        raise ExecuteError(
-            f"`{home.key}` became {now}; the compiled model holds {home.spec} on {view.device}.\n"
-            "  Shape, dtype and device of the state are fixed when the model is compiled.\n"
-            "  Module.to, .cuda() and .half() change them; a trainer that moves its model calls these.\n"
-            "  Change them first, then compile; or give such a trainer the compiled model, which stays in place."
-        )
-    # Cloned, because the new value may be another view of the very same memory (`p.data = p.data.t()`).
-    view.copy_(tensor.detach().clone())
-    tensor.data = view
-
-
-def _runs(entries: Iterable[Entry], homes: Iterable[_Home]) -> Iterable[_Run]:
-    """Joins neighbours that have the same distance in the arena as in the image."""
-    start = end = source = 0
-    arena: HostArena | None = None
-    for entry, home in zip(entries, homes, strict=True):
-        if not entry.spec.nbytes:
-            continue
-        if arena is not home.arena or home.offset - entry.offset != source - start:
-            if arena is not None:
-                yield _Run(start, end, arena.tensor[source : source + end - start], arena)
-            arena, start, source = home.arena, entry.offset, home.offset
-        end = entry.offset + entry.spec.nbytes
-    if arena is not None:
-        yield _Run(start, end, arena.tensor[source : source + end - start], arena)
+                home.memory = new_memory()
 
 
 def _is_alike(one: TensorSpec, other: TensorSpec) -> bool:

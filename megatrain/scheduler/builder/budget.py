@@ -9,21 +9,53 @@ from itertools import accumulate
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft
+from megatrain.scheduler.builder.search import Search
 from megatrain.scheduler.builder.stays import alternates
 from megatrain.scheduler.effects import NO_BLOCK
 from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind
+from megatrain.scheduler.timing.costs import Costs
 from megatrain.scheduler.workload import Workload
 
 
 def choose_draft(
-    builder: Builder, *, num_slots: int | None, keep: int | None, memory: int | None, activations: str
+    builder: Builder,
+    *,
+    num_slots: int | None,
+    keep: int | None,
+    memory: int | None,
+    activations: str,
+    costs: Costs | None = None,
 ) -> Draft:
-    """The first draft that fits, of plans ordered from fast to frugal; see `schedule`.
+    """The draft with the shortest step by `costs`, of those that fit; without costs see `_first_that_fits`.
 
     Raises:
         ScheduleError: If none fits.
     """
+    draft = _without_costs(builder, num_slots, keep, memory, activations)
+    if costs is None or memory is None or builder.kind.transfer == "bind" or builder.kind.mode == "forward":
+        return draft
+    return Search(builder, memory, costs).fastest(
+        draft,
+        _least_plan(builder, draft, keep, activations),
+        is_keep_free=keep is None and activations != "offload",
+        is_save_free=activations == "auto",
+        is_slots_free=num_slots is None,
+    )
+
+
+def _least_plan(builder: Builder, draft: Draft, keep: int | None, activations: str) -> Choices:
+    """The plan of these options that parks and recomputes most."""
+    plan = _starting_plan(builder, draft.plan.num_slots, keep, activations)
+    if keep is None and activations not in ("keep", "offload"):
+        plan = replace(plan, keep=0)
+    return plan
+
+
+def _without_costs(
+    builder: Builder, num_slots: int | None, keep: int | None, memory: int | None, activations: str
+) -> Draft:
+    """The first draft that fits, of plans ordered from fast to frugal as no time is needed to tell; see `schedule`."""
     draft = _first_that_fits(builder, num_slots, keep, memory, activations)
     if builder.kind.transfer == "bind" or draft.plan.num_slots == 1:
         return draft
@@ -37,22 +69,40 @@ def choose_draft(
 
 
 def _with_most_resident(builder: Builder, draft: Draft, memory: int) -> Draft:
-    """The draft with as many resident blocks as fit: their weights cross the bus once a step.
+    """The draft with as many persistent and resident blocks as fit, the last blocks first.
+
+    Frozen weights of a persistent block never cross the bus again, the weights of a resident block cross once a step.
 
     Without a budget there are only those that the slots hold: nobody said that there is memory for the model. The same
     goes for calls, whose caller has a loss and tensors of their own beside them; all that a training step has counts.
     """
-    num_slots = draft.plan.num_slots
-    further = [block.state_bytes for block in reversed(builder.workload.blocks[:-num_slots])]
+    blocks = range(len(builder.workload.blocks) - 1, -1, -1)
+    frozen = [block for block in blocks if builder.workload.blocks[block].is_mostly_frozen]
+    draft = _with_most(builder, draft, memory, frozen, "persistent")
+    rest = [block for block in blocks[draft.plan.num_slots :] if block not in draft.plan.persistent]
+    return _with_most(builder, draft, memory, rest, "resident")
+
+
+def _with_most(builder: Builder, draft: Draft, memory: int, order: Sequence[int], name: str) -> Draft:
+    """The draft with as many blocks as fit as one of the choices.
+
+    Args:
+        builder: Of the workload.
+        draft: A draft that fits.
+        memory: The budget.
+        order: Blocks, the first choice first.
+        name: Which choice.
+    """
     # Of slots of many sizes more may fit, or fewer, than their sum says; a draft of a long table takes a while.
-    least = sum(total <= memory - draft.device_bytes for total in accumulate(further))
+    sizes = [builder.workload.blocks[block].state_bytes for block in order]
+    least = sum(total <= memory - draft.device_bytes for total in accumulate(sizes))
 
     def plan(count: int) -> Choices:
-        return replace(draft.plan, num_resident=num_slots + count)
+        return replace(draft.plan, **{name: tuple(sorted(order[:count]))})
 
     found = _largest_that_fits(builder, (least, plan), memory, [])
     assert found is not None, "without further blocks it is the draft, which fits"
-    for count in range(found.plan.num_resident - num_slots + 1, len(further) + 1):
+    for count in range(len(getattr(found.plan, name)) + 1, len(order) + 1):
         more = builder.draft(plan(count))
         if more.device_bytes > memory:
             break

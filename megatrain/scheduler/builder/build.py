@@ -12,6 +12,7 @@ from megatrain.scheduler.builder.budget import choose_draft, first_fit
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import KIND_RULES, StepKind
+from megatrain.scheduler.timing.costs import Costs
 from megatrain.scheduler.workload import Workload
 
 ACTIVATIONS = ("auto", "recompute", "keep", "offload")
@@ -35,6 +36,7 @@ def build(
     keep: int | None = None,
     memory: int | None = None,
     activations: str = "auto",
+    costs: Costs | None = None,
 ) -> Schedule:
     """Places one step of `workload` on the streams.
 
@@ -48,6 +50,7 @@ def build(
         keep: See there.
         memory: Device bytes; see there.
         activations: See there.
+        costs: Of the ops, to choose the plan with the shortest step.
 
     Returns:
         A schedule that passes `check_schedule`. Ticks count from 0; lifetimes include both ends.
@@ -57,13 +60,13 @@ def build(
             needed at least, and by which block.
 
     >>> from megatrain.scheduler.workload import BlockWork
-    >>> layer = BlockWork("layer", 1024, 1024, 0, 0, 0, True, 10**6)
+    >>> layer = BlockWork("layer", 1024, 1024, 0, 0, 0, True)
     >>> print(*build(Workload((layer, layer, layer), (), ()), StepKind(), num_slots=1).ops)
     W0@0 F0 W1@0 F1 W2@0 F2 B2 W1@0 G2 B1 W0@0 G1 B0 G0
     """
     workload.check()
     builder = Builder(workload, kind)
-    draft = choose_draft(builder, num_slots=num_slots, keep=keep, memory=memory, activations=activations)
+    draft = choose_draft(builder, num_slots=num_slots, keep=keep, memory=memory, activations=activations, costs=costs)
     return schedule_of(builder.finish(draft))
 
 

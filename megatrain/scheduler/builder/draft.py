@@ -26,8 +26,9 @@ class Choices:
         num_slots: Blocks whose weights may be on the device at the same time.
         keep: As in `Schedule`.
         saves: As in `Schedule`.
-        num_resident: The last so many blocks keep their weights on the device from their forward to their backward. As
-            many as there are slots do so anyway: at the turn they are there.
+        resident: Blocks whose weights stay on the device from their forward to their backward, ascending. The last
+            blocks, as many as there are slots, do so anyway: at the turn they are there.
+        persistent: As in `Table`.
         has_late_offloads: With several micro-batches, a block's gradients leave beside the whole backward of the block
             before it, rather than beside that of one micro-batch. They take device memory longer.
     """
@@ -35,7 +36,8 @@ class Choices:
     num_slots: int
     keep: int
     saves: tuple[int, ...]
-    num_resident: int = 0
+    resident: tuple[int, ...] = ()
+    persistent: tuple[int, ...] = ()
     has_late_offloads: bool = False
 
 
@@ -77,7 +79,7 @@ class Builder:
         self.workload = workload
         self.kind = kind
         self.stages = compute_stages(workload, kind)
-        self._placed: dict[tuple[int, int], _Weights] = {}
+        self._placed: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _Weights] = {}
 
     def draft(self, plan: Choices) -> Draft:
         """Gives the ops ticks and counts the memory."""
@@ -131,22 +133,29 @@ class Builder:
             num_blocks=len(self.workload.blocks),
             kind=self.kind,
             places=places,
+            persistent=draft.plan.persistent,
             workload=self.workload,
         )
 
     def _place(self, plan: Choices) -> _Weights:
-        counts = plan.num_slots, max(plan.num_slots, plan.num_resident)
-        if counts not in self._placed:
-            num_slots, num_resident = counts
-            stays = stays_of(self.workload, self.kind, self.stages, num_slots=num_slots, num_resident=num_resident)
+        chosen = plan.num_slots, plan.resident, plan.persistent
+        if chosen not in self._placed:
+            stays = stays_of(
+                self.workload,
+                self.kind,
+                self.stages,
+                num_slots=plan.num_slots,
+                resident=frozenset(plan.resident),
+                persistent=frozenset(plan.persistent),
+            )
             loads = [stay.block for stay in stays]
             head = head_updates(self.workload, loads) if self.kind.updates == "deferred" else {}
-            self._placed[counts] = _Weights(head, stays, *place_slots(stays))
-        return self._placed[counts]
+            self._placed[chosen] = _Weights(head, stays, *place_slots(stays))
+        return self._placed[chosen]
 
     def _effects(self, plan: Choices) -> Effects:
         parked = parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves)
-        return Effects(self.workload, self.kind, plan.saves, parked)
+        return Effects(self.workload, self.kind, plan.saves, parked, plan.persistent)
 
 
 def _ops(rows: Rows, host: HostTicks) -> Iterator[tuple[Stream, int, tuple[str, int, int]]]:

@@ -86,7 +86,7 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
         overlapped = arrivals[following] if following < len(arrivals) else ready + 1
         placed[block] = free = max(free, overlapped, at_least + 1)
         free += 1
-    return HostTicks(placed, squares, norm)
+    return HostTicks(placed, squares, max(free, last + 1) if kind.reports_norm else norm)
 
 
 def _by_readiness(workload: Workload, ticks: OpTicks) -> Sequence[tuple[int, int]]:

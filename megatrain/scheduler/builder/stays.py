@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,12 +70,19 @@ def alternates(workload: Workload, kind: StepKind) -> bool:
 
 
 def stays_of(
-    workload: Workload, kind: StepKind, stages: Sequence[Stage], *, num_slots: int, num_resident: int
+    workload: Workload,
+    kind: StepKind,
+    stages: Sequence[Stage],
+    *,
+    num_slots: int,
+    resident: Collection[int],
+    persistent: Collection[int],
 ) -> tuple[Stay, ...]:
     """Every stay of every block's state, in the order of first need.
 
-    The last `num_resident` blocks stay from their forward to their backward, which saves their second prefetch. Of
-    these, `num_slots` are together no more than what the slots hold at the turn anyway.
+    Resident blocks stay from their forward to their backward, which saves their second prefetch. The last `num_slots`
+    blocks do so in any case: together they are no more than what the slots hold at the turn. The bytes of persistent
+    blocks are reserved for the whole step.
     """
     uses: dict[int, list[int]] = {}
     for number, stage in enumerate(stages):
@@ -85,7 +92,10 @@ def stays_of(
     found: list[Stay] = []
     for block, at in uses.items():
         nbytes = 0 if kind.transfer == "bind" else workload.blocks[block].state_bytes
-        stays = block >= len(workload.blocks) - num_resident
+        if block in persistent:
+            found.append(Stay(block, at[0], 1 - num_slots, len(stages) - 1, nbytes))
+            continue
+        stays = block in resident or block >= len(workload.blocks) - num_slots
         for run in [at] if stays else [[stage] for stage in at]:
             found.append(Stay(block, run[0], run[0] - (num_slots - 1), run[-1], nbytes))
     return tuple(sorted(found, key=lambda r: r.needed))
@@ -97,7 +107,8 @@ def place_slots(stays: Sequence[Stay]) -> tuple[tuple[Slot, ...], tuple[int, ...
     This is offline dynamic storage allocation: the largest first, each at the first place that is free for
     its whole life. Equal sizes are placed outwards from the stays that span the turn, the longest of
     which comes first: on each side that is the order in which first fit needs no more places than are alive
-    at once.
+    at once. Those of the whole step lie at the start of the arena, the last block first: schedules for batches of
+    other sizes then find them at the same bytes.
 
     Returns:
         The slots by offset, and for each stay the index of its slot.
@@ -120,9 +131,17 @@ def _outward_order(stays: Sequence[Stay]) -> list[int]:
     # a step of one direction, whose start is as good a place to begin.
     turn = max((s.needed for s in stays if s.last > s.needed), default=0)
     distance = [max(0, s.first - turn, turn - s.last) for s in stays]
+    start, end = min((s.first for s in stays), default=0), max((s.last for s in stays), default=0)
+    whole = [(s.first, s.last) == (start, end) for s in stays]
     return sorted(
         range(len(stays)),
-        key=lambda i: (-stays[i].nbytes, distance[i], stays[i].first - stays[i].last, stays[i].first),
+        key=lambda i: (
+            -stays[i].block - 1 if whole[i] else 0,
+            -stays[i].nbytes,
+            distance[i],
+            stays[i].first - stays[i].last,
+            stays[i].first,
+        ),
     )
 
 

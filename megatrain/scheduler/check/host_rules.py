@@ -13,9 +13,12 @@ def check_norm(case: Case) -> None:
     """The norm is taken once, over all gradients, after the previous step's updates have used its old value."""
     rule = (
         "A clipped step has one S for each G, after it, and one N, after all S and after updates of the previous step; "
-        "other steps have neither."
+        "steps without a norm have neither."
     )
     blocks = range(len(case.workload.blocks))
+    if case.schedule.kind.reports_norm:
+        _check_reported_norm(case)
+        return
     if not case.schedule.kind.clip:
         for block in (NO_BLOCK, *blocks):
             case.never(Stream.HOST, "N" if block == NO_BLOCK else "S", block, "is read by nothing", rule)
@@ -33,6 +36,15 @@ def check_norm(case: Case) -> None:
         if case.schedule.kind.updates == "deferred":
             for update in case.at(Stream.HOST, "U", block):
                 case.require_before(update, norm, "replaces the norm that is read by", rule)
+
+
+def _check_reported_norm(case: Case) -> None:
+    rule = "A step that reports its norm has one N, after all U, which have summed the squares; and no S."
+    norm = case.once(Stream.HOST, "N", NO_BLOCK, rule)
+    for block in range(len(case.workload.blocks)):
+        case.never(Stream.HOST, "S", block, "sums what is summed with an update", rule)
+        for update in case.at(Stream.HOST, "U", block):
+            case.require_before(update, norm, "takes the norm from what is summed by", rule)
 
 
 def check_places(case: Case) -> None:
@@ -127,7 +139,7 @@ def _check_update_of_this(case: Case, update: Position, members: tuple[int, ...]
     for member in members:
         for offload in case.at(Stream.D2H, "G", member):
             case.require_before(offload, update, "reads what leaves with", rule)
-    for norm in case.at(Stream.HOST, "N", NO_BLOCK):
+    for norm in case.at(Stream.HOST, "N", NO_BLOCK) if case.schedule.kind.clip else ():
         case.require_before(norm, update, "is scaled by", rule)
     for reader in _weight_readers(case, members):
         case.require_before(reader, update, "writes what is read by", rule)

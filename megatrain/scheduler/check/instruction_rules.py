@@ -92,6 +92,8 @@ def _check_flags(case: Case, instructions: Instructions) -> None:
         has_backward = is_train and case.workload.blocks[op.block].has_backward
         _expect(instruction, "a retained graph", instruction.retains, is_forward and is_saved, rule)
         _expect(instruction, "a recompute", instruction.recomputes, is_forward and has_backward and not is_saved, rule)
+        persists = op.what == "W" and op.block in case.schedule.persistent
+        _expect(instruction, "weights that persist", instruction.persists, persists, "`persistent` says which do.")
         turns = op.what == "B" and number not in turned
         _expect(instruction, "a turn", instruction.turns, turns, "The caller's gradients arrive before the first B.")
         turned |= {number} if turns else set()
@@ -101,7 +103,7 @@ def _check_state(case: Case, instructions: Instructions) -> None:
     """Each W fills its slot, each F and B reads what the last W of its block filled, and the last reader leaves it."""
     rule = (
         "F and B read the bytes that the last W of their block in an earlier tick filled; the last reader releases "
-        "them."
+        "them, unless they persist."
     )
     is_bound = case.schedule.kind.transfer == "bind"
     filled: dict[int, tuple[Position, Bytes]] = {}
@@ -124,8 +126,9 @@ def _check_state(case: Case, instructions: Instructions) -> None:
         filled.update({block: (load, where) for block, load, where in pending})
         pending.clear()
     left: dict[Position, set[Bytes]] = {}
-    for position, where in reader.values():
-        left.setdefault(position, set()).add(where)
+    for load, (position, where) in reader.items():
+        if case.op(load).block not in case.schedule.persistent:
+            left.setdefault(position, set()).add(where)
     for instruction in instructions.all:
         _expect(instruction, "left bytes", sorted(instruction.leaves), sorted(left.get(instruction.position, ())), rule)
 

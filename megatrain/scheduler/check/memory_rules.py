@@ -236,7 +236,8 @@ def _recount_moved(case: Case) -> tuple[int, int]:
                 moved[position.stream] += sum(case.workload.values[v].nbytes for v in case.parked[op.block])
             elif op.what in ("W", "G"):
                 block = case.workload.blocks[op.block]
-                moved[position.stream] += block.state_bytes if op.what == "W" else block.gradient_bytes
+                there = block.frozen_bytes if op.block in case.schedule.persistent else 0
+                moved[position.stream] += block.state_bytes - there if op.what == "W" else block.gradient_bytes
     return moved[Stream.H2D], moved[Stream.D2H]
 
 

@@ -20,6 +20,7 @@ from megatrain.scheduler.check.memory_rules import (
     check_live_bytes,
     check_releases_come_first,
 )
+from megatrain.scheduler.check.weight_rules import check_persistent, check_weights
 from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.happens import graph_waits
@@ -221,47 +222,6 @@ def check_inputs(case: Case) -> None:
                     case.require_before(made, case.backward(reader, number), "reads a result of", rule)
 
 
-def check_weights(case: Case) -> None:
-    """Every F and B finds its weights in a slot, and no W touches them before it is done."""
-    rule = "F and B read what the last W of their block copied; no W writes there before they are done."
-    latest: dict[int, Position] = {}
-    readers: dict[Position, list[Position]] = {}
-    for tick, row in enumerate(case.schedule.ticks):
-        if row.compute is not None and case.workload.blocks[row.compute.block].state_bytes > 0:
-            position = Position(tick, Stream.COMPUTE)
-            if row.compute.block not in latest:
-                raise case.fault(
-                    f"{case.name(position)} needs W{row.compute.block}, which isn't at an earlier tick.",
-                    rule,
-                    tick,
-                    f"Prefetch W{row.compute.block} at tick {tick - 1} or earlier.",
-                )
-            load = latest[row.compute.block]
-            case.require_before(load, position, "reads weights that are copied by", rule)
-            readers.setdefault(load, []).append(position)
-        if row.h2d is not None and row.h2d.what == "W":
-            latest[row.h2d.block] = Position(tick, Stream.H2D)
-    _check_overwrites(case, readers, rule)
-
-
-def _check_overwrites(case: Case, readers: dict[Position, list[Position]], rule: str) -> None:
-    lying: dict[Position, tuple[int, int]] = {}
-    for position, op in case.ops:
-        if op.slot is None:
-            continue
-        if position not in readers:
-            raise case.fault(f"{case.name(position)} is read by nothing.", rule, position.tick, "Remove it.")
-        nbytes = 0 if case.schedule.kind.transfer == "bind" else case.workload.blocks[op.block].state_bytes
-        start = case.schedule.slots[op.slot].offset
-        overwritten = [p for p, (a, b) in lying.items() if a < start + nbytes and start < b]
-        for load in overwritten:
-            # Every later write to these bytes follows this W in its stream.
-            del lying[load]
-            for reader in readers[load]:
-                case.require_before(reader, position, f"overwrites {case.name(load)}, read by", rule)
-        lying[position] = (start, start + nbytes)
-
-
 def check_gradients(case: Case) -> None:
     """The parameter gradients of every block leave exactly once, summed over the micro-batches."""
     rule = "Parameter gradients leave the device once, after the B of every micro-batch, because each adds to them."
@@ -285,6 +245,7 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_inputs,
     check_parks,
     check_weights,
+    check_persistent,
     check_gradients,
     check_norm,
     check_updates,

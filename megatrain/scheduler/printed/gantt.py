@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.timing.costs import Costs
-from megatrain.scheduler.timing.simulate import Timing, critical_path, simulate
+from megatrain.scheduler.timing.shared import Timing
+from megatrain.scheduler.timing.simulate import critical_path, simulate
 
 
 def gantt(schedule: Table, costs: Costs, *, width: int = 100) -> str:

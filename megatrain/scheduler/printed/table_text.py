@@ -23,7 +23,7 @@ _HEADER = re.compile(
 _DEVICE = re.compile(r"device: (?P<device_bytes>\d{1,18}) B; host: (?P<host_bytes>\d{1,18}) B")
 _SLOT = re.compile(r"(?P<index>\d{1,18}) = (?P<offset>\d{1,18})\+(?P<nbytes>\d{1,18})")
 _PLACE = re.compile(r"(?P<block>\d{1,18}) = (?P<offset>\d{1,18})\+(?P<nbytes>\d{1,18})")
-_UPDATES = re.compile(r"(?P<updates>\w+)(?P<clip>, clipped)?")
+_UPDATES = re.compile(r"(?P<updates>\w+)(?P<norm>, clipped|, norm)?")
 _RANGE = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?")
 _WIDTH = 100
 # Other columns are left out where nothing stands in them.
@@ -100,6 +100,7 @@ class _Read:
     places: list[Place] = field(default_factory=list[Place])
     saves: list[int] = field(default_factory=list[int])
     frozen: list[int] = field(default_factory=list[int])
+    persistent: list[int] = field(default_factory=list[int])
     kind: dict[str, Any] = field(default_factory=dict[str, Any])
     streams: list[Stream] = field(default_factory=list[Stream])
     ticks: list[Tick] = field(default_factory=list[Tick])
@@ -133,6 +134,7 @@ def parse_table(text: str, workload: Workload | None = None) -> Table:
         live_bytes=tuple(read.live_bytes),
         kind=_kind(read),
         places=tuple(read.places),
+        persistent=tuple(read.persistent),
         workload=workload,
         **{name: figure for name, figure in read.figures.items() if name not in counts},
     )
@@ -223,9 +225,10 @@ def _read_micro_batches(text: str, read: _Read) -> None:
 def _read_updates(text: str, read: _Read) -> None:
     match = _UPDATES.fullmatch(text)
     if match is None:
-        raise ScheduleError("expected `updates: deferred` or `updates: deferred, clipped`.")
+        raise ScheduleError("expected `updates: deferred`, `updates: deferred, clipped` or `updates: overlap, norm`.")
     read.say("updates", _one_of(match["updates"], UPDATES))
-    read.say("clip", match["clip"] is not None)
+    read.say("clip", match["norm"] == ", clipped")
+    read.say("reports_norm", match["norm"] == ", norm")
 
 
 def _one_of(word: str, known: Sequence[str]) -> str:
@@ -236,7 +239,8 @@ def _one_of(word: str, known: Sequence[str]) -> str:
 
 def _updates(schedule: Table) -> Iterable[str]:
     kind = schedule.kind
-    return [f"{kind.updates}{', clipped' if kind.clip else ''}"] if kind.holds_gradients else []
+    norm = ", clipped" if kind.clip else ", norm" if kind.reports_norm else ""
+    return [f"{kind.updates}{norm}"] if kind.holds_gradients else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +267,9 @@ _LINES: dict[str, _Line] = {
     "slots": _Line(lambda s: [f"{i} = {x.offset}+{x.nbytes}" for i, x in enumerate(s.slots)], _read_slots, "; "),
     "saves": _Line(lambda s: ranges(s.saves), lambda text, read: read.saves.extend(_read_ranges(text, read))),
     "frozen": _Line(lambda s: ranges(s.frozen), lambda text, read: read.frozen.extend(_read_ranges(text, read))),
+    "persistent": _Line(
+        lambda s: ranges(s.persistent), lambda text, read: read.persistent.extend(_read_ranges(text, read))
+    ),
     "mode": _choice("mode", MODES),
     "transfer": _choice("transfer", TRANSFERS),
     "micro-batches": _Line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatrain.hardware.work import total_flops, total_kernels
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 
 
@@ -23,7 +24,7 @@ def workload_text(workload: Workload) -> str:
     )
 
 
-_BLOCK = ("block", "state", "gradients", "saved", "forward", "backward", "FLOP", "update", "name")
+_BLOCK = ("block", "state", "frozen", "gradients", "saved", "forward", "backward", "FLOP", "kernels", "update", "name")
 _VALUE = ("value", "bytes", "storage", "made by", "read by", "is", "name")
 
 
@@ -31,8 +32,11 @@ def _block_cells(index: int, block: BlockWork) -> tuple[str, ...]:
     backward = str(block.backward_workspace_bytes) if block.has_backward else "."
     gradients = f"{block.gradient_bytes}" + (f"+{block.gradient_padding}" if block.gradient_padding else "")
     shares = f", updates rows of {_listed(block.shares)} as well" if block.shares else ""
-    sizes = (block.state_bytes, gradients, block.saved_bytes, block.forward_workspace_bytes, backward)
-    return (str(index), *map(str, sizes), str(block.forward_flops), str(block.update_bytes), f"{block.name}{shares}")
+    held = (block.saved_bytes, block.forward_workspace_bytes, backward)
+    sizes = (block.state_bytes, block.frozen_bytes, gradients, *held)
+    both = (block.forward, block.backward) if block.has_backward else (block.forward,)
+    kernels = ["+".join(str(total(works)) for works in both) for total in (total_flops, total_kernels)]
+    return (str(index), *map(str, sizes), *kernels, str(block.update_bytes), f"{block.name}{shares}")
 
 
 def _value_cells(index: int, value: ValueWork) -> tuple[str, ...]:

@@ -3,52 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import median
 from typing import NamedTuple
 
-from megatrain.checks import checked, mapping_of, number
 from megatrain.errors import OptionError, ScheduleError
-from megatrain.scheduler.books import Books
-from megatrain.scheduler.effects import KINDS, Stream, kind_of, streams
+from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.work import Works
+from megatrain.scheduler.effects import KINDS, Effects, Stream, kind_of, streams
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table
-
-_RATE = number(above=0, example=1e9)
-
-
-@checked(
-    h2d_bytes_per_s=_RATE,
-    d2h_bytes_per_s=_RATE,
-    flops_per_s=_RATE,
-    launch_s=number(least=0, below=inf, example=0.0),
-    host_bytes_per_s=_RATE,
-    further_rates=mapping_of(_RATE),
-)
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """Rates of a machine, measured or given.
-
-    Args:
-        h2d_bytes_per_s: Copies to the device.
-        d2h_bytes_per_s: Copies to the host.
-        flops_per_s: Floating-point operations that blocks achieve.
-        launch_s: Fixed time of every op.
-        host_bytes_per_s: Bytes per second that an update or a norm reads and writes in host memory; without a figure
-            they take no time.
-        further_rates: Bytes per second of streams that a program adds, by name.
-
-    Raises:
-        OptionError: If a rate isn't positive, or the fixed time is negative.
-    """
-
-    h2d_bytes_per_s: float
-    d2h_bytes_per_s: float
-    flops_per_s: float
-    launch_s: float = 0.0
-    host_bytes_per_s: float = float("inf")
-    further_rates: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
 
 class TimedKind(NamedTuple):
@@ -60,6 +25,7 @@ class TimedKind(NamedTuple):
         block: Its block; `NO_BLOCK` for `N`.
         micro_batch: Its micro-batch; 0 where the step has one, or the op serves all.
         is_saved: Whether the graph of this F or B is retained: then B doesn't recompute.
+        has_squares: Whether this U also sums the squares of its gradients, for a norm that is reported.
     """
 
     stream: Stream
@@ -67,11 +33,12 @@ class TimedKind(NamedTuple):
     block: int
     micro_batch: int
     is_saved: bool
+    has_squares: bool = False
 
     def __str__(self) -> str:
         block = "" if self.block < 0 else str(self.block)
         micro = f".{self.micro_batch}" if kind_of(self.stream, self.what).per_micro_batch else ""
-        return f"{self.what}{block}{micro}{'*' if self.is_saved else ''}"
+        return f"{self.what}{block}{micro}{'*' if self.is_saved else ''}{'+' if self.has_squares else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +152,8 @@ def _kinds(schedule: Table) -> Iterator[tuple[Position, Op, TimedKind]]:
     saves = frozenset(schedule.saves)
     for position, op in schedule.positions():
         is_saved = op.what in "FB" and op.block in saves
-        yield position, op, TimedKind(op.stream, op.what, op.block, op.micro_batch or 0, is_saved)
+        has_squares = op.what == "U" and schedule.kind.reports_norm
+        yield position, op, TimedKind(op.stream, op.what, op.block, op.micro_batch or 0, is_saved, has_squares)
 
 
 def _medians(seconds: Mapping[TimedKind, Sequence[float]]) -> dict[TimedKind, float]:
@@ -199,12 +167,13 @@ def _medians(seconds: Mapping[TimedKind, Sequence[float]]) -> dict[TimedKind, fl
 
 
 def op_durations(schedule: Table, costs: Costs) -> dict[Position, float]:
-    """Seconds of each op, in table order.
+    """Seconds of each op, in table order, if nothing else slows it down.
 
-    Of a machine's rates, a backward is taken as twice the forward's work, and one forward more where it recomputes.
+    Of a machine's rates: an op of compute takes as long as its kernels, a copy as long as its bytes, an op of the host
+    as long as the bytes that it reads and writes.
 
     Raises:
-        ScheduleError: If a measurement lacks an op.
+        ScheduleError: If a measurement lacks an op, or the schedule doesn't know its workload.
     """
     if isinstance(costs, Measured):
         return costs.durations(schedule)
@@ -212,15 +181,22 @@ def op_durations(schedule: Table, costs: Costs) -> dict[Position, float]:
 
 
 def _hardware_durations(schedule: Table, hardware: Hardware) -> dict[Position, float]:
+    effects = Effects(schedule.known_workload(), schedule.kind, schedule.saves, schedule.parked(), schedule.persistent)
     rates = {
         Stream.H2D: hardware.h2d_bytes_per_s,
         Stream.D2H: hardware.d2h_bytes_per_s,
         Stream.HOST: hardware.host_bytes_per_s,
         **hardware.further_rates,
     }
-    return {
-        position: hardware.launch_s
-        + effect.flops / hardware.flops_per_s
-        + effect.moves / rates.get(position.stream, inf)
-        for position, effect in Books(schedule).ops
-    }
+    known: dict[Works, float] = {}
+    found: dict[Position, float] = {}
+    for position, op in schedule.positions():
+        effect = effects.of(*op.key)
+        if effect.work not in known:
+            known[effect.work] = hardware.seconds(effect.work)
+        computes = bool(effect.work) or position.stream == Stream.COMPUTE
+        seconds = known[effect.work] if computes else hardware.launch_s
+        if position.stream == Stream.HOST:
+            seconds += hardware.op_s
+        found[position] = seconds + effect.moves / rates.get(position.stream, inf)
+    return found

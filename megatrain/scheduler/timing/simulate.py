@@ -8,19 +8,12 @@ from dataclasses import dataclass
 import networkx as nx
 
 from megatrain.checks import checked
+from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.dependency import dependency_graph, derive_waits
 from megatrain.scheduler.effects import Stream, streams
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.timing.costs import Costs, op_durations
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One op of a simulated step, in seconds from its start."""
-
-    position: Position
-    start_s: float
-    end_s: float
+from megatrain.scheduler.timing.shared import Timing, link_bound, shared_timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,43 +48,58 @@ def simulate(schedule: Table, costs: Costs) -> Simulation:
     Raises:
         ScheduleError: If the schedule doesn't know its workload, or the measurement lacks one of its ops.
     """
-    durations = op_durations(schedule, costs)
-    waits = derive_waits(schedule)
-    free = dict.fromkeys(streams(), 0.0)
+    timeline = _timeline(schedule, costs)
     total = dict.fromkeys(streams(), 0.0)
+    for timing in timeline:
+        total[timing.position.stream] += timing.end_s - timing.start_s
+    step_s = max((timing.end_s for timing in timeline), default=0.0)
+    named = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
+    busy = {s: total[s] / step_s if step_s > 0 else 0.0 for s in streams() if s in named or total[s]}
+    return Simulation(step_s, busy, max(streams(), key=lambda s: total[s]), timeline)
+
+
+def _timeline(schedule: Table, costs: Costs) -> tuple[Timing, ...]:
+    durations, waits = op_durations(schedule, costs), derive_waits(schedule)
+    if isinstance(costs, Hardware) and costs.is_shared:
+        return shared_timeline(durations, waits, costs)
+    free = dict.fromkeys(streams(), 0.0)
     ends: dict[Position, float] = {}
     timeline: list[Timing] = []
     for position, seconds in durations.items():
         start = max([free[position.stream], *(ends[before] for before in waits[position])])
         free[position.stream] = ends[position] = start + seconds
-        total[position.stream] += seconds
         timeline.append(Timing(position, start, start + seconds))
-    step_s = max(free.values())
-    named = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
-    busy = {s: total[s] / step_s if step_s > 0 else 0.0 for s in streams() if s in named or total[s]}
-    return Simulation(step_s, busy, max(streams(), key=lambda s: total[s]), tuple(timeline))
+    return tuple(timeline)
 
 
 @checked()
 def critical_path(schedule: Table, costs: Costs) -> tuple[float, tuple[Position, ...]]:
     """Seconds and ops of the longest chain of dependencies, the order of streams included.
 
-    No op waits for anything else, so this is how long the simulated step takes, and why.
+    Each op counts as long as it takes in the simulated step. No op waits for anything else, so this is how long the
+    step takes, and why.
     """
-    return _longest_path(dependency_graph(schedule), op_durations(schedule, costs))
+    if isinstance(costs, Hardware) and costs.is_shared:
+        durations = {timing.position: timing.end_s - timing.start_s for timing in _timeline(schedule, costs)}
+    else:
+        durations = op_durations(schedule, costs)
+    return _longest_path(dependency_graph(schedule), durations)
 
 
 @checked()
 def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
     """Lower bounds of the seconds that these ops take, by reason.
 
-    Per stream the sum of its ops, which run one by one; `"data"` is the longest chain of ops that need each
-    other's results, which no number of slots and no other order shortens.
+    Per stream the sum of its ops, which run one by one; `"link"` is the time that copies of both directions take
+    together, where one slows the other down; `"data"` is the longest chain of ops that need each other's results,
+    which no number of slots and no other order shortens. No op counts as slowed down by others otherwise.
     """
     durations = op_durations(schedule, costs)
     bounds = {str(stream): 0.0 for stream in streams()}
     for position, seconds in durations.items():
         bounds[position.stream] += seconds
+    if isinstance(costs, Hardware) and costs.is_shared:
+        bounds["link"] = link_bound(bounds[Stream.H2D], bounds[Stream.D2H], costs)
     graph = dependency_graph(schedule)
     needed = [(a, b) for a, b, kind in graph.edges(data="kind") if kind in ("data", "weight")]
     bounds["data"] = _longest_path(graph.edge_subgraph(needed), durations)[0]

@@ -149,8 +149,14 @@ class ByteCount(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for item in result if isinstance(result, tuple | list) else (result,):
             if isinstance(item, torch.Tensor):
-                self.nbytes += item.nbytes
+                self.nbytes += _bytes_of(item)
         return result
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes if tensor.layout == torch.strided else tensor.numel() * tensor.itemsize
 
 
 def _picks_by_number(func: Any, args: Any) -> bool:

@@ -19,6 +19,7 @@ from megatrain.torch_private import (
     DynamicOutputShapeException,
     FakeTensor,
     are_transforms_active,
+    pytree,
 )
 from megatrain.tracer.calls import call_name, is_property_get, is_property_set
 from megatrain.tracer.packed.packing import UnfollowedError
@@ -117,6 +118,22 @@ def refuse_other_history(tensor: torch.Tensor, calls: tuple[str, ...]) -> NoRetu
         place=user_line(),
         calls=calls,
     )
+
+
+def check_strided(result: Any) -> None:
+    """Refuses sparse and nested results.
+
+    Raises:
+        Obstacle: If a call returned one.
+    """
+    for tensor in pytree.tree_leaves(result):
+        if isinstance(tensor, torch.Tensor) and (tensor.layout != torch.strided or tensor.is_nested):
+            refuse(
+                "makes a sparse or nested tensor",
+                "A schedule plans the memory of each value, and that of such a tensor depends on its content.",
+                "Make it inside a module of its own, which returns an ordinary tensor.",
+                remedy=RUN_AGAIN,
+            )
 
 
 def check_call(func: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -22,10 +22,12 @@ from megatrain.tracer.recording.obstacles import (
     HookSite,
     Obstacle,
     check_call,
+    check_strided,
     check_transforms,
     refuse,
 )
 from megatrain.tracer.recording.opaque_call import OpaqueCall
+from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.recording.runner import CallRunner
 from megatrain.tracer.recording.tape import place_of
 from megatrain.tracer.source_line import user_line
@@ -146,6 +148,7 @@ class Recorder(CallRunner):
         if has_tensors or self.effects.written:
             if self.effects.is_random and not self._attempt.uses_values:
                 result = pytree.tree_map_only(torch.Tensor, self._as_fake, result)
+            check_strided(result)
             self.tape.append(func, args, kwargs, nodes, result)
         elif not is_question:
             self._read(func, args, kwargs, nodes, result)
@@ -168,10 +171,12 @@ class Recorder(CallRunner):
             def run(*tensors: torch.Tensor) -> Any:
                 return call.run(tensors, more, self.tape.escapes)
 
+            before = torch.get_rng_state(), HostRng.now()
             with self._generator.free():
                 result, results, rebound = self._run(run, tuple(operands), {}, operands)
             self.changed_by_users |= call.changed
-            self.tape.append_opaque(call.opaque, nodes, results)
+            moved = not torch.equal(before[0], torch.get_rng_state()) or before[1] != HostRng.now()
+            self.tape.append_opaque(call.opaque, nodes, results, has_drawn=moved or self.effects.is_random)
             for (holder, kind, label), tensor in rebound:
                 vars(holder)[kind][label] = tensor
         return result

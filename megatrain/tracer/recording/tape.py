@@ -153,11 +153,15 @@ class Tape:
         if self._effects.is_value_dependent:
             self._fix_shapes(node, result)
 
-    def append_opaque(self, opaque: Opaque, operands: list[fx.Node], results: Sequence[torch.Tensor]) -> None:
+    def append_opaque(
+        self, opaque: Opaque, operands: list[fx.Node], results: Sequence[torch.Tensor], *, has_drawn: bool
+    ) -> None:
         """Appends the node of an opaque module; another step may draw random numbers where this one did not."""
         earlier = sum(isinstance(n.target, Opaque) and n.target.name == opaque.name for n in self.graph.nodes)
         node = self.graph.call_function(opaque, tuple(operands))
         node.meta.update(self._context(), is_random=True, modules=(*self.module_stack, (opaque.name, earlier)))
+        if not has_drawn:
+            node.meta["drew_nothing"] = True
         self._note_hidden_draws(node)
         self._bind_results(node, tuple(results))
         self._note_writes(node)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatrain.errors import OptimizerError
-from megatrain.optim.fast import native
+from megatrain.native import native_kernel as native
 from megatrain.optim.fast.adamw import AdamWOptions, Kernel, Moments, adamw_, native_reason
 from megatrain.optim.masters.halves import CHUNK, RoundedMaster, SplitMaster, WholeMaster, read_
 

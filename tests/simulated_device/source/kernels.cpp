@@ -130,6 +130,12 @@ int device_of_args(const Stack& args, const Form& form) {
   for (const auto& v : args) if (v.isDevice() && v.toDevice().has_index()) return v.toDevice().index();
   return current_device();
 }
+// Reads as much of its first argument as it returns.
+bool is_lookup(const std::string& name) {
+  for (const char* known : {"aten::embedding", "aten::index_select", "aten::gather", "aten::index"})
+    if (name == known || name.rfind(std::string(known) + ".", 0) == 0) return true;
+  return false;
+}
 void copy_results(const Stack& from, const std::vector<std::pair<size_t, IValue>>& places) {
   for (auto& [r, place] : places) {
     std::vector<Tensor> to, made;
@@ -225,6 +231,11 @@ void call(const c10::OperatorHandle& op, Stack* stack) {
     if (profile().is_on) {
       auto add = [&](const Tensor& t) { if (is_sim(t)) cost.bytes += nbytes_of(t); };
       for (auto& v : args) each_tensor(v, add);
+      if (is_lookup(form.name)) each_tensor(args[0], [&](const Tensor& t) {
+        double returned = 0;
+        for (auto& v : results) each_tensor(v, [&](const Tensor& r) { returned += nbytes_of(r); });
+        if (is_sim(t)) cost.bytes -= std::max(0.0, nbytes_of(t) - returned);
+      });
       if (form.in_place) for (size_t i : form.written) each_tensor(args[i], add);  // read and written
       for (size_t r = 0; r < results.size(); ++r) if (form.argument_of_return[r] < 0) each_tensor(results[r], add);
       cost.flops = flops_of(form.name, args, results);

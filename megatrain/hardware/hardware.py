@@ -1,0 +1,192 @@
+"""Hardware: the rates of a machine, each measured, from the table of presets, or given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from megatrain.checks import Rule, checked, count, mapping_of, number, one_of, optional
+from megatrain.hardware.machine_text import hardware_text
+from megatrain.hardware.presets import PRESETS, preset_figures
+from megatrain.hardware.work import MEMORY, RATES, Works, fault_of_works
+
+_RATE = number(above=0, example=1e9)
+_SECONDS = number(least=0, below=inf, example=0.0)
+_SHARE = number(above=0, below=1 + 1e-12, example=1.0)
+
+
+def _products_fault(value: Any) -> str | None:
+    if not isinstance(value, Mapping):
+        return _RATE.fault(value)
+    return mapping_of(_RATE, one_of(*RATES)).fault(value) if value else "is empty"
+
+
+_PRODUCTS = Rule(
+    f"a number above 0, or one by name: {', '.join(RATES)}",
+    '{name}=1e12, or {name}={{"bf16": 1e14, "fp32": 2e13}}',
+    _products_fault,
+)
+_WORKS = Rule("a tuple of Kernels", '{name}=(Kernels("fp32", 10**9, 10**6),)', fault_of_works)
+
+# Which rate counts where a machine's own isn't known, and by what it is divided.
+_INSTEAD = {"tf32": ("fp32", 1), "bf16": ("fp32", 1), "fp64": ("fp32", 2), "fp8": ("bf16", 1), "int8": ("bf16", 1)}
+
+
+@checked(
+    h2d_bytes_per_s=_RATE,
+    d2h_bytes_per_s=_RATE,
+    flops_per_s=_PRODUCTS,
+    launch_s=_SECONDS,
+    host_bytes_per_s=_RATE,
+    further_rates=mapping_of(_RATE),
+    memory_bytes_per_s=_RATE,
+    issue_s=_SECONDS,
+    op_s=_SECONDS,
+    h2d_beside=_SHARE,
+    d2h_beside=_SHARE,
+    host_beside=_SHARE,
+    compute_beside=_SHARE,
+    pageable_bytes_per_s=optional(_RATE),
+    memory_bytes=optional(count(1)),
+    host_memory_bytes=optional(count(1)),
+    cores=optional(count(1)),
+)
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Rates of a machine: measured by `measure`, from the table by `preset`, or given.
+
+    All rates are what work reaches, not what a data sheet says. Of a stream whose speed depends on what runs at the
+    same time, the rate is that of the stream alone, and a share says what is left of it beside others.
+
+    Args:
+        h2d_bytes_per_s: Copies to the device, from page-locked memory.
+        d2h_bytes_per_s: Copies to the host, likewise.
+        flops_per_s: Floating-point operations of products: one rate, or one by name as in `Kernels.rate`: `"bf16"`
+            (fp16 as well), `"tf32"`, `"fp32"`, `"bf16 attention"` and so on. What is missing counts as a similar one.
+        launch_s: Seconds of the device for each kernel and copy, and of the host for each of its ops, beyond the work.
+        host_bytes_per_s: Bytes per second that an update or a norm reads and writes in host memory; without a figure
+            they take no time.
+        further_rates: Bytes per second of streams that a program adds, by name.
+        memory_bytes_per_s: What kernels read and write in the device's memory; without a figure this takes no time.
+        issue_s: Seconds that Python takes to launch a kernel. A block takes no less than that for each of its kernels.
+            0 where kernels run in the calls that launch them: there `launch_s` has it.
+        op_s: Seconds that Python takes for each op of compute and of the host besides.
+        h2d_beside: The share of its rate that a copy to the device keeps while one to the host is under way.
+        d2h_beside: The reverse: of a copy to the host.
+        host_beside: The share that updates and norms keep while copies are under way.
+        compute_beside: The share that compute keeps while another stream works; less than 1 where the device is the
+            host, and streams share its cores.
+        pageable_bytes_per_s: Copies with memory that isn't page-locked; None if unknown.
+        memory_bytes: Size of the device's memory; None if unknown.
+        host_memory_bytes: Size of the host's memory; None if unknown.
+        cores: Processors of the host; None if unknown.
+        name: Printed.
+        origins: By the name of a figure where it is from; what has none was given.
+
+    Raises:
+        OptionError: If a rate isn't positive, a time is negative, or a share isn't one.
+
+    >>> from megatrain.hardware.work import Kernels
+    >>> machine = Hardware(25e9, 25e9, {"bf16": 1e14, "fp32": 2e13}, memory_bytes_per_s=1e12)
+    >>> machine.seconds((Kernels("bf16", 10**12, 10**9), Kernels("memory", 0, 2 * 10**9)))
+    0.012
+    """
+
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    flops_per_s: float | Mapping[str, float] = field(hash=False)
+    launch_s: float = 0.0
+    host_bytes_per_s: float = inf
+    further_rates: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    memory_bytes_per_s: float = inf
+    issue_s: float = 0.0
+    op_s: float = 0.0
+    h2d_beside: float = 1.0
+    d2h_beside: float = 1.0
+    host_beside: float = 1.0
+    compute_beside: float = 1.0
+    pageable_bytes_per_s: float | None = None
+    memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    cores: int | None = None
+    name: str = ""
+    origins: Mapping[str, str] = field(default_factory=dict[str, str], hash=False, compare=False)
+
+    @staticmethod
+    def measure(
+        device: Any = None, *, products: Sequence[Any] = (), cache: Any = None, fresh: bool = False
+    ) -> Hardware:
+        """Measures this machine in a few seconds, or reads what was measured before.
+
+        Args:
+            device: A device as for `compile`; None takes the accelerator, or the CPU.
+            products: The products of matrices whose rates count, as (rows, inner, columns, rate), say those of a model
+                (`megatrain.passes.measuring.products.products_of`). Without them products of a layer are taken.
+            cache: The folder of what was measured; None takes `.cache/megatrain` of the user's home. There is a file
+                for each machine, device, driver, version of torch, number of threads, and list of products.
+            fresh: Whether to measure again.
+
+        Raises:
+            OptionError: If an argument has a wrong value, or the device can't be used.
+        """
+        # Later: this file is imported where torch isn't.
+        from megatrain.hardware.measuring.measured import measured_figures
+
+        return Hardware(**measured_figures(device, products, cache, fresh, accept=Hardware))
+
+    @staticmethod
+    @checked(name=one_of(*PRESETS))
+    def preset(name: str) -> Hardware:
+        """A machine of the table, whose figures are published ones, measured by others, or assumptions: print it.
+
+        Args:
+            name: Such as `"rtx-4090"`.
+
+        Raises:
+            OptionError: If the table has no such machine; the error lists the names.
+        """
+        return Hardware(**preset_figures(name))
+
+    @staticmethod
+    def presets() -> tuple[str, ...]:
+        """The names of the machines in the table."""
+        return tuple(PRESETS)
+
+    @checked(name=one_of(*RATES))
+    def product_rate(self, name: str) -> float:
+        """FLOP/s of products by the name of their rate, or of the most similar one that is known."""
+        return self._product_rate(name)
+
+    def _product_rate(self, name: str) -> float:
+        if not isinstance(self.flops_per_s, Mapping):
+            return self.flops_per_s
+        divisor = 1
+        while name not in self.flops_per_s:
+            kind, _, is_attention = name.partition(" ")
+            name, more = (kind, 1) if is_attention else _INSTEAD.get(name, ("", 1))
+            divisor *= more
+            if not name:
+                return max(self.flops_per_s.values()) / divisor
+        return self.flops_per_s[name] / divisor
+
+    @checked(works=_WORKS)
+    def seconds(self, works: Works) -> float:
+        """Seconds that an op with these kernels takes, one by one; no less than Python takes to launch them."""
+        taken, kernels = 0.0, 0
+        for rate, flops, nbytes, number_of in works:
+            moving = nbytes / self.memory_bytes_per_s
+            taken += moving if rate == MEMORY else max(moving, flops / self._product_rate(rate))
+            kernels += number_of
+        taken += kernels * self.launch_s
+        # Python launches kernels while the device works, or else it does nothing else meanwhile.
+        return max(taken, kernels * self.issue_s + self.op_s) if self.issue_s else taken + self.op_s
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the speed of a stream depends on what others do."""
+        return min(self.h2d_beside, self.d2h_beside, self.host_beside, self.compute_beside) < 1
+
+    def __str__(self) -> str:
+        return hardware_text(self)

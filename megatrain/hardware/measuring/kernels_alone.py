@@ -1,0 +1,159 @@
+"""Kernels alone: rates of products, attention and memory, and what a launch costs the device and Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from megatrain.device import HOST, Device
+from megatrain.hardware.measuring.timing import seconds_of
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+# Of default products: so long that a launch doesn't count, so short that all of them take a second or two.
+_ABOUT_S = 0.004
+_IN_A_ROW = 4
+_LARGEST, _SMALLEST = 8192, 256
+
+
+class Product(NamedTuple):
+    """A product of matrices.
+
+    Attributes:
+        rows: Of the first and of the result; in layers, the tokens.
+        inner: Of the sum.
+        columns: Of the second and of the result.
+        rate: The name of its rate: `"bf16"`, `"fp32"` or `"fp64"`.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    rate: str = "fp32"
+
+    @property
+    def flops(self) -> int:
+        """Its floating-point operations."""
+        return 2 * self.rows * self.inner * self.columns
+
+
+def product_rates(device: Device, products: Sequence[Product]) -> dict[str, float]:
+    """FLOP/s by the name of the rate: of the given products, and of others for rates that none of them has."""
+    taken: dict[str, list[tuple[int, float]]] = {}
+    for product in dict.fromkeys(products):
+        taken.setdefault(product.rate, []).append((product.flops, _product_s(device, product)))
+    for rate in ("bf16", "fp32"):
+        if rate not in taken:
+            taken[rate] = [(p.flops, _product_s(device, p)) for p in _of_layers(_fitting_width(device, rate), rate)]
+    return {rate: sum(f for f, _ in found) / sum(s for _, s in found) for rate, found in sorted(taken.items())}
+
+
+def _of_layers(width: int, rate: str) -> Iterable[Product]:
+    """Products of a layer of this width: as many tokens, a projection, a wider one, and the gradient of a weight."""
+    return (
+        Product(width, width, width, rate),
+        Product(width, width, 4 * width, rate),
+        Product(width, 4 * width, width, rate),
+    )
+
+
+def _fitting_width(device: Device, rate: str) -> int:
+    width = _SMALLEST
+    while width < _LARGEST and _product_s(device, Product(width, width, width, rate), least_s=0) < _ABOUT_S:
+        width *= 2
+    return width
+
+
+def _product_s(device: Device, product: Product, *, least_s: float = 0.05) -> float:
+    dtype, there = DTYPES[product.rate], device.torch_device
+    x = torch.ones(product.rows, product.inner, dtype=dtype, device=there)
+    weight = torch.ones(product.columns, product.inner, dtype=dtype, device=there)
+    return seconds_of(device, lambda: F.linear(x, weight), least_s=least_s)
+
+
+def attention_rates(device: Device, rates: Mapping[str, float]) -> dict[str, float]:
+    """FLOP/s of causal attention, its backward included, by the name of the rate."""
+    found: dict[str, float] = {}
+    for rate in ("bf16", "fp32"):
+        # As many tokens as take about as long as the products.
+        heads, width, rows = 8, 64, 512
+        flops = 3.5 * 2 * heads * rows * (rows + 1) * width
+        while rows < 4096 and 4 * flops / rates[rate] < 2 * _ABOUT_S:
+            rows, flops = 2 * rows, 4 * flops
+        shape = (1, heads, rows, width)
+        parts = [torch.ones(shape, dtype=DTYPES[rate], device=device.torch_device).requires_grad_() for _ in range(3)]
+        seed = torch.ones(shape, dtype=DTYPES[rate], device=device.torch_device)
+
+        def both(parts: list[torch.Tensor] = parts, seed: torch.Tensor = seed) -> None:
+            result = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+            torch.autograd.grad(result, parts, seed)
+
+        found[f"{rate} attention"] = flops / seconds_of(device, both, least_s=0.05)
+    return found
+
+
+def memory_rate(device: Device, launched_s: float) -> float:
+    """Bytes per second that kernels read and write in the device's memory, launches apart.
+
+    Of additions, products and exponentials: on a processor these take longer than their bytes.
+    """
+    count = (4 << 20) if device.is_host else (32 << 20)
+    x, y, out = (torch.ones(count, device=device.torch_device) for _ in range(3))
+
+    def kernels() -> None:
+        for _ in range(_IN_A_ROW):  # Python launches the first, and the device doesn't wait for the others
+            torch.add(x, y, out=out)
+            torch.mul(x, y, out=out)
+            torch.exp(x, out=out)
+
+    taken = seconds_of(device, kernels, least_s=0.1) / _IN_A_ROW
+    return 8 * x.nbytes / max(taken - 3 * launched_s, taken / 2)
+
+
+def launch_s(device: Device) -> tuple[float, float]:
+    """Seconds of a kernel that does nothing: on the device, and of Python, which launches it.
+
+    On the host both are one: it is done when its call returns.
+    """
+    x, count = torch.ones(16, device=device.torch_device), 400
+    if device.new_stream() is None:
+        return seconds_of(device, _many(x, count), least_s=0.02) / count, 0.0
+    issued = seconds_of(device, _many(x, count), least_s=0.02) / count
+    # After a kernel that takes longer than Python needs for all launches, they follow each other at once.
+    long = torch.ones(16 << 20, device=device.torch_device)
+    for _ in range(3):
+        long.add_(1)
+    device.settle()
+    begin = device.moment()
+    long.add_(1)
+    long_s = device.moment().seconds_since(begin)
+    repeats = int(2 * issued * count / max(long_s, 1e-9)) + 1
+    for _ in range(repeats):
+        long.add_(1)
+    begin = device.moment()
+    _many(x, count)()
+    queued = device.moment().seconds_since(begin) / count
+    return min(queued, issued), issued
+
+
+def op_s() -> float:
+    """Seconds of Python for a small block: a product with a graph of its own, and its backward."""
+    x, weight = torch.ones(1, 4), torch.ones(4, 4)
+
+    def block() -> None:
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            result = F.linear(leaves[0], leaves[1])
+        torch.autograd.grad(result, leaves, torch.ones_like(result))
+
+    return seconds_of(HOST, block, least_s=0.02)
+
+
+def _many(x: torch.Tensor, count: int) -> Callable[[], None]:
+    def work() -> None:
+        for _ in range(count):
+            x.add_(1)
+
+    return work

@@ -1,0 +1,173 @@
+"""The work of kernels: what each call computes and moves, in a run without memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from megatrain.hardware.work import MEMORY, Kernels, Works, put_together
+from megatrain.passes.measuring.kernel_buffers import PACKED_PRODUCT
+from megatrain.passes.measuring.live_bytes import is_on
+from megatrain.torch_private import TorchDispatchMode, pytree
+from megatrain.tracer.packed.packing import has_wrappers
+
+_RATES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "bf16",
+    torch.float64: "fp64",
+    torch.complex128: "fp64",
+    torch.int8: "int8",
+    torch.uint8: "int8",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+# Calls that launch nothing, though their schemas don't say that they return a view.
+_NOTHING = {
+    "aten::_unsafe_view",
+    "aten::alias",
+    "aten::detach",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::lift_fresh",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::_local_scalar_dense",
+    "aten::is_same_size",
+}
+# Calls that write what they are given without reading it.
+_FILLS = {"aten::copy_", "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::bernoulli_"}
+# Calls that read as much of their first argument as they return.
+_LOOKUPS = {"aten::embedding", "aten::index_select", "aten::gather", "aten::index"}
+_CONVOLUTIONS = {"aten::convolution", "aten::convolution_backward", "aten::_convolution"}
+
+
+class KernelWork(TorchDispatchMode):
+    """Notes what each kernel on the compute device computes, reads and writes, while the mode is active."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._found: list[Kernels] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_wrappers(types):
+            return NotImplemented  # its class computes with plain tensors, and comes here again with these
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if _launches(func):
+            self._note(func, args, kwargs, result)
+        return result
+
+    def take(self) -> Works:
+        """What was noted since the last call, put together."""
+        found, self._found = put_together(self._found), []
+        return found
+
+    def _note(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        name = func._schema.name
+        given = [self._there((*args, *kwargs.values())), self._there((result,))]
+        if not any(given):
+            return
+        read, written = [list(map(_nbytes, tensors)) for tensors in given]
+        fresh = {id(tensor) for tensor in given[0]}
+        made = [nbytes for tensor, nbytes in zip(given[1], written, strict=True) if id(tensor) not in fresh]
+        changed = sum(written) - sum(made)
+        if name in _LOOKUPS and read:
+            read[0] = min(read[0], sum(written))
+        if name in _FILLS:
+            read = [nbytes for tensor, nbytes in zip(given[0], read, strict=True) if tensor is not args[0]]
+        flops = _flops(func, args, kwargs, result)
+        rate = _rate(name, given[0]) if flops else MEMORY
+        self._found.append(Kernels(rate, flops, sum(read) + sum(made) + changed))
+
+    def _there(self, values: Any) -> list[torch.Tensor]:
+        """The tensors among some values that are on the compute device."""
+        found = {id(leaf): leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)}
+        return [tensor for tensor in found.values() if is_on(tensor, self._device)]
+
+
+@functools.cache
+def _launches(func: Any) -> bool:
+    """Whether a call runs a kernel: a view of what it is given runs none."""
+    schema = func._schema
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return bool(schema.returns) and not is_view and schema.name not in _NOTHING and not schema.name.startswith("prim::")
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of memory that the elements of a tensor are in: what is broadcast is there once."""
+    if tensor.layout != torch.strided:
+        return 0
+    count = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
+    return (count if tensor.numel() else 0) * tensor.element_size()
+
+
+def _rate(name: str, given: list[torch.Tensor]) -> str:
+    """Which rate of a machine counts for products of these operands."""
+    dtype = next((t.dtype for t in given if t.is_floating_point() or t.is_complex()), given[0].dtype)
+    kind = _RATES.get(dtype, "fp32")
+    if kind == "fp32" and _allows_tf32(is_convolution=name in _CONVOLUTIONS):
+        kind = "tf32"
+    return f"{kind} attention" if "_attention" in name else kind
+
+
+def _allows_tf32(*, is_convolution: bool) -> bool:
+    """Whether torch lets products of fp32 use fewer bits, as it is set now."""
+    try:
+        if is_convolution:
+            return torch.backends.cudnn.allow_tf32
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # settings of torch's two interfaces contradict each other
+        return False
+
+
+def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
+    name = func._schema.name
+    if name == PACKED_PRODUCT:  # of inputs (..., inner) and a weight whose shape is the third argument
+        return 2 * args[0].numel() * args[2][0]
+    if "_attention" in name:
+        found = _attention_flops(func, args, kwargs)
+        if found is not None:
+            return found
+    formula = flop_registry.get(_packet(name))
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+
+
+@functools.cache
+def _packet(name: str) -> Any:
+    """The operator of a name such as `aten::mm`, with all its overloads."""
+    space, _, plain = name.partition("::")
+    return getattr(getattr(torch.ops, space), plain, None)
+
+
+def _attention_flops(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int | None:
+    """Two products for each head of the query: with the keys, and with the values. A backward has five.
+
+    What a causal mask hides isn't computed. torch counts it, and up to version 2.11 refuses heads that share keys.
+    """
+    named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    if not all(isinstance(named.get(part), torch.Tensor) for part in ("query", "key", "value")):
+        return None
+    query, key, value = named["query"], named["key"], named["value"]
+    if query.dim() != 4:  # sequences of several lengths, one after the other
+        return None
+    sequence, head = (1, 2) if func._schema.name.startswith(("aten::_flash", "aten::_efficient")) else (2, 1)
+    rows, columns = query.shape[sequence], key.shape[sequence]
+    pairs = _causal_pairs(rows, columns) if named.get("is_causal") else rows * columns
+    of_heads = 2 * query.shape[0] * query.shape[head] * pairs
+    with_keys, with_values = of_heads * query.shape[3], of_heads * value.shape[3]
+    if "backward" in func._schema.name:  # scores again, then gradients of values, scores, queries and keys
+        return 3 * with_keys + 2 * with_values
+    return with_keys + with_values
+
+
+def _causal_pairs(rows: int, columns: int) -> int:
+    """Pairs of a query and a key that isn't after it."""
+    both = min(rows, columns)
+    return both * (both + 1) // 2 + (rows - both) * columns

@@ -1,0 +1,60 @@
+"""The printed form of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from megatrain.device import Device
+from megatrain.device.reserve import beside
+from megatrain.planning.host_plan import in_columns
+from megatrain.scheduler.books import find_peak
+from megatrain.scheduler.schedule import Schedule
+from megatrain.sizes import format_bytes
+
+
+def reserve_text(device: Device | None, nbytes: int) -> str:
+    """Says what a device needs besides the memory that a schedule may take."""
+    if device is None:
+        # Without a device there is no figure of a card: the smallest on which so much may be planned.
+        return f"{format_bytes(beside(nbytes))} of a card besides, assumed: a tenth of its memory, at least 1 GiB"
+    if device.can_bind:
+        return ""
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in device.uncounted())
+    total = format_bytes(device.reserve(device.memory().total))
+    return f"{total} of {device} besides{f', of which {parts}' if parts else ''}"
+
+
+def verdict(nbytes: int, memory: int | None) -> str:
+    """Says whether so many bytes fit."""
+    if memory is None:
+        return format_bytes(nbytes)
+    lacking = nbytes - memory
+    verdict = (
+        f"fits, {format_bytes(-lacking)} left" if lacking <= 0 else f"doesn't fit, {format_bytes(lacking)} missing"
+    )
+    return f"{format_bytes(nbytes)} of {format_bytes(memory)}: {verdict}"
+
+
+def _counted(sizes: Iterable[int]) -> Iterator[str]:
+    for size, equal in groupby(sizes):
+        count = len(list(equal))
+        yield format_bytes(size) if count == 1 else f"{count} x {format_bytes(size)}"
+
+
+def device_lines(table: Schedule) -> list[str]:
+    """What takes the device's memory at the peak, and what stays, parks and moves."""
+    workload = table.known_workload()
+    peak = find_peak(table)
+    rows = [(f"at {peak.op}", "bytes", "size"), *((name, str(n), format_bytes(n)) for name, n in peak.parts)]
+    kept = f"graphs of {len(table.saves)} of {len(workload.backward_blocks())} blocks, inputs of the last {table.keep}"
+    if table.kind.transfer == "copy":
+        kept += f", weights of the last {len(table.resident())}"
+        kept += f" (frozen ones of {len(table.persistent)} across steps)" if table.persistent else ""
+    num_parked = table.kind.micro_batches * sum(map(len, table.parked().values()))
+    return [
+        *in_columns(rows),
+        f"slots: {', '.join(_counted(slot.nbytes for slot in table.slots))}",
+        f"keeps: {kept}; parks {num_parked} activations",
+        f"moves: {format_bytes(table.h2d_bytes)} to the device, {format_bytes(table.d2h_bytes)} to the host",
+    ]

@@ -1,0 +1,1 @@
+"""Reports: a step in pictures and figures, as planned and as measured; `megatrain.report` is public."""

@@ -1,0 +1,165 @@
+"""report(): a step in one picture, as planned and as measured."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.checks import PATH, checked, either, instance_of, optional
+from megatrain.errors import OptionError, ScheduleError
+from megatrain.passes.program import Program
+from megatrain.planning.plan import Plan
+from megatrain.reporting.bands import measured_band, planned_band
+from megatrain.reporting.page import page_text
+from megatrain.reporting.step_figures import StepFigures
+from megatrain.reporting.trace_events import trace_text
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.timing.costs import Costs, Hardware, Measured, op_durations
+from megatrain.scheduler.timing.timed_run import TimedRun
+from megatrain.training.step import TrainStep
+
+_STEP = either(
+    instance_of(TrainStep, "a TrainStep", "a TrainStep that was called or prepared"),
+    instance_of(Plan, "a Plan"),
+    instance_of(Schedule, "a Schedule"),
+)
+_COSTS = optional(either(instance_of(Hardware, "a Hardware"), instance_of(Measured, "a Measured")))
+_RUN = optional(instance_of(TimedRun, "a TimedRun", "measured=step.time(batch)"))
+
+
+@checked(step=_STEP, path=PATH, costs=_COSTS, measured=_RUN)
+def report(
+    step: TrainStep | Plan | Schedule,
+    path: str | os.PathLike[str],
+    *,
+    costs: Costs | None = None,
+    measured: TimedRun | None = None,
+) -> StepReport:
+    """Writes a step as one page of HTML, which any browser opens without a network.
+
+        megatrain.report(step, "report.html", measured=step.time(batch))
+
+    The page has the streams as lanes, with the plan above the measured step; the bytes that live on the device, and
+    what holds the peak; the addresses in each arena; and all figures as tables. Times of the plan are modelled:
+    `schedule.simulate` makes them from `costs`. Times of the measured step are those of a real run.
+
+    Args:
+        step: A TrainStep after its first call, or `prepare`; a `Plan`; or a `Schedule` that knows its workload.
+        path: The file to write; one that exists is replaced.
+        costs: Times of the plan's ops: rates of a machine, or the times of ops that were measured. None takes those of
+            `measured`.
+        measured: A run of the same schedule, from `TrainStep.time`. Without it the page has no measured step.
+
+    Returns:
+        The report, which prints the verdict and writes a trace for Perfetto.
+
+    Raises:
+        OptionError: If there are neither costs nor a measured run, or the file can't be written.
+        ScheduleError: If the schedule doesn't know its workload, or `measured` is of another schedule.
+        ExecuteError: If the step has no schedule yet.
+    """
+    made = step_report(step, costs, measured)
+    made.write(path)
+    return made
+
+
+def step_report(step: TrainStep | Plan | Schedule, costs: Costs | None, measured: TimedRun | None) -> StepReport:
+    """Makes what `report` writes."""
+    schedule = step if isinstance(step, Schedule) else step.schedule
+    program = None if isinstance(step, Schedule) else step.program
+    schedule.known_workload()
+    if not schedule.ops:
+        raise ScheduleError(
+            "the schedule has no ops, so there is nothing to draw.\n  A report shows ops in time.\n"
+            "  Give the schedule of a step that computes something."
+        )
+    if measured is not None and measured.schedule != schedule:
+        raise ScheduleError(
+            "the measured run is of another schedule.\n  Plan and run are drawn op by op, one above the other.\n"
+            "  Time the step again with step.time(batch), or give the run's own schedule."
+        )
+    if costs is None and measured is None:
+        raise OptionError(
+            "a report needs times.\n  A schedule orders ops, and says nothing of their durations.\n"
+            "  Give costs=megatrain.Hardware(...), or measured=step.time(batch)."
+        )
+    origin = "modelled from the rates of a machine"
+    if not isinstance(costs, Hardware):
+        origin = "modelled from measured times of single ops"
+    if costs is None:
+        assert measured is not None
+        costs, origin = measured.measured(), "modelled from the times of the ops in the measured step"
+    instructions = schedule.instructions
+    figures = StepFigures(
+        "schedule" if program is None else program.name,
+        schedule,
+        () if program is None else tuple(_source(program, index) for index in range(len(program.blocks))),
+        instructions,
+        planned_band(instructions, op_durations(schedule, costs), origin),
+        None if measured is None else measured_band(instructions, measured, "one training step of a real run"),
+    )
+    return StepReport(figures)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StepReport:
+    """A step in pictures; made by `report`, printed by `str`.
+
+    Args:
+        figures: Everything that it says.
+    """
+
+    figures: StepFigures
+
+    @property
+    def verdict(self) -> tuple[str, ...]:
+        """What bounds the step, in words: a line for the plan, and two for the measured step."""
+        return self.figures.verdict
+
+    @checked(path=PATH)
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the page.
+
+        Raises:
+            OptionError: If the file can't be written.
+        """
+        _write(path, page_text(self.figures))
+
+    @checked(path=PATH)
+    def perfetto(self, path: str | os.PathLike[str]) -> None:
+        """Writes the same as a trace that https://ui.perfetto.dev opens: Chrome's JSON format.
+
+        Each band is a process and each stream a thread in it, with counters of the bytes that live on the device and
+        on the host; arrows lead from each `W` to the ops that read its weights, and from each `G` to its `U`.
+
+        Raises:
+            OptionError: If the file can't be written.
+        """
+        _write(path, trace_text(self.figures))
+
+    def __str__(self) -> str:
+        name, table, peak = self.figures.name, self.figures.schedule, self.figures.peak.words()
+        head = f"report: {name}, {table.num_blocks} blocks, {len(table.ticks)} ticks, {len(table.ops)} ops"
+        return "\n".join([head, *("  " + line.replace("; ", "\n    ") for line in (*self.verdict, *peak))])
+
+    def __repr__(self) -> str:
+        bands = " and ".join(band.name for band in self.figures.bands)
+        return f"<StepReport {self.figures.name}: {bands}, {self.figures.schedule.num_blocks} blocks>"
+
+
+def _source(program: Program, index: int) -> str:
+    """The first line of the user's in a block; equal blocks share a template, and with it the line of one of them."""
+    graph = program.templates[program.blocks[index].template].graph
+    found = (node.meta.get("source") for node in graph.nodes if node.op.startswith("call_"))
+    return next((str(line) for line in found if line is not None), "")
+
+
+def _write(path: str | os.PathLike[str], text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(
+            f'path="{os.fspath(path)}" can\'t be written: {error.strerror or error}.\n'
+            "  A report is one file in a folder that exists.\n  Give another path, or make room."
+        ) from error

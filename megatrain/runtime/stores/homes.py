@@ -1,0 +1,89 @@
+"""Homes: where each tensor of the model's state lies on the host, and which of them cross in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+
+from megatrain.errors import ExecuteError
+from megatrain.memory.block_image import Entry
+from megatrain.memory.host_arena import HostArena
+from megatrain.sizes import aligned
+from megatrain.tracer.spec import TensorSpec
+
+_memories = count()
+
+
+def new_memory() -> int:
+    """A number that no memory had before."""
+    return next(_memories)
+
+
+@dataclass(slots=True, eq=False)
+class Home:
+    """The home of a key: the user's tensor, and the view of the arena that it uses.
+
+    `memory` is another number whenever the values come from another memory.
+    """
+
+    key: str
+    spec: TensorSpec
+    arena: HostArena
+    offset: int
+    tensor: torch.Tensor
+    view: torch.Tensor
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    memory: int = field(default_factory=new_memory)
+
+
+@dataclass(frozen=True, slots=True)
+class OneCopy:
+    """Bytes with the same layout in the arena and in a slot: one copy."""
+
+    start: int
+    end: int
+    source: torch.Tensor
+    arena: HostArena
+
+
+def take_in(home: Home) -> None:
+    """Copies values that the user gave new memory, and has the tensor use its home again.
+
+    Raises:
+        ExecuteError: If shape, dtype or device changed.
+    """
+    tensor, view = home.tensor, home.view
+    if tensor.shape != view.shape or tensor.dtype != view.dtype or tensor.device != view.device:
+        now = f"{TensorSpec.of(tensor)} on {tensor.device}"
+        raise ExecuteError(
+            f"`{home.key}` became {now}; the compiled model holds {home.spec} on {view.device}.\n"
+            "  Shape, dtype and device of the state are fixed when the model is compiled.\n"
+            "  Module.to, .cuda() and .half() change them; a trainer that moves its model calls these.\n"
+            "  Change them first, then compile; or give such a trainer the compiled model, which stays in place."
+        )
+    # Cloned, because the new value may be another view of the very same memory (`p.data = p.data.t()`).
+    view.copy_(tensor.detach().clone())
+    tensor.data = view
+    home.memory = new_memory()
+
+
+def copies_of(entries: Iterable[Entry], homes: Iterable[Home], alignment: int) -> Iterable[OneCopy]:
+    """Joins neighbours that have the same distance in the arena as in the image."""
+    start = end = source = 0
+    arena: HostArena | None = None
+    for entry, home in zip(entries, homes, strict=True):
+        if not entry.spec.nbytes:
+            continue
+        is_next = entry.offset <= aligned(end, alignment)
+        if arena is not home.arena or home.offset - entry.offset != source - start or not is_next:
+            if arena is not None:
+                yield OneCopy(start, end, arena.tensor[source : source + end - start], arena)
+            arena, start, source = home.arena, entry.offset, home.offset
+        end = entry.offset + entry.spec.nbytes
+    if arena is not None:
+        yield OneCopy(start, end, arena.tensor[source : source + end - start], arena)

@@ -1,0 +1,218 @@
+"""LR schedulers in a checkpoint: one, or several in their order, as there may be one for each optimizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from megatrain import saving
+from megatrain.checks import Rule, named, sequence_of, shown
+from megatrain.errors import CheckpointError
+from megatrain.files import json_rules
+from megatrain.files.json_rules import anything, listing, mapping, optional, text
+from megatrain.saving.fitting import misfits
+
+
+class Scheduler(Protocol):
+    """An LR scheduler, or another object with a state of this kind."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns its state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Loads a state."""
+        ...
+
+
+Schedulers = Scheduler | Sequence[Scheduler]
+"""One, or several in a fixed order."""
+
+
+def _has_no_state(value: Any) -> str | None:
+    methods = [getattr(value, method, None) for method in ("state_dict", "load_state_dict")]
+    return None if not isinstance(value, type) and all(map(callable, methods)) else f"is {named(value)}"
+
+
+_ONE = Rule(
+    "an LR scheduler, or another object with state_dict() and load_state_dict()", "{name} such an object", _has_no_state
+)
+_LIST = sequence_of(_ONE)
+
+
+def _fault(value: Any) -> str | None:
+    if not isinstance(value, list | tuple):
+        return _ONE.fault(value)
+    fault = _LIST.fault(value)
+    if fault is not None or not value:
+        return fault or "is empty"
+    several = cast(Sequence[Any], value)
+    twice = next((i for i, each in enumerate(several) if any(each is other for other in several[:i])), None)
+    return None if twice is None else f"has one scheduler twice: as item {twice}, and before"
+
+
+SCHEDULERS = Rule(f"{_ONE.text}, or a list of different ones", "{name} such an object", _fault)
+
+
+def _one_or_several(inner: json_rules.Rule) -> json_rules.Rule:
+    return lambda value, place: (listing(inner) if isinstance(value, list) else inner)(value, place)
+
+
+_STATE = mapping(anything, anything)
+FIELDS: Mapping[int, Mapping[str, json_rules.Rule]] = {
+    1: {"scheduler": optional(_STATE)},
+    2: {"scheduler": optional(_one_or_several(_STATE)), "scheduler_class": optional(_one_or_several(text()))},
+}
+"""What is stored of schedulers, by the schema of the manifest: of several a list in each field."""
+
+
+def stored(schedulers: Schedulers | None) -> dict[str, Any]:
+    """Returns what a checkpoint holds of schedulers; of one in a list the same as of one.
+
+    Raises:
+        CheckpointError: If the state of one is no dict.
+    """
+    several = _several(schedulers)
+    states, classes = [_state_of(each) for each in several], [_class_of(each) for each in several]
+    if len(several) > 1:
+        return {"scheduler": states, "scheduler_class": classes}
+    return {"scheduler": states[0] if states else None, "scheduler_class": classes[0] if classes else None}
+
+
+def faults(extra: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the fields of schedulers, each of which is right by itself."""
+    states, classes = extra["scheduler"], extra.get("scheduler_class")
+    if not isinstance(states, list) and not isinstance(classes, list):
+        return []
+    if not isinstance(states, list) or not isinstance(classes, list):
+        return ["extra.scheduler and extra.scheduler_class are not of as many schedulers"]
+    known = cast(Sequence[Any], states), cast(Sequence[Any], classes)
+    return (
+        [] if len(known[0]) == len(known[1]) > 1 else ["extra.scheduler is a list of another length than it can have"]
+    )
+
+
+def check(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], schedulers: Schedulers | None) -> None:
+    """Compares what a checkpoint holds of schedulers with those that are to continue.
+
+    Raises:
+        CheckpointError: If one is missing or too many, or doesn't fit, with all differences.
+    """
+    several, saved = _several(schedulers), _saved(extra)
+    if len(several) != len(saved):
+        _refuse_number(checkpoint, several, saved)
+    wrong: list[str] = []
+    for number, (scheduler, (state, kind)) in enumerate(zip(several, saved, strict=True)):
+        place = "scheduler" if len(several) == 1 else f"scheduler.{number}"
+        wrong += _differences(checkpoint, state, kind, scheduler, place)
+    if wrong:
+        subject = "the scheduler of `{}` doesn't fit this scheduler" if len(saved) == 1 else (
+            "the schedulers of `{}` don't fit these schedulers"
+        )  # fmt: skip
+        lines = [
+            f"{subject.format(checkpoint.folder)}: {len(wrong)} differences.",
+            *wrong,
+            "State can only continue in an object like the one that was saved"
+            f"{'' if len(saved) == 1 else ', and schedulers in the order in which they were saved'}.",
+            "Build the scheduler as it was; or load an older checkpoint, or single values with megatrain.saving.load.",
+        ]
+        raise CheckpointError("\n  ".join(lines))
+
+
+def restore(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], schedulers: Schedulers | None) -> None:
+    """Continues with the saved states, in their order; `check` comes before.
+
+    Raises:
+        CheckpointError: If a scheduler refuses its state.
+    """
+    for scheduler, (state, _) in zip(_several(schedulers), _saved(extra), strict=True):
+        try:
+            scheduler.load_state_dict(state)
+        except Exception as error:  # the scheduler's own code, which may raise anything
+            raise CheckpointError(
+                f"{_class_of(scheduler)} refuses its state in `{checkpoint.folder}`: {error!r}.\n"
+                "  The model and its optimizer already have the values of the checkpoint.\n"
+                "  Load an older checkpoint, or build the scheduler as it was."
+            ) from error
+
+
+def _several(schedulers: Schedulers | None) -> Sequence[Scheduler]:
+    if schedulers is None:
+        return ()
+    return tuple(cast(Sequence[Scheduler], schedulers)) if isinstance(schedulers, list | tuple) else (
+        cast(Scheduler, schedulers),
+    )  # fmt: skip
+
+
+def _saved(extra: Mapping[str, Any]) -> Sequence[tuple[dict[str, Any], str | None]]:
+    """State and class of each; no class in the first schema."""
+    states, classes = extra["scheduler"], extra.get("scheduler_class")
+    if states is None:
+        return ()
+    return list(zip(states, classes or (), strict=True)) if isinstance(states, list) else [(states, classes)]
+
+
+def _refuse_number(
+    checkpoint: saving.Checkpoint, several: Sequence[Scheduler], saved: Sequence[tuple[Any, str | None]]
+) -> None:
+    name = f"the checkpoint `{checkpoint.folder}`"
+    if not several or not saved:
+        has, lacks = (name, "load()") if saved else ("load()", name)
+        number = max(len(several), len(saved))
+        raise CheckpointError(
+            f"{has} has {'a scheduler' if number == 1 else _counted(number)}, {lacks} has none.\n"
+            "  Learning rates would continue wrongly.\n"
+            "  Give the same schedulers to save and load, or none to both."
+        )
+    here = Counter(_class_of(each) for each in several)
+    there = Counter(kind or "a scheduler" for _, kind in saved)
+    missing, extra = sorted((there - here).elements()), sorted((here - there).elements())
+    said = [f"{_listed(missing)} missing"] * bool(missing) + [f"{_listed(extra)} too many"] * bool(extra)
+    raise CheckpointError(
+        f"{name} has {_counted(len(saved))}, load() has {len(several)}: {', and '.join(said)}.\n"
+        "  Learning rates would continue wrongly.\n"
+        "  Give the same schedulers to save and load, in the same order."
+    )
+
+
+def _counted(number: int) -> str:
+    return f"{number} scheduler{'s' * (number != 1)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def _differences(
+    checkpoint: saving.Checkpoint, saved: dict[Any, Any], kind: str | None, scheduler: Scheduler, place: str
+) -> Iterator[str]:
+    own = scheduler.state_dict()
+    # The first schema has no class, so the names of the state must tell; other versions of torch have more or fewer.
+    is_named = checkpoint.manifest.schema > 1
+    if is_named and kind != _class_of(scheduler):
+        what = "class" if place == "scheduler" else f"class of {place}"
+        yield f"{what}: {kind} in the checkpoint, but {_class_of(scheduler)} here"
+        return
+    if not is_named and not (own.keys() <= saved.keys() or saved.keys() <= own.keys()):
+        names = [", ".join(sorted(map(str, state))) for state in (saved, own)]
+        yield f"state: {names[0]} in the checkpoint, but {names[1]} here"
+        return
+    yield from misfits(own, saved, place, is_whole=checkpoint.is_of_this_torch)
+    for key in saved.keys() - own.keys():
+        if not isinstance(key, str) or hasattr(scheduler, key):
+            yield f"`{place}.{key}` is state in the checkpoint, but not here"
+
+
+def _state_of(scheduler: Scheduler) -> dict[str, Any]:
+    state = scheduler.state_dict()
+    if not isinstance(state, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise CheckpointError(
+            f"the state of {_class_of(scheduler)} is {shown(state)}, not a dict.\n"
+            "  Its values are stored by their names.\n  Let its state_dict() return a dict."
+        )
+    return state
+
+
+def _class_of(scheduler: Scheduler) -> str:
+    return f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"

@@ -1,0 +1,69 @@
+"""Kernels put together take about as long as one by one, on any machine."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.work import MEMORY, Kernels, Works, most, products, put_together, total_flops, total_kernels
+from tests.draws import draws
+
+RATES = st.sampled_from(["bf16", "fp32", "bf16 attention"])
+COUNTS = st.integers(1, 10**12)
+KERNELS = st.one_of(
+    st.builds(Kernels, RATES, COUNTS, COUNTS, st.just(1)),
+    st.builds(Kernels, st.just(MEMORY), st.just(0), COUNTS, st.just(1)),
+)
+MACHINES = st.builds(
+    Hardware,
+    st.just(1e9),
+    st.just(1e9),
+    st.fixed_dictionaries({"bf16": st.floats(1e11, 1e15), "fp32": st.floats(1e11, 1e14)}),
+    st.sampled_from([0.0, 2e-6]),
+    memory_bytes_per_s=st.floats(1e9, 1e13),
+    issue_s=st.sampled_from([0.0, 6e-6]),
+)
+
+
+@given(st.lists(KERNELS, max_size=30), MACHINES)
+@draws(200)
+def test_kernels_put_together_take_as_long_as_one_by_one(kernels: list[Kernels], machine: Hardware):
+    whole = put_together(kernels)
+    one_by_one = machine.seconds(tuple(kernels))
+    assert machine.seconds(whole) <= one_by_one * (1 + 1e-9)  # maxima of sums are no larger than sums of maxima
+    assert machine.seconds(whole) >= 0.95 * one_by_one
+    assert total_flops(whole) == total_flops(kernels)
+    assert total_kernels(whole) == len(kernels)
+
+
+@given(st.lists(KERNELS, max_size=30), st.randoms())
+@draws(50)
+def test_the_order_of_kernels_makes_no_difference(kernels: list[Kernels], random):
+    shuffled = list(kernels)
+    random.shuffle(shuffled)
+    assert put_together(shuffled) == put_together(kernels)
+
+
+def test_a_layer_of_many_kernels_has_a_few_figures():
+    layer = [Kernels("bf16", 2 * 8192 * 4096 * n, 2 * (8192 * 4096 + 4096 * n + 8192 * n)) for n in (4096, 1024, 14336)]
+    assert len(put_together(7 * layer + 40 * [Kernels(MEMORY, 0, 3 * 8192 * 4096 * 2)])) == 4
+
+
+def test_the_most_of_several_is_one_of_them_whatever_the_order():
+    some: list[Works] = [(), products(8), products(8, 3), (Kernels("fp32", 4, 9), Kernels("fp32", 4, 9))]
+    assert most(some) == most(some[::-1]) == some[3]
+    assert most([most(some), *some]) == most(some)
+
+
+def test_time_is_products_and_bytes_and_launches_done_by_hand():
+    machine = Hardware(1, 1, {"bf16": 100.0, "fp32": 10.0}, 0.5, memory_bytes_per_s=4.0)
+    assert machine.seconds(()) == 0
+    assert machine.seconds((Kernels("bf16", 300, 8),)) == 3 + 0.5
+    assert machine.seconds((Kernels("bf16", 300, 20),)) == 5 + 0.5  # bound by memory
+    assert machine.seconds((Kernels("fp32", 300, 8, 2), Kernels(MEMORY, 0, 8, 3))) == 30 + 2 + 5 * 0.5
+    assert machine.seconds((Kernels("bf16 attention", 300, 8),)) == 3 + 0.5
+    assert machine.seconds((Kernels("fp64", 300, 8),)) == 60 + 0.5  # half of fp32's
+    slow = Hardware(1, 1, 100.0, 0.5, issue_s=4.0)
+    assert slow.seconds((Kernels("fp32", 100, 0, 2),)) == pytest.approx(8.0)  # Python launches no faster

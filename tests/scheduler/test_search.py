@@ -1,0 +1,104 @@
+"""The search for the plan with the shortest step: it fits, and is never worse than the plan by the rule."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from megatrain.errors import ScheduleError
+from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.work import products
+from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
+from tests.draws import draws
+
+SMALL = st.integers(1, 12)
+
+
+@st.composite
+def chains(draw: st.DrawFn, most: int) -> Workload:
+    """Layers of one or two kinds, as models have them, each after the other."""
+    count = draw(st.integers(2, most))
+    kinds = [draw(st.tuples(SMALL, SMALL, SMALL, SMALL, st.booleans())) for _ in range(2)]
+    blocks: list[BlockWork] = []
+    for index in range(count):
+        state, saved, workspace, flops, is_frozen = kinds[draw(st.integers(0, 1))]
+        gradient = state * 8 if is_frozen else state * 64
+        frozen = state * 56 if is_frozen else 0
+        sizes = (state * 64, gradient, saved * 32, workspace * 4, workspace * 8)
+        works = products(flops * 1000), products(2000 * flops)
+        blocks.append(BlockWork(f"b{index}", *sizes, True, *works, update_bytes=7 * gradient, frozen_bytes=frozen))
+    nbytes = draw(SMALL) * 8
+    values = [ValueWork("ids", 8, 0, None, (0,), False, False, False)]
+    for index in range(count):
+        is_last = index == count - 1
+        readers = () if is_last else (index + 1,)
+        values.append(ValueWork(f"v{index}", nbytes, index + 1, index, readers, is_last, True, not is_last))
+    return Workload(tuple(blocks), tuple(values), (8, *[nbytes] * count))
+
+
+WORKS = products(1_000), products(2_000)
+RATES = st.sampled_from([1e3, 3e3, 1e4, 3e4])
+MACHINES = st.builds(Hardware, RATES, RATES, st.sampled_from([1e4, 1e5, 1e6]), st.just(0.0), RATES)
+STEPS = st.fixed_dictionaries(
+    {
+        "updates": st.sampled_from(["overlap", "serial", "none"]),
+        "clip": st.just(False),
+        "outputs": st.just("release"),
+        "micro_batches": st.integers(1, 2),
+    }
+)
+
+
+def planned(workload: Workload, memory: int, machine: Hardware | None, step: dict[str, object]) -> Schedule:
+    try:
+        return schedule(workload, memory=memory, hardware=machine, **step)  # type: ignore[arg-type]
+    except ScheduleError:
+        assume(False)
+        raise
+
+
+def memories(workload: Workload, step: dict[str, object]) -> range:
+    """From too little to all that a step can use."""
+    largest = schedule(workload, activations="keep", **step).device_bytes  # type: ignore[arg-type]
+    return range(largest // 4, largest + sum(block.state_bytes for block in workload.blocks))
+
+
+@given(chains(7), st.integers(0, 100), MACHINES, STEPS)
+@draws(60)
+def test_a_plan_by_time_fits_and_is_never_slower_than_the_rule(
+    workload: Workload, part: int, machine: Hardware, step: dict[str, object]
+):
+    between = memories(workload, step)
+    memory = between[len(between) * part // 101]
+    rule, found = planned(workload, memory, None, step), planned(workload, memory, machine, step)
+    found.check()
+    assert found.device_bytes <= memory
+    assert found.simulate(machine).step_s <= rule.simulate(machine).step_s
+
+
+def test_weights_cross_where_memory_for_graphs_would_save_less():
+    """Few tokens, frozen weights: each graph is cheap to recompute, and each weight takes long to bring."""
+    layer = BlockWork("layer", 10_000, 100, 9_000, 100, 200, True, *WORKS, frozen_bytes=9_900)
+    values = [ValueWork("ids", 8, 0, None, (0,), False, False, False)]
+    values += [ValueWork(f"v{i}", 80, i + 1, i, (i + 1,) if i < 7 else (), i == 7, True, i < 7) for i in range(8)]
+    works = Workload((layer,) * 8, tuple(values), (8, *[80] * 8))
+    machine = Hardware(1e4, 1e4, 1e6)
+    rule, found = (
+        schedule(works, memory=100_000, updates="overlap", outputs="release", hardware=hardware)
+        for hardware in (None, machine)
+    )
+    assert len(found.persistent) == 8 > len(rule.persistent)
+    assert len(found.saves) < len(rule.saves)
+    assert found.simulate(machine).step_s < 0.5 * rule.simulate(machine).step_s
+
+
+@pytest.mark.parametrize("memory", [None, 10**9])
+def test_with_ample_memory_the_rule_is_the_plan(memory: int | None):
+    layer = BlockWork("layer", 1000, 1000, 500, 100, 200, True, *WORKS, update_bytes=7000)
+    works = Workload((layer,) * 3, (), ())
+    machine = Hardware(1e4, 1e4, 1e6)
+    plans = [schedule(works, memory=memory, updates="overlap", hardware=hardware) for hardware in (None, machine)]
+    assert plans[0] == plans[1]

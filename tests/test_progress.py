@@ -1,0 +1,43 @@
+"""stage(): a line on a terminal, after a while, and none elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+import time
+
+import pytest
+
+from megatrain.progress import stage
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def said(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, seconds: float, **options: float) -> str:
+    """What the terminal, or the file, got of work that takes so long, or ends as soon as there is a line."""
+    monkeypatch.setattr("sys.stderr", stream)
+    until = time.monotonic() + seconds
+    with contextlib.suppress(KeyError), stage("planning", **options):
+        while time.monotonic() < until and "planning: 00:0" not in stream.getvalue():
+            time.sleep(0.01)
+        raise KeyError
+    assert "megatrain-planning" not in {thread.name for thread in threading.enumerate()}
+    return stream.getvalue()
+
+
+def test_work_that_takes_a_while_has_a_line_that_goes_with_it(monkeypatch: pytest.MonkeyPatch):
+    text = said(monkeypatch, Terminal(), 10, after_s=0, every_s=0.01)
+    assert "planning: 00:0" in text
+    assert text.rpartition("\r")[2].strip() == ""  # and it is gone at the end
+
+
+def test_short_work_has_none(monkeypatch: pytest.MonkeyPatch):
+    assert said(monkeypatch, Terminal(), 0.1, after_s=60) == ""
+
+
+def test_a_file_gets_none(monkeypatch: pytest.MonkeyPatch):
+    assert said(monkeypatch, io.StringIO(), 0.3, after_s=0, every_s=0.01) == ""

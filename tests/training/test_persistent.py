@@ -1,0 +1,146 @@
+"""Frozen weights that stay on the device across steps: moved once, and as in eager whatever happens to the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatrain.errors import ExecuteError
+from megatrain.memory.bus import Bus
+from megatrain.runtime.stores import persisting
+from megatrain.runtime.streams.stream_set import Chaos
+from tests.training.parity import MODES, SideBySide, adamw, labelled
+
+MEMORY = "64MiB"
+
+
+class Moved:
+    """Bytes that cross to the device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nbytes = 0
+        to_device = Bus.to_device
+
+        def counted(bus: Bus, out: torch.Tensor, *args: Any, **options: Any) -> None:
+            self.nbytes += out.nbytes
+            to_device(bus, out, *args, **options)
+
+        monkeypatch.setattr(Bus, "to_device", counted)
+
+    def since(self) -> int:
+        """Bytes since the last question."""
+        found, self.nbytes = self.nbytes, 0
+        return found
+
+
+def roomy(**options: Any) -> SideBySide:
+    """Adapters on frozen layers, with memory for all of them."""
+    return SideBySide.of("lora", adamw, compile_options={"memory": MEMORY}, **options)
+
+
+def frozen_weight(model: Any) -> nn.Parameter:
+    return model.model.layers[0].self_attn.q_proj.base.weight
+
+
+def test_frozen_weights_cross_once_for_all_steps(monkeypatch: pytest.MonkeyPatch):
+    run, moved = roomy(), Moved(monkeypatch)
+    for step in range(4):
+        run.take(labelled(step, 2), seed=step)
+        schedule = run.step.schedule
+        assert schedule.persistent
+        work = schedule.known_workload()
+        frozen = sum(work.blocks[block].frozen_bytes for block in schedule.persistent)
+        assert frozen > 0.8 * sum(block.state_bytes for block in work.blocks)
+        # The copies leave out the padding between tensors; the first step brings what then stays.
+        expected = schedule.h2d_bytes + (frozen if step == 0 else 0)
+        assert 0.8 * expected <= moved.since() <= expected, step
+    run.assert_same()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_batches_of_other_sizes_and_calls_between_steps_have_the_bits_of_the_loop(mode: str):
+    run = roomy(**MODES[mode])
+    for step in range(6):
+        run.take([labelled(step, 2 + step % 2), labelled(step + 9, 2)], seed=step)
+        run.compiled.megatrain.engine.set_chaos(Chaos(seed=step, max_delay_s=1e-4))
+        if step % 3 == 1:
+            batch = labelled(20 + step, 3)
+            with torch.no_grad():
+                run.step.flush()
+                assert torch.equal(run.eager.eval()(**batch).logits, run.compiled.eval()(**batch).logits)
+            run.eager.train()
+            run.compiled.train()
+    run.assert_same(mode)
+
+
+def add_in_place(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.add_(0.25)
+
+
+def add_to_data(parameter: nn.Parameter) -> None:
+    parameter.data += 0.25
+
+
+def nudge_data(parameter: nn.Parameter) -> None:
+    """As little as merging an adapter and taking it out again may leave behind."""
+    parameter.data.copy_(torch.nextafter(parameter.data, torch.full_like(parameter.data, 9)))
+
+
+def take_other_memory(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 1.5
+
+
+def multiply_in_numpy(parameter: nn.Parameter) -> None:
+    parameter.detach().numpy()[:] *= 1.5
+
+
+@pytest.mark.parametrize("change", [add_in_place, add_to_data, nudge_data, take_other_memory, multiply_in_numpy])
+def test_a_frozen_weight_that_the_user_changes_is_the_new_one_in_the_next_step(
+    change: Callable[[nn.Parameter], None], monkeypatch: pytest.MonkeyPatch
+):
+    run = roomy()
+    run.take(labelled(0, 2), seed=0)
+    assert 0 in run.step.schedule.persistent or 1 in run.step.schedule.persistent
+    for step in (1, 2):
+        for model in (run.eager, run.streamed):
+            change(frozen_weight(model))
+        moved = Moved(monkeypatch)
+        run.take(labelled(step, 2), seed=step)
+        assert moved.since() > run.step.schedule.h2d_bytes
+    run.assert_same()
+
+
+def test_a_state_dict_that_is_loaded_between_steps_counts():
+    run = roomy()
+    run.take(labelled(0, 2), seed=0)
+    for options in ({}, {"assign": True}):
+        other = {key: value * 1.25 for key, value in run.eager.state_dict().items()}
+        run.step.flush()
+        for model in (run.eager, run.streamed):
+            model.load_state_dict({key: value.clone() for key, value in other.items()}, **options)
+        if options:
+            break
+        run.take(labelled(1, 2), seed=1)
+        run.assert_same()
+
+
+def test_a_single_element_written_through_numpy_ends_in_an_error_soon(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(persisting, "_SAMPLES", 1)
+    run = roomy()
+    run.take(labelled(0, 2), seed=0)
+    for _, weight in run.streamed.named_parameters():
+        if not weight.requires_grad:
+            weight.detach().numpy().reshape(-1)[weight.numel() // 2 + 1] += 0.5
+    blocks = len(run.step.schedule.persistent)
+
+    def go_on() -> None:
+        for step in range(1, 2 * blocks * (blocks + 1)):
+            run.step(labelled(step, 2))
+
+    with pytest.raises(ExecuteError, match=r"frozen weights of block .* have changed in a way that torch"):
+        go_on()
