@@ -155,7 +155,7 @@ SCENARIOS: dict[str, Scenario] = {
 }  # fmt: skip
 
 
-# Of the oldest peft, transformers wants a newer one for the first; the others aren't there, or copy state in the forward.
+# With the oldest peft: transformers refuses it for the first; the others aren't there, or copy state in the forward.
 OF_NEWER = ("by transformers", "gralora", "shira")
 
 
