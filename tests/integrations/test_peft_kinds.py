@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
@@ -154,6 +155,12 @@ SCENARIOS: dict[str, Scenario] = {
 }  # fmt: skip
 
 
+# With the oldest peft: transformers refuses it for the first; the others aren't there, or copy state in the forward.
+OF_NEWER = ("by transformers", "gralora", "shira")
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_adapter_of_another_kind_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
+    if name in OF_NEWER and Version(peft.__version__) < Version("0.19.1"):
+        pytest.skip("needs peft 0.19.1")
     assert_streams_as_stock(SCENARIOS[name], tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def made(kind: str, config: str, **sizes: Any) -> Callable[[], Any]:
 
     def model() -> Any:
         torch.manual_seed(0)
-        return getattr(transformers, kind)(getattr(transformers, config)(**sizes))
+        return getattr(transformers, kind)(getattr(transformers, config)(**copy.deepcopy(sizes)))
 
     return model
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from tests.integrations.runs import Scenario, assert_streams_as_stock, llama
 from tests.integrations.test_trl import (
@@ -28,6 +29,7 @@ from tests.integrations.test_trl import (
     scenario,
     table,
     texts,
+    trl,
 )
 from tests.integrations.words import text, tokenizer
 
@@ -178,8 +180,14 @@ def experts() -> Any:
     return MixtralForCausalLM(MixtralConfig(**sizes))  # pyright: ignore
 
 
+# TRL 1.10's own runs end with an AttributeError, or give metrics another shape.
+OF_NEWER = ("sft, its own loss", "sft, evaluated with metrics")
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_loss_of_trl_that_streams_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
+    if name in OF_NEWER and Version(trl.__version__) < Version("1.16"):
+        pytest.skip("needs trl 1.16")
     found = assert_streams_as_stock(SCENARIOS[name](), tmp_path)
     if name.startswith(("grpo", "rloo")):
         assert_generated(found)
