@@ -85,8 +85,8 @@ class SlotStay(NamedTuple):
 
     Attributes:
         op: The `W` that brings them.
-        first: Its tick.
-        last: The tick of the last op that reads them.
+        first: Its tick; the first of all for a persistent block.
+        last: The tick of the last op that reads them; the last of all for a persistent block.
     """
 
     op: Op
@@ -99,8 +99,14 @@ def slot_stays(schedule: Schedule) -> tuple[SlotStay, ...]:
     last: dict[int, int] = {}
     for reader, load in schedule.bindings().items():
         last[load.tick] = max(last.get(load.tick, 0), reader.tick)
-    loads = [(position.tick, op) for position, op in schedule.positions() if op.slot is not None]
-    return tuple(SlotStay(op, tick, max(tick, last.get(tick, tick))) for tick, op in loads)
+    found = [
+        SlotStay(op, 0, len(schedule.ticks) - 1)
+        if op.block in schedule.persistent
+        else SlotStay(op, position.tick, max(position.tick, last.get(position.tick, 0)))
+        for position, op in schedule.positions()
+        if op.slot is not None
+    ]
+    return tuple(sorted(found, key=lambda stay: stay.first))
 
 
 def _states(schedule: Schedule, books: Books, tick: int) -> Iterator[PeakHolder]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -113,3 +114,20 @@ def test_each_prefetch_park_and_offload_has_its_area(clip: bool):
 def test_where_weights_are_used_in_place_there_is_no_arena():
     plan = schedule(trained(4), transfer="bind", activations="keep")
     assert made(plan).figures.maps == ()
+
+
+def test_weights_that_stay_across_steps_lie_there_all_the_time():
+    works = trained(4)
+    blocks = [
+        replace(block, frozen_bytes=block.state_bytes, gradient_bytes=0, update_bytes=0) for block in works.blocks
+    ]
+    frozen = replace(works, blocks=(*blocks[:3], works.blocks[3]))
+    plan = schedule(frozen, updates="overlap", outputs="release", memory=10**7)
+    assert plan.persistent == (0, 1, 2)
+    assert_apart(plan)
+    maps = {each.name: each.areas for each in made(plan).figures.maps}
+    for area in maps["weights in slots"]:
+        is_whole = (area.first, area.last) == (0, len(plan.ticks) - 1)
+        assert is_whole == (area.block in plan.persistent), area
+    holders = {holder.name for holder in made(plan).figures.peak.holders}
+    assert {f"weights of block {b} (layers.{b})" for b in plan.persistent} <= holders
