@@ -79,15 +79,12 @@ class Slots:
         self._num_uses += 1
         # Each step checks a part of about one block, of another one each time.
         if self._num_uses % (len(self._frozen) + 1) == 0:
-            self._check(known, where)
+            try:
+                known.check_next()
+            except ExecuteError:
+                arena.forget(key)
+                raise
         self._store.prefetch(layout, arena.slot(*where), without=frozen)
-
-    def _check(self, known: Persisting, where: Bytes) -> None:
-        try:
-            known.check_next()
-        except ExecuteError:
-            self._engine.arena.write(*where)
-            raise
 
     def state(self, block: int, where: Bytes | None) -> list[torch.Tensor]:
         """Returns a block's state as views of the arena, or of the host store where state is used in place."""

@@ -79,6 +79,11 @@ class DeviceArena:
         """Notes which frozen weights lie in these bytes, once they are copied."""
         self._persisting[offset, nbytes] = self._remembered[known.key] = known
 
+    def forget(self, key: Hashable) -> None:
+        """Drops all that is known of some frozen weights: they have changed."""
+        self._remembered.pop(key, None)
+        self._persisting = {where: known for where, known in self._persisting.items() if known.key != key}
+
     def remembered(self, key: Hashable) -> Persisting | None:
         """Returns what was known last of some frozen weights, wherever they lay."""
         return self._remembered.get(key)

@@ -89,8 +89,11 @@ class Persisting:
 
 
 def _sums(piece: torch.Tensor) -> torch.Tensor:
-    """Sums of the bytes in many columns, of whole numbers that wrap around: one changed byte changes a sum."""
+    """Sums of the bytes in many columns, of whole numbers that wrap around, and the bytes of the rest as they are.
+
+    One changed byte changes a sum.
+    """
     row = 8 * _COLUMNS
     whole = piece.numel() // row * row
     columns = piece[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
-    return torch.cat([columns, piece[whole:].to(torch.int64)])
+    return torch.cat([columns.view(torch.uint8), piece[whole:]])
