@@ -116,6 +116,43 @@ def test_a_frozen_weight_that_the_user_changes_is_the_new_one_in_the_next_step(
     run.assert_same()
 
 
+def add_to_one_element(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.view(-1)[parameter.numel() // 2 + 1] += 0.5
+
+
+def take_memory_with_another_element(parameter: nn.Parameter) -> None:
+    other = parameter.detach().clone()
+    other.view(-1)[other.numel() // 2 + 1] -= 0.5
+    parameter.data = other
+
+
+@pytest.mark.parametrize("change", [add_to_one_element, take_memory_with_another_element])
+def test_what_torch_counts_is_seen_at_once_however_little_it_is(
+    change: Callable[[nn.Parameter], None], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(persisting, "_SAMPLES", 1)
+    run = roomy()
+    for step in range(3):
+        run.take(labelled(step, 2), seed=step)
+        for model in (run.eager, run.streamed):
+            change(frozen_weight(model))
+    run.take(labelled(3, 2), seed=3)
+    run.assert_same()
+
+
+def test_memory_that_was_given_back_holds_nothing_any_more():
+    run = roomy()
+    for step in range(3):
+        run.take(labelled(step, 2), seed=step)
+        engine = run.compiled.megatrain.engine
+        nbytes = engine.arena.nbytes
+        engine.release_slots()
+        engine.arena.resize(nbytes)  # other bytes, as those of other tensors might be
+        engine.arena.slot(0, nbytes).fill_(0xFF)
+    run.assert_same()
+
+
 def test_a_state_dict_that_is_loaded_between_steps_counts():
     run = roomy()
     run.take(labelled(0, 2), seed=0)
@@ -132,23 +169,22 @@ def test_a_state_dict_that_is_loaded_between_steps_counts():
 
 def test_a_single_element_written_through_numpy_ends_in_an_error_soon(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(persisting, "_SAMPLES", 1)
+    monkeypatch.setattr(persisting, "_PIECE", 512)
     run = roomy()
     run.take(labelled(0, 2), seed=0)
-    for _, weight in run.streamed.named_parameters():
-        if not weight.requires_grad:
-            weight.detach().numpy().reshape(-1)[weight.numel() // 2 + 1] += 0.5
-    blocks = len(run.step.schedule.persistent)
-    steps = 2 * blocks * (blocks + 1)
+    weight = frozen_weight(run.streamed)
+    weight.detach().numpy().reshape(-1)[weight.numel() // 2 + 1] += 0.5
+    works = run.step.schedule.known_workload().blocks
+    most = max(work.frozen_bytes for work in works) // 512 + len(list(run.streamed.parameters()))
 
     def go_on() -> None:
-        for step in range(1, steps):
+        for step in range(most * (len(run.step.schedule.persistent) + 1)):
             run.step(labelled(step, 2))
 
     refused = r"frozen weights of block .* have changed in a way that torch"
-    # Each block that is found has its new weights from then on, and is not found again.
-    for _ in range(blocks):
-        with pytest.raises(ExecuteError, match=refused):
-            go_on()
+    with pytest.raises(ExecuteError, match=refused):
+        go_on()
+    # From then on the device has the new weights, and nothing is refused again.
     go_on()
     # A copy of what is trained now goes on with the same bits.
     run.step.flush()
