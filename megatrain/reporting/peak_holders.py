@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatrain.scheduler.books import Books, Lifetime, Peak, find_peak, span
+from megatrain.scheduler.books import Books, Lifetime, Peak, alive_at, find_peak
 from megatrain.scheduler.items import ITEMS
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
@@ -70,7 +70,9 @@ def at_peak(schedule: Schedule, books: Books) -> AtPeak:
         books: Of the schedule.
     """
     peak = find_peak(schedule)
-    found = [*_states(schedule, books, peak.tick), *_items(schedule, books, peak.tick)]
+    found = [*_states(schedule, books, peak.tick)]
+    for life in alive_at(books, peak.tick):
+        found.append(PeakHolder(_name(schedule, life), ITEMS[life.item.kind].part, life.nbytes))
     for op in schedule.ticks[peak.tick].values():
         nbytes = books.effects.workspace(*op.key)
         of_loss = 0 < nbytes == books.effects.loss_workspace(*op.key[1:])
@@ -118,19 +120,6 @@ def _states(schedule: Schedule, books: Books, tick: int) -> Iterator[PeakHolder]
             rest -= nbytes
             yield PeakHolder(f"weights of {_block(schedule, stay.op.block)}", "weights", nbytes)
     yield PeakHolder("free slots", "weights", rest)
-
-
-def _items(schedule: Schedule, books: Books, tick: int) -> Iterator[PeakHolder]:
-    seen: set[tuple[int, int]] = set()
-    for life in books.lifetimes:
-        first, last = span(life, len(schedule.ticks))
-        if life.memory != "device" or not first <= tick <= last:
-            continue
-        if life.storage is not None:
-            if (life.storage, life.item.micro_batch) in seen:
-                continue
-            seen.add((life.storage, life.item.micro_batch))
-        yield PeakHolder(_name(schedule, life), ITEMS[life.item.kind].part, life.nbytes)
 
 
 def _name(schedule: Schedule, life: Lifetime) -> str:

@@ -224,6 +224,17 @@ class Peak:
     parts: tuple[tuple[str, int], ...]
 
 
+def alive_at(books: Books, tick: int) -> Iterator[Lifetime]:
+    """The lives that take bytes of the device in a tick; of those that share a storage, the first."""
+    storages: set[tuple[int, int]] = set()
+    for life in books.lifetimes:
+        start, end = span(life, len(books.table.ticks))
+        shared = None if life.storage is None else (life.storage, life.item.micro_batch)
+        if life.memory == "device" and start <= tick <= end and shared not in storages:
+            yield life
+            storages |= set() if shared is None else {shared}
+
+
 def find_peak(table: Table) -> Peak:
     """Says at which tick a schedule needs `device_bytes`, and for what.
 
@@ -239,15 +250,7 @@ def find_peak(table: Table) -> Peak:
     ops = [op.key for op in table.ticks[tick].values()]
     is_loss = any(0 < books.effects.workspace(*op) == books.effects.loss_workspace(*op[1:]) for op in ops)
     parts = {"weights": table.arena_bytes, "loss" if is_loss else "workspace": workspace(tick)}
-    storages: set[tuple[int, int]] = set()
-    for life in books.lifetimes:
-        start, end = span(life, len(table.ticks))
-        if life.memory != "device" or not start <= tick <= end:
-            continue
-        if life.storage is not None:
-            if (life.storage, life.item.micro_batch) in storages:
-                continue
-            storages.add((life.storage, life.item.micro_batch))
+    for life in alive_at(books, tick):
         part = ITEMS[life.item.kind].part
         parts[part] = parts.get(part, 0) + life.nbytes
     row = table.ticks[tick]

@@ -112,7 +112,7 @@ def schedule(
             activations=activations,
             hardware=hardware,
         )
-    return build(program, kind, num_slots=num_slots, keep=keep, memory=size, activations=activations, costs=hardware)
+    return build(program, kind, num_slots=num_slots, keep=keep, memory=size, activations=activations, hardware=hardware)
 
 
 def step_schedule(
@@ -145,7 +145,7 @@ def step_schedule(
         for program in {id(program): program for program in programs}.values():
             check_buffers(program)
     works = replace(merge_programs(programs).workload, loss_bytes=loss_bytes)
-    return build(works, kind, num_slots=num_slots, keep=keep, memory=memory, activations=activations, costs=hardware)
+    return build(works, kind, num_slots=num_slots, keep=keep, memory=memory, activations=activations, hardware=hardware)
 
 
 def merge_programs(programs: Sequence[Program]) -> Merged:

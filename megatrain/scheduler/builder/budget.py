@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from megatrain.errors import ScheduleError
+from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft
 from megatrain.scheduler.builder.search import Search
@@ -14,7 +15,6 @@ from megatrain.scheduler.builder.stays import alternates
 from megatrain.scheduler.effects import NO_BLOCK
 from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.timing.costs import Costs
 from megatrain.scheduler.workload import Workload
 
 
@@ -25,17 +25,17 @@ def choose_draft(
     keep: int | None,
     memory: int | None,
     activations: str,
-    costs: Costs | None = None,
+    hardware: Hardware | None = None,
 ) -> Draft:
-    """The draft with the shortest step by `costs`, of those that fit; without costs see `_first_that_fits`.
+    """The draft with the shortest step on `hardware`, of those that fit; without it see `_by_rule`.
 
     Raises:
         ScheduleError: If none fits.
     """
-    draft = _without_costs(builder, num_slots, keep, memory, activations)
-    if costs is None or memory is None or builder.kind.transfer == "bind" or builder.kind.mode == "forward":
+    draft = _by_rule(builder, num_slots, keep, memory, activations)
+    if hardware is None or memory is None or builder.kind.transfer == "bind" or builder.kind.mode == "forward":
         return draft
-    return Search(builder, memory, costs).fastest(
+    return Search(builder, memory, hardware).fastest(
         draft,
         _least_plan(builder, draft, keep, activations),
         is_keep_free=keep is None and activations != "offload",
@@ -52,9 +52,7 @@ def _least_plan(builder: Builder, draft: Draft, keep: int | None, activations: s
     return plan
 
 
-def _without_costs(
-    builder: Builder, num_slots: int | None, keep: int | None, memory: int | None, activations: str
-) -> Draft:
+def _by_rule(builder: Builder, num_slots: int | None, keep: int | None, memory: int | None, activations: str) -> Draft:
     """The first draft that fits, of plans ordered from fast to frugal as no time is needed to tell; see `schedule`."""
     draft = _first_that_fits(builder, num_slots, keep, memory, activations)
     if builder.kind.transfer == "bind" or draft.plan.num_slots == 1:

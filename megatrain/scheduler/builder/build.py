@@ -8,11 +8,11 @@ from dataclasses import replace
 from megatrain.checks import Rule, checked, count, one_of, optional
 from megatrain.errors import ScheduleError
 from megatrain.garbage import paused_collection
+from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.budget import choose_draft, first_fit
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import KIND_RULES, StepKind
-from megatrain.scheduler.timing.costs import Costs
 from megatrain.scheduler.workload import Workload
 
 ACTIVATIONS = ("auto", "recompute", "keep", "offload")
@@ -36,7 +36,7 @@ def build(
     keep: int | None = None,
     memory: int | None = None,
     activations: str = "auto",
-    costs: Costs | None = None,
+    hardware: Hardware | None = None,
 ) -> Schedule:
     """Places one step of `workload` on the streams.
 
@@ -50,7 +50,7 @@ def build(
         keep: See there.
         memory: Device bytes; see there.
         activations: See there.
-        costs: Of the ops, to choose the plan with the shortest step.
+        hardware: See there.
 
     Returns:
         A schedule that passes `check_schedule`. Ticks count from 0; lifetimes include both ends.
@@ -66,7 +66,9 @@ def build(
     """
     workload.check()
     builder = Builder(workload, kind)
-    draft = choose_draft(builder, num_slots=num_slots, keep=keep, memory=memory, activations=activations, costs=costs)
+    draft = choose_draft(
+        builder, num_slots=num_slots, keep=keep, memory=memory, activations=activations, hardware=hardware
+    )
     return schedule_of(builder.finish(draft))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import total_flops
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft
 from megatrain.scheduler.parking import parked_values
-from megatrain.scheduler.timing.costs import Costs
 from megatrain.scheduler.timing.simulate import simulate
 
 # More than two slots let copies run further ahead, where blocks of many sizes take turns.
@@ -63,11 +63,11 @@ class Search:
     Args:
         builder: Of the workload.
         memory: Device bytes that a plan may take.
-        costs: Of the ops.
+        hardware: The machine on which it is to be short.
     """
 
-    def __init__(self, builder: Builder, memory: int, costs: Costs) -> None:
-        self._builder, self._memory, self._costs = builder, memory, costs
+    def __init__(self, builder: Builder, memory: int, hardware: Hardware) -> None:
+        self._builder, self._memory, self._hardware = builder, memory, hardware
         self._drafts: dict[Choices, Draft] = {}
         self._seconds: dict[Choices, float] = {}
 
@@ -83,7 +83,7 @@ class Search:
             is_save_free: Whether the retained graphs are.
             is_slots_free: Whether the number of slots is.
         """
-        best = self._known(first)
+        best = self._drafts[first.plan] = first
         counts = range(1, 3 + _MORE_SLOTS) if is_slots_free else [first.plan.num_slots]
         lates = [True, False] if self._builder.kind.micro_batches > 1 else [False]
         starts = [replace(least, num_slots=n, has_late_offloads=late) for late in lates for n in counts]
@@ -144,9 +144,6 @@ class Search:
         count = _largest(family.most_copies, lambda n: self._fits(family.plan(num_saves, n)))
         return self._draft(family.plan(num_saves, count))
 
-    def _known(self, draft: Draft) -> Draft:
-        return self._drafts.setdefault(draft.plan, draft)
-
     def _draft(self, plan: Choices) -> Draft:
         if plan not in self._drafts:
             self._drafts[plan] = self._builder.draft(plan)
@@ -157,7 +154,7 @@ class Search:
 
     def _time(self, plan: Choices) -> float:
         if plan not in self._seconds:
-            self._seconds[plan] = simulate(self._builder.finish(self._draft(plan)), self._costs).step_s
+            self._seconds[plan] = simulate(self._builder.finish(self._draft(plan)), self._hardware).step_s
         return self._seconds[plan]
 
 
