@@ -24,21 +24,21 @@ class TimedKind(NamedTuple):
         what: Its letter.
         block: Its block; `NO_BLOCK` for `N`.
         micro_batch: Its micro-batch; 0 where the step has one, or the op serves all.
-        is_saved: Whether the graph of this F or B is retained: then B doesn't recompute.
-        has_squares: Whether this U also sums the squares of its gradients, for a norm that is reported.
+        mark: What tells it from other ops of its letter, which take another time. `*`: the graph of this F or B is
+            retained, so B doesn't recompute. `+`: this U also sums the squares of its gradients, for a norm that is
+            reported. `-`: the block of this W is persistent, so only what isn't frozen moves.
     """
 
     stream: Stream
     what: str
     block: int
     micro_batch: int
-    is_saved: bool
-    has_squares: bool = False
+    mark: str = ""
 
     def __str__(self) -> str:
         block = "" if self.block < 0 else str(self.block)
         micro = f".{self.micro_batch}" if kind_of(self.stream, self.what).per_micro_batch else ""
-        return f"{self.what}{block}{micro}{'*' if self.is_saved else ''}{'+' if self.has_squares else ''}"
+        return f"{self.what}{block}{micro}{self.mark}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +128,10 @@ class Measured:
             seconds = self.seconds.get(kind, typical.get(kind._replace(micro_batch=0)))
             if seconds is None:
                 raise ScheduleError(
-                    f"{position.stream}:{op}{'*' if kind.is_saved else ''} at tick {position.tick} was never "
-                    "measured.\n"
-                    "  A schedule can be timed if all of its ops were measured; a star marks ops of a retained graph.\n"
-                    "  Measure a run of this schedule, or of one with the same `saves` and `keep`."
+                    f"{position.stream}:{op}{kind.mark} at tick {position.tick} was never measured.\n"
+                    "  A schedule can be timed if all of its ops were measured. A retained graph (*), squares for a "
+                    "norm (+) and weights that persist (-) make other ops.\n"
+                    "  Measure a run of this schedule, or of one with the same `saves`, `keep` and `persistent`."
                 )
             found[position] = seconds
         return found
@@ -149,11 +149,15 @@ Costs = Hardware | Measured
 
 
 def _kinds(schedule: Table) -> Iterator[tuple[Position, Op, TimedKind]]:
-    saves = frozenset(schedule.saves)
+    saves, persistent = frozenset(schedule.saves), frozenset(schedule.persistent)
     for position, op in schedule.positions():
-        is_saved = op.what in "FB" and op.block in saves
-        has_squares = op.what == "U" and schedule.kind.reports_norm
-        yield position, op, TimedKind(op.stream, op.what, op.block, op.micro_batch or 0, is_saved, has_squares)
+        marks = {
+            "*": op.what in "FB" and op.block in saves,
+            "+": op.what == "U" and schedule.kind.reports_norm,
+            "-": op.what == "W" and op.block in persistent,
+        }
+        mark = "".join(mark for mark, holds in marks.items() if holds)
+        yield position, op, TimedKind(op.stream, op.what, op.block, op.micro_batch or 0, mark)
 
 
 def _medians(seconds: Mapping[TimedKind, Sequence[float]]) -> dict[TimedKind, float]:
