@@ -64,7 +64,9 @@ def test_a_plan_says_its_time_for_a_machine():
     assert plan.simulation.step_s <= by_rule.schedule.simulate(machine).step_s
     assert str(plan).splitlines()[-1] == f"time: {plan.simulation}; predicted for rtx-4090"
     assert by_rule.simulation is None
-    with pytest.raises(OptionError, match="abacus"):
+    with pytest.raises(
+        OptionError, match=r"^hardware='abacus' is a str.\n  hardware is \"rtx-3080\", .*, or a Hardware, or"
+    ):
         megatrain.plan(on_meta(), IDS, hardware="abacus")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import Rule, checked, count, number, optional
+from megatrain.checks import checked, count, either, instance_of, number, one_of, optional
 from megatrain.device import HOST, Device, find
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.garbage import paused_collection
@@ -40,11 +40,7 @@ from megatrain.tracer.recording.own_code import original
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
 
-HARDWARE = Rule(
-    "a Hardware, or the name of one in its table",
-    '{name}="rtx-4090"',
-    lambda value: None if isinstance(value, Hardware | str) else f"is a {type(value).__qualname__}",
-)
+HARDWARE = either(one_of(*Hardware.presets()), instance_of(Hardware))
 
 
 @checked(device_memory=optional(count(1)), host_memory=optional(count(1)), precision=PRECISION)

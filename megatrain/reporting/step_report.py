@@ -48,7 +48,7 @@ def report(
         step: A TrainStep after its first call, or `prepare`; a `Plan`; or a `Schedule` that knows its workload.
         path: The file to write; one that exists is replaced.
         costs: Times of the plan's ops: rates of a machine, or the times of ops that were measured. None takes those of
-            `measured`.
+            `measured`, or of the machine of a `Plan`.
         measured: A run of the same schedule, from `TrainStep.time`. Without it the page has no measured step.
 
     Returns:
@@ -74,6 +74,8 @@ def step_report(step: TrainStep | Plan | Schedule, costs: Costs | None, measured
             "the schedule has no ops, so there is nothing to draw.\n  A report shows ops in time.\n"
             "  Give the schedule of a step that computes something."
         )
+    if costs is None and measured is None and isinstance(step, Plan):
+        costs = step.hardware
     if measured is not None and measured.schedule != schedule:
         raise ScheduleError(
             "the measured run is of another schedule.\n  Plan and run are drawn op by op, one above the other.\n"
