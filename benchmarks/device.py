@@ -35,8 +35,9 @@ from megatrain.optim.masters.halves import SplitMaster
 from megatrain.optim.norm import GradientNorm
 from megatrain.planning import host_plan
 from megatrain.runtime.stores import moving
-from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.timing.costs import op_durations
 from megatrain.sizes import format_bytes
 from tests.simulated_device.loading import load, unavailable
 from tests.simulated_device.simulator import HardwareProfile, Simulator, Span
@@ -108,6 +109,7 @@ class ModelledStep:
         spans: The device's work.
         host_s: The work of the host.
         updates_s: The updates alone; squares of gradients are summed beside the backward.
+        backward_s: The backward's longest part: computing it, or copying its gradients.
         schedule: What ran.
     """
 
@@ -117,6 +119,7 @@ class ModelledStep:
     spans: Sequence[Span]
     host_s: float
     updates_s: float
+    backward_s: float
     schedule: Schedule
 
     @cached_property
@@ -129,9 +132,16 @@ class ModelledStep:
 
     @property
     def bound_s(self) -> float:
-        """No step of these ops is shorter: one part works so long. Serial updates begin when the device is done."""
+        """No step of these ops is shorter: one part works so long.
+
+        Serial updates begin when the device is done. Updates of clipped steps begin when all gradients are there, and
+        all are done before the next backward begins.
+        """
         device = max(seconds for name, seconds in self.busy.items() if name != "host")
-        return device + self.updates_s if self.schedule.kind.updates == "serial" else max(device, self.host_s)
+        if self.schedule.kind.updates == "serial":
+            return device + self.updates_s
+        apart = self.backward_s + self.updates_s if self.schedule.kind.clip else 0.0
+        return max(device, self.host_s, apart)
 
     @property
     def held_up_by(self) -> str:
@@ -144,6 +154,7 @@ def steps_of(
 ) -> Generator[tuple[int, str, ModelledStep | str]]:
     """Takes steps of so many micro-batches in each way; yields a step in modelled time, or why there is none."""
     assert card.memory_bytes is not None, "each preset has a size"
+    torch.accelerator.empty_cache()  # what the allocator keeps of a larger card would look free
     simulator.configure(capacity=card.memory_bytes)
     compiled = megatrain.compile(size.model(), device="sim", precision="bf16")
     ids = torch.zeros(1, CONTEXT, dtype=torch.long, device="sim")
@@ -168,7 +179,19 @@ def _step_of(simulator: Simulator, card: Hardware, step: megatrain.TrainStep, ba
         simulator.set_profile(None)
     host_s, updates_s = (hosts.moved_bytes(Stream.HOST, what) / card.host_bytes_per_s for what in (None, "U"))
     by_rates = step.schedule.simulate(card).step_s
-    return ModelledStep(seconds, predicted, by_rates, spans, host_s, updates_s, step.schedule)
+    return ModelledStep(
+        seconds, predicted, by_rates, spans, host_s, updates_s, _backward_s(step.schedule, card), step.schedule
+    )
+
+
+def _backward_s(schedule: Schedule, card: Hardware) -> float:
+    """Seconds that the backwards of a step take on a card, or the copies of its gradients if these take longer."""
+    found = {"B": 0.0, "G": 0.0}
+    ops = dict(schedule.positions())
+    for position, seconds in op_durations(schedule, card).items():
+        if ops[position].what in found:
+            found[ops[position].what] += seconds
+    return max(found.values())
 
 
 def rows(simulator: Simulator, options: argparse.Namespace) -> Generator[str]:

@@ -49,9 +49,10 @@ class Way:
 
 WAYS = (
     Way("eager loop, checkpointed", clip=False),
-    Way("overlap", clip=False, options={}),
+    Way("spread", clip=False, options={"spread": True}),
+    Way("overlap", clip=False, options={"spread": False}),
     Way("serial", clip=False, options={"overlap": False}),
-    Way("overlap, bf16", clip=False, options={}, compile_options={"precision": "bf16"}),
+    Way("overlap, bf16", clip=False, options={"spread": False}, compile_options={"precision": "bf16"}),
     Way("eager loop, checkpointed, clipped", clip=True),
     Way("deferred, clipped", clip=True, options={}),
     Way("serial, clipped", clip=True, options={"overlap": False}),

@@ -15,9 +15,9 @@ from megatrain.runtime.operations import HANDLERS, Handler, Operations
 from megatrain.runtime.taken import Taken
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.check.schedule_rules import further_rules
-from megatrain.scheduler.effects import BUILT_IN, KINDS, Effects, OpKind, Stream
+from megatrain.scheduler.effects import BUILT_IN, KINDS, Effects, OpKind
 from megatrain.scheduler.instructions import Instruction
-from megatrain.scheduler.items import Effect, Item
+from megatrain.scheduler.items import Effect, Item, Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Tick
 

@@ -95,7 +95,9 @@ def test_nothing_of_the_model_changes():
 @pytest.mark.parametrize(
     ("options", "updates", "clip"),
     [
-        ({}, "overlap", False),
+        ({}, "spread", False),
+        ({"device": "cpu"}, "overlap", False),
+        ({"host_memory": "1KiB"}, "overlap", False),  # the plan that needs less is refused
         ({"max_grad_norm": 1.0}, "deferred", True),
         ({"overlap": False}, "serial", False),
         ({"overlap": False, "max_grad_norm": 0.5}, "serial", True),

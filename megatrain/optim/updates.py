@@ -232,8 +232,8 @@ class Updates:
 
     @property
     def due(self) -> list[int]:
-        """The blocks whose update is not taken yet, by all optimizers."""
-        return sorted({block for updater in self._updaters for block in updater.left})
+        """The blocks whose parameters are not updated yet by all optimizers."""
+        return sorted({block for updater in self._updaters for block in updater.left if self._blocks[block]})
 
     def changing(self) -> Iterable[torch.Tensor]:
         """The parameters and optimizer state that the remaining updates will change."""

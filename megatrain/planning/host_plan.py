@@ -79,8 +79,7 @@ class HostPlan:
         Raises:
             ExecuteError: With the bytes needed, the bytes available, the table, and ways to take less.
         """
-        held = min(self.held_bytes, self.total_bytes)
-        limit = available_now() + held if available_bytes is None else available_bytes
+        limit = self._limit(available_bytes)
         if self.total_bytes <= limit:
             return
         table = "\n".join(f"  {line}" for line in str(self).splitlines())
@@ -90,6 +89,14 @@ class HostPlan:
             f"{table}\n"
             f"  {format_bytes(self.total_bytes - limit)} are missing. What helps:{helps}"
         )
+
+    def fits(self) -> bool:
+        """Tells whether `check` finds enough memory on this machine."""
+        return self.total_bytes <= self._limit(None)
+
+    def _limit(self, available_bytes: int | None) -> int:
+        held = min(self.held_bytes, self.total_bytes)
+        return available_now() + held if available_bytes is None else available_bytes
 
     def __str__(self) -> str:
         head = f"host: {self.total_bytes} B for {self.num_parameters} parameters"

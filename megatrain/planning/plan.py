@@ -166,7 +166,8 @@ def plan(  # noqa: PLR0913  # as for `compile`
         precision: `"fp32"`, or `"bf16"` for bf16 compute over fp32 masters.
         micro_batches: Number of micro-batches in a step (gradient accumulation).
         max_grad_norm: Any number means that gradients are clipped, so that updates wait for their norm.
-        overlap: Updates run during the backward; if they wait for a norm, during the next step.
+        overlap: Updates run during the backward and, unless `device` is the CPU, some during the next forward; if they
+            wait for a norm, all do. (See `spread` of `TrainStep`.)
         activations: As for `compile`.
         block_bytes: As for `compile`.
         passes: As for `compile`.
@@ -206,11 +207,16 @@ def plan(  # noqa: PLR0913  # as for `compile`
     if loss is not None:
         batch = given[0] if len(given) == 1 and not named else given or named
         loss_bytes = measure_loss(program, traced, arguments.tensors, batch, loss, place or HOST)
-    kind = _step_kind(program, optimizer is not None, micro_batches, max_grad_norm, overlap)
+    clip, on_host = max_grad_norm is not None, place is not None and place.is_host
+    updates = _updates(overlap=overlap, clip=clip, on_host=on_host) if optimizer is not None else ("none",)
     machine = Hardware.preset(hardware) if isinstance(hardware, str) else hardware
-    table, too_small = _scheduled(program, kind, device_limit, activations, loss_bytes, machine)
+    for when in updates:
+        kind = _step_kind(program, micro_batches, when, clip=clip)
+        table, too_small = _scheduled(program, kind, device_limit, activations, loss_bytes, machine)
+        host = host_plan(program, table, model, optimizer, precision=precision)
+        if host_limit is None or host.total_bytes <= host_limit:
+            break
     table.check()
-    host = host_plan(program, table, model, optimizer, precision=precision)
     reserve = reserve_text(place, table.device_bytes if device_limit is None else device_limit)
     return Plan(program, table, host, device_limit, host_limit, precision, too_small, reserve, machine)
 
@@ -251,21 +257,24 @@ def _in_bf16(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Genera
         yield
 
 
-def _step_kind(
-    program: Program, has_updates: bool, micro_batches: int, max_grad_norm: float | None, overlap: bool
-) -> StepKind:
-    """The kind of a whole training step; see `megatrain.TrainStep` for when updates run."""
+def _updates(*, overlap: bool, clip: bool, on_host: bool) -> tuple[str, ...]:
+    """When updates may run, the fastest way first, as in `megatrain.TrainStep`; later ways need less host memory."""
+    if not overlap:
+        return ("serial",)
+    if clip:
+        return ("deferred",)
+    return ("overlap",) if on_host else ("spread", "overlap")
+
+
+def _step_kind(program: Program, micro_batches: int, updates: str, *, clip: bool) -> StepKind:
+    """The kind of a whole training step."""
     if not any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs):
         raise OptionError(
             "no result of the model needs a gradient, so there is no training to plan.\n"
             "  A step differentiates the results of the forward with respect to the trainable parameters.\n"
             "  Call requires_grad_() on the parameters to train."
         )
-    clip = max_grad_norm is not None
-    updates = "serial" if not overlap else "deferred" if clip else "overlap"
-    return StepKind(
-        micro_batches=micro_batches, updates=updates if has_updates else "none", clip=clip, outputs="release"
-    )
+    return StepKind(micro_batches=micro_batches, updates=updates, clip=clip, outputs="release")
 
 
 def _scheduled(

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from megatrain.reporting.peak_holders import slot_stays
 from megatrain.scheduler.books import Books, span
-from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.instructions import Instructions
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 
 

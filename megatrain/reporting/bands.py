@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.effects import streams
 from megatrain.scheduler.instructions import Instructions
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.timing.simulate import Timing
 from megatrain.scheduler.timing.timed_run import TimedRun

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from megatrain.reporting.bands import Band
 from megatrain.scheduler.books import Books
-from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.instructions import Instructions
-from megatrain.scheduler.items import ITEMS, Item
+from megatrain.scheduler.items import ITEMS, Item, Stream
 from megatrain.scheduler.table import Position
 
 

@@ -12,7 +12,8 @@ from megatrain.hardware.work import total_flops
 from megatrain.reporting.bands import Band, format_s
 from megatrain.reporting.memory_curve import Curve
 from megatrain.reporting.step_figures import StepFigures
-from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.effects import streams
+from megatrain.scheduler.items import Stream
 from megatrain.sizes import format_bytes
 
 _MOST_HOLDERS = 12

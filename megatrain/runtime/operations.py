@@ -20,9 +20,9 @@ from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.runtime.streams.stream_set import Event
 from megatrain.runtime.taken import StepTrainer, Taken
-from megatrain.scheduler.effects import Stream, kind_of
+from megatrain.scheduler.effects import kind_of
 from megatrain.scheduler.instructions import Half, Instruction
-from megatrain.scheduler.items import Item
+from megatrain.scheduler.items import Item, Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from megatrain.scheduler.effects import Effects, Stream, kind_of
-from megatrain.scheduler.items import ITEMS, Effect, Item
+from megatrain.scheduler.effects import Effects, kind_of
+from megatrain.scheduler.items import ITEMS, Effect, Item, Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Position, Table
@@ -63,7 +63,7 @@ class Books:
     def __init__(self, table: Table, workload: Workload | None = None) -> None:
         self.table = table if workload is None else replace(table, workload=workload)
         self.workload = self.table.known_workload()
-        self.effects = Effects(self.workload, table.kind, table.saves, self.table.parked(), table.persistent)
+        self.effects = self.table.effects()
         self.ops = [(position, self.effects.of(*op.key)) for position, op in table.positions()]
         self.lifetimes = item_lifetimes(self.effects, self.ops)
 

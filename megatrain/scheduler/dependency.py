@@ -14,9 +14,8 @@ from typing import Any
 import networkx as nx
 
 from megatrain.scheduler.books import Books, Uses
-from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.happens import waited_edges
-from megatrain.scheduler.items import ITEMS, Item
+from megatrain.scheduler.items import ITEMS, Item, Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.workload import Workload

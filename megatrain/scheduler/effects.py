@@ -9,29 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.items import Effect, Item
+from megatrain.scheduler.items import NO_BLOCK, Effect, Item, Stream
 from megatrain.scheduler.parking import Parks, turn_block
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
-
-# The number of an item or an op that concerns no block in particular.
-NO_BLOCK = -1
-
-
-class Stream(str):
-    """The name of a queue of ops that run one after the other; different streams run at the same time."""
-
-    __slots__ = ()
-    H2D: ClassVar[Stream]
-    COMPUTE: ClassVar[Stream]
-    D2H: ClassVar[Stream]
-    HOST: ClassVar[Stream]
-
-
-Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST = map(Stream, ("h2d", "compute", "d2h", "host"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +49,24 @@ class Effects:
         saves: Blocks whose graph is retained.
         parked: Values that leave the device between forward and backward, by the block of their `A`.
         persistent: Blocks whose frozen weights are on the device before the step begins.
+        deferred: Blocks whose update follows in the next step.
     """
 
     def __init__(
-        self, workload: Workload, kind: StepKind, saves: Collection[int], parked: Parks, persistent: Collection[int]
+        self,
+        workload: Workload,
+        kind: StepKind,
+        saves: Collection[int],
+        parked: Parks,
+        persistent: Collection[int],
+        deferred: Collection[int],
     ) -> None:
         self.workload = workload
         self.kind = kind
         self.saves = frozenset(saves)
         self.parked = parked
         self.persistent = frozenset(persistent)
+        self.deferred = frozenset(deferred)
         self.inputs, self.outputs = workload.inputs(), workload.outputs()
         self.has_gradient = [
             kind.mode != "forward" and workload.has_value_gradient(index) for index in range(len(workload.values))
@@ -118,8 +109,7 @@ class Effects:
                     yield Item("value", index, number)
                 if is_backward and value.is_output and self.has_gradient[index]:
                     yield Item("gradient", index, number)
-        if self.kind.updates == "deferred" and self.kind.holds_gradients:
-            yield from (Item("waiting", b) for b in self.gradient_blocks if self.owners[b])
+        yield from (Item("waiting", b) for b in self.gradient_blocks if self._waits(b))
 
     def outlives(self, item: Item) -> bool:
         """Tells whether an item still exists when the step is over."""
@@ -128,7 +118,11 @@ class Effects:
             return value.is_output and (self.kind.outputs == "keep" or value.is_committed)
         if item.kind == "gradient":
             return self.workload.values[item.number].producer is None
-        return item.kind == "landed" and (self.kind.updates == "deferred" or not self.owners[item.number])
+        return item.kind == "landed" and (self._waits(item.number) or not self.owners[item.number])
+
+    def _waits(self, block: int) -> bool:
+        """Whether a block's gradients wait for an update in the next step."""
+        return not self.deferred.isdisjoint(self.owners[block])
 
     def nbytes(self, item: Item) -> int:
         """Bytes that an item takes in its memory.
@@ -275,7 +269,7 @@ def _norm(step: Effects, block: int, micro_batch: int) -> Effect:
 
 
 def _update(step: Effects, block: int, micro_batch: int) -> Effect:
-    kind = "waiting" if step.kind.updates == "deferred" else "landed"
+    kind = "waiting" if block in step.deferred else "landed"
     group, blocks = step.workload.update_group(block), step.workload.blocks
     reads = [Item(kind, b) for b in group if blocks[b].has_backward and blocks[b].gradient_bytes > 0]
     reads += [Item("norm", NO_BLOCK)] * step.kind.clip + [Item("left", NO_BLOCK)] * (step.kind.updates == "serial")

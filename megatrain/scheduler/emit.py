@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from megatrain.scheduler.books import Books, Uses
 from megatrain.scheduler.dependency import books_graph, weight_bindings
-from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.happens import waited_edges
 from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructions, Parked
-from megatrain.scheduler.items import Item
+from megatrain.scheduler.items import Item, Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table
 from megatrain.sizes import aligned

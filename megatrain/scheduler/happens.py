@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 
 import networkx as nx
 
-from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.effects import streams
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
 
 _Clock = tuple[int, ...]

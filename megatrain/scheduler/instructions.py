@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from megatrain.checks import checked
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.effects import Stream, streams
-from megatrain.scheduler.items import ITEMS, Item
+from megatrain.scheduler.effects import streams
+from megatrain.scheduler.items import ITEMS, Item, Stream
 from megatrain.scheduler.op import Op, parse_op
 from megatrain.scheduler.table import Position
 

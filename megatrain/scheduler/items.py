@@ -1,11 +1,27 @@
-"""Items: the things that ops read and make, and the memory of each; Effect: what one op does to them."""
+"""Items: the things that ops read and make, and the memory of each; Effect: what one op does to them; Stream: where."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from megatrain.hardware.work import Works
+
+# The number of an item or an op that concerns no block in particular.
+NO_BLOCK = -1
+
+
+class Stream(str):
+    """The name of a queue of ops that run one after the other; different streams run at the same time."""
+
+    __slots__ = ()
+    H2D: ClassVar[Stream]
+    COMPUTE: ClassVar[Stream]
+    D2H: ClassVar[Stream]
+    HOST: ClassVar[Stream]
+
+
+Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST = map(Stream, ("h2d", "compute", "d2h", "host"))
 
 
 class Item(NamedTuple):

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.effects import KINDS, NO_BLOCK, Stream
+from megatrain.scheduler.effects import KINDS
+from megatrain.scheduler.items import NO_BLOCK, Stream
 
 _TOKEN = re.compile(r"(?P<what>[A-Z])(?P<block>\d{1,18})?(?:\.(?P<micro>\d{1,18}))?(?:@(?P<slot>\d{1,18}))?")
 

@@ -10,8 +10,8 @@ from megatrain.errors import OptionError
 MODES = ("train", "forward", "backward")
 TRANSFERS = ("copy", "bind")
 # When a block's parameters are updated: by the caller; once its gradients have left; once all have left; at the head
-# of the next step.
-UPDATES = ("none", "overlap", "serial", "deferred")
+# of the next step; in both of these places, each some blocks.
+UPDATES = ("none", "overlap", "serial", "deferred", "spread")
 # Until when outputs of the model stay: the step ends; the backward of their micro-batch has begun.
 OUTPUTS = ("keep", "release")
 # A table has some rows for each micro-batch and block, and takes longer to check the more rows it has: this many take
@@ -37,8 +37,9 @@ class StepKind:
         transfer: `"copy"` fills slots; `"bind"` uses the weights in place, so slots have no bytes.
         micro_batches: How often each F and B runs (gradient accumulation). With several, these ops and `A` carry the
             micro-batch.
-        updates: `"none"`, `"overlap"` (each `U` follows its `G`), `"serial"` (all `U` follow all `G`), or
-            `"deferred"` (each `U` of the previous step precedes the first `W` of this step that reads its parameters).
+        updates: `"none"`, `"overlap"` (each `U` follows its `G`), `"serial"` (all `U` follow all `G`),
+            `"deferred"` (each `U` of the previous step precedes the first `W` of this step that reads its parameters),
+            or `"spread"` (some are deferred, the others overlap). A spread step has no norm.
         clip: An `S` sums the squares of each block's gradients once they have left, and `N` takes the norm of all at
             the end; updates wait for the norm that they use.
         reports_norm: Each `U` also sums the squares of the gradients that it uses, and `N` takes the norm of all at the
@@ -72,6 +73,12 @@ class StepKind:
                 f'reports_norm=True with clip={self.clip} and updates="{self.updates}" is impossible.\n'
                 "  Such a norm comes with the updates of its own step, which don't wait for it.\n"
                 '  Use updates="overlap" or "serial", without clip; or clip=True alone.'
+            )
+        if self.clip and self.updates == "spread":
+            raise OptionError(
+                'clip=True with updates="spread" is impossible.\n'
+                "  A clipped step can't update a block before it has the gradients of all.\n"
+                '  Use updates="deferred" or "serial".'
             )
 
     @property

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from megatrain.checks import checked
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.effects import Stream, kind_of, streams
+from megatrain.scheduler.effects import Effects, kind_of, streams
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.parking import host_value_bytes, park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind
@@ -202,6 +203,20 @@ class Table:
         return tuple(sorted(computed.difference(op.block for op in self.ops if op.what == "G")))
 
     @property
+    def deferred(self) -> tuple[int, ...]:
+        """Blocks whose gradients of this step are used by an update at the head of the next step, ascending.
+
+        In this table their `U` comes before their `G`, and uses the gradients of the previous step.
+        """
+        if self.kind.updates not in ("deferred", "spread"):
+            return ()
+        # Gradients leave when all weights have been read, and so updated: the table has no tick with both.
+        left = (tick for tick, row in enumerate(self.ticks) if row.d2h is not None and row.d2h.what == "G")
+        head = next(left, len(self.ticks)) if self.kind.updates == "spread" else len(self.ticks)
+        hosts = (row.host for row in self.ticks[:head])
+        return tuple(sorted(op.block for op in hosts if op is not None and op.what == "U"))
+
+    @property
     def arena_bytes(self) -> int:
         """Bytes of the device arena that the slots share."""
         return max((slot.offset + slot.nbytes for slot in self.slots), default=0)
@@ -231,6 +246,15 @@ class Table:
     def host_value_bytes(self) -> int:
         """The part of `host_bytes` that values on the host take, and their gradients."""
         return host_value_bytes(self.known_workload(), self.kind)
+
+    def effects(self) -> Effects:
+        """What each op of this step does.
+
+        Raises:
+            ScheduleError: If the table doesn't know its workload.
+        """
+        workload = self.known_workload()
+        return Effects(workload, self.kind, self.saves, self.parked(), self.persistent, self.deferred)
 
     def parked(self) -> dict[int, tuple[int, ...]]:
         """Values that `A` parks and returns, by the block of the op."""

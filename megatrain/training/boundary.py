@@ -118,7 +118,7 @@ class Boundary:
         self.progress.grad_norm = found.norm
         if running.is_skipped:
             self._skip(updates)
-        elif running.kind.updates in ("none", "deferred"):
+        elif not running.has_begun:
             updates.begin()
         self._close(run, running, updates)
 
@@ -138,7 +138,7 @@ class Boundary:
     def _go_back(self, run: Run, running: Running, updates: Updates, error: BaseException) -> None:
         """Leaves no trace of a step that has not updated anything; updates of the previous step are completed."""
         run.close()
-        if running.kind.updates != "deferred":
+        if running.has_begun or running.kind.updates not in ("deferred", "spread"):
             updates.abandon()
             updates.drop_arriving()
             return

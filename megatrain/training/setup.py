@@ -13,7 +13,6 @@ from megatrain.compiled.inside import Compiled, Variant
 from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.interrupts import Interrupts
 from megatrain.memory.processors import update_threads
-from megatrain.optim.blockwise import has_hooks
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.optim.updates import Updates
@@ -26,6 +25,7 @@ from megatrain.tracer.arguments import Arguments
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.modes import without_modes
 from megatrain.training.step_tables import StepTables
+from megatrain.training.update_times import UpdateTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class Setup:
         optimizers: The user's, in the order of their steps.
         max_norm: Largest norm of all gradients, or None.
         overlap: Whether updates may run at the same time as the device's work.
+        spread: Whether some of them may run in the next step; None: unless the device is the CPU.
         needs_norm: Whether updates wait for a norm.
         reports_norm: Whether a norm is wanted for which they needn't wait.
         loss: The caller's, or None if the model's result is the loss.
@@ -80,6 +81,7 @@ class Setup:
         *,
         max_norm: float | None,
         overlap: bool,
+        spread: bool | None,
         needs_norm: bool,
         reports_norm: bool = False,
         loss: Loss | None = None,
@@ -90,9 +92,14 @@ class Setup:
         self._optimizers = optimizers
         self._check_apart()
         self._max_norm = max_norm
-        self._overlap = overlap
-        self._needs_norm = needs_norm
-        self._reports_norm = reports_norm
+        self._times = UpdateTimes(
+            compiled.model,
+            optimizers,
+            overlap=overlap,
+            spread=not compiled.options.device.is_host if spread is None else spread,
+            needs_norm=needs_norm,
+            reports_norm=reports_norm,
+        )
         self._loss = loss
         self._tables = StepTables(compiled.options, compiled.budget)
         self._blocks: list[list[torch.Tensor]] = []
@@ -122,6 +129,11 @@ class Setup:
                     self.updates.finish()
                 finally:
                     self.is_completing = False
+
+    def look(self) -> None:
+        """Runs the due updates, because somebody looks at what they change."""
+        self._times.looked(is_next=False)
+        self.complete()
 
     def changing(self) -> Iterable[torch.Tensor]:
         """The tensors that due updates will change."""
@@ -166,30 +178,14 @@ class Setup:
         return self._tables.schedule([variant.program for variant in variants], kind, loss_bytes)
 
     def _kind(self, micro_batches: int) -> StepKind:
-        # Work between the gradients and the updates that may fail must come before the first update.
-        hooked = any(map(has_hooks, self._optimizers))
-        # Hooks on an optimizer's step may change gradients, of which the norm is taken before.
-        needs_norm = self._needs_norm or (self._reports_norm and hooked)
-        waits = self._holds_others() if self._needs_norm else self._has_gradient_hooks()
-        is_serial = not self._overlap or hooked or waits
-        if self.updates is not None and self.is_due and not self.updates.is_whole:
-            self.complete()  # of a step that failed some are taken already
-        if needs_norm and not is_serial:
-            updates = "deferred" if self.is_due else "none"
-        else:
+        updates, clip, reports_norm = self._times.choose()
+        # Of a step that failed some may be taken already.
+        is_left = self.updates is not None and self.is_due and (self.updates.is_whole or updates == "spread")
+        if updates not in ("deferred", "spread") or not is_left:
             self.complete()
-            updates = "serial" if is_serial else "overlap"
-        reports_norm = self._reports_norm and not needs_norm
-        return self._tables.kind(micro_batches, updates, clip=needs_norm, reports_norm=reports_norm)
-
-    def _has_gradient_hooks(self) -> bool:
-        """Whether the user's code gets the gradient of a parameter: a step that this code ends must leave no trace."""
-        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._compiled.model.parameters())  # pyright: ignore
-
-    def _holds_others(self) -> bool:
-        """Whether an optimizer has parameters outside the model, such as a loss's own: the next loss reads them."""
-        own = set(self._compiled.model.parameters())
-        return any(p not in own for p in parameters_of(*self._optimizers))
+        if updates == "deferred" and not self.is_due:
+            updates = "none"
+        return self._tables.kind(micro_batches, updates, clip=clip, reports_norm=reports_norm)
 
     def host_plan(self, setting: Setting) -> HostPlan:
         """Adds up the host memory that steps like this one take, without allocating it.
@@ -216,7 +212,11 @@ class Setup:
         )
 
     def executor(self, setting: Setting) -> Executor | None:
-        """Returns the executor of a setting, with `updates` of its blocks; None if other blocks have due updates.
+        """Returns the executor of a setting, with `updates` of its blocks.
+
+        Returns:
+            None if another setting is to be found, once due updates are complete: those are of other blocks, or the
+            host lacks the memory in which gradients wait for the next step.
 
         Raises:
             OptimizerError: If no optimizer holds any of the parameters.
@@ -225,7 +225,11 @@ class Setup:
         """
         programs = [variant.program for variant in setting.variants]
         if not self._tables.has_executor(programs, setting.kind):
-            self.host_plan(setting).check()
+            plan = self.host_plan(setting)
+            if setting.kind.updates == "spread" and not plan.fits():
+                self._times.spread_no_more()
+                return None
+            plan.check()
         engine = self._compiled.engine
         executor = self._tables.executor(programs, setting.kind, engine)
         self._compiled.bind()
@@ -247,6 +251,10 @@ class Setup:
                 # On the CPU, where the loop's own norm is taken by torch, the bits are torch's.
                 norm_threads=None if engine.device.is_host else self.threads,
             )
+        if self.is_due:
+            self._times.looked(is_next=True)
+        if setting.kind.updates == "spread" and self.is_due and self.updates.due != list(setting.schedule.deferred):
+            self.complete()  # what other schedules defer, or a step that failed has left
         self.updates.sums_squares = setting.kind.reports_norm
         _check_no_gradients(engine.tensors)
         return executor

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import PATH, checked, number, one_of, optional
+from megatrain.checks import FLAG, PATH, checked, number, one_of, optional
 from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers, optimizers_of
 from megatrain.compiled.inside import Variant
 from megatrain.compiled.module import COMPILED, CompiledModule
@@ -48,13 +48,12 @@ class TrainStep:
     same numbers, as one schedule: each block's weights cross to the device at most twice for any number of
     micro-batches (gradient accumulation), and updates run on the host at the same time as the device's work.
 
-    Without clipping, a block is updated as soon as its gradients have left the device: the gradients never exist all at
-    once. With `max_grad_norm` or `on_nonfinite` the updates need all gradients: the updates are due when the call
-    returns, and run in the next call, each before its block's weights are copied. `flush` runs due updates at once, and
-    so does the first operation on a parameter whose update is due. With `overlap=False`, hooks on the optimizer's step,
-    or a norm and parameters of the optimizer outside the model, all updates follow all gradients, within the call. All
-    three ways give the same bits. Hooks on parameters run once a step, with whole gradients. A call that fails before
-    its first update leaves no trace; a call that fails later is completed, and a note on the error says so.
+    Without clipping, a block is updated as soon as its gradients have left the device; on an accelerator two of five
+    updates are left to the next call (`spread`). With `max_grad_norm` or `on_nonfinite` all are, for they need all
+    gradients. What is left is due when the call returns; each update runs before its block's weights are copied, or all
+    at once by `flush` or the first operation on a parameter whose update is due. With `overlap=False` all updates come
+    after all gradients, within the call. All ways give the same bits. Hooks on parameters run once a step, with whole
+    gradients. A call that fails before its first update leaves no trace; a later failure is completed, and noted.
 
     Args:
         compiled: From `megatrain.compile`.
@@ -68,6 +67,7 @@ class TrainStep:
         max_grad_norm: Largest norm of all gradients, as in `clip_grad_norm_(model.parameters())`; None doesn't clip.
         report_norm: Whether `progress.grad_norm` has the norm without clipping, too; updates don't wait for it.
         overlap: Whether updates may run at the same time as the device's work.
+        spread: Whether updates without a norm may be left to the next call; None is True but on the CPU.
         on_nonfinite: If a gradient has an infinite or undefined element, `"raise"` an error, or `"skip"` the update.
 
     Raises:
@@ -83,6 +83,7 @@ class TrainStep:
         optimizer=OPTIMIZERS,
         reduce=one_of("mean", "sum"),
         max_grad_norm=optional(number(above=0)),
+        spread=optional(FLAG),
         on_nonfinite=optional(one_of("raise", "skip")),
     )
     def __init__(
@@ -96,18 +97,18 @@ class TrainStep:
         max_grad_norm: float | None = None,
         report_norm: bool = False,
         overlap: bool = True,
+        spread: bool | None = None,
         on_nonfinite: str | None = None,
     ):
         check_reduce(reduce, weight)
         compiled.megatrain.complete_updates()  # of other steps: the trials below look at the optimizers' state
         self._optimizers = optimizers_of(optimizer)
         self._compiled = compiled.megatrain
-        self._loss, self._weight = loss, weight
-        self._is_sum = reduce == "sum"
-        self._on_nonfinite = on_nonfinite
+        self._loss, self._weight, self._is_sum = loss, weight, reduce == "sum"
+        self._looks = on_nonfinite is not None
         needs_norm = max_grad_norm is not None or on_nonfinite is not None
         norms: dict[str, Any] = {"max_norm": max_grad_norm, "needs_norm": needs_norm, "reports_norm": report_norm}
-        self._setup = Setup(self._compiled, self._optimizers, overlap=overlap, loss=loss, **norms)
+        self._setup = Setup(self._compiled, self._optimizers, overlap=overlap, spread=spread, loss=loss, **norms)
         self._boundary = Boundary(on_nonfinite)
         self.user: Mapping[str, Any] = {}
         self._setting: Setting | None = None
@@ -205,8 +206,7 @@ class TrainStep:
         engine, updates = executor.engine, self._setup.updates
         assert updates is not None
         own = {key: tensor for key, tensor in engine.tensors.items() if isinstance(tensor, nn.Parameter)}
-        looks = self._on_nonfinite is not None
-        running = Running(setting, shares, self._loss, updates, own, self._setup.threads, looks_for_nonfinite=looks)
+        running = Running(setting, shares, self._loss, updates, own, self._setup.threads, looks=self._looks)
         before = RngState.now(engine.device, [call for variant in setting.variants for call in variant.opaque])
         with engine.turn.run(differentiates=True), running.interrupts:
             self._running = running
@@ -224,7 +224,7 @@ class TrainStep:
         """Runs the due updates, so that parameters have their values after the latest step."""
         if self._running is not None or self._setup.is_due:
             with self._compiled.exclusively("flush()", in_child=True), self._completion.suspended():
-                self._setup.complete()
+                self._setup.look()
 
     def _complete(self) -> None:
         """Like `flush`, for a use of a marked object. Nothing is due within a step; hooks must not look then."""
@@ -290,8 +290,8 @@ class TrainStep:
     ) -> TrainStep:
         """Reads a checkpoint and returns a step that continues as if it had never stopped, bit for bit.
 
-        Memory, blocks, transfer, activations and `overlap` may change. Things that a checkpoint doesn't store must be
-        as they were: the model's code, `options`, and the batches to come; see docs/checkpoints.md.
+        Memory, blocks, transfer, activations, `overlap` and `spread` may change. Things that a checkpoint doesn't store
+        must be as they were: the model's code, `options`, and the batches to come; see docs/checkpoints.md.
 
         Args:
             folder: Written by `save`.

@@ -30,9 +30,10 @@ class Running:
         updates: Takes the gradients.
         tensors: The model's state, by key.
         threads: How many threads the work of the host may take.
-        looks_for_nonfinite: Whether a gradient that isn't finite prevents the updates.
+        looks: Whether a gradient that isn't finite prevents the updates.
 
     Attributes:
+        has_begun: The optimizers have begun the step with this step's gradients.
         has_updated: A parameter was updated from gradients of this step, so it can't be undone.
         is_skipped: Nothing will be updated, because a gradient isn't finite.
         micro_batch: The micro-batch of the present operation.
@@ -50,14 +51,15 @@ class Running:
         tensors: Mapping[str, torch.Tensor],
         threads: int,
         *,
-        looks_for_nonfinite: bool,
+        looks: bool,
     ):
         self.kind = setting.kind
         self.interrupts = Interrupts()
-        self.has_updated = False
+        self.has_begun = self.has_updated = False
         self.is_skipped = False
         self.micro_batch = 0
         self._setting = setting
+        self._deferred = frozenset(setting.schedule.deferred)
         self._hooking: int | None = None
         self._losses: list[torch.Tensor] = []
         self.shares = shares
@@ -65,7 +67,7 @@ class Running:
         self._updates = updates
         self._parameters = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
         self._threads = threads
-        self._looks_for_nonfinite = looks_for_nonfinite
+        self._looks_for_nonfinite = looks
 
     def inputs(self) -> list[Sequence[torch.Tensor]]:
         """The model's tensor inputs, per micro-batch."""
@@ -197,19 +199,30 @@ class Running:
     def update(self, block: int) -> None:
         """See `StepTrainer`."""
         torch.set_num_threads(self._threads)
-        if self.kind.updates != "deferred":
-            if self.is_skipped:
-                return
-            if not self._updates.is_under_way:
-                self._updates.begin()
+        if block in self._deferred:
+            if self._updates.is_under_way:  # otherwise nothing is due: after the first step's begin, or a look at it
+                self._updates.update(block)
+            return
+        if self.is_skipped:
+            return
+        self._begin()
         try:
             self._updates.update(block)
         finally:
             self._note_updates()
 
+    def _begin(self) -> None:
+        """Begins the optimizers' step with this step's gradients; the previous step ends first."""
+        if not self.has_begun:
+            if self._updates.is_under_way:
+                self._updates.finish()
+            self._updates.begin()
+            self.has_begun = True
+
     def finish(self) -> None:
-        """Runs the rest of the step that the optimizers have begun, if they have."""
-        if self._updates.is_under_way:
+        """Runs the rest of the step that the optimizers have begun, if they have, but not what this step defers."""
+        is_rest_deferred = bool(self._deferred) and self.has_begun and self._updates.due == sorted(self._deferred)
+        if self._updates.is_under_way and not is_rest_deferred:
             try:
                 self._updates.finish()
             finally:
@@ -219,4 +232,4 @@ class Running:
 
     def _note_updates(self) -> None:
         # Of several optimizers some may have updated a parameter before another one failed.
-        self.has_updated = self.kind.updates != "deferred" and self._updates.has_updated
+        self.has_updated = self.has_begun and self._updates.has_updated

@@ -18,7 +18,8 @@ from tests.host_updates import HostUpdates
 from tests.models import MODELS, Gpt
 
 MODES = {
-    "overlap": {},
+    "overlap": {"spread": False},
+    "spread": {},
     "deferred": {"max_grad_norm": 0.1},
     "serial": {"max_grad_norm": 0.1, "overlap": False},
 }
@@ -57,7 +58,7 @@ def test_steps_equal_the_loop(mode: str) -> None:
     losses, parameters = loop(LLAMA, 10, MODES[mode].get("max_grad_norm"))
     torch.manual_seed(0)
     found, others = streamed(LLAMA, 10, mode)
-    if mode == "overlap":
+    if mode in ("overlap", "spread"):
         assert losses == found
         assert_same(parameters, others)
         return

@@ -82,7 +82,7 @@ def test_updates_leave_the_threads_that_launch_their_processors(
     monkeypatch.setattr("megatrain.training.setup.update_threads", lambda leave: -leave)
     compiled = megatrain.compile(nn.Linear(2, 2), device="cpu").megatrain
     optimizers = [torch.optim.SGD(compiled.model.parameters())]
-    step = Setup(compiled, optimizers, max_norm=None, overlap=True, needs_norm=False)
+    step = Setup(compiled, optimizers, max_norm=None, overlap=True, spread=False, needs_norm=False)
     assert step.threads == torch.get_num_threads()
     object.__setattr__(compiled.options, "device", device)
     assert step.threads == -left

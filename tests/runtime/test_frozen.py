@@ -10,7 +10,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from tests.runtime.parity import PATHS, assert_parity_of, seeded
 from tests.tiers import wide

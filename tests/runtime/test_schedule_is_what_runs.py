@@ -7,7 +7,7 @@ import torch
 
 import megatrain
 from megatrain.runtime.streams.stream_set import Chaos, Recording
-from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.items import Stream
 from megatrain.tracer.arguments import Structure
 from tests.models import MODELS, Gpt
 

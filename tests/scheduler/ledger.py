@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position
 
@@ -33,12 +33,15 @@ class Ledger:
 
     def __init__(self, machine: Machine) -> None:
         schedule, self.blocks = machine.schedule, machine.workload.blocks
-        self.is_deferred = schedule.kind.updates == "deferred"
         self.is_serial = schedule.kind.updates == "serial"
         self.is_bound = schedule.kind.transfer == "bind"
         self.clip, self.reports = schedule.kind.clip, schedule.kind.reports_norm
         has_updates = schedule.kind.updates != "none"
+        # Gradients leave when all parameters were read, so an update of the previous step's stands above the first G.
+        first = min((p.tick for p, op in schedule.positions() if op.what == "G"), default=0)
+        heads = {op.block for p, op in schedule.positions() if op.what == "U" and p.tick < first}
         self.updating = {b for b, work in enumerate(self.blocks) if work.update_bytes and has_updates}
+        self.deferred = {"deferred": self.updating, "spread": heads}.get(schedule.kind.updates, set[int]())
         self.groups = {b: {b, *self.blocks[b].shares} for b in self.updating}
         self.offloading = {b for b in machine.backwards if self.blocks[b].gradient_bytes}
         self.new_gradients: set[int] = set()
@@ -49,10 +52,9 @@ class Ledger:
         self.has_new_norm = False
         self.places = {place.block: place for place in schedule.places}
         self.waiting, self.most_waiting = Counter[tuple[str, int]](), self.room_to_wait(machine)
-        if self.is_deferred:
-            for block in self.offloading:
-                if self.owners(block):
-                    self.waiting["old", block] = self.blocks[block].gradient_bytes
+        for block in self.offloading:
+            if self.owners(block) & self.deferred:
+                self.waiting["old", block] = self.blocks[block].gradient_bytes
 
     def room_to_wait(self, machine: Machine) -> int | None:
         """Host bytes that are left for gradients without places; None if they aren't counted."""
@@ -80,16 +82,15 @@ class Ledger:
     def expect_version(self, op: Op) -> None:
         owners = self.owners(op.block)
         self.expect(not owners & self.at_work, f"{op} reads what is being written")
-        expected = owners if self.is_deferred else set()
-        self.expect(owners & self.updated == expected, f"{op} reads parameters of another step")
+        self.expect(owners & self.updated == owners & self.deferred, f"{op} reads parameters of another step")
 
     def start(self, op: Op) -> None:
         if self.reads_parameters(op):
             self.expect_version(op)
             self.readers[op.block] += 1
         elif op.what == "G":
-            if self.is_deferred:
-                self.expect(self.owners(op.block) <= self.updated, f"{op} replaces gradients that are still needed")
+            needed = self.owners(op.block) & self.deferred
+            self.expect(needed <= self.updated, f"{op} replaces gradients that are still needed")
             self.expect_free_place(op)
             self.waiting["new", op.block] = self.blocks[op.block].gradient_bytes
             if self.most_waiting is not None:
@@ -102,7 +103,7 @@ class Ledger:
             self.expect(self.clip or self.reports, "a norm for nobody")
             summed, summing = (self.squared, self.offloading) if self.clip else (self.updated, self.updating)
             self.expect(summed == summing, "N without the squares of all gradients")
-            if self.is_deferred:
+            if self.deferred:
                 self.expect(self.updated == self.updating, "N replaces a norm that is still needed")
         elif op.what == "U":
             self.start_update(op)
@@ -112,7 +113,7 @@ class Ledger:
         self.expect(op.block not in self.updated | self.at_work, f"{op} twice")
         group = self.groups[op.block]
         self.expect(not any(self.readers[member] for member in group), f"{op} writes what is being read")
-        if self.is_deferred:
+        if op.block in self.deferred:
             self.expect(not group & self.new_gradients, f"{op} reads gradients of another step")
             self.expect(not self.has_new_norm, f"{op} reads the norm of another step")
         else:
@@ -137,7 +138,7 @@ class Ledger:
             self.updated.add(op.block)
             for member in self.groups[op.block]:
                 if self.owners(member) <= self.updated:
-                    del self.waiting["old" if self.is_deferred else "new", member]
+                    del self.waiting["old" if op.block in self.deferred else "new", member]
 
     def check_end(self) -> None:
         self.expect(self.updated == self.updating, "an update never ran")

@@ -14,8 +14,8 @@ from torch import nn
 import megatrain
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.passes.program import OutputRef, Program
-from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.from_program import check_buffers, schedule, workload
+from megatrain.scheduler.items import Stream
 
 
 def program_of(model: nn.Module, block_bytes: int | None = None) -> Program:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.builder.build import backward_schedule
 from megatrain.scheduler.check.schedule_rules import check_schedule
-from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructions, Parked
-from megatrain.scheduler.items import Item
+from megatrain.scheduler.items import Item, Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 from tests.draws import draws

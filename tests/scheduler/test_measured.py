@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import UPDATES

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.timing.costs import op_durations

@@ -10,8 +10,9 @@ from hypothesis import given
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.builder.build import backward_schedule
-from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.effects import streams
 from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op, parse_op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.check.schedule_rules import check_schedule
-from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import UPDATES
@@ -47,10 +47,10 @@ def most_at_once(plan: Schedule, machine: Hardware) -> int:
         if op.what == "U":
             for block in (op.block, *blocks[op.block].shares):
                 used[block] = max(used.get(block, 0.0), times[position].end_s)
-    is_deferred = plan.kind.updates == "deferred"
-    ends = {b: float("inf") if is_deferred else used.get(b, float("inf")) for b in brought}
+    deferred = {member for block in plan.deferred for member in (block, *blocks[block].shares)}
+    ends = {b: float("inf") if b in deferred else used.get(b, float("inf")) for b in brought}
     stays = [(brought[b], ends[b], blocks[b].gradient_bytes) for b in brought]
-    stays += [(0.0, end, blocks[b].gradient_bytes) for b, end in used.items() if is_deferred and b in brought]
+    stays += [(0.0, end, blocks[b].gradient_bytes) for b, end in used.items() if b in deferred and b in brought]
     return max((sum(n for s, e, n in stays if s <= at < e) for at, _, _ in stays), default=0)
 
 
@@ -79,6 +79,7 @@ def test_gradients_of_a_deep_model_wait_in_as_many_bytes_as_of_a_shallow_one():
         ({"clip": True}, 8),
         ({"updates": "overlap"}, 2),
         ({"updates": "overlap", "clip": True}, 8),
+        ({"updates": "spread"}, 3 + 2),
         ({"updates": "serial"}, 8),
         ({"updates": "serial", "clip": True}, 8),
         ({"updates": "deferred"}, 8),
@@ -161,7 +162,7 @@ def test_an_update_that_releases_nothing_holds_nothing_back():
 @pytest.mark.parametrize("updates", UPDATES[1:])
 @pytest.mark.parametrize("change", [-LAYER, -1, 1, LAYER])
 def test_a_figure_of_the_host_that_omits_waiting_gradients_is_refused(updates: str, change: int):
-    plan = schedule(trained(4, tied=True), keep=1, micro_batches=2, updates=updates, clip=True)
+    plan = schedule(trained(4, tied=True), keep=1, micro_batches=2, updates=updates, clip=updates != "spread")
     wrong = replace(plan, host_bytes=plan.host_bytes + change)
     with pytest.raises(ScheduleError, match=f"host_bytes is stated as {wrong.host_bytes}, but is {plan.host_bytes}"):
         wrong.check()

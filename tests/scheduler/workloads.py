@@ -175,7 +175,7 @@ def options() -> st.SearchStrategy[Options]:
 def whole_steps() -> st.SearchStrategy[Options]:
     def made(norm: str, updates: str, **chosen: Any) -> Options:
         reports = norm == "reported" and updates in ("overlap", "serial")
-        return Options(updates=updates, clip=norm == "clipped", reports_norm=reports, **chosen)
+        return Options(updates=updates, clip=norm == "clipped" and updates != "spread", reports_norm=reports, **chosen)
 
     return st.builds(
         made,

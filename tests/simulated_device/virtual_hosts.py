@@ -16,7 +16,7 @@ from megatrain.runtime.streams import stopwatch
 from megatrain.runtime.streams.events import Event, Session
 from megatrain.runtime.streams.stream import Lane, StreamThread
 from megatrain.scheduler.books import Books
-from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
 from tests.simulated_device.simulator import Simulator

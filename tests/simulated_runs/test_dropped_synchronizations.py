@@ -91,7 +91,8 @@ def evaluated() -> list[torch.Tensor]:
 
 
 RUNS: dict[str, Callable[[], list[torch.Tensor]]] = {
-    "overlap": lambda: trained({}),
+    "overlap": lambda: trained({"spread": False}),
+    "spread": lambda: trained({}),
     "deferred": lambda: trained({"max_grad_norm": 0.5}),
     "called": called,
     "evaluated": evaluated,

@@ -24,7 +24,8 @@ from tests.training.parity import TASKS
 
 TASK = TASKS["stack"]
 MODES: dict[str, dict[str, Any]] = {
-    "overlap": {},
+    "overlap": {"spread": False},
+    "spread": {},
     "deferred": {"max_grad_norm": 0.5},
     "serial": {"overlap": False},
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.items import Stream
 from tests.simulated_device.simulator import HardwareProfile, Simulator
 from tests.simulated_runs.test_launching import batches, on_launching_threads, stepping
 from tests.simulated_runs.test_virtual_steps import made

@@ -13,7 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.items import Stream
 from tests.simulated_device.simulator import HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
 from tests.tiers import diagonal

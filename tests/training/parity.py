@@ -275,10 +275,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 MODES: dict[str, dict[str, Any]] = {
-    "overlap": {"overlap": True},
-    "deferred": {"overlap": True, "max_grad_norm": 0.5},
+    "overlap": {"spread": False},
+    "spread": {"spread": True},
+    "deferred": {"max_grad_norm": 0.5},
     "serial": {"overlap": False},
     "serial_clipped": {"overlap": False, "max_grad_norm": 0.5},
 }
-TELLING_MODES = [mode if mode in ("overlap", "deferred") else wide(mode) for mode in MODES]
+TELLING_MODES = [mode if mode in ("spread", "deferred") else wide(mode) for mode in MODES]
 """Updates while others compute, and updates that wait for the next step: what serial steps break, these break too."""

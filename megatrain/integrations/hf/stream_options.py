@@ -13,7 +13,7 @@ _OF_COMPILE = (
     "device", "memory", "precision", "activations", "transfer", "block_bytes", "masters", "opaque", "passes", "chaos",
     "recording",
 )  # fmt: skip
-_OF_STEP = ("overlap", "on_nonfinite")
+_OF_STEP = ("overlap", "spread", "on_nonfinite")
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,8 @@ class Streamed(_Base):
     Args:
         args: Those of the trainer.
         kwargs: Those of the trainer, and `megatrain_memory`, `megatrain_precision` and so on: each option of
-            `megatrain.compile`, and `overlap` and `on_nonfinite` of `TrainStep`. Training arguments of these names
-            count as well.
+            `megatrain.compile`, and `overlap`, `spread` and `on_nonfinite` of `TrainStep`. Training arguments of
+            these names count as well.
 
     Raises:
         OptionError: If an option or a training argument can't be right with a model that streams.

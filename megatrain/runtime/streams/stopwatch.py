@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from megatrain.device import Device, HostMoment, Moment
 from megatrain.errors import ExecuteError
-from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.instructions import Instruction
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
 
 _OF_DEVICE = (Stream.H2D, Stream.COMPUTE, Stream.D2H)

@@ -12,7 +12,7 @@ from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft
 from megatrain.scheduler.builder.search import Search
 from megatrain.scheduler.builder.stays import alternates
-from megatrain.scheduler.effects import NO_BLOCK
+from megatrain.scheduler.items import NO_BLOCK
 from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from megatrain.scheduler.books import Lifetime, item_lifetimes, live_bytes, moved_bytes, slab_bytes
 from megatrain.scheduler.builder.host_places import place_gradients
-from megatrain.scheduler.builder.host_ticks import HostTicks, head_updates, place_host, written_ticks
+from megatrain.scheduler.builder.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
 from megatrain.scheduler.builder.order import Rows, assign_ticks
 from megatrain.scheduler.builder.stays import Stay, compute_stages, place_slots, stays_of
-from megatrain.scheduler.effects import NO_BLOCK, Effects, Stream, kind_of
+from megatrain.scheduler.effects import Effects, kind_of
+from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.parking import host_value_bytes, park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind
@@ -79,6 +80,7 @@ class Builder:
         self.workload = workload
         self.kind = kind
         self.stages = compute_stages(workload, kind)
+        self._deferred = deferred_updates(workload, kind)
         self._placed: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _Weights] = {}
 
     def draft(self, plan: Choices) -> Draft:
@@ -92,7 +94,7 @@ class Builder:
             effects.parked,
             num_slots=plan.num_slots,
             has_late_offloads=plan.has_late_offloads,
-            written=written_ticks(self.workload, placed.head),
+            written=written(self.workload, placed.head),
         )
         host = place_host(self.workload, self.kind, rows.ticks, placed.head)
         # A `W` makes nothing that has a lifetime: its slot exists all the time.
@@ -149,13 +151,13 @@ class Builder:
                 persistent=frozenset(plan.persistent),
             )
             loads = [stay.block for stay in stays]
-            head = head_updates(self.workload, loads) if self.kind.updates == "deferred" else {}
+            head = head_updates(self.workload, self._deferred, loads)
             self._placed[chosen] = _Weights(head, stays, *place_slots(stays))
         return self._placed[chosen]
 
     def _effects(self, plan: Choices) -> Effects:
         parked = parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves)
-        return Effects(self.workload, self.kind, plan.saves, parked, plan.persistent)
+        return Effects(self.workload, self.kind, plan.saves, parked, plan.persistent, self._deferred)
 
 
 def _ops(rows: Rows, host: HostTicks) -> Iterator[tuple[Stream, int, tuple[str, int, int]]]:

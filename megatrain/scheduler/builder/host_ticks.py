@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
-from megatrain.scheduler.builder.order import OpTicks
+import networkx as nx
+
+from megatrain.scheduler.builder.order import OpTicks, Written
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
@@ -31,27 +34,62 @@ class HostTicks:
         return 1 + max([*self.update.values(), -1 if self.norm is None else self.norm], default=-1)
 
 
-def head_updates(workload: Workload, loads: Iterable[int]) -> dict[int, int]:
+# A forward takes at most as long as the backward: no more of the host's time than that is there for deferred updates.
+DEFERRED_SHARE = Fraction(2, 5)
+
+
+def deferred_updates(workload: Workload, kind: StepKind) -> frozenset[int]:
+    """The blocks whose update is deferred to the head of the next step.
+
+    Spread updates are deferred for half of the bytes, evenly among the blocks. The backward releases the blocks in one
+    order and the next forward needs them in the other: both leave the host the time for every second block. The first
+    blocks, whose gradients come last, are not among those that the end of a step waits for.
+    """
+    if kind.updates != "spread":
+        return frozenset(workload.update_blocks() if kind.updates == "deferred" else ())
+    deferred: set[int] = set()
+    ahead = Fraction(0)  # bytes of deferred updates beyond their share
+    for blocks in _sharing_blocks(workload):
+        updates = [block for block in blocks if workload.blocks[block].update_bytes > 0]
+        nbytes = sum(workload.blocks[block].update_bytes for block in updates)
+        is_deferred = ahead <= 0
+        deferred.update(updates if is_deferred else ())
+        ahead += nbytes * (int(is_deferred) - DEFERRED_SHARE)
+    return frozenset(deferred)
+
+
+def _sharing_blocks(workload: Workload) -> Sequence[Sequence[int]]:
+    """All blocks, together where updates share their gradients, which wait for all of these; by the first of them."""
+    graph: nx.Graph[int] = nx.Graph()
+    graph.add_nodes_from(range(len(workload.blocks)))
+    graph.add_edges_from((block, b) for block in workload.update_blocks() for b in workload.update_group(block))
+    return sorted(map(sorted, nx.connected_components(graph)))
+
+
+def head_updates(workload: Workload, deferred: Collection[int], loads: Iterable[int]) -> dict[int, int]:
     """Ticks of updates at the head of a step, each before the first `W` that reads the updated parameters.
 
     Args:
         workload: What runs.
+        deferred: The blocks whose updates they are.
         loads: The blocks of the `W` ops, in their order.
     """
     owners: dict[int, list[int]] = {}
-    for block in workload.update_blocks():
+    for block in sorted(deferred):
         for member in workload.update_group(block):
             owners.setdefault(member, []).append(block)
     order = dict.fromkeys(owner for block in loads for owner in owners.get(block, ()))
     return {block: tick for tick, block in enumerate(order)}
 
 
-def written_ticks(workload: Workload, head: Mapping[int, int]) -> dict[int, int]:
-    """The tick in which the last update at the head writes a block's weights, by block."""
-    found: dict[int, int] = {}
+def written(workload: Workload, head: Mapping[int, int]) -> dict[int, Written]:
+    """When the last update at the head writes a block's weights, by block."""
+    found: dict[int, Written] = {}
+    done = 0
     for block, tick in head.items():
+        done += workload.blocks[block].update_bytes
         for member in workload.update_group(block):
-            found[member] = max(found.get(member, -1), tick)
+            found[member] = Written(tick, done)
     return found
 
 
@@ -66,7 +104,7 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
         workload: What runs.
         kind: As in `Schedule`.
         ticks: Of the other streams.
-        head: The result of `head_updates`, if updates are deferred.
+        head: The result of `head_updates`.
     """
     last = max(ticks.offload.values(), default=-1)
     free = max(head.values(), default=-1) + 1
@@ -80,10 +118,12 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
     at_least = last if kind.updates == "serial" else -1
     at_least = at_least if norm is None else norm
     arrivals = sorted(ticks.offload.values())
-    placed: dict[int, int] = {}
+    placed = dict(head)
     for ready, block in _by_readiness(workload, ticks):
-        following = bisect_right(arrivals, ready)
-        overlapped = arrivals[following] if following < len(arrivals) else ready + 1
+        if block in head:
+            continue
+        following = bisect_right(arrivals, ready) + int(kind.updates == "spread")
+        overlapped = arrivals[following] if following < len(arrivals) else max(ready, *arrivals[-1:]) + 1
         placed[block] = free = max(free, overlapped, at_least + 1)
         free += 1
     return HostTicks(placed, squares, max(free, last + 1) if kind.reports_norm else norm)

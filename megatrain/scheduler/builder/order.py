@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatrain.scheduler.builder.stays import Stage, Stay
+from megatrain.scheduler.builder.stays import AHEAD, Stage, Stay
 from megatrain.scheduler.workload import Workload
 
 # A block and a micro-batch.
@@ -40,6 +40,22 @@ class Rows:
     num_ticks: int
 
 
+class Written(NamedTuple):
+    """When the host has written a block's weights.
+
+    Attributes:
+        tick: The tick of the last update.
+        host_bytes: What the host reads and writes until then.
+    """
+
+    tick: int
+    host_bytes: int
+
+
+# How much faster the memory of a host is than the link to its device, at most: weights that are waited for go first.
+HOST_BY_LINK = 4
+
+
 class _Arrival(NamedTuple):
     """A transfer to the device: the `W` of a stay, or else an `A`.
 
@@ -70,14 +86,15 @@ class _Placer:
         """The tick of a compute step; -1 before the first."""
         return self.compute[step] if step >= 0 else -1
 
-    def place_arrival(self, arrival: _Arrival, written: Mapping[int, int]) -> int:
+    def place_arrival(self, arrival: _Arrival, written: Mapping[int, Written]) -> int:
         """A `W` needs a free slot, and weights that are written; an `A` what was parked before.
 
         A parked value returns at most `num_slots` steps ahead, for it takes memory meanwhile.
         """
         free = self.done(arrival.after)
         if arrival.is_load:
-            self.h2d = max(self.h2d, free, written.get(arrival.block, -1)) + 1
+            writing = written[arrival.block].tick if arrival.block in written else -1
+            self.h2d = max(self.h2d, free, writing) + 1
         else:
             run = (arrival.block, arrival.micro_batch)
             self.h2d = max(self.h2d + 1, free, self.ticks.park.get(run, -1) + 1)
@@ -121,7 +138,7 @@ def assign_ticks(
     *,
     num_slots: int,
     has_late_offloads: bool,
-    written: Mapping[int, int],
+    written: Mapping[int, Written],
 ) -> Rows:
     """Places all ops; the order of each stream is fixed, so one pass in the order of compute steps does.
 
@@ -135,11 +152,11 @@ def assign_ticks(
         parked: As in `Effects`.
         num_slots: As in `Choices`.
         has_late_offloads: See there.
-        written: Tick in which the host has written a block's weights, where it does.
+        written: When the host has written a block's weights, where it does.
     """
     placer = _Placer(num_slots)
     steps = [work for stage in stages for work in stage]
-    queue = _arrivals(stages, stays, parked, num_slots)
+    queue = _first_at_once(_arrivals(stages, stays, parked, num_slots), workload, written)
     # How much of the queue a step needs: its own transfers and everything queued before them.
     needs = {arrival.needed: index + 1 for index, arrival in enumerate(queue)}
     parks = _parks_by_producer(workload, parked)
@@ -178,7 +195,7 @@ def _arrivals(
     starts = [0, *accumulate(len(stage) for stage in stages)]
     found: list[_Arrival] = []
     for index, stay in enumerate(stays):
-        free = stay.needed - num_slots
+        free = stay.first - 1 if stay.needed < AHEAD else stay.needed - num_slots
         after = starts[free + 1] - 1 if free >= 0 else free
         found.append(_Arrival(after, starts[stay.needed], True, stay.block, 0, index))
     for start, stage in zip(starts, stages, strict=False):
@@ -186,6 +203,24 @@ def _arrivals(
             if work.what == "B" and work.block in parked:
                 found.append(_Arrival(step - num_slots, step, False, work.block, work.micro_batch, None))
     return sorted(found)
+
+
+def _first_at_once(queue: Sequence[_Arrival], workload: Workload, written: Mapping[int, Written]) -> Sequence[_Arrival]:
+    """The queue with the transfers that no compute step precedes in the order in which they can run.
+
+    What the host writes later lets others go first. No rate is known: bytes are weighed as most machines move them.
+    """
+    head = [arrival for arrival in queue if arrival.after < 0 and arrival.is_load]
+    rest = [arrival for arrival in queue if arrival not in head]
+    begins = {arrival: 0.0 for arrival in head}  # in bytes of the link
+    begins |= {a: written[a.block].host_bytes / HOST_BY_LINK for a in head if a.block in written}
+    begun: list[_Arrival] = []
+    moved = 0.0
+    for _ in head:
+        left = (arrival for arrival in head if arrival not in begun)
+        begun.append(min(left, key=lambda arrival: (max(moved, begins[arrival]), arrival.needed)))
+        moved = max(moved, begins[begun[-1]]) + workload.blocks[begun[-1].block].state_bytes
+    return [*begun, *rest]
 
 
 def _parks_by_producer(workload: Workload, parked: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from megatrain.scheduler.step_kind import StepKind
@@ -19,6 +20,9 @@ class Work(NamedTuple):
     micro_batch: int
 
 
+# The weights of so many blocks may come before anything computes, where all have bytes of their own.
+AHEAD = 16
+
 # What runs on one block's weights without a break: the same op of every micro-batch.
 Stage = tuple[Work, ...]
 
@@ -30,7 +34,7 @@ class Stay:
     Args:
         block: Whose state.
         needed: Stage that needs it first; the order of prefetches.
-        first: Stage from which its bytes are reserved, `needed - (num_slots - 1)`; may be negative.
+        first: Stage from which its bytes are reserved, mostly `needed - (num_slots - 1)`; may be negative.
         last: Stage that reads it last, inclusive.
         nbytes: Bytes it takes; 0 if weights are used in place.
     """
@@ -82,7 +86,8 @@ def stays_of(
 
     Resident blocks stay from their forward to their backward, which saves their second prefetch. The last `num_slots`
     blocks do so in any case: together they are no more than what the slots hold at the turn. The bytes of persistent
-    blocks are reserved for the whole step.
+    blocks are reserved for the whole step. If the first blocks are resident, theirs are reserved from its start: their
+    weights come while the host still updates others.
     """
     uses: dict[int, list[int]] = {}
     for number, stage in enumerate(stages):
@@ -90,6 +95,7 @@ def stays_of(
         if workload.blocks[block].state_bytes > 0:
             uses.setdefault(block, []).append(number)
     found: list[Stay] = []
+    first = [block for block, _ in takewhile(lambda use: use[0] in resident, uses.items())][:AHEAD]
     for block, at in uses.items():
         nbytes = 0 if kind.transfer == "bind" else workload.blocks[block].state_bytes
         if block in persistent:
@@ -97,7 +103,8 @@ def stays_of(
             continue
         stays = block in resident or block >= len(workload.blocks) - num_slots
         for run in [at] if stays else [[stage] for stage in at]:
-            found.append(Stay(block, run[0], run[0] - (num_slots - 1), run[-1], nbytes))
+            begin = 0 if block in first else run[0]
+            found.append(Stay(block, run[0], begin - (num_slots - 1), run[-1], nbytes))
     return tuple(sorted(found, key=lambda r: r.needed))
 
 

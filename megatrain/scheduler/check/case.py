@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.happens import Clocks
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.printed.table_text import table_rows
 from megatrain.scheduler.table import Position, Table
@@ -43,6 +43,17 @@ class Case:
     def at(self, stream: Stream, what: str, block: int, micro_batch: int = 0) -> list[Position]:
         """All positions of one op, ascending; an op that has no micro-batch counts as one of the first."""
         return self._at.get((stream, what, block, micro_batch), [])
+
+    def is_deferred(self, block: int) -> bool:
+        """Whether the update of a block uses the gradients of the previous step."""
+        if self.schedule.kind.updates != "spread":
+            return self.schedule.kind.updates == "deferred"
+        first = min((p for p, op in self.ops if op.what == "G"), default=None)
+        return first is not None and any(update < first for update in self.at(Stream.HOST, "U", block))
+
+    def updates_of(self, block: int) -> list[int]:
+        """The blocks whose update uses the gradients of a block."""
+        return [b for b, work in enumerate(self.workload.blocks) if work.update_bytes and block in (b, *work.shares)]
 
     def forward(self, block: int, micro_batch: int) -> Position:
         """The F of a block, once it is known that there is one."""

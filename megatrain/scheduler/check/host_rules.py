@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatrain.scheduler.check.case import Case
-from megatrain.scheduler.effects import NO_BLOCK, Stream
+from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.table import Position
 
 
@@ -77,14 +77,14 @@ def check_places(case: Case) -> None:
 
 
 def _check_places_are_free(case: Case, places: Mapping[int, range], rule: str) -> None:
-    is_deferred = case.schedule.kind.updates == "deferred"
     readers: dict[int, list[Position]] = {block: [] for block in places}
+    is_deferred = {block: any(map(case.is_deferred, case.updates_of(block))) for block in places}
     for position, op in case.ops:
         if op.what == "U":
             for member in {op.block, *case.workload.blocks[op.block].shares} & set(readers):
                 readers[member].append(position)
     # The waiting gradients by place, and the ops that consume them; those of the previous step are in the same places.
-    waiting = {block: (places[block], found) for block, found in readers.items() if is_deferred and found}
+    waiting = {block: (places[block], found) for block, found in readers.items() if is_deferred[block] and found}
     for position, op in case.ops:
         if op.what != "G" or op.block not in places:
             continue
@@ -102,7 +102,7 @@ def _check_places_are_free(case: Case, places: Mapping[int, range], rule: str) -
                 )
             for consumer in consumers:
                 case.require_before(consumer, position, f"overwrites gradients of block {other}, read by", rule)
-        waiting[op.block] = mine, [] if is_deferred else readers[op.block]
+        waiting[op.block] = mine, [] if is_deferred[op.block] else readers[op.block]
 
 
 def check_updates(case: Case) -> None:
@@ -114,10 +114,21 @@ def check_updates(case: Case) -> None:
             continue
         update = case.once(Stream.HOST, "U", block, rule)
         members = (block, *work.shares)
-        if case.schedule.kind.updates == "deferred":
+        if case.is_deferred(block):
+            _check_alike(case, update, members)
             _check_update_of_before(case, update, members)
         else:
             _check_update_of_this(case, update, members)
+
+
+def _check_alike(case: Case, update: Position, members: tuple[int, ...]) -> None:
+    """All updates that use the gradients of a block are deferred, or none: the gradients wait for all of them."""
+    rule = "Updates that use gradients of one block are all deferred, or none is."
+    for other in sorted({b for member in members for b in case.updates_of(member)}):
+        if not case.is_deferred(other):
+            found = case.once(Stream.HOST, "U", other, rule)
+            what = f"{case.name(update)} uses gradients of the previous step, {case.name(found)} those of this step."
+            raise case.fault(what, rule, update.tick, "Move one of them.")
 
 
 def _check_update_of_before(case: Case, update: Position, members: tuple[int, ...]) -> None:

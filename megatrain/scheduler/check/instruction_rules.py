@@ -9,9 +9,8 @@ from typing import Any
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.check.schedule_rules import check_waits
-from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.instructions import Bytes, Half, Instruction, Instructions
-from megatrain.scheduler.items import Item
+from megatrain.scheduler.items import Item, Stream
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.workload import Workload
 from megatrain.sizes import ALIGNMENT

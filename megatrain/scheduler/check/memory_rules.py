@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from megatrain.scheduler.check.case import Case
-from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
 from megatrain.sizes import aligned
 
@@ -266,13 +266,16 @@ def _recount_host_values(case: Case) -> int:
 def _recount_waiting(case: Case) -> int:
     """The most bytes of gradients on the host without places: gradients that no update has consumed yet.
 
-    A deferred step begins with all gradients that its updates consume.
+    A step begins with all gradients that its deferred updates consume.
     """
     if not case.schedule.kind.holds_gradients or case.schedule.kind.transfer == "copy":
         return 0
-    consumed, is_deferred = _consumed(case), case.schedule.kind.updates == "deferred"
-    waiting = sum(consumed.values()) if is_deferred else 0
-    most = waiting
+    consumed = _consumed(case)
+    head = next(
+        (tick for tick, row in enumerate(case.schedule.ticks) if row.d2h is not None and row.d2h.what == "G"), 0
+    )
+    of_before = {"deferred": len(case.schedule.ticks), "spread": head}.get(case.schedule.kind.updates, 0)
+    most = waiting = sum(nbytes for tick, nbytes in consumed.items() if tick < of_before)
     for tick, row in enumerate(case.schedule.ticks):
         if row.d2h is not None and row.d2h.what == "G":
             waiting += case.workload.blocks[row.d2h.block].gradient_bytes

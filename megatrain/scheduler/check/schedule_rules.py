@@ -22,8 +22,8 @@ from megatrain.scheduler.check.memory_rules import (
 )
 from megatrain.scheduler.check.weight_rules import check_persistent, check_weights
 from megatrain.scheduler.dependency import dependency_graph
-from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.happens import graph_waits
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table, columns
 from megatrain.scheduler.workload import Workload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatrain.scheduler.check.case import Case
-from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
 
 

@@ -8,7 +8,8 @@ from dataclasses import fields
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
-from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.effects import streams
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.printed.table_text import ranges
 from megatrain.scheduler.step_kind import StepKind

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatrain.checks import checked, shown
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.effects import streams
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import parse_op
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Place, Slot, Table, Tick, columns

@@ -9,7 +9,8 @@ from typing import Any
 
 from megatrain.checks import checked
 from megatrain.errors import OptionError, ScheduleError
-from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.effects import streams
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op, parse_op
 from megatrain.scheduler.step_kind import MODES, OUTPUTS, TRANSFERS, UPDATES, StepKind
 from megatrain.scheduler.table import Place, Slot, Table, Tick, columns

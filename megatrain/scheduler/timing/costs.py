@@ -11,7 +11,8 @@ from typing import NamedTuple
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import Works
-from megatrain.scheduler.effects import KINDS, Effects, Stream, kind_of, streams
+from megatrain.scheduler.effects import KINDS, kind_of, streams
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table
 
@@ -185,7 +186,7 @@ def op_durations(schedule: Table, costs: Costs) -> dict[Position, float]:
 
 
 def _hardware_durations(schedule: Table, hardware: Hardware) -> dict[Position, float]:
-    effects = Effects(schedule.known_workload(), schedule.kind, schedule.saves, schedule.parked(), schedule.persistent)
+    effects = schedule.effects()
     rates = {
         Stream.H2D: hardware.h2d_bytes_per_s,
         Stream.D2H: hardware.d2h_bytes_per_s,

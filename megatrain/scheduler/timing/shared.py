@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
 
 # Ops that end at the same moment, up to rounding, end together.

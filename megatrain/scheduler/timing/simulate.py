@@ -10,7 +10,8 @@ import networkx as nx
 from megatrain.checks import checked
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.dependency import dependency_graph, derive_waits
-from megatrain.scheduler.effects import Stream, streams
+from megatrain.scheduler.effects import streams
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.timing.costs import Costs, op_durations
 from megatrain.scheduler.timing.shared import Timing, link_bound, shared_timeline

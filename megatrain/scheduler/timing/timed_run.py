@@ -8,7 +8,7 @@ from math import isfinite
 
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.dependency import derive_waits
-from megatrain.scheduler.effects import Stream
+from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.timing.costs import Measured
 from megatrain.scheduler.timing.simulate import Timing

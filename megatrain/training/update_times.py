@@ -1,0 +1,89 @@
+"""UpdateTimes: chooses when the updates of a step run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from megatrain.checks.several_optimizers import parameters_of
+from megatrain.optim.blockwise import has_hooks
+from megatrain.optim.impostor import Optimizer
+
+# Updates that somebody waits for after each of so many steps in a row are no longer left to the next step.
+_MOST_LOOKS = 3
+
+
+class Times(NamedTuple):
+    """When the updates of a step run.
+
+    Attributes:
+        updates: `"spread"`, `"overlap"`, `"serial"` or `"deferred"`.
+        clip: Whether updates wait for a norm.
+        reports_norm: Whether updates sum the squares of their gradients for a norm.
+    """
+
+    updates: str
+    clip: bool
+    reports_norm: bool
+
+
+class UpdateTimes:
+    """Chooses anew for each step: hooks and parameters may have come or gone.
+
+    Args:
+        model: What is trained.
+        optimizers: In the order of their steps.
+        overlap: Whether updates may run at the same time as the device's work.
+        spread: Whether some of them may run in the next step.
+        needs_norm: Whether updates wait for a norm.
+        reports_norm: Whether a norm is wanted for which they needn't wait.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        overlap: bool,
+        spread: bool,
+        needs_norm: bool,
+        reports_norm: bool,
+    ) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._overlap, self._spread = overlap, spread
+        self._needs_norm, self._reports_norm = needs_norm, reports_norm
+        self._looks = 0
+
+    def looked(self, *, is_next: bool) -> None:
+        """Notes that somebody looked at what due updates change, or that the next step found them still due."""
+        self._looks = 0 if is_next else self._looks + 1
+
+    def spread_no_more(self) -> None:
+        """Leaves no update to the next step any more, because the host lacks the memory for the gradients."""
+        self._spread = False
+
+    def choose(self) -> Times:
+        """When the updates of the next step run."""
+        # Work between the gradients and the updates that may fail must come before the first update.
+        hooked = any(map(has_hooks, self._optimizers))
+        # Hooks on an optimizer's step may change gradients, of which the norm is taken before.
+        clip = self._needs_norm or (self._reports_norm and hooked)
+        waits = self._holds_others() if self._needs_norm else self._has_gradient_hooks()
+        reports_norm = self._reports_norm and not clip
+        if not self._overlap or hooked or waits:
+            return Times("serial", clip, reports_norm)
+        if clip:
+            return Times("deferred", clip, reports_norm)
+        spreads = self._spread and self._looks < _MOST_LOOKS and not (reports_norm or self._holds_others())
+        return Times("spread" if spreads else "overlap", clip, reports_norm)
+
+    def _has_gradient_hooks(self) -> bool:
+        """Whether the user's code gets the gradient of a parameter: a step that this code ends must leave no trace."""
+        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._model.parameters())  # pyright: ignore
+
+    def _holds_others(self) -> bool:
+        """Whether an optimizer has parameters outside the model, such as a loss's own: the next loss reads them."""
+        own = set(self._model.parameters())
+        return any(p not in own for p in parameters_of(*self._optimizers))
