@@ -134,15 +134,18 @@ class Options:
     outputs: str = "keep"
     staying: frozenset[int] = frozenset()
     reports_norm: bool = False
+    has_giants_alone: bool = False
 
     def build(self, workload: Workload) -> Schedule:
         made = self._built(workload)
-        if made.kind.transfer == "bind" or not made.kind.is_training_step or not self.staying:
+        if made.kind.transfer == "bind" or not made.kind.is_training_step:
+            return made
+        if not (self.staying or self.has_giants_alone):
             return made
         blocks = [block for block in sorted(self.staying) if block < len(workload.blocks)]
         frozen = tuple(block for block in blocks if workload.blocks[block].frozen_bytes > 0)
         builder = Builder(workload, made.kind)
-        plan = Choices(self.num_slots, made.keep, made.saves, tuple(blocks[::2]), frozen)
+        plan = Choices(self.num_slots, made.keep, made.saves, tuple(blocks[::2]), frozen, self.has_giants_alone)
         return schedule_of(builder.finish(builder.draft(plan)))
 
     def _built(self, workload: Workload) -> Schedule:
@@ -189,6 +192,7 @@ def whole_steps() -> st.SearchStrategy[Options]:
         norm=st.sampled_from(["none", "clipped", "reported"]),
         outputs=st.sampled_from(OUTPUTS),
         staying=st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 6))),
+        has_giants_alone=st.booleans(),
     )
 
 

@@ -11,7 +11,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft
 from megatrain.scheduler.builder.search import Search
-from megatrain.scheduler.builder.stays import alternates
+from megatrain.scheduler.builder.stays import alternates, giants
 from megatrain.scheduler.items import NO_BLOCK
 from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind
@@ -47,6 +47,7 @@ def choose_draft(
 def _least_plan(builder: Builder, draft: Draft, keep: int | None, activations: str) -> Choices:
     """The plan of these options that parks and recomputes most."""
     plan = _starting_plan(builder, draft.plan.num_slots, keep, activations)
+    plan = replace(plan, has_giants_alone=draft.plan.has_giants_alone)
     if keep is None and activations not in ("keep", "offload"):
         plan = replace(plan, keep=0)
     return plan
@@ -112,11 +113,13 @@ def _first_that_fits(
     builder: Builder, num_slots: int | None, keep: int | None, memory: int | None, activations: str
 ) -> Draft:
     counts = (2, 1) if num_slots is None else (num_slots,)
+    starts = [_starting_plan(builder, count, keep, activations) for count in counts]
     if memory is None:
-        return builder.draft(_starting_plan(builder, counts[0], keep, activations))
+        return builder.draft(starts[0])
+    if num_slots is None and giants(builder.workload):
+        starts.insert(1, replace(starts[0], has_giants_alone=True))
     tried: list[Draft] = []
-    for count in counts:
-        start = _starting_plan(builder, count, keep, activations)
+    for start in starts:
         families = _families(builder, start, is_keep_free=keep is None, activations=activations)
         for family in families:
             found = _largest_that_fits(builder, family, memory, tried)
@@ -178,9 +181,9 @@ def _families(builder: Builder, start: Choices, *, is_keep_free: bool, activatio
     families: list[_Family] = []
     if activations == "auto":
         more = len(blocks) - _least_saves(builder)
-        families.append((more, lambda n: Choices(start.num_slots, start.keep, blocks[more - n :])))
+        families.append((more, lambda n: replace(start, saves=blocks[more - n :])))
     if is_keep_free and builder.kind.transfer == "copy":
-        families.append((start.keep, lambda n: Choices(start.num_slots, n, start.saves)))
+        families.append((start.keep, lambda n: replace(start, keep=n)))
     return families or [(0, lambda _: start)]
 
 

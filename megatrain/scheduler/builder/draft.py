@@ -9,7 +9,7 @@ from megatrain.scheduler.books import Lifetime, item_lifetimes, live_bytes, move
 from megatrain.scheduler.builder.host_places import place_gradients
 from megatrain.scheduler.builder.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
 from megatrain.scheduler.builder.order import Rows, assign_ticks
-from megatrain.scheduler.builder.stays import Stay, compute_stages, place_slots, stays_of
+from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, place_slots, stays_of
 from megatrain.scheduler.effects import Effects, kind_of
 from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.op import Op
@@ -30,6 +30,8 @@ class Choices:
         resident: Blocks whose weights stay on the device from their forward to their backward, ascending. The last
             blocks, as many as there are slots, do so anyway: at the turn they are there.
         persistent: As in `Table`.
+        has_giants_alone: Weights that are much larger than most are alone on the device: none comes ahead of need
+            beside them, nor they themselves.
         has_late_offloads: With several micro-batches, a block's gradients leave beside the whole backward of the block
             before it, rather than beside that of one micro-batch. They take device memory longer.
     """
@@ -39,6 +41,7 @@ class Choices:
     saves: tuple[int, ...]
     resident: tuple[int, ...] = ()
     persistent: tuple[int, ...] = ()
+    has_giants_alone: bool = False
     has_late_offloads: bool = False
 
 
@@ -81,7 +84,7 @@ class Builder:
         self.kind = kind
         self.stages = compute_stages(workload, kind)
         self._deferred = deferred_updates(workload, kind)
-        self._placed: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _Weights] = {}
+        self._placed: dict[tuple[int, tuple[int, ...], tuple[int, ...], bool], _Weights] = {}
 
     def draft(self, plan: Choices) -> Draft:
         """Gives the ops ticks and counts the memory."""
@@ -140,7 +143,7 @@ class Builder:
         )
 
     def _place(self, plan: Choices) -> _Weights:
-        chosen = plan.num_slots, plan.resident, plan.persistent
+        chosen = plan.num_slots, plan.resident, plan.persistent, plan.has_giants_alone
         if chosen not in self._placed:
             stays = stays_of(
                 self.workload,
@@ -149,6 +152,7 @@ class Builder:
                 num_slots=plan.num_slots,
                 resident=frozenset(plan.resident),
                 persistent=frozenset(plan.persistent),
+                alone=giants(self.workload) if plan.has_giants_alone else (),
             )
             loads = [stay.block for stay in stays]
             head = head_updates(self.workload, self._deferred, loads)

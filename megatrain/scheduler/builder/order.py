@@ -195,7 +195,8 @@ def _arrivals(
     starts = [0, *accumulate(len(stage) for stage in stages)]
     found: list[_Arrival] = []
     for index, stay in enumerate(stays):
-        free = stay.first - 1 if stay.needed < AHEAD else stay.needed - num_slots
+        early = stay.needed - (num_slots - 1)
+        free = (stay.first if stay.needed < AHEAD else max(stay.first, early)) - 1
         after = starts[free + 1] - 1 if free >= 0 else free
         found.append(_Arrival(after, starts[stay.needed], True, stay.block, 0, index))
     for start, stage in zip(starts, stages, strict=False):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -81,13 +81,14 @@ def stays_of(
     num_slots: int,
     resident: Collection[int],
     persistent: Collection[int],
+    alone: Collection[int] = (),
 ) -> tuple[Stay, ...]:
     """Every stay of every block's state, in the order of first need.
 
     Resident blocks stay from their forward to their backward, which saves their second prefetch. The last `num_slots`
     blocks do so in any case: together they are no more than what the slots hold at the turn. The bytes of persistent
     blocks are reserved for the whole step. If the first blocks are resident, theirs are reserved from its start: their
-    weights come while the host still updates others.
+    weights come while the host still updates others. Beside blocks that are `alone` only those lie.
     """
     uses: dict[int, list[int]] = {}
     for number, stage in enumerate(stages):
@@ -101,11 +102,34 @@ def stays_of(
         if block in persistent:
             found.append(Stay(block, at[0], 1 - num_slots, len(stages) - 1, nbytes))
             continue
-        stays = block in resident or block >= len(workload.blocks) - num_slots
+        at_turn = 1 if alone else num_slots
+        stays = block in resident or block >= len(workload.blocks) - at_turn
         for run in [at] if stays else [[stage] for stage in at]:
-            begin = 0 if block in first else run[0]
-            found.append(Stay(block, run[0], begin - (num_slots - 1), run[-1], nbytes))
-    return tuple(sorted(found, key=lambda r: r.needed))
+            begin = (0 if block in first else run[0]) - (num_slots - 1)
+            found.append(Stay(block, run[0], begin, run[-1], nbytes))
+    found.sort(key=lambda stay: stay.needed)
+    kept = {*resident, *persistent}
+    return tuple(_without_company(found, frozenset(alone).difference(kept), kept)) if alone else tuple(found)
+
+
+def _without_company(stays: Iterable[Stay], alone: Collection[int], kept: Collection[int]) -> Iterator[Stay]:
+    """The same stays, but those next to one that is alone don't begin before it is over, nor it before they are."""
+    over, last = 0, 0  # the stage after the latest that is alone, and after the latest of any
+    for stay in stays:
+        if stay.block in kept:
+            yield stay
+            continue
+        begin = max(stay.first, last if stay.block in alone else over)
+        yield replace(stay, first=min(begin, stay.needed))
+        last = stay.last + 1
+        over = last if stay.block in alone else over
+
+
+def giants(workload: Workload) -> tuple[int, ...]:
+    """The blocks whose weights are larger than those of two usual blocks."""
+    sizes = sorted(block.state_bytes for block in workload.blocks if block.state_bytes > 0)
+    usual = sizes[len(sizes) // 2] if sizes else 0
+    return tuple(index for index, block in enumerate(workload.blocks) if block.state_bytes > 2 * usual)
 
 
 def place_slots(stays: Sequence[Stay]) -> tuple[tuple[Slot, ...], tuple[int, ...]]:

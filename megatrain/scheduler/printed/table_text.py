@@ -27,7 +27,6 @@ _PLACE = re.compile(r"(?P<block>\d{1,18}) = (?P<offset>\d{1,18})\+(?P<nbytes>\d{
 _UPDATES = re.compile(r"(?P<updates>\w+)(?P<norm>, clipped|, norm)?")
 _RANGE = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?")
 _WIDTH = 100
-# Other columns are left out where nothing stands in them.
 _ALWAYS_SHOWN = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
 
 
