@@ -13,6 +13,8 @@ from megatrain.device import Device, usable
 from megatrain.errors import OptionError
 from megatrain.files.replace import present
 from megatrain.files.weight_files import WeightFiles, read_paths
+from megatrain.hardware.given import HARDWARE, machine_of
+from megatrain.hardware.hardware import Hardware
 from megatrain.opaque_model import OPAQUE
 from megatrain.optim.masters.registry import Kind
 from megatrain.passes.pipeline import PASSES, Rewrite
@@ -36,6 +38,7 @@ COMPILE: Mapping[str, Rule] = {
     "masters": one_of("exact", "rounded"),
     "opaque": one_of(*OPAQUE),
     "passes": PASSES,
+    "hardware": optional(HARDWARE),
 }
 """What the options of `compile` may be, one by one."""
 
@@ -55,6 +58,7 @@ class Options:
         masters: Kind of masters of bf16 parameters: `"whole"` (none, as precision is fp32), `"exact"` or `"rounded"`.
         opaque: What happens if the model is one opaque block: `"warn"`, `"refuse"` or `"allow"`.
         passes: The user's own rewrites of captured graphs.
+        hardware: The machine for which training steps are planned; None plans by bytes alone.
     """
 
     device: Device
@@ -67,6 +71,7 @@ class Options:
     masters: Kind = "whole"
     opaque: str = "warn"
     passes: tuple[Rewrite, ...] = ()
+    hardware: Hardware | None = None
 
     @staticmethod
     def read(
@@ -80,6 +85,7 @@ class Options:
         masters: str = "exact",
         opaque: str = "warn",
         passes: Sequence[Rewrite] = (),
+        hardware: Hardware | str | None = None,
     ) -> Options:
         """Resolves the options of `compile`; each option has been checked alone.
 
@@ -108,7 +114,10 @@ class Options:
         # If a save was ended between its two renames, the checkpoint is next to its final place.
         paths = None if weights is None else tuple(present(path) for path in read_paths(weights))
         kind: Kind = "whole" if precision == "fp32" else "rounded" if masters == "rounded" else "exact"
-        return Options(target, budget, precision, activations, transfer, size, paths, kind, opaque, tuple(passes))
+        machine = None if hardware is None else machine_of(hardware, target)
+        return Options(
+            target, budget, precision, activations, transfer, size, paths, kind, opaque, tuple(passes), machine
+        )
 
 
 def _check_budget(budget: int | None, device: Device) -> None:

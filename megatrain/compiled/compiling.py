@@ -14,6 +14,7 @@ from megatrain.compiled.module import CompiledModule, compiled_module
 from megatrain.device import Device
 from megatrain.errors import OptionError
 from megatrain.files.weight_files import WeightFiles
+from megatrain.hardware.hardware import Hardware
 from megatrain.optim.masters.narrow_model import narrowed
 from megatrain.options import COMPILE, Options
 from megatrain.passes.pipeline import Rewrite
@@ -36,6 +37,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
     masters: str = "exact",
     opaque: str = "warn",
     passes: Sequence[Rewrite] = (),
+    hardware: Hardware | str | None = None,
     chaos: Chaos | None = None,
     recording: Recording | None = None,
 ) -> CompiledModule:
@@ -67,6 +69,10 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         passes: Your own rewrites, each a function `TracedModule -> TracedModule`: a capture goes through them in order,
             is checked after each, and is then cut into blocks. `print(compiled.program)` names them. See
             docs/extending.md.
+        hardware: The machine for which a `TrainStep` is planned: of all plans that fit the memory the step takes the
+            one that is fastest there. `"measured"` is this machine, measured in a few seconds and remembered; or a
+            `megatrain.Hardware`, or the name of one in `Hardware.presets()`. None plans by bytes alone. A plan by time
+            takes up to some seconds for each new shape of batches.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects the operations that the executor issued; for tests.
 
@@ -86,7 +92,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             "  Use it as it is, or compile the plain model again: compile(compiled.megatrain.model, ...)."
         )
     options = Options.read(
-        device, memory, precision, activations, transfer, block_bytes, weights, masters, opaque, passes
+        device, memory, precision, activations, transfer, block_bytes, weights, masters, opaque, passes, hardware
     )
     compiled = Compiled(model, options, chaos, recording)
     module = compiled_module(compiled)

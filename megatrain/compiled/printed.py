@@ -34,6 +34,7 @@ def compiled_text(
     first = (
         f"compiled by megatrain for {options.device}, memory {budget}, {precision}, activations {options.activations}"
     )
+    first += ", steps planned by their time" if options.hardware is not None else ""
     first += f"\n  {note}" if note else ""
     first += f"\n  latest {walk}; the model's own code, no schedule" if walk is not None else ""
     if not variants:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import checked, count, either, instance_of, number, one_of, optional
+from megatrain.checks import checked, count, number, optional
 from megatrain.device import HOST, Device, find
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.garbage import paused_collection
+from megatrain.hardware.given import HARDWARE, machine_of
 from megatrain.hardware.hardware import Hardware
 from megatrain.interrupts import Interrupts
 from megatrain.opaque_model import check_opaque
@@ -39,8 +40,6 @@ from megatrain.tracer.inventory import inventory
 from megatrain.tracer.recording.own_code import original
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
-
-HARDWARE = either(one_of(*Hardware.presets()), instance_of(Hardware))
 
 
 @checked(device_memory=optional(count(1)), host_memory=optional(count(1)), precision=PRECISION)
@@ -172,8 +171,8 @@ def plan(  # noqa: PLR0913  # as for `compile`
         block_bytes: As for `compile`.
         passes: As for `compile`.
         loss: As for `TrainStep`; it gets the example as its batch.
-        hardware: A machine, or the name of one in the table (`Hardware.presets()`). The plan is the fastest there of
-            those that fit `device_memory`, and says its time.
+        hardware: A machine, the name of one in the table (`Hardware.presets()`), or `"measured"` for this machine with
+            `device`. The plan is the fastest there of those that fit `device_memory`, and says its time.
         example_args: Another way to give `args`.
         example_kwargs: Example keyword arguments.
 
@@ -209,7 +208,7 @@ def plan(  # noqa: PLR0913  # as for `compile`
         loss_bytes = measure_loss(program, traced, arguments.tensors, batch, loss, place or HOST)
     clip, on_host = max_grad_norm is not None, place is not None and place.is_host
     updates = _updates(overlap=overlap, clip=clip, on_host=on_host) if optimizer is not None else ("none",)
-    machine = Hardware.preset(hardware) if isinstance(hardware, str) else hardware
+    machine = None if hardware is None else machine_of(hardware, device)
     for when in updates:
         kind = _step_kind(program, micro_batches, when, clip=clip)
         table, too_small = _scheduled(program, kind, device_limit, activations, loss_bytes, machine)

@@ -113,6 +113,7 @@ class StepTables:
             memory=self._budget.nbytes,
             activations=self._options.activations,
             loss_bytes=loss_bytes,
+            hardware=self._options.hardware,
         )
         if not any(op.what == "G" for op in planned.ops):
             raise ExecuteError(
