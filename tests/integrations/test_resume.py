@@ -153,16 +153,23 @@ def test_the_newest_whole_checkpoint_is_taken(both: Callable[[str], Both], tmp_p
 
 
 KILLED = """
+import os
 import sys
 from pathlib import Path
 import torch
+from megatrain.errors import CheckpointError
+from megatrain.integrations.hf.newest_whole import newest_whole
 from tests.integrations.runs import run
 from tests.integrations.test_resume import long
 folder = Path(sys.argv[1])
-# A kill may have come in the middle of the first checkpoint: then there is none to go on from.
-is_new = not any(folder.glob("checkpoint-*/trainer_state.json"))
+# A kill may have come in the middle of the first checkpoint, or of its last file: then there is none to go on from.
+try:
+    is_new = newest_whole(folder) is None
+except CheckpointError:
+    is_new = True
 found = run(long(int(sys.argv[2])), folder, streams=True, resume_from_checkpoint=None if is_new else True)
-torch.save((found.values, [row for row in found.log if "loss" in row]), folder / "end.pt")
+torch.save((found.values, [row for row in found.log if "loss" in row]), folder / "end.part")
+os.replace(folder / "end.part", folder / "end.pt")  # a kill may come while it is written
 """
 
 

@@ -35,6 +35,7 @@ from megatrain.integrations.hf.stream_options import StreamOptions
 from megatrain.integrations.hf.trainer_copies import with_quiet
 from megatrain.integrations.hf.trainer_report import TrainerReport
 from megatrain.integrations.hf.trainer_sides import verified
+from megatrain.integrations.hf.whole_calls import note_where_parts_run
 from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.optim.grad_scaler import host_scaler
 from megatrain.training.step import TrainStep
@@ -146,6 +147,9 @@ class Streamed(_Base):
         except (ScheduleError, DeviceMemoryError) as error:
             if self.args.auto_find_batch_size:  # accelerate knows the lack of memory by these words
                 raise RuntimeError(f"{error}\nThe step is out of memory.") from error
+            raise
+        except RuntimeError as error:
+            note_where_parts_run(error)
             raise
         if not losses:
             return torch.zeros((), device=self.args.device)
