@@ -142,6 +142,8 @@ class Streamed(_Base):
         Returns:
             The loss of the micro-batch; before the last one zero, and then losses are made good.
         """
+        if callable(turn := getattr(self.optimizer, "train", None)):
+            turn()  # as the trainer does for each micro-batch: a schedule-free optimizer steps in this mode alone
         try:
             losses = self._known().take(functools.partial(super().training_step, *args, **kwargs))
         except (ScheduleError, DeviceMemoryError) as error:
@@ -283,7 +285,7 @@ class Streamed(_Base):
         if step is not None:
             step.save(Path(output_dir) / FOLDER, scheduler=self.lr_scheduler, weights=False)
             return
-        if any(master.low is not None for master in self.model.masters.values()):
+        if self.model.megatrain.options.precision != "fp32":
             raise ExecuteError(
                 "the trainer can't save this run so that it can be resumed.\n"
                 "  The masters of bf16 parameters are saved with a training step, and there is none: "
