@@ -30,7 +30,7 @@ from megatrain.compiled.module import CompiledModule
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.integrations.hf.newest_whole import STATE, newest_whole
 from megatrain.integrations.hf.one_step import OneStep
-from megatrain.integrations.hf.requirements import check_transformers, refuse
+from megatrain.integrations.hf.requirements import check_transformers, refuse, refuse_trainer
 from megatrain.integrations.hf.stream_options import StreamOptions
 from megatrain.integrations.hf.trainer_copies import with_quiet
 from megatrain.integrations.hf.trainer_report import TrainerReport
@@ -81,6 +81,7 @@ class Streamed(_Base):
             args, kwargs = with_quiet(arguments, args, kwargs, present.folder)
         super().__init__(*args, **kwargs)
         refuse(self.args)
+        refuse_trainer(self)
         self._is_made = True
         self.model = self.model_wrapped = self.callback_handler.model = self._streaming(self.model)
 
