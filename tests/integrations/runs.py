@@ -191,7 +191,9 @@ def assert_same_files(found: Path, expected: Path, *, tolerance: float) -> None:
             assert str(states[0]) == str(states[1]), name  # tensors and arrays of generators, shortened
             assert torch.equal(states[0]["cpu"], states[1]["cpu"])
         elif path.name == "README.md":  # a model's card, which names its folder
-            texts = [each.read_text().replace(folder.name, "") for each, folder in ((ours[name], found), (path, expected))]
+            texts = [
+                each.read_text().replace(folder.name, "") for each, folder in ((ours[name], found), (path, expected))
+            ]
             assert texts[0] == texts[1], name
         elif path.name not in _OF_FOLDERS:
             assert ours[name].read_bytes() == path.read_bytes(), name

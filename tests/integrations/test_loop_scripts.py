@@ -45,7 +45,9 @@ def trained_by(accelerator: Any, model: Any, optimizer: Any, batches: Any, sched
 def test_accelerate_without_accumulate_and_with_no_sync():
     def train(model: Any) -> Any:
         accelerator = Accelerator(cpu=True)
-        model, optimizer, batches = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader(RAGGED))
+        model, optimizer, batches = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=0.01), loader(RAGGED)
+        )
         losses: list[Any] = []
         for number, batch in enumerate(batches):
             if number % 2 == 0:
@@ -87,10 +89,14 @@ def test_accelerate_goes_on_in_the_middle_of_an_epoch(tmp_path: Path):
 def test_accelerate_saves_a_model_that_from_pretrained_reads(tmp_path: Path):
     def train(model: Any) -> Any:
         accelerator = Accelerator(cpu=True)
-        model, optimizer, batches = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader(ROWS))
+        model, optimizer, batches = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=0.01), loader(ROWS)
+        )
         trained_by(accelerator, model, optimizer, batches)
         unwrapped = accelerator.unwrap_model(model)
-        unwrapped.save_pretrained(tmp_path / "a", state_dict=accelerator.get_state_dict(model), save_function=accelerator.save)
+        unwrapped.save_pretrained(
+            tmp_path / "a", state_dict=accelerator.get_state_dict(model), save_function=accelerator.save
+        )
         accelerator.save_model(model, str(tmp_path / "b"))
         found = [type(unwrapped).from_pretrained(tmp_path / "a").state_dict()]
         from safetensors.torch import load_file
@@ -178,7 +184,9 @@ def test_autocast_of_accelerate_around_the_loss():
 
 def test_averages_of_weights_of_torch():
     def train(model: Any) -> Any:
-        average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         swa = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=2)
         losses: list[Any] = []
@@ -379,9 +387,13 @@ def test_diffusers_trained_with_accelerate_and_saved(make: Callable[[], nn.Modul
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         noise = diffusers.DDPMScheduler(10, prediction_type="v_prediction")
         kind = diffusers.UNet2DModel if make is unet else diffusers.DiTTransformer2DModel
-        ema = training.EMAModel(model.parameters(), decay=0.9, use_ema_warmup=True, model_cls=kind, model_config=model.config)
+        ema = training.EMAModel(
+            model.parameters(), decay=0.9, use_ema_warmup=True, model_cls=kind, model_config=model.config
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        schedule = importlib.import_module("diffusers.optimization").get_scheduler("cosine", optimizer=optimizer, num_warmup_steps=1, num_training_steps=8)
+        schedule = importlib.import_module("diffusers.optimization").get_scheduler(
+            "cosine", optimizer=optimizer, num_warmup_steps=1, num_training_steps=8
+        )
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
         losses: list[Any] = []
         for number in range(4):
@@ -391,7 +403,10 @@ def test_diffusers_trained_with_accelerate_and_saved(make: Callable[[], nn.Modul
             with accelerator.accumulate(model):
                 found = model(noise.add_noise(clean, drawn, times), times, **more).sample
                 weights = training.compute_snr(noise, times).clamp(max=5.0)
-                loss = (F.mse_loss(found, noise.get_velocity(clean, drawn, times), reduction="none").mean((1, 2, 3)) * weights).mean()
+                loss = (
+                    F.mse_loss(found, noise.get_velocity(clean, drawn, times), reduction="none").mean((1, 2, 3))
+                    * weights
+                ).mean()
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)

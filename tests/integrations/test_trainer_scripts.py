@@ -15,7 +15,17 @@ from transformers.trainer_pt_utils import get_parameter_names
 from transformers.trainer_utils import SaveStrategy
 
 from tests.integrations.runs import RAGGED, ROWS, Scenario, assert_streams_as_stock, llama
-from tests.integrations.test_trainer import ACCUMULATED, EVAL, FULL, LABELLED, POINTS, REASSOCIATED, SUMMED, Plain, bert, mean_of
+from tests.integrations.test_trainer import (
+    ACCUMULATED,
+    EVAL,
+    FULL,
+    POINTS,
+    REASSOCIATED,
+    SUMMED,
+    Plain,
+    bert,
+    mean_of,
+)
 from tests.integrations.test_trainer_options import SAVED, noted
 
 pytestmark = [pytest.mark.users, pytest.mark.filterwarnings("ignore")]
@@ -582,7 +592,10 @@ class Both(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         known = list(parameters)
         matrices = [p for p in known if p.ndim == 2]
-        self.parts = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW([p for p in known if p.ndim != 2], lr=0.01)]
+        self.parts = [
+            torch.optim.Muon(matrices, lr=0.02),
+            torch.optim.AdamW([p for p in known if p.ndim != 2], lr=0.01),
+        ]
         super().__init__(known, {"lr": 0.01})
 
     def step(self, closure: Any = None) -> Any:

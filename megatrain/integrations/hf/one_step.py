@@ -266,7 +266,9 @@ class OneStep:
 def _obstacle(call: PausedCall | None) -> str | None:
     if call is None:
         return "the loss doesn't call the model with gradients"
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((call.args, call.kwargs))):
+    if any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((call.args, call.kwargs))
+    ):
         return "the loss gives the model an input that has gradients itself"
     return None if call.modes is None else f"the loss calls the model under {call.modes}"
 

@@ -131,7 +131,7 @@ class Streamed(_Base):
         """The micro-batches of the next update, as the trainer collects them."""
         found = super().get_batch_samples(*args, **kwargs)
         one_step = self._known()
-        reason = self._why_not()
+        reason = self._why_not(len(found[0]))
         if reason is not None:
             one_step.fall_back(reason)
         one_step.begin(len(found[0]))
@@ -227,8 +227,8 @@ class Streamed(_Base):
         assert self._one_step is not None
         return self._one_step
 
-    def _why_not(self) -> str | None:
-        """Why an update can't be one training step, as far as that is known ahead."""
+    def _why_not(self, count: int) -> str | None:
+        """Why an update of so many micro-batches can't be one training step, as far as that is known ahead."""
         if self.accelerator.scaler is not None:
             return "fp16 scales the loss"
         for callback in self.callback_handler.callbacks:
@@ -237,6 +237,9 @@ class Streamed(_Base):
                 return f"the callback {kind.__name__} may read gradients before the optimizer's step"
             if kind.on_optimizer_step is not TrainerCallback.on_optimizer_step:
                 return f"the callback {kind.__name__} may read gradients behind the optimizer's step"
+        for name, parameter in self.model.named_parameters() if count > 1 else ():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                return f"`{name}` has a hook that gets the gradient of each micro-batch"
         owner = _owner_of(type(self), "training_step")
         if owner.__module__.partition(".")[0] not in _KNOWN:
             return f"{owner.__name__} has a training_step of its own"
