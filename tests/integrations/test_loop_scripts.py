@@ -16,7 +16,6 @@ from accelerate.utils import find_executable_batch_size, set_seed
 from torch import nn
 
 import megatrain
-from tests.comparing import assert_same
 from tests.integrations.runs import RAGGED, ROWS, llama
 from tests.integrations.test_loops import NEEDS, POINTS, both, dit, loader, stack, unet
 
@@ -80,7 +79,7 @@ def test_accelerate_goes_on_in_the_middle_of_an_epoch(tmp_path: Path):
         accelerator.load_state(str(folder))
         losses += trained_by(accelerator, model, optimizer, skip_first_batches(batches, 2), schedule)
         names = sorted(path.name for path in folder.rglob("*") if path.is_file())
-        whole = accelerator.get_state_dict(model)
+        whole: Any = accelerator.get_state_dict(model)
         return [losses, names, {k: v.clone() for k, v in whole.items()}]
 
     both(lambda: llama(attention_dropout=0.1), train)
@@ -139,7 +138,6 @@ def test_accelerate_finds_a_batch_size_and_evaluates():
     def train(model: Any) -> Any:
         accelerator = Accelerator(cpu=True)
 
-        @find_executable_batch_size(starting_batch_size=4)
         def inner(size: int) -> Any:
             if size > 2:
                 raise RuntimeError("CUDA out of memory.")
@@ -155,7 +153,8 @@ def test_accelerate_finds_a_batch_size_and_evaluates():
             wrapped.train()
             return losses
 
-        return inner()
+        search: Any = find_executable_batch_size
+        return search(inner, starting_batch_size=4)()
 
     both(llama, train)
 
@@ -426,6 +425,3 @@ def test_diffusers_trained_with_accelerate_and_saved(make: Callable[[], nn.Modul
         return [losses, {k: v.clone() for k, v in again.state_dict().items()}, [t.clone() for t in ema.shadow_params]]
 
     both(make, train)
-
-
-_ = (Any, assert_same)

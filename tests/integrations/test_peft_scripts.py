@@ -1,4 +1,4 @@
-"""More of peft: adapters of other models and tasks, optimizers made for adapters, configurations that load themselves."""
+"""More of peft: adapters of other models and tasks, optimizers made for adapters, adapters that change in between."""
 
 from __future__ import annotations
 

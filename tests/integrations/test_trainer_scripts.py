@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from tests.integrations.test_trainer import (
     REASSOCIATED,
     SUMMED,
     Plain,
-    bert,
-    mean_of,
 )
 from tests.integrations.test_trainer_options import SAVED, noted
 
@@ -74,16 +71,6 @@ class Perturbs(Loss):
             embedded = model.get_input_embeddings()(inputs["input_ids"])
         outputs = model(inputs_embeds=embedded.detach() * 1.1, labels=inputs["labels"])
         return outputs.loss, outputs
-
-
-class Headless(Loss):
-    """Calls the parts: the body, then the head on some tokens alone."""
-
-    def loss_of(self, model: Any, inputs: Any) -> tuple[Any, Any]:
-        hidden = model.model(input_ids=inputs["input_ids"]).last_hidden_state
-        logits = model.lm_head(hidden[:, :-1])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten())
-        return loss, {"loss": loss, "logits": logits}
 
 
 class HeadAgain(Loss):
@@ -212,16 +199,6 @@ class Inference(Loss):
         return outputs.loss * (1 + abs(before)), outputs
 
 
-class InputGradients(Loss):
-    """A penalty on the gradient of the inputs: a double backward."""
-
-    def loss_of(self, model: Any, inputs: Any) -> tuple[Any, Any]:
-        x = inputs["x"].clone().requires_grad_()
-        outputs = model(x=x, labels=inputs["labels"])
-        (gradient,) = torch.autograd.grad(outputs["loss"], x, create_graph=True)
-        return outputs["loss"] + gradient.square().sum(), outputs
-
-
 class PlainDict(Loss):
     """Positional arguments."""
 
@@ -308,8 +285,8 @@ class Inputs(Trainer):
     """Changes its batches where it prepares them."""
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        inputs: Any = super()._prepare_inputs(inputs)
-        return {**inputs, "input_ids": inputs["input_ids"].clamp(max=40)}
+        found: Any = super()._prepare_inputs(inputs)
+        return {**found, "input_ids": found["input_ids"].clamp(max=40)}
 
 
 class OwnSave(Trainer):
@@ -466,33 +443,6 @@ class Normed(Plain):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-class Sparse(nn.Module):
-    """An embedding whose gradients are sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(64, 8, sparse=True)
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.layers(self.embedding(input_ids).mean(1))
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-class Lazy(nn.Module):
-    """Sizes that its first batch decides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(2))
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.layers(x)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
 class Recurrent(nn.Module):
     """An LSTM, with packed sequences."""
 
@@ -564,16 +514,6 @@ class Batches(torch.utils.data.IterableDataset[Any]):
         yield from RAGGED * 2
 
 
-def sgd_of_sparse(model: Any) -> Mapping[str, Any]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return {"optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))}
-
-
-def sparse_adam(model: Any) -> Mapping[str, Any]:
-    optimizer = torch.optim.SparseAdam(model.embedding.parameters(), lr=0.1)
-    return {"optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))}
-
-
 def some_parameters(model: Any) -> Mapping[str, Any]:
     """An optimizer of the head alone, where the rest has gradients too."""
     optimizer = torch.optim.AdamW(model.lm_head.parameters(), lr=0.01)
@@ -636,16 +576,8 @@ def foreach(model: Any) -> Mapping[str, Any]:
     return {"optimizers": (optimizer, None)}
 
 
-def dictionary(found: Any) -> dict[str, float]:
-    return {"first": float(found.predictions[0].mean()), "second": float(found.predictions[1].mean())}
-
-
 def all_of_it(found: Any) -> dict[str, float]:
     return {"sum": float(found.predictions.sum()), "labels": float(found.label_ids.sum())}
-
-
-def needs(module: str) -> Any:
-    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs {module}")
 
 
 READS, GIVES = "the loss reads the parameter", "the loss gives the model an input that has gradients"
@@ -746,6 +678,3 @@ SCENARIOS: dict[str, Scenario] = {
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_script_that_streams_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
     assert_streams_as_stock(SCENARIOS[name], tmp_path)
-
-
-_ = (bert, mean_of, sparse_adam, InputGradients, dictionary, needs)

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
 from tests.integrations.runs import Scenario, assert_streams_as_stock, llama
 from tests.integrations.test_trl import (
     ADAPTED,
-    AGAIN,
     FOUR,
     REFERENCE,
     SAMPLED,
@@ -29,7 +27,7 @@ from tests.integrations.test_trl import (
     texts,
     trl,
 )
-from tests.integrations.test_trl_losses import TURNS, chats, experimental, talks
+from tests.integrations.test_trl_losses import chats, experimental, talks
 from tests.integrations.words import text, tokenizer
 
 pytestmark = [pytest.mark.users, pytest.mark.filterwarnings("ignore")]
@@ -169,6 +167,3 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_script_of_trl_that_streams_has_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
     assert_streams_as_stock(SCENARIOS[name](), tmp_path)
-
-
-_ = (AGAIN, TURNS, Version)

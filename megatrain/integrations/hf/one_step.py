@@ -42,7 +42,7 @@ class _DrawsBehindError(Exception):
     """A loss draws random numbers behind its call of the model, ahead of the next micro-batch's."""
 
 
-_AGAIN = {
+_AGAIN: dict[type[Exception], str] = {
     CallsAgainError: "the loss calls the model more than once",
     DrawsError: "nothing tells ahead how many random numbers the model draws (a module runs its own code, say)",
     _DrawsBehindError: "the loss draws random numbers behind its call of the model",

@@ -55,8 +55,8 @@ def refuse_trainer(trainer: Any) -> None:
         name = next(kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl")
         raise OptionError(
             f"{name} can't train a model that streams.\n"
-            "  It calls the model's body and head by themselves, within a function that it puts in place of `forward`;\n"
-            "  only calls of the whole model stream.\n"
+            "  It calls the model's body and head by themselves, in a function that it puts in place of `forward`.\n"
+            "  Only calls of the whole model stream.\n"
             "  Use trl.experimental.gkd.GKDTrainer, which calls the whole model, or the trainer without megatrain."
         )
 

@@ -35,7 +35,7 @@ from megatrain.integrations.hf.stream_options import StreamOptions
 from megatrain.integrations.hf.trainer_copies import with_quiet
 from megatrain.integrations.hf.trainer_report import TrainerReport
 from megatrain.integrations.hf.trainer_sides import verified
-from megatrain.integrations.hf.whole_calls import note_where_parts_run
+from megatrain.integrations.hf.whole_calls import first_hooked, give_losses, note_where_parts_run
 from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.optim.grad_scaler import host_scaler
 from megatrain.training.step import TrainStep
@@ -105,6 +105,7 @@ class Streamed(_Base):
             compiled, self._is_given_compiled = model, True
         else:
             compiled = megatrain.compile(model, **{"device": self.args.device, **self._stream_options.compile})
+        give_losses(vars(self).get("loss"), compiled)
         make = functools.partial(self._make_step, compiled)
         self._one_step = OneStep(compiled, make, self._settings, self._is_models_own_loss, vars(self))
         return compiled
@@ -237,10 +238,10 @@ class Streamed(_Base):
                 return f"the callback {kind.__name__} may read gradients before the optimizer's step"
             if kind.on_optimizer_step is not TrainerCallback.on_optimizer_step:
                 return f"the callback {kind.__name__} may read gradients behind the optimizer's step"
-        for name, parameter in self.model.named_parameters() if count > 1 else ():
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                return f"`{name}` has a hook that gets the gradient of each micro-batch"
-        owner = _owner_of(type(self), "training_step")
+        if count > 1 and (name := first_hooked(self.model)) is not None:
+            return f"`{name}` has a hook that gets the gradient of each micro-batch"
+        kinds = (kind for kind in type(self).__mro__ if kind is not Streamed)
+        owner = next(kind for kind in kinds if "training_step" in vars(kind))
         if owner.__module__.partition(".")[0] not in _KNOWN:
             return f"{owner.__name__} has a training_step of its own"
         return None
@@ -317,8 +318,3 @@ class Trainer(Streamed, transformers.Trainer):  # pyright: ignore[reportUntypedB
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer of torch within accelerate's."""
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def _owner_of(kind: type, name: str) -> type:
-    """The class of a trainer that has a method, besides `Streamed`."""
-    return next(each for each in kind.__mro__ if name in vars(each) and each is not Streamed)

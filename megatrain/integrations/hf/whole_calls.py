@@ -1,4 +1,4 @@
-"""Code of a trainer that calls parts of its model by themselves: those calls don't stream."""
+"""Code of a trainer that calls the plain model, or parts of its model by themselves: those calls don't stream."""
 
 from __future__ import annotations
 
@@ -6,15 +6,37 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatrain.compiled.calls_here import taken_by
 from megatrain.compiled.inside import Compiled
+from megatrain.compiled.module import CompiledModule
 from megatrain.errors import ExecuteError
 
 _NOTE = (
     "megatrain keeps the model's parameters in host memory. A part of the model that is called by itself\n"
     "  (`model.lm_head(x)`) runs there. Call the whole model, or compute this in its forward."
 )
+
+
+def give_losses(losses: Any, compiled: CompiledModule) -> None:
+    """Gives the compiled model to modules of losses that hold the plain one (sentence-transformers' do).
+
+    Args:
+        losses: The trainer's: a module, several by name, or anything else, in which nothing is looked for.
+        compiled: Takes the place of its plain model.
+    """
+    for loss in losses.values() if isinstance(losses, dict) else [losses]:  # pyright: ignore[reportUnknownVariableType]
+        for module in loss.modules() if isinstance(loss, nn.Module) else ():
+            for name, child in list(module.named_children()):
+                if child is compiled.megatrain.model and module is not child:
+                    setattr(module, name, compiled)
+
+
+def first_hooked(model: nn.Module) -> str | None:
+    """The first parameter whose gradients a hook gets; a training step has one gradient for all micro-batches."""
+    hooks = ((name, p._backward_hooks, p._post_accumulate_grad_hooks) for name, p in model.named_parameters())  # pyright: ignore
+    return next((name for name, *either in hooks if any(either)), None)
 
 
 def streaming_code(compiled: Compiled, code: Callable[[], torch.Tensor]) -> torch.Tensor:

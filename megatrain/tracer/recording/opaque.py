@@ -142,8 +142,8 @@ class Opaque:
             if kind == "_parameters":
                 raise TraceError(
                     f"the forward of `{self.name or 'the model'}` takes its parameter `{name}` out of a module.\n"
-                    "  The parameter stays in host memory, and the module has a stand-in, a plain tensor: where code puts\n"
-                    "  it back (torch.nn.utils.parametrize, in the forward), it is a buffer.\n"
+                    "  The parameter stays in host memory, and the module has a stand-in, a plain tensor: where code\n"
+                    "  puts it back (torch.nn.utils.parametrize, in the forward), it is a buffer.\n"
                     "  Parametrize the module before it is called; with peft, take target_modules= in place of\n"
                     "  target_parameters=."
                 )
