@@ -65,6 +65,15 @@ def test_class_name_signature_and_attributes_are_the_models():
     assert list(map(id, compiled.parameters())) == list(map(id, compiled.megatrain.model.parameters()))
 
 
+def test_its_class_makes_plain_models():
+    compiled = compiled_llama()
+    fresh: Any = type(compiled)(compiled.config)
+    assert type(fresh) is LlamaForCausalLM
+    fresh.load_state_dict(compiled.state_dict())
+    ids = torch.arange(8)[None]
+    assert torch.equal(fresh(ids).logits, compiled(ids).logits)
+
+
 def test_the_models_own_attributes_come_before_ours():
     model = Plain()
     compiled = megatrain.compile(model, device="cpu")
