@@ -166,8 +166,9 @@ def test_a_sparse_encoder(tmp_path: Path) -> None:
         BertForMaskedLM(BertConfig(**CONFIG)).save_pretrained(tmp_path / "bert")
         tokenizer().save_pretrained(tmp_path / "bert")
         model = sentences.SparseEncoder(str(tmp_path / "bert"), device="cpu")
-        ran, reason = train(tmp_path / str(streams), *kinds, model, loss, PAIRS, streams=streams)
+        ran, reason = train(tmp_path / str(streams), *kinds, model, loss, PAIRS, streams=streams, optim="sgd")
         found.append(ran)
         assert reason == ("the loss calls the model more than once" if streams else None)
     # The embedding is tied to the head and the model is called twice: its gradients are added in another order.
-    assert_same(found[1], found[0], tolerance=REASSOCIATED)
+    assert found[1][0][0][0] == found[0][0][0][0]  # the first loss has the same bits
+    assert_same(found[1], found[0], tolerance=10 * REASSOCIATED)
