@@ -171,4 +171,5 @@ def test_a_sparse_encoder(tmp_path: Path) -> None:
         assert reason == ("the loss calls the model more than once" if streams else None)
     # The embedding is tied to the head and the model is called twice: its gradients are added in another order.
     assert found[1][0][0][0] == found[0][0][0][0]  # the first loss has the same bits
-    assert_same(found[1], found[0], tolerance=10 * REASSOCIATED)
+    assert found[1][0] == [pytest.approx(row, rel=REASSOCIATED) for row in found[0][0]]
+    assert_same(found[1][1:], found[0][1:], tolerance=REASSOCIATED)
