@@ -289,6 +289,7 @@ def _class_of(kind: type[nn.Module]) -> type[CompiledModule]:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
+        "__new__": lambda _, *args, **kwargs: kind(*args, **kwargs),  # `type(compiled)(config)` means a plain model
         "forward": _Forward(kind.forward),
     }
     if callable(getattr(kind, GENERATE, None)):

@@ -50,7 +50,7 @@ class DeviceBudget:
                 f"{format_bytes(total)}.\n"
                 "  Schedules may take as much as memory= says, and a step for which this isn't there runs out of "
                 "memory.\n"
-                "  End what else uses the device, or give a smaller memory=.",
+                "  End what else uses the device, or give a smaller budget (memory=, or --memory on the command line).",
                 DeviceMemoryWarning,
                 stacklevel=2,
             )

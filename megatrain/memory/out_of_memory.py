@@ -132,6 +132,6 @@ class Attempts:
 
 
 _WAYS_OUT = (
-    "Give a smaller memory=, or end what else uses the device; with PYTORCH_ALLOC_CONF=expandable_segments:True "
-    "torch's allocator wastes less."
+    "Give a smaller budget (memory=, or --memory on the command line), or end what else uses the device; with "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True torch's allocator wastes less."
 )

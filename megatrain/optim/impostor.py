@@ -134,13 +134,19 @@ def _narrowed(group: Mapping[str, Any], chosen: Set[torch.Tensor]) -> dict[str, 
     return {key: [v[i] for i in kept] if key in ALIGNED else own_copy(v) for key, v in group.items()}
 
 
+def _short(value: Any) -> str:
+    """What a value is; numbers and other short texts as they are."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
+
+
 def _note(before: Mapping[str, Any], after: Mapping[str, Any], noted: dict[str, Any]) -> None:
     for key, value in after.items():
         if key in ALIGNED or (key in before and is_same(before[key], value)):
             continue
         if key in noted and not is_same(noted[key], value):
             raise OptimizerError(
-                f"the optimizer's step left two values of `{key}`: {noted[key]!r} and {value!r}.\n"
+                f"the optimizer's step left two values of `{key}`: {_short(noted[key])} and {_short(value)}.\n"
                 "  Values outside the state of parameters must not depend on which parameters a step gets.\n"
                 "  Update all parameters at once with optimizer.step()."
             )

@@ -20,6 +20,10 @@ from megatrain.training.setup import Setting
 from megatrain.training.shares import Shares
 
 
+class ReadsParameterError(ExecuteError):
+    """A loss gives a parameter a gradient that doesn't come through the model's results."""
+
+
 class Running:
     """Computes losses from outputs, takes gradients, and updates parameters when the schedule says so.
 
@@ -130,7 +134,7 @@ class Running:
         for key in filled:
             self._parameters[key].grad = None
         for key in (*filled, *returned):
-            raise ExecuteError(
+            raise ReadsParameterError(
                 f"the loss reads the parameter `{key}` itself.\n"
                 "  A step takes only gradients that come through the model's results.\n"
                 "  Compute that term in the model's forward, and return it."

@@ -11,11 +11,13 @@ from transformers import Trainer as StockTrainer
 from transformers import TrainingArguments
 
 import megatrain
-from megatrain.errors import OptionError, ScheduleError, StreamedCallsWarning, TorchError
+from megatrain.errors import ExecuteError, OptionError, ScheduleError, StreamedCallsWarning, TorchError
 from megatrain.integrations.hf import Trainer, streamed
+from megatrain.integrations.hf.requirements import refuse_trainer
+from megatrain.integrations.hf.whole_calls import note_where_parts_run
 from tests.comparing import assert_same
 from tests.integrations.runs import GIVEN, ROWS, llama
-from tests.integrations.test_trainer import OwnStep
+from tests.integrations.test_trainer import OwnStep, of_all
 
 pytestmark = pytest.mark.usefixtures("lowered_once")  # of few models
 
@@ -67,6 +69,71 @@ def test_another_transformers_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delattr(StockTrainer, "_clip_grad_norm")
     with pytest.raises(TorchError, match=r"has no Trainer\._clip_grad_norm"):
         trainer(tmp_path)
+
+
+class Parts(StockTrainer):
+    """Calls the body and the head by themselves."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = model.model(input_ids=inputs["input_ids"]).last_hidden_state
+        return model.lm_head(hidden).square().mean()
+
+
+class PartsInItsOwnStep(Parts):
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().training_step(*args, **kwargs)
+
+
+class Constant(StockTrainer):
+    """A loss that trains nothing, for some batches."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 1:
+            return torch.zeros((), requires_grad=True)
+        return model(**inputs).loss
+
+
+@pytest.mark.parametrize("kind", [Parts, PartsInItsOwnStep])
+@pytest.mark.filterwarnings("ignore::megatrain.errors.StreamedCallsWarning")
+def test_parts_of_the_model_that_are_called_by_themselves_are_refused(kind: Any, tmp_path: Path):
+    made = trainer(tmp_path, type("Streaming", (streamed.Streamed, kind), {}), {"gradient_accumulation_steps": 2})
+    before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    with pytest.raises(ExecuteError, match=r"gives `.*` a gradient, and doesn't call the model"):
+        made.train()
+    assert_same({name: p.detach() for name, p in made.model.named_parameters()}, before)
+
+
+@pytest.mark.filterwarnings("ignore::megatrain.errors.StreamedCallsWarning")
+def test_a_loss_that_is_a_constant_now_and_then_trains_as_the_stock_run(tmp_path: Path):
+    found: list[Any] = []
+    for kind in (Constant, type("Streaming", (streamed.Streamed, Constant), {})):
+        made = trainer(tmp_path, kind)
+        made.train()
+        found.append({name: p.detach().clone() for name, p in made.model.named_parameters()})
+    assert_same(found[1], found[0])
+
+
+def test_an_error_of_torch_about_devices_says_where_parameters_are():
+    error, other = RuntimeError("Expected all tensors to be on the same device"), RuntimeError("another")
+    for each in (error, other):
+        note_where_parts_run(each)
+    assert "keeps the model's parameters in host memory" in error.__notes__[0]
+    assert not hasattr(other, "__notes__")
+
+
+def test_a_trainer_that_redirects_the_forward_is_refused():
+    kind = type("DistillationTrainer", (), {"__module__": "trl.trainer", "_forward_redirection": None})
+    with pytest.raises(OptionError, match="DistillationTrainer can't train a model that streams"):
+        refuse_trainer(kind())
+
+
+def test_a_trainer_without_training_steps_saves_its_optimizer(tmp_path: Path):
+    saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    model = llama()
+    made = trainer(tmp_path, arguments=saved, model=model, **of_all(model))
+    with pytest.warns(StreamedCallsWarning, match="the optimizer can't update block by block"):
+        made.train()
+    assert (tmp_path / "checkpoint-1" / "optimizer.pt").exists()
 
 
 def test_a_lack_of_memory_finds_a_smaller_batch_where_that_was_asked_for(tmp_path: Path):

@@ -4,11 +4,8 @@ never stopped."""
 from __future__ import annotations
 
 import functools
-import os
+import multiprocessing
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +20,7 @@ from transformers import LlamaForCausalLM
 
 from megatrain.errors import CheckpointError
 from tests.comparing import assert_same
+from tests.integrations import killed_run
 from tests.integrations.runs import RAGGED, Ran, Scenario, llama, run
 from tests.integrations.test_trainer import LooksAtGradients, OwnStep
 from tests.tiers import wide
@@ -31,7 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what these libraries warn of is theirs
     pytest.mark.usefixtures("lowered_once"),  # of few models
 ]
-ROOT = Path(__file__).parents[2]
 SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, "gradient_accumulation_steps": 2, "warmup_steps": 2}
 
 
@@ -152,58 +149,33 @@ def test_the_newest_whole_checkpoint_is_taken(both: Callable[[str], Both], tmp_p
         run(SCENARIOS["fp32"], tmp_path, streams=True, resume_from_checkpoint=True)
 
 
-KILLED = """
-import sys
-from pathlib import Path
-import torch
-from tests.integrations.runs import run
-from tests.integrations.test_resume import long
-folder = Path(sys.argv[1])
-# A kill may have come in the middle of the first checkpoint: then there is none to go on from.
-is_new = not any(folder.glob("checkpoint-*/trainer_state.json"))
-found = run(long(int(sys.argv[2])), folder, streams=True, resume_from_checkpoint=None if is_new else True)
-torch.save((found.values, [row for row in found.log if "loss" in row]), folder / "end.pt")
-"""
-
-
-def long(steps: int) -> Scenario:
-    saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "gradient_accumulation_steps": 2}
-    return Scenario(
-        {**saved, "max_steps": steps},
-        model=lambda: llama(attention_dropout=0.1),
-        rows=RAGGED,
-        streaming={"precision": "bf16"},
-    )
-
-
 def finish(folder: Path, steps: int, waits_s: list[float]) -> int:
     """Starts the script again and again, killed after these times; returns how often it was killed."""
     folder.mkdir()
     kills = 0
+    # Processes that begin behind all imports: 20 of these take longer than the training, and on a busy machine minutes.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([killed_run.__name__])
     while not (folder / "end.pt").exists():
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", KILLED, str(folder), str(steps)],
-            cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
         before = {path.name for path in folder.iterdir()}
-        if not waits_s:
-            assert process.wait() == 0, process.stderr and process.stderr.read()[-3000:]
-            continue
-        while process.poll() is None and {path.name for path in folder.iterdir()} == before:
-            time.sleep(0.005)  # until the run writes: what comes before is Python's start
-        try:
-            process.wait(waits_s.pop())
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
+        process = processes.Process(target=killed_run.train_on, args=(folder, steps))
+        process.start()
+        while waits_s and process.is_alive() and {path.name for path in folder.iterdir()} == before:
+            time.sleep(0.005)  # until the run writes
+        process.join(waits_s.pop() if waits_s else None)
+        if process.is_alive():
+            process.kill()
+            process.join()
             kills += 1
-        process.communicate()
+        else:
+            assert process.exitcode == 0, "its own text is on stderr"
+        process.close()
     return kills
 
 
 @pytest.mark.parametrize(("kills", "steps"), [wide((3, 16)), pytest.param(20, 120, marks=pytest.mark.users)])
 def test_a_run_that_is_killed_goes_on_to_the_bits_of_an_undisturbed_one(kills: int, steps: int, tmp_path: Path) -> None:
-    undisturbed = run(long(steps), tmp_path / "undisturbed", streams=True)
+    undisturbed = run(killed_run.long(steps), tmp_path / "undisturbed", streams=True)
     waits = [0.003 * (7 * number % 20) ** 1.5 for number in range(kills)]
     assert finish(tmp_path / "killed", steps, waits) > kills // 2
     values, losses = torch.load(tmp_path / "killed" / "end.pt")

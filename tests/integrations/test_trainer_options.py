@@ -334,10 +334,10 @@ def hooked() -> Any:
 
 
 def hooked_parameters() -> Any:
-    """Hooks on parameters scale gradients."""
+    """Hooks on parameters clamp gradients."""
     model = llama()
     for parameter in model.model.layers[0].parameters():
-        parameter.register_hook(lambda gradient: gradient * 0.5)
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
     return model
 
 
@@ -441,7 +441,9 @@ SCENARIOS: dict[str, Scenario] = {
     "embeddings frozen": Scenario(ACCUMULATED, model=embeddings_frozen),
     "hooks on modules": Scenario(ACCUMULATED, model=hooked),
     "hooks on parameters": Scenario(model=hooked_parameters),
-    "hooks on parameters, accumulation": Scenario(ACCUMULATED, model=hooked_parameters),
+    "hooks on parameters, accumulation": Scenario(
+        ACCUMULATED, model=hooked_parameters, reason="`model.layers.0.self_attn.q_proj.weight` has a hook"
+    ),
     "with a tokenizer": Scenario(
         SAVED, rows=RAGGED,
         more=lambda model: {"processing_class": tokenizer(), "data_collator": DataCollatorForSeq2Seq(tokenizer())},

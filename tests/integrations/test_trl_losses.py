@@ -64,11 +64,13 @@ def dpo(loss: Any, **options: Any) -> Callable[[], Scenario]:
     return lambda: scenario("DPO", preferences, more=REFERENCE, options={**TWO, "loss_type": loss, **options})
 
 
-def experimental(kind: str, rows: Callable[[], Any], *, more: Any = None, options: Any = None, **fields: Any) -> Any:
+def experimental(
+    kind: str, rows: Callable[[], Any], *, more: Any = None, options: Any = None, folder: str = "", **fields: Any
+) -> Any:
     """A script of a trainer that TRL calls experimental."""
 
     def made() -> Scenario:
-        module: Any = importlib.import_module(f"trl.experimental.{kind.lower()}")
+        module: Any = importlib.import_module(f"trl.experimental.{folder or kind.lower()}")
         return Scenario(
             {"bf16": False, **(options or {})}, rows=rows(), kind=getattr(module, f"{kind}Trainer"),
             arguments=getattr(module, f"{kind}Config"),

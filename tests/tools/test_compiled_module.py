@@ -65,6 +65,15 @@ def test_class_name_signature_and_attributes_are_the_models():
     assert list(map(id, compiled.parameters())) == list(map(id, compiled.megatrain.model.parameters()))
 
 
+def test_its_class_makes_plain_models():
+    compiled = compiled_llama()
+    fresh: Any = type(compiled)(compiled.config)
+    assert type(fresh) is LlamaForCausalLM
+    fresh.load_state_dict(compiled.state_dict())
+    ids = torch.arange(8)[None]
+    assert torch.equal(fresh(ids).logits, compiled(ids).logits)
+
+
 def test_the_models_own_attributes_come_before_ours():
     model = Plain()
     compiled = megatrain.compile(model, device="cpu")
@@ -356,7 +365,8 @@ def test_the_class_is_made_once_and_goes_with_its_last_model():
     one, other = megatrain.compile(Plain(), device="cpu"), megatrain.compile(Plain(), device="cpu")
     assert type(one) is type(other)
     with pytest.raises(TypeError, match=r"made by megatrain\.compile"):
-        type(one)()
+        megatrain.CompiledModule()
+    assert type(type(one)()) is Plain
 
 
 class Slotted(nn.Linear):

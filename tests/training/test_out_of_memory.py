@@ -138,7 +138,7 @@ def test_the_error_has_the_figures_and_the_way_out(lacking: Lacking):
     assert f"of which the schedule counts {format_bytes(schedule.device_bytes)}." in text
     assert f"took {format_bytes(meter.peak)} at most" in text
     assert f"There is a budget of {format_bytes(run.sides.compiled.megatrain.budget.nbytes)}" in text
-    assert "Give a smaller memory=" in text
+    assert "Give a smaller budget (memory=, or --memory" in text
     assert isinstance(caught.value, torch.OutOfMemoryError)
     assert isinstance(caught.value, ExecuteError)
     assert " out of memory." in caught.value.args[0], "what accelerate's find_executable_batch_size looks for"

@@ -12,6 +12,7 @@ import torch
 
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import DrawsError, MicroBatchError, OptimizerError, StreamedCallsWarning
+from megatrain.integrations.hf.whole_calls import check_streamed, gradients_of, streaming_code
 from megatrain.integrations.paused import CallsAgainError, PausedCall, PausedCode, SpentError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
@@ -21,6 +22,7 @@ from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.equal import is_equal
 from megatrain.training.batch import Differentiated, MicroBatch
 from megatrain.training.step import TrainStep
+from megatrain.training.trainer import ReadsParameterError
 
 Code = Callable[[], torch.Tensor]
 """The trainer's own code for one micro-batch: it calls the model, runs the backward and returns the loss."""
@@ -40,7 +42,7 @@ class _DrawsBehindError(Exception):
     """A loss draws random numbers behind its call of the model, ahead of the next micro-batch's."""
 
 
-_AGAIN = {
+_AGAIN: dict[type[Exception], str] = {
     CallsAgainError: "the loss calls the model more than once",
     DrawsError: "nothing tells ahead how many random numbers the model draws (a module runs its own code, say)",
     _DrawsBehindError: "the loss draws random numbers behind its call of the model",
@@ -90,6 +92,8 @@ class OneStep:
         self._expected = 1
         self._start: GlobalGenerators | None = None
         self._losses: list[torch.Tensor] = []
+        self._outside: list[torch.Tensor] = []
+        self._gradients_outside: list[torch.Tensor | None] = []
 
     def begin(self, count: int) -> None:
         """An update of so many micro-batches begins."""
@@ -104,7 +108,7 @@ class OneStep:
             time, if the update is no training step.
         """
         if self.reason is not None or self.known_step() is None:
-            return [code()]
+            return [streaming_code(self._compiled.megatrain, code)]
         try:
             return self._taken(code)
         except BaseException:
@@ -174,11 +178,14 @@ class OneStep:
 
     def _taken(self, code: Code) -> Sequence[torch.Tensor]:
         before, attributes = self._generators(), _noted(self._attributes)
+        gradients = gradients_of(self._compiled.megatrain)
         if not self._waiting:
             self._start = before
         paused = PausedCode(self._compiled.megatrain, code)
         self._waiting.append(_Waiting(code, paused))
         paused.start()
+        if paused.call is None:
+            check_streamed(self._compiled.megatrain, gradients)
         obstacle = _obstacle(paused.call)
         if obstacle is None and self._expected > 1:
             now = _noted(self._attributes)
@@ -197,6 +204,11 @@ class OneStep:
         waiting, self._waiting = self._waiting, []
         return [each.paused.run_alone() for each in waiting]
 
+    def _outside_model(self) -> list[torch.Tensor]:
+        """What the optimizer trains besides the model (a loss's own parameters)."""
+        own = set(self._compiled.megatrain.model.parameters())
+        return [p for group in self._made_for[0].param_groups for p in group["params"] if p not in own]
+
     def _generators(self) -> GlobalGenerators:
         return GlobalGenerators.now(self._compiled.megatrain.options.device)
 
@@ -208,22 +220,26 @@ class OneStep:
             assert call is not None
             batches.append(MicroBatch(each, call.args, call.kwargs))
         losses: list[torch.Tensor] = []
-        self._losses = losses
+        self._losses, self._outside = losses, self._outside_model()
+        start = [None if p.grad is None else p.grad.clone() for p in self._outside]
         try:
             with only_as_a_loop():
                 self.step(batches)
         except MicroBatchError:  # found ahead of the first operation: the code still waits
             self._say("the micro-batches of an update run other layers (the model leaves out some at random, say)")
             return self.run_waiting()
-        except (CallsAgainError, DrawsError, _DrawsBehindError) as error:
+        except (CallsAgainError, DrawsError, _DrawsBehindError, ReadsParameterError) as error:
             # The step is undone. What the code did besides (a list of metrics, say) it does once more.
             waiting = list(self._waiting)
             self.abandon()
             assert self._start is not None
             self._start.restore(self._compiled.megatrain.options.device)
+            self._put_gradients(start)
             if not isinstance(error, SpentError):
-                self.fall_back(_AGAIN[type(error)])
+                self.fall_back(_AGAIN.get(type(error)) or str(error).splitlines()[0].rstrip("."))
             return [each.code() for each in waiting]
+        # The trainer's code forgets gradients of the model alone; a loss's own stay until somebody forgets these.
+        self._put_gradients(self._gradients_outside)
         self._waiting = []
         self.has_updated = True
         return losses
@@ -239,12 +255,21 @@ class OneStep:
         if self._expected > 1 and not before.is_same(self._generators()):
             raise _DrawsBehindError
         self._losses.append(loss)
+        self._gradients_outside = [p.grad for p in self._outside]
         return Differentiated(loss)
+
+    def _put_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self._outside, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _obstacle(call: PausedCall | None) -> str | None:
     if call is None:
         return "the loss doesn't call the model with gradients"
+    if any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((call.args, call.kwargs))
+    ):
+        return "the loss gives the model an input that has gradients itself"
     return None if call.modes is None else f"the loss calls the model under {call.modes}"
 
 

@@ -45,6 +45,22 @@ def refuse(arguments: Any) -> None:
         vars(arguments)["_n_gpu"] = 1  # as the trainer does for a model that it must not replicate
 
 
+def refuse_trainer(trainer: Any) -> None:
+    """Refuses trainers of TRL that call the model's parts by themselves.
+
+    Raises:
+        OptionError: Naming the trainer.
+    """
+    if hasattr(trainer, "_forward_redirection"):
+        name = next(kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl")
+        raise OptionError(
+            f"{name} can't train a model that streams.\n"
+            "  It calls the model's body and head by themselves, in a function that it puts in place of `forward`.\n"
+            "  Only calls of the whole model stream.\n"
+            "  Use trl.experimental.gkd.GKDTrainer, which calls the whole model, or the trainer without megatrain."
+        )
+
+
 def check_transformers() -> None:
     """Looks whether this version of transformers has what `Streamed` takes over.
 

@@ -30,11 +30,12 @@ from megatrain.compiled.module import CompiledModule
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.integrations.hf.newest_whole import STATE, newest_whole
 from megatrain.integrations.hf.one_step import OneStep
-from megatrain.integrations.hf.requirements import check_transformers, refuse
+from megatrain.integrations.hf.requirements import check_transformers, refuse, refuse_trainer
 from megatrain.integrations.hf.stream_options import StreamOptions
 from megatrain.integrations.hf.trainer_copies import with_quiet
 from megatrain.integrations.hf.trainer_report import TrainerReport
 from megatrain.integrations.hf.trainer_sides import verified
+from megatrain.integrations.hf.whole_calls import first_hooked, give_losses, note_where_parts_run
 from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.optim.grad_scaler import host_scaler
 from megatrain.training.step import TrainStep
@@ -80,6 +81,7 @@ class Streamed(_Base):
             args, kwargs = with_quiet(arguments, args, kwargs, present.folder)
         super().__init__(*args, **kwargs)
         refuse(self.args)
+        refuse_trainer(self)
         self._is_made = True
         self.model = self.model_wrapped = self.callback_handler.model = self._streaming(self.model)
 
@@ -103,6 +105,7 @@ class Streamed(_Base):
             compiled, self._is_given_compiled = model, True
         else:
             compiled = megatrain.compile(model, **{"device": self.args.device, **self._stream_options.compile})
+        give_losses(vars(self).get("loss"), compiled)
         make = functools.partial(self._make_step, compiled)
         self._one_step = OneStep(compiled, make, self._settings, self._is_models_own_loss, vars(self))
         return compiled
@@ -129,7 +132,7 @@ class Streamed(_Base):
         """The micro-batches of the next update, as the trainer collects them."""
         found = super().get_batch_samples(*args, **kwargs)
         one_step = self._known()
-        reason = self._why_not()
+        reason = self._why_not(len(found[0]))
         if reason is not None:
             one_step.fall_back(reason)
         one_step.begin(len(found[0]))
@@ -141,11 +144,16 @@ class Streamed(_Base):
         Returns:
             The loss of the micro-batch; before the last one zero, and then losses are made good.
         """
+        if callable(turn := getattr(self.optimizer, "train", None)):
+            turn()  # as the trainer does for each micro-batch: a schedule-free optimizer steps in this mode alone
         try:
             losses = self._known().take(functools.partial(super().training_step, *args, **kwargs))
         except (ScheduleError, DeviceMemoryError) as error:
             if self.args.auto_find_batch_size:  # accelerate knows the lack of memory by these words
                 raise RuntimeError(f"{error}\nThe step is out of memory.") from error
+            raise
+        except RuntimeError as error:
+            note_where_parts_run(error)
             raise
         if not losses:
             return torch.zeros((), device=self.args.device)
@@ -220,8 +228,8 @@ class Streamed(_Base):
         assert self._one_step is not None
         return self._one_step
 
-    def _why_not(self) -> str | None:
-        """Why an update can't be one training step, as far as that is known ahead."""
+    def _why_not(self, count: int) -> str | None:
+        """Why an update of so many micro-batches can't be one training step, as far as that is known ahead."""
         if self.accelerator.scaler is not None:
             return "fp16 scales the loss"
         for callback in self.callback_handler.callbacks:
@@ -230,7 +238,10 @@ class Streamed(_Base):
                 return f"the callback {kind.__name__} may read gradients before the optimizer's step"
             if kind.on_optimizer_step is not TrainerCallback.on_optimizer_step:
                 return f"the callback {kind.__name__} may read gradients behind the optimizer's step"
-        owner = _owner_of(type(self), "training_step")
+        if count > 1 and (name := first_hooked(self.model)) is not None:
+            return f"`{name}` has a hook that gets the gradient of each micro-batch"
+        kinds = (kind for kind in type(self).__mro__ if kind is not Streamed)
+        owner = next(kind for kind in kinds if "training_step" in vars(kind))
         if owner.__module__.partition(".")[0] not in _KNOWN:
             return f"{owner.__name__} has a training_step of its own"
         return None
@@ -279,7 +290,7 @@ class Streamed(_Base):
         if step is not None:
             step.save(Path(output_dir) / FOLDER, scheduler=self.lr_scheduler, weights=False)
             return
-        if any(master.low is not None for master in self.model.masters.values()):
+        if self.model.megatrain.options.precision != "fp32":
             raise ExecuteError(
                 "the trainer can't save this run so that it can be resumed.\n"
                 "  The masters of bf16 parameters are saved with a training step, and there is none: "
@@ -307,8 +318,3 @@ class Trainer(Streamed, transformers.Trainer):  # pyright: ignore[reportUntypedB
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer of torch within accelerate's."""
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def _owner_of(kind: type, name: str) -> type:
-    """The class of a trainer that has a method, besides `Streamed`."""
-    return next(each for each in kind.__mro__ if name in vars(each) and each is not Streamed)

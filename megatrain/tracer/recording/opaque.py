@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from megatrain.errors import TraceError
 from megatrain.interrupts import Interrupts
 from megatrain.torch_private import are_transforms_active, pytree
 from megatrain.tracer.arguments import Structure, holds_tensors
@@ -137,6 +138,15 @@ class Opaque:
             self.inner_bytes = count.nbytes
             self.needs_own_state = calls.hides_state or count.has_stray
         rebound = [i for i, tensor in enumerate(state) if now[i] is not tensor]
+        for _, kind, name in (self._holders[i][0] for i in rebound):
+            if kind == "_parameters":
+                raise TraceError(
+                    f"the forward of `{self.name or 'the model'}` takes its parameter `{name}` out of a module.\n"
+                    "  The parameter stays in host memory, and the module has a stand-in, a plain tensor: where code\n"
+                    "  puts it back (torch.nn.utils.parametrize, in the forward), it is a buffer.\n"
+                    "  Parametrize the module before it is called; with peft, take target_modules= in place of\n"
+                    "  target_parameters=."
+                )
         found = tensors_in(result)
         return [*found, *(now[i] for i in rebound)], rebound, result
 

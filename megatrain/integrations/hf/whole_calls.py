@@ -1,0 +1,90 @@
+"""Code of a trainer that calls the plain model, or parts of its model by themselves: those calls don't stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.compiled.calls_here import taken_by
+from megatrain.compiled.inside import Compiled
+from megatrain.compiled.module import CompiledModule
+from megatrain.errors import ExecuteError
+
+_NOTE = (
+    "megatrain keeps the model's parameters in host memory. A part of the model that is called by itself\n"
+    "  (`model.lm_head(x)`) runs there. Call the whole model, or compute this in its forward."
+)
+
+
+def give_losses(losses: Any, compiled: CompiledModule) -> None:
+    """Gives the compiled model to modules of losses that hold the plain one (sentence-transformers' do).
+
+    Args:
+        losses: The trainer's: a module, several by name, or anything else, in which nothing is looked for.
+        compiled: Takes the place of its plain model.
+    """
+    for loss in losses.values() if isinstance(losses, dict) else [losses]:  # pyright: ignore[reportUnknownVariableType]
+        for module in loss.modules() if isinstance(loss, nn.Module) else ():
+            for name, child in list(module.named_children()):
+                if child is compiled.megatrain.model and module is not child:
+                    setattr(module, name, compiled)
+
+
+def first_hooked(model: nn.Module) -> str | None:
+    """The first parameter whose gradients a hook gets; a training step has one gradient for all micro-batches."""
+    hooks = ((name, p._backward_hooks, p._post_accumulate_grad_hooks) for name, p in model.named_parameters())  # pyright: ignore
+    return next((name for name, *either in hooks if any(either)), None)
+
+
+def streaming_code(compiled: Compiled, code: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Runs code that calls a model, and sees that it does.
+
+    Raises:
+        ExecuteError: If parameters get gradients, and the code didn't call the model.
+    """
+    count = 0
+
+    def counted(called: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal count
+        count += called is compiled
+        return called(*args, **kwargs)
+
+    before = gradients_of(compiled)
+    with taken_by(counted):
+        found = code()
+    if not count:
+        check_streamed(compiled, before)
+    return found
+
+
+def gradients_of(compiled: Compiled) -> dict[str, tuple[torch.Tensor, int]]:
+    """The gradients that parameters have, and how often they were written."""
+    found = {name: p.grad for name, p in compiled.model.named_parameters()}
+    return {name: (grad, grad._version) for name, grad in found.items() if grad is not None}
+
+
+def check_streamed(compiled: Compiled, before: dict[str, tuple[torch.Tensor, int]]) -> None:
+    """Looks whether code that didn't call the model has differentiated parts of it.
+
+    Raises:
+        ExecuteError: If parameters have other gradients than before.
+    """
+    for name, (gradient, version) in gradients_of(compiled).items():
+        known = before.get(name)
+        if known is None or known[0] is not gradient or known[1] != version:
+            raise ExecuteError(
+                f"the loss gives `{name}` a gradient, and doesn't call the model.\n"
+                "  Calls of the whole model stream. A part that is called by itself (`model.lm_head(x)`) runs on the\n"
+                "  host, as without megatrain.\n"
+                "  Call the model, with output_hidden_states=True for what is inside, or compute the loss in its\n"
+                "  forward."
+            )
+
+
+def note_where_parts_run(error: RuntimeError) -> None:
+    """Says where parameters are, to an error of torch about tensors on two devices."""
+    if "same device" in str(error) or "is on cpu" in str(error):
+        error.add_note(_NOTE)
