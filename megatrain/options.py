@@ -88,12 +88,7 @@ class Options:
                 memory.
         """
         target = usable(device)
-        if masters == "rounded" and precision != "bf16":
-            raise OptionError(
-                'masters="rounded" needs precision="bf16".\n'
-                "  The option says how updates of bf16 parameters are rounded; fp32 parameters are their own masters.\n"
-                '  Give precision="bf16" as well, or leave masters out.'
-            )
+        check_masters(masters, precision)
         if transfer == "bind" and not target.can_bind:
             raise OptionError(
                 f'transfer="bind" needs the compute device to be the host, but it is {target}.\n'
@@ -109,6 +104,20 @@ class Options:
         paths = None if weights is None else tuple(present(path) for path in read_paths(weights))
         kind: Kind = "whole" if precision == "fp32" else "rounded" if masters == "rounded" else "exact"
         return Options(target, budget, precision, activations, transfer, size, paths, kind, opaque, tuple(passes))
+
+
+def check_masters(masters: str, precision: str) -> None:
+    """Refuses a kind of masters for parameters that have none.
+
+    Raises:
+        OptionError: With both ways out.
+    """
+    if masters == "rounded" and precision != "bf16":
+        raise OptionError(
+            'masters="rounded" needs precision="bf16".\n'
+            "  The option says how updates of bf16 parameters are rounded; fp32 parameters are their own masters.\n"
+            '  Give precision="bf16" as well, or leave masters out.'
+        )
 
 
 def _check_budget(budget: int | None, device: Device) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from megatrain.reporting.bands import Band
 from megatrain.scheduler.books import Books
 from megatrain.scheduler.effects import Stream
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import ITEMS, Item
 from megatrain.scheduler.table import Position
+from megatrain.scheduler.timing.bands import Band
 
 
 @dataclass(frozen=True, slots=True)
