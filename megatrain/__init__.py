@@ -36,7 +36,8 @@ from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Block, Program, Template
 from megatrain.passes.rewrite import Rewriter
 from megatrain.planning.host_plan import HostPlan
-from megatrain.planning.plan import Plan, plan
+from megatrain.planning.plan import Plan
+from megatrain.planning.planning import plan
 from megatrain.reporting.step_report import report
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor

@@ -1,4 +1,4 @@
-"""The command line: `megatrain train`, `demo`, `verify`, `report`, `--version`."""
+"""The command line: `megatrain train`, `plan`, `demo`, `verify`, `report`, `--version`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megatrain.demo import demo_command as demo_command
 from megatrain.errors import MegatrainError
 from megatrain.finetune import train_command as train_command
 from megatrain.reporting import report_command as report_command
+from megatrain.sizing import plan_command as plan_command
 from megatrain.verification import verify_command as verify_command
 
 
@@ -51,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
     train_command.add_arguments(
         commands.add_parser("train", help="fine-tune a Hugging Face model, and go on after an interruption")
+    )
+    plan_command.add_arguments(
+        commands.add_parser("plan", help="say what a training step takes on a machine, and how long, without weights")
     )
     demo_command.add_arguments(
         commands.add_parser("demo", help="train a small language model through the whole compiler, and show what ran")

@@ -13,7 +13,7 @@ from megatrain.device import Device, usable
 from megatrain.errors import OptionError
 from megatrain.files.replace import present
 from megatrain.files.weight_files import WeightFiles, read_paths
-from megatrain.hardware.given import HARDWARE, machine_of
+from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.hardware.hardware import Hardware
 from megatrain.opaque_model import OPAQUE
 from megatrain.optim.masters.registry import Kind
@@ -94,12 +94,7 @@ class Options:
                 memory.
         """
         target = usable(device)
-        if masters == "rounded" and precision != "bf16":
-            raise OptionError(
-                'masters="rounded" needs precision="bf16".\n'
-                "  The option says how updates of bf16 parameters are rounded; fp32 parameters are their own masters.\n"
-                '  Give precision="bf16" as well, or leave masters out.'
-            )
+        check_masters(masters, precision)
         if transfer == "bind" and not target.can_bind:
             raise OptionError(
                 f'transfer="bind" needs the compute device to be the host, but it is {target}.\n'
@@ -117,6 +112,20 @@ class Options:
         machine = None if hardware is None else machine_of(hardware, target)
         return Options(
             target, budget, precision, activations, transfer, size, paths, kind, opaque, tuple(passes), machine
+        )
+
+
+def check_masters(masters: str, precision: str) -> None:
+    """Refuses a kind of masters for parameters that have none.
+
+    Raises:
+        OptionError: With both ways out.
+    """
+    if masters == "rounded" and precision != "bf16":
+        raise OptionError(
+            'masters="rounded" needs precision="bf16".\n'
+            "  The option says how updates of bf16 parameters are rounded; fp32 parameters are their own masters.\n"
+            '  Give precision="bf16" as well, or leave masters out.'
         )
 
 

@@ -214,6 +214,8 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield "Program.state_bytes", made.program, {"block": made.program.blocks[0]}
     yield "HostPlan.bytes_of", made.plan.host, {"name": "parameters"}
     yield "HostPlan.check", made.plan.host, {"available_bytes": 2**40}
+    yield "HostPlan.missing_bytes", made.plan.host, {"available_bytes": 2**40}
+    yield "Plan.largest", made.plan, {"what": "micro_batch", "multiple": 1, "most": 2}
     yield "TensorSpec.of", megatrain.TensorSpec, {"tensor": INPUT}
     yield "TensorSpec.empty", megatrain.TensorSpec.of(INPUT), {"device": torch.device("cpu")}
     yield "TracedModule.result", made.traced, {"tensors": [INPUT], "inputs": [INPUT]}

@@ -14,6 +14,7 @@ import pytest
 from megatrain import cli
 from megatrain.demo import demonstrate
 from megatrain.finetune import training_run
+from megatrain.sizing import plan_command
 from tests.bad_values import outcome
 
 TEXTS = {
@@ -46,6 +47,7 @@ RIGHT = {
     "train --lr": "half huge",
     "train --warmup": "zero",
     "train --seed": "zero",
+    "plan --lora": "zero",
     "report --trace": "zero minus half nan inf huge evil",
     "verify --seed": "zero minus",
     "verify --tolerance": "zero half huge",
@@ -68,6 +70,10 @@ TRAIN = (
 REPORT = (
     *("--trace", "--steps", "--device", "--memory", "--activations", "--transfer", "--block-bytes"),
     "--hardware",
+)
+PLAN = (
+    *("--hardware", "--memory", "--host-memory", "--sequence", "--tokens-per-step", "--micro-batch", "--lora"),
+    *("--optimizer", "--precision", "--masters", "--activations", "--block-bytes", "--largest"),
 )
 VERIFY = ("--device", "--memory", "--activations", "--transfer", "--block-bytes", "--steps", "--seed", "--tolerance")
 
@@ -128,6 +134,15 @@ def test_bad_values_of_train_are_refused(
     assert faults(lambda option, text: ended([*given, f"{option}={text}"], capsys), TRAIN, "train ") == []
     wrong = {name: ended(["train", "model", text, "--out=run"], capsys) for name, text in TEXTS.items()}
     assert set(wrong.values()) == {"refused"}
+
+
+def test_bad_values_of_plan_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(plan_command, "print_sizing", lambda options: None)
+    given = ["plan", "config.json", "--memory=1GiB"]
+    assert faults(lambda option, text: ended([*given, f"{option}={text}"], capsys), PLAN, "plan ") == []
+    assert ended(["plan", "config.json"], capsys) == "refused", "there is nothing to plan for"
+    assert ended([*given, "--hardware=all", "--why"], capsys) == "refused"
+    assert ended([*given, "--masters=rounded", "--precision=fp32"], capsys) == "refused"
 
 
 def test_bad_values_of_verify_are_refused(

@@ -86,6 +86,7 @@ RIGHT = {
     "HostPlan.num_parameters": "zero huge",
     "HostPlan.held_bytes": "zero huge",
     "HostPlan.check.available_bytes": "huge",
+    "HostPlan.missing_bytes.available_bytes": "zero huge",
     "Report.differences": "tuple",
     "Report.notes": "tuple",
     "Report.tolerance": "zero half huge inf",

@@ -42,7 +42,7 @@ def test_the_version_names_all_that_a_report_of_a_fault_needs(capsys):
 def test_the_help_lists_every_command(capsys):
     status, said, _ = ended(["--help"], capsys)
     assert status == 0
-    for command in ("train", "demo", "verify"):
+    for command in ("train", "plan", "demo", "verify", "report"):
         assert command in said
     assert "--version" in said
 

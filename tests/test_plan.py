@@ -62,7 +62,8 @@ def test_a_plan_says_its_time_for_a_machine():
     assert plan.simulation == plan.schedule.simulate(machine)
     assert plan.simulation is not None
     assert plan.simulation.step_s <= by_rule.schedule.simulate(machine).step_s
-    assert str(plan).splitlines()[-1] == f"time: {plan.simulation}; predicted for rtx-4090"
+    rate = f"{32 / plan.simulation.step_s:.0f} tokens/s"
+    assert str(plan).splitlines()[-1] == f"time: {plan.simulation}; predicted for rtx-4090; {rate}"
     assert by_rule.simulation is None
     with pytest.raises(
         OptionError, match=r"^hardware='abacus' is a str.\n  hardware is \"rtx-3080\", .*, or a Hardware, or"

@@ -26,6 +26,9 @@ PUBLIC = (
 FURTHER = (
     "megatrain.compiled.inside.Compiled",
     "megatrain.optim.masters.registry.Masters",
+    "megatrain.planning.alternatives.Alternative",
+    "megatrain.planning.alternatives.Alternatives",
+    "megatrain.planning.largest.Largest",
     "megatrain.reporting.step_report.StepReport",
     "megatrain.scheduler.instructions.Instructions",
     "megatrain.scheduler.table.Table",

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import init_empty_weights
@@ -16,11 +16,31 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 from megatrain.errors import MegatrainError, OptionError
 from megatrain.finetune.fine_tuning import LENGTH, FineTuning
 
+
+class ModelWanted(Protocol):
+    """What a model on paper depends on; see `FineTuning`."""
+
+    @property
+    def model(self) -> str: ...  # noqa: D102
+    @property
+    def from_config(self) -> bool: ...  # noqa: D102
+    @property
+    def lora(self) -> bool: ...  # noqa: D102
+    @property
+    def lora_rank(self) -> int: ...  # noqa: D102
+    @property
+    def alpha(self) -> float: ...  # noqa: D102
+    @property
+    def lora_dropout(self) -> float: ...  # noqa: D102
+    @property
+    def precision(self) -> str: ...  # noqa: D102
+
+
 _CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
-def read_config(tuning: FineTuning) -> Any:
+def read_config(tuning: ModelWanted) -> Any:
     """Reads the model's configuration.
 
     Raises:
@@ -79,7 +99,7 @@ def longest(tuning: FineTuning, config: Any) -> int:
     return tuning.length
 
 
-def model_on_paper(tuning: FineTuning, config: Any) -> Any:
+def model_on_paper(tuning: ModelWanted, config: Any) -> Any:
     """Makes the model without memory for its parameters; buffers that it computes are there.
 
     Raises:
@@ -120,13 +140,13 @@ def check_ids(largest: int, model: Any) -> None:
         )
 
 
-def _dtype(tuning: FineTuning) -> torch.dtype:
+def _dtype(tuning: ModelWanted) -> torch.dtype:
     # What isn't trained has no master, so it may be read in the dtype in which blocks compute. Trained weights begin
     # with all bits of the file; megatrain makes bf16 halves and the rest of them.
     return torch.bfloat16 if tuning.lora and tuning.precision == "bf16" else torch.float32
 
 
-def _adapted(model: Any, tuning: FineTuning) -> Any:
+def _adapted(model: Any, tuning: ModelWanted) -> Any:
     if not tuning.lora:
         return model
     from peft import LoraConfig, get_peft_model

@@ -9,7 +9,8 @@ import torch
 from megatrain.device import Device
 from megatrain.finetune.fine_tuning import FineTuning
 from megatrain.memory.device_budget import DeviceBudget
-from megatrain.planning.plan import Plan, plan
+from megatrain.planning.plan import Plan
+from megatrain.planning.planning import plan
 from megatrain.sizes import parse_bytes
 
 MAX_GRAD_NORM = 1.0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.utils import logging
 
 from megatrain.checks import checked
 from megatrain.device import Device, find, usable
-from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
+from megatrain.errors import OptionError
 from megatrain.finetune.fine_tuning import FineTuning
 from megatrain.finetune.finished import finish, newest
 from megatrain.finetune.pace import Pace
@@ -30,11 +31,23 @@ from megatrain.finetune.sequences import Sequences
 from megatrain.finetune.step_on_paper import MAX_GRAD_NORM, plan_step
 from megatrain.finetune.training_data import Data, sequences_of
 from megatrain.integrations.hf import Trainer
+from megatrain.planning.model_sizes import MICRO_BATCH, SEQUENCE
+from megatrain.planning.variation import Spelling, size
+from megatrain.planning.ways_out import refusal
 from megatrain.progress import stage
+from megatrain.sizes import format_bytes
 from megatrain.training.boundary import NotFiniteError
 
 # The newest, and the one before it, for a kill while the newest is written.
 _KEPT_CHECKPOINTS = 2
+_IN_COMMAND: Spelling = {
+    "block_bytes": lambda value: f"--block-bytes {size(value)}",
+    "micro_batches": lambda value: f"--accumulate {value}",
+    "precision": lambda value: f"--precision {value}",
+    MICRO_BATCH: lambda value: f"--batch {value}",
+    SEQUENCE: lambda value: f"--length {value}",
+}
+"""What the command has of a plan's options."""
 
 
 @checked()
@@ -96,10 +109,21 @@ class _TrainingRun:
         with stage("planning"):
             found = plan_step(self.tuning, model, self.device, self.pace.width, self.pace.accumulate)
         print(f"{found}\n", flush=True)
-        try:
-            found.check()
-        except (ScheduleError, ExecuteError) as error:
-            raise type(error)(_in_own_words(error)) from None
+        with stage("looking for ways out"):
+            error = refusal(found, _IN_COMMAND)
+            adapters = "" if error is None else self._with_adapters()
+        if error is not None:
+            raise type(error)(f"{error}{adapters}")
+
+    def _with_adapters(self) -> str:
+        """Says what adapters would take, if they make a step fit that doesn't."""
+        if self.tuning.lora or self.tuning.from_config or find_spec("peft") is None:
+            return ""
+        tuning = replace(self.tuning, lora=True)
+        model = model_on_paper(tuning, self.config)
+        found = plan_step(tuning, model, self.device, self.pace.width, self.pace.accumulate)
+        device, host = format_bytes(found.schedule.device_bytes), format_bytes(found.host.total_bytes)
+        return f"\n    --lora: {device} of the device, {host} of the host; another training" if found.fits else ""
 
     def go_on(self) -> None:
         """Trains what is left of the steps, and makes the trained model of the last checkpoint."""
@@ -156,15 +180,6 @@ class _TrainingRun:
             return f"no step is saved in `{self.record.folder}` yet.\n  The same command begins anew."
         saved = f"step {found[1]['global_step']} of {self.pace.num_steps} is saved in `{self.record.folder}`"
         return f"{saved}, and nothing is still running.\n  The same command goes on from there."
-
-
-def _in_own_words(error: MegatrainError) -> str:
-    """The text of an error about memory, whose end says what helps, with the options of this command there."""
-    what, says_help, _ = str(error).rpartition("What helps:")
-    if not says_help:
-        return str(error)
-    ways = "--lora, a smaller --length, --batch or --block-bytes, --precision bf16, or more memory (--memory)"
-    return f"{what}What helps: {ways}."
 
 
 def training_arguments(tuning: FineTuning, pace: Pace, device: Device, *, evaluates: bool) -> TrainingArguments:

@@ -69,6 +69,15 @@ class HostPlan:
         return sum(row.nbytes for row in self.rows if row.name == name or row.name.startswith(f"{name}."))
 
     @checked(available_bytes=optional(count()))
+    def missing_bytes(self, available_bytes: int | None = None) -> int:
+        """Returns how much more memory a step takes than there is, 0 if it fits; as `check`."""
+        return max(0, self.total_bytes - self._limit(available_bytes))
+
+    def _limit(self, available_bytes: int | None) -> int:
+        held = min(self.held_bytes, self.total_bytes)
+        return available_now() + held if available_bytes is None else available_bytes
+
+    @checked(available_bytes=optional(count()))
     def check(self, available_bytes: int | None = None) -> None:
         """Refuses a step that takes more memory than there is; call it before anything is allocated.
 

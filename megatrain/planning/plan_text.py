@@ -8,6 +8,7 @@ from itertools import groupby
 from megatrain.device import Device
 from megatrain.device.reserve import beside
 from megatrain.planning.host_plan import in_columns
+from megatrain.planning.planned_step import PlannedStep
 from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import format_bytes
@@ -58,3 +59,12 @@ def device_lines(table: Schedule) -> list[str]:
         f"keeps: {kept}; parks {num_parked} activations",
         f"moves: {format_bytes(table.h2d_bytes)} to the device, {format_bytes(table.d2h_bytes)} to the host",
     ]
+
+
+def time_text(plan: PlannedStep) -> list[str]:
+    """The line about time, if there is a machine."""
+    if plan.simulation is None or plan.hardware is None:
+        return []
+    tokens, step_s = plan.tokens_per_step, plan.simulation.step_s
+    rate = f"; {tokens / step_s:.0f} tokens/s" if tokens and step_s else ""
+    return [f"time: {plan.simulation}; predicted for {plan.hardware.name}{rate}"]

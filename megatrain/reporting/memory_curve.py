@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from megatrain.reporting.bands import Band
 from megatrain.scheduler.books import Books
 from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import ITEMS, Item, Stream
 from megatrain.scheduler.table import Position
+from megatrain.scheduler.timing.bands import Band
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from importlib.resources import files
 from typing import Any
 
 from megatrain.hardware.work import total_flops
-from megatrain.reporting.bands import Band, format_s
 from megatrain.reporting.memory_curve import Curve
 from megatrain.reporting.step_figures import StepFigures
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
+from megatrain.scheduler.timing.bands import Band, format_s
 from megatrain.sizes import format_bytes
 
 _MOST_HOLDERS = 12

@@ -17,7 +17,7 @@ from megatrain.compiled.compiling import compile as compile_model
 from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.options import COMPILE
-from megatrain.planning.plan import plan
+from megatrain.planning.planning import plan
 from megatrain.progress import stage
 from megatrain.reporting.step_report import StepReport, report
 from megatrain.scheduler.schedule import Schedule

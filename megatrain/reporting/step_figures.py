@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatrain.reporting.address_maps import AddressMap, address_maps
-from megatrain.reporting.bands import Band
 from megatrain.reporting.memory_curve import Curve, curve, held_on_device, held_on_host
 from megatrain.reporting.peak_holders import AtPeak, at_peak
 from megatrain.scheduler.books import Books
@@ -15,6 +14,7 @@ from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import Effect
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
+from megatrain.scheduler.timing.bands import Band
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from megatrain.checks import PATH, checked, either, instance_of, optional
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.passes.program import Program
 from megatrain.planning.plan import Plan
-from megatrain.reporting.bands import measured_band, planned_band
 from megatrain.reporting.page import page_text
 from megatrain.reporting.step_figures import StepFigures
 from megatrain.reporting.trace_events import trace_text
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.timing.bands import measured_band, planned_band
 from megatrain.scheduler.timing.costs import Costs, Hardware, Measured, op_durations
 from megatrain.scheduler.timing.timed_run import TimedRun
 from megatrain.training.step import TrainStep

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatrain.hardware.work import total_flops
-from megatrain.reporting.bands import Band
 from megatrain.reporting.memory_curve import Curve
 from megatrain.reporting.step_figures import StepFigures
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.table import Position
+from megatrain.scheduler.timing.bands import Band
 
 _Event = dict[str, Any]
 _COUNTERS = 0

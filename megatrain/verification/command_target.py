@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +18,7 @@ from torch import nn
 
 from megatrain.checks import PATH
 from megatrain.errors import MegatrainError, OptionError
+from megatrain.planning.model_and_inputs import model_and_inputs
 
 _PACKAGE = Path(__file__).parents[1]
 _NOT_THEIRS = (*(str(Path(str(m.__file__)).parent) for m in (importlib, torch)), str(_PACKAGE), "<frozen")
@@ -34,6 +35,21 @@ def command_target(target: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, A
 
     Raises:
         OptionError: If there is no such function, it fails, or doesn't return `(model, inputs)`.
+    """
+    function = target_function(target)
+    with users_failures(f"`{target}`"):
+        made = function()
+    return model_and_inputs(made, f"`{target}`")
+
+
+def target_function(target: str) -> Callable[[], Any]:
+    """Finds the function that a target names.
+
+    Args:
+        target: As in `command_target`.
+
+    Raises:
+        OptionError: If there is no such function.
     """
     source, _, path = target.rpartition(":")
     if not source or not path:
@@ -56,38 +72,7 @@ def command_target(target: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, A
             "  A target ends in a function without arguments that returns (model, inputs).\n"
             "  Write `def build(): return model, inputs`."
         )
-    with users_failures(f"`{target}`"):
-        made = found()
-    return _read(target, made)
-
-
-def _read(target: str, made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Takes `(model, inputs)` apart: a tensor, a tuple of arguments, a dict of keyword arguments, or the last two."""
-    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
-        kinds = ", ".join(type(x).__qualname__ for x in (made if isinstance(made, tuple) else (made,)))
-        what = f"({kinds})" if isinstance(made, tuple) else f"a {kinds}"
-        raise OptionError(
-            f"`{target}` returned {what}.\n  The function must return (model, inputs), where model is an nn.Module.\n"
-            "  Write `return model, (x,)`."
-        )
-    model, inputs = made
-    if isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[0], tuple) and _is_keywords(inputs[1]):
-        return model, inputs[0], dict(inputs[1])
-    if isinstance(inputs, tuple):
-        return model, inputs, {}
-    if _is_keywords(inputs):
-        return model, (), dict(inputs)
-    if isinstance(inputs, torch.Tensor):
-        return model, (inputs,), {}
-    raise OptionError(
-        f"`{target}` returned inputs of type {type(inputs).__qualname__}.\n"
-        "  Inputs are a tensor, a tuple of arguments, a dict of keyword arguments by name, or a pair (tuple, dict).\n"
-        "  Write `return model, (x,)` or `return model, {'input_ids': ids}`."
-    )
-
-
-def _is_keywords(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    return found
 
 
 def _module(name: str) -> ModuleType:

@@ -174,10 +174,16 @@ def test_libraries_that_are_missing_are_named(
 def test_too_little_memory_of_the_host_is_refused_before_weights_are_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(host_plan, "available_now", lambda: 100_000)
-    said = refused(capsys, folder / "halved", folder / "text.jsonl", out=tmp_path / "out")
-    assert "of host memory, 97.7" in said
-    assert "What helps: --lora, a smaller --length" in said
+    save_model(tmp_path / "wide", hidden_size=128, intermediate_size=512)
+    halve(tmp_path / "wide" / "model.safetensors")
+    capsys.readouterr()
+    monkeypatch.setattr(host_plan, "available_now", lambda: 5_000_000)
+    said = refused(capsys, tmp_path / "wide", folder / "text.jsonl", out=tmp_path / "out")
+    assert "of host memory, 4.77 MiB are available" in said
+    (ways,) = (text for text in said.split("What helps: ")[1:])
+    assert " more of the host" in ways
+    assert "\n    --lora: " in ways
+    assert "masters" not in ways, "the command has no such option"
 
 
 @pytest.fixture

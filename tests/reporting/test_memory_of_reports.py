@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.reporting.address_maps import address_maps
-from megatrain.reporting.bands import measured_band, planned_band
 from megatrain.reporting.memory_curve import curve, held_on_device, held_on_host
 from megatrain.reporting.peak_holders import at_peak
 from megatrain.scheduler.books import Books, find_peak
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.timing.bands import measured_band, planned_band
 from megatrain.scheduler.timing.costs import Hardware, op_durations
 from megatrain.scheduler.timing.timed_run import TimedRun
 from tests.draws import draws

@@ -72,6 +72,8 @@ def test_a_machine_is_named_or_measured(monkeypatch: pytest.MonkeyPatch):
     assert [str(device) for device in asked] == ["cpu"]
     assert compiled.megatrain.options.hardware == SLOW_LINK
     assert "steps planned by their time" in str(compiled.megatrain)
-    assert megatrain.compile(Stack(2), device="cpu", hardware="a100").megatrain.options.hardware == Hardware.preset("a100")
+    assert megatrain.compile(Stack(2), device="cpu", hardware="a100").megatrain.options.hardware == Hardware.preset(
+        "a100"
+    )
     with pytest.raises(megatrain.OptionError, match=r"hardware is .measured., .rtx-3080., "):
         megatrain.compile(Stack(2), device="cpu", hardware="a10")

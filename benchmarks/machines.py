@@ -1,0 +1,140 @@
+"""Writes docs/machines.md: which machines of the table train which models, and how fast, next to what others publish.
+
+    python -m benchmarks.machines              # plans all rows, in some minutes, and writes the page
+    python -m benchmarks.machines --only 8B    # prints the rows of one model
+
+The plans are those of `megatrain plan`, of configurations on meta: no weights, no GPU. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+from transformers import LlamaConfig
+
+from benchmarks.llamas import LlamaShape
+from megatrain.hardware.hardware import Hardware
+from megatrain.planning.planner import Planner
+from megatrain.sizing.machine_table import MachineRow
+from megatrain.sizing.sized import row_of
+from megatrain.sizing.sized_models import ConfigModel
+from megatrain.sizing.sizing_options import SizingOptions
+
+PAGE = Path(__file__).parents[1] / "docs" / "machines.md"
+START, END = "<!-- of python -m benchmarks.machines -->\n", "<!-- end -->\n"
+LENGTH, TOKENS = 4096, 16384
+RANK = 16
+
+SHAPES: Mapping[str, LlamaShape] = {
+    "8B": LlamaShape(32, 4096, 14336, 32, 8, 128256),
+    "14B": LlamaShape(48, 5120, 13824, 40, 8, 152064),
+    "32B": LlamaShape(64, 5120, 27648, 40, 8, 152064),
+    "70B": LlamaShape(80, 8192, 28672, 64, 8, 128256),
+    "120B": LlamaShape(88, 12288, 28672, 96, 8, 32768),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A training of one model on one machine.
+
+    Args:
+        machine: Its name.
+        device_gib: What the step takes of the device.
+        host_gib: And of the host.
+        tokens_per_s: Predicted; None if it doesn't fit.
+        bound: The stream that works longest.
+        lacks: What is missing; empty if it fits.
+    """
+
+    machine: str
+    device_gib: float
+    host_gib: float
+    tokens_per_s: float | None
+    bound: str
+    lacks: str = ""
+
+
+def cells(size: str, rank: int, machines: tuple[str, ...] | None = None) -> Iterator[Cell]:
+    """Plans a model on machines, by default all of the table."""
+    shape = SHAPES[size]
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.width,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.depth,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.groups,
+        max_position_embeddings=LENGTH,
+        use_cache=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        options = SizingOptions(
+            folder, hardware="all", sequence=LENGTH, tokens_per_step=TOKENS, micro_batch=1, lora=rank
+        )
+        source = ConfigModel(options)
+    planner = Planner(source)
+    for name in tqdm(machines or Hardware.presets(), desc=f"{size} {'LoRA' if rank else 'full'}", disable=None):
+        yield _cell(row_of(planner, options, source.sizes, TOKENS // LENGTH, name))
+
+
+def _cell(row: MachineRow) -> Cell:
+    assert row.batch is not None, row.refused
+    plan = row.batch.plan
+    assert plan.simulation is not None
+    device, host = plan.schedule.device_bytes / 2**30, plan.host.total_bytes / 2**30
+    lacks = row.lacks()
+    rate = None if lacks else TOKENS / plan.simulation.step_s
+    return Cell(row.machine, device, host, rate, str(plan.simulation.bound), lacks)
+
+
+def table(rows: Mapping[str, list[Cell]]) -> str:
+    """A row for each machine, a column for each model: tokens a second, and the memory of the host."""
+    names = list(rows)
+    lines = [f"| | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
+    for number, machine in enumerate(cell.machine for cell in rows[names[0]]):
+        texts = [_text(rows[name][number]) for name in names]
+        lines.append(f"| {machine} | {' | '.join(texts)} |")
+    return "\n".join([*lines, ""])
+
+
+def _text(cell: Cell) -> str:
+    if cell.tokens_per_s is None:
+        return f"no: {cell.lacks}"
+    return f"{cell.tokens_per_s:,.0f}, {cell.host_gib:.0f} GiB"
+
+
+def written(found: Mapping[str, Mapping[str, list[Cell]]]) -> str:
+    """The part of the page that this script writes: a table for each way of training."""
+    parts = [f"{what}\n\n{table(rows)}" for what, rows in found.items()]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Plans, and writes the page or prints rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=SHAPES, help="print the rows of one model, and write nothing")
+    options = parser.parse_args()
+    sizes = [options.only] if options.only else list(SHAPES)
+    found: dict[str, dict[str, list[Cell]]] = {}
+    for what, rank in (("All weights", 0), (f"LoRA, rank {RANK}, on all linear layers", RANK)):
+        found[f"**{what}**: *predicted* tokens/s, and the host memory that it takes"] = {
+            size: list(cells(size, rank)) for size in sizes
+        }
+    text = written(found)
+    if options.only:
+        print(text)
+        return
+    page = PAGE.read_text()
+    before, after = page[: page.index(START) + len(START)], page[page.index(END) :]
+    PAGE.write_text(f"{before}\n{text}\n{after}")
+
+
+if __name__ == "__main__":
+    main()

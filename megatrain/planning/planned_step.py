@@ -1,0 +1,106 @@
+"""PlannedStep: a training step on paper, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatrain.checks import checked, count, optional
+from megatrain.errors import ExecuteError, ScheduleError
+from megatrain.hardware.hardware import Hardware
+from megatrain.options import PRECISION
+from megatrain.passes.program import Program
+from megatrain.planning.host_plan import HostPlan
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.timing.simulate import Simulation
+
+UNBOUNDED = 1 << 60
+"""Host memory of a machine that nobody has named: more than any has, so that a plan says what it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFor:
+    """What a step was planned for, besides what the plan itself says.
+
+    Args:
+        options: The options, by the names that `plan` gives them, and those that a planner's source adds.
+        sizes: The sizes that can change, such as `micro_batch` and `sequence`.
+        fixed: Of the sizes that can't change: why, in words.
+        num_tokens: Tokens of a micro-batch; None if its example has no token ids.
+        again: Plans the same step with some of these replaced.
+        of: Plans the same step of another model and inputs, `(model, inputs)`, with some options replaced.
+    """
+
+    options: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    fixed: Mapping[str, str]
+    num_tokens: int | None
+    again: Callable[[Mapping[str, Any]], PlannedStep]
+    of: Callable[[Any, Mapping[str, Any]], PlannedStep]
+
+
+@checked(device_memory=optional(count(1)), host_memory=optional(count(1)), precision=PRECISION)
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A training step on paper.
+
+    Args:
+        program: The model's blocks.
+        schedule: Of the whole step. If `device_memory` is too small, the schedule that takes the least memory.
+        host: The host memory that the step takes.
+        device_memory: Bytes of the device for the step, or None.
+        host_memory: Bytes of the host for the step, or None.
+        precision: `"fp32"` or `"bf16"`.
+        too_small: Why the device's memory isn't enough, or None.
+        reserve: What the device needs besides, in words.
+        hardware: The machine whose time is predicted, or None.
+        asked: What it was planned for; None if it can't be planned again.
+    """
+
+    program: Program
+    schedule: Schedule
+    host: HostPlan
+    device_memory: int | None
+    host_memory: int | None
+    precision: str
+    too_small: str | None = field(default=None, repr=False)
+    reserve: str = ""
+    hardware: Hardware | None = None
+    asked: PlannedFor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def simulation(self) -> Simulation | None:
+        """The step on paper, with its seconds; None without `hardware`."""
+        return None if self.hardware is None else self.schedule.simulate(self.hardware)
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Tokens of all micro-batches; None if the example has no token ids: no whole numbers in two dimensions."""
+        number = None if self.asked is None else self.asked.num_tokens
+        return None if number is None else number * self.schedule.kind.micro_batches
+
+    @property
+    def missing_device_bytes(self) -> int:
+        """How much more memory of the device the step needs than there is; 0 if it fits."""
+        return 0 if self.device_memory is None else max(0, self.schedule.device_bytes - self.device_memory)
+
+    @property
+    def missing_host_bytes(self) -> int:
+        """The same of the host. Without `host_memory` this machine's free memory is what there is."""
+        return self.host.missing_bytes(self.host_memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether `check` passes."""
+        return self.too_small is None and self.missing_host_bytes == 0
+
+    def refused(self) -> ScheduleError | ExecuteError | None:
+        """The error of a step that doesn't fit, without ways out that must be planned first; None if it fits."""
+        try:
+            if self.too_small is not None:
+                raise ScheduleError(self.too_small)
+            self.host.check(self.host_memory)
+        except (ScheduleError, ExecuteError) as error:
+            return error
+        return None

@@ -1,0 +1,272 @@
+"""Planner: plans of one model under many options and at many sizes; it captures each size once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from megatrain.device import HOST, Device
+from megatrain.errors import MegatrainError, OptionError, ScheduleError, TraceError
+from megatrain.hardware.hardware import Hardware
+from megatrain.passes.pipeline import Rewrite
+from megatrain.passes.program import Program
+from megatrain.planning.captured_model import captured
+from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan
+from megatrain.planning.loss_bytes import Loss, measure_loss
+from megatrain.planning.model_and_inputs import model_and_inputs
+from megatrain.planning.model_sizes import ExampleSizes, ModelSizes, num_tokens
+from megatrain.planning.plan import Plan
+from megatrain.planning.plan_text import reserve_text
+from megatrain.planning.planned_step import PlannedFor
+from megatrain.scheduler.from_program import step_schedule
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.step_kind import StepKind
+from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.recording.own_code import original
+
+_Made = TypeVar("_Made")
+# Captures and schedules of long models are large; a table of alternatives has fewer.
+_MOST = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """The options of a plan, read: sizes are bytes, a machine is its rates. See `megatrain.plan`."""
+
+    device: Device | None = None
+    device_memory: int | None = None
+    host_memory: int | None = None
+    optimizer: OptimizerLike | None = None
+    precision: str = "fp32"
+    masters: str = "exact"
+    micro_batches: int = 1
+    max_grad_norm: float | None = None
+    overlap: bool = True
+    activations: str = "auto"
+    block_bytes: int | None = None
+    passes: Sequence[Rewrite] = ()
+    loss: Loss | None = None
+    hardware: Hardware | None = None
+
+
+class _Capture(NamedTuple):
+    """A captured step.
+
+    Attributes:
+        key: What it is the capture of.
+        model: The model.
+        program: Its blocks.
+        loss_bytes: As in `Workload`.
+        num_tokens: Of the example; None if it has none.
+    """
+
+    key: Hashable
+    model: nn.Module
+    program: Program
+    loss_bytes: int
+    num_tokens: int | None
+
+
+class Planner:
+    """Plans steps of one model.
+
+    Args:
+        source: The model, and examples of its call.
+    """
+
+    def __init__(self, source: ModelSizes) -> None:
+        self._source = source
+        self._captures: OrderedDict[Hashable, _Capture] = OrderedDict()
+        self._schedules: OrderedDict[Hashable, tuple[Schedule, str | None]] = OrderedDict()
+
+    def plan(self, options: StepOptions, sizes: Mapping[str, int] | None = None) -> Plan:
+        """Plans a step.
+
+        Args:
+            options: Of the step.
+            sizes: Those of the model and its example that differ from the source's own.
+
+        Raises:
+            OptionError: If an option has a wrong value.
+            TraceError: If the model can't be captured faithfully.
+            LowerError: If one of the passes breaks a rule.
+            ScheduleError: If no amount of memory allows this schedule.
+            OptimizerError: If an optimizer can't update block by block, or two hold the same parameter.
+        """
+        self._source.check()
+        sizes = {**self._source.sizes, **(sizes or {})}
+        found = self._captured(options, sizes)
+        for updates in _updates(options):  # the fastest way that the host has the memory for
+            kind = _step_kind(found.program, options, updates)
+            table, too_small = self._scheduled(found, kind, options)
+            host = self._host_plan(found, table, options)
+            if options.host_memory is None or host.total_bytes <= options.host_memory:
+                break
+        if options.hardware is not None and host.missing_bytes(options.host_memory) and too_small is None:
+            # The fastest may park more than the host has room for; without times, as little as possible is parked.
+            frugal, _ = self._scheduled(found, kind, replace(options, hardware=None))
+            less = self._host_plan(found, frugal, options)
+            if less.total_bytes < host.total_bytes:
+                table, host = frugal, less
+        limit = options.device_memory
+        return Plan(
+            found.program,
+            table,
+            host,
+            limit,
+            options.host_memory,
+            options.precision,
+            too_small,
+            reserve_text(options.device, table.device_bytes if limit is None else limit),
+            options.hardware,
+            PlannedFor(
+                {part.name: getattr(options, part.name) for part in fields(options)},
+                sizes,
+                self._source.fixed,
+                found.num_tokens,
+                partial(self._again, options, sizes),
+                partial(_plan_of, options),
+            ),
+        )
+
+    def _again(self, options: StepOptions, sizes: Mapping[str, int], changes: Mapping[str, Any]) -> Plan:
+        """Plans the same step with other options and other sizes, by name."""
+        names = {part.name for part in fields(options)}
+        others = {name: value for name, value in changes.items() if name not in names}
+        assert set(others) <= set(sizes), f"nothing is called {set(others) - set(sizes)}"
+        chosen = replace(options, **{name: value for name, value in changes.items() if name in names})
+        return self.plan(chosen, {**sizes, **others})
+
+    def _captured(self, options: StepOptions, sizes: Mapping[str, int]) -> _Capture:
+        alignment = (options.device or HOST).alignment
+        given = tuple(map(id, (options.loss, *options.passes)))
+        key = (*sorted(sizes.items()), options.precision, options.block_bytes, alignment, given)
+        return _kept(self._captures, key, lambda: self._capture(key, options, sizes))
+
+    def _capture(self, key: Hashable, options: StepOptions, sizes: Mapping[str, int]) -> _Capture:
+        model, arguments = self._source.made(sizes)
+        place = options.device or HOST
+        with self._of_sizes(sizes):
+            traced, program = captured(model, arguments, options.precision, options.block_bytes, options.passes, place)
+        loss_bytes = 0
+        if options.loss is not None:
+            batch = _batch(arguments)
+            loss_bytes = measure_loss(program, traced, arguments.tensors, batch, options.loss, place)
+        return _Capture(key, model, program, loss_bytes, num_tokens(arguments))
+
+    @contextmanager
+    def _of_sizes(self, sizes: Mapping[str, int]) -> Generator[None]:
+        """Turns what a model raises at sizes that nobody gave into an error of ours."""
+        try:
+            yield
+        except MegatrainError:
+            raise
+        except Exception as error:
+            others = {name: size for name, size in sizes.items() if size != self._source.sizes[name]}
+            if not others:
+                raise
+            changed = ", ".join(f"{name} {size}" for name, size in others.items())
+            said = " ".join(str(error).split())[:300]
+            raise TraceError(
+                f"the model can't run at {changed}: {type(error).__name__}: {said}\n"
+                "  Its forward was called with an example of this size.\n"
+                "  Give a function that makes the model and its inputs of a size."
+            ) from error
+
+    def _scheduled(self, found: _Capture, kind: StepKind, options: StepOptions) -> tuple[Schedule, str | None]:
+        """Returns the schedule; if none fits, the schedule that takes the least memory, and the reason."""
+        memory, activations, hardware = options.device_memory, options.activations, options.hardware
+        key = (found.key, kind, memory, activations, hardware if memory else None)
+        made = partial(step_schedule, [found.program] * kind.micro_batches, kind, loss_bytes=found.loss_bytes)
+
+        def schedule() -> tuple[Schedule, str | None]:
+            free = made(activations=activations)  # raises errors that have nothing to do with memory
+            if memory is None:
+                return free, None
+            try:
+                return made(memory=memory, activations=activations, hardware=hardware), None
+            except ScheduleError as error:
+                return made(num_slots=1, activations=_LEAST.get(activations, activations)), str(error)
+
+        def checked_schedule() -> tuple[Schedule, str | None]:
+            table, too_small = schedule()
+            table.check()
+            return table, too_small
+
+        return _kept(self._schedules, key, checked_schedule)
+
+    def _host_plan(self, found: _Capture, table: Schedule, options: StepOptions) -> HostPlan:
+        return host_plan(
+            found.program,
+            table,
+            found.model,
+            options.optimizer,
+            precision=options.precision,
+            masters=options.masters,
+        )
+
+
+def _plan_of(options: StepOptions, made: Any, changes: Mapping[str, Any]) -> Plan:
+    """Plans the same step of another model, made by somebody's function."""
+    model, args, kwargs = model_and_inputs(made, "the function")
+    if not (options.optimizer is None or isinstance(options.optimizer, str | type)):
+        raise OptionError(
+            "the optimizer of this plan has the parameters of its own model, not those of another one.\n"
+            '  Each size is another model.\n  Plan with the optimizer\'s class or its name, optimizer="AdamW".'
+        )
+    model = original(model)
+    source = ExampleSizes(model, Arguments.of(model, args, kwargs))
+    return Planner(source).plan(replace(options, **changes))
+
+
+# The last resort of "auto" and "recompute" is to do the same as "offload".
+_LEAST = {"auto": "offload", "recompute": "offload"}
+
+
+def _kept(known: OrderedDict[Hashable, _Made], key: Hashable, make: Callable[[], _Made]) -> _Made:
+    """What was made for a key before, or is made now; the oldest go."""
+    if key not in known:
+        known[key] = make()
+        if len(known) > _MOST:
+            known.popitem(last=False)
+    known.move_to_end(key)
+    return known[key]
+
+
+def _batch(arguments: Arguments) -> Any:
+    """The example as a loss gets it: its one argument, all of them, or those by name."""
+    args, kwargs = arguments.rebuild(arguments.tensors)
+    return args[0] if len(args) == 1 and not kwargs else args or kwargs
+
+
+def _updates(options: StepOptions) -> tuple[str, ...]:
+    """When updates may run, the fastest way first, as in `megatrain.TrainStep`; later ways need less host memory."""
+    if options.optimizer is None:
+        return ("none",)
+    if not options.overlap:
+        return ("serial",)
+    if options.max_grad_norm is not None:
+        return ("deferred",)
+    return ("overlap",) if options.device is not None and options.device.is_host else ("spread", "overlap")
+
+
+def _step_kind(program: Program, options: StepOptions, updates: str) -> StepKind:
+    """The kind of a whole training step."""
+    if not any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs):
+        raise OptionError(
+            "no result of the model needs a gradient, so there is no training to plan.\n"
+            "  A step differentiates the results of the forward with respect to the trainable parameters.\n"
+            "  Call requires_grad_() on the parameters to train."
+        )
+    return StepKind(
+        micro_batches=options.micro_batches,
+        updates=updates,
+        clip=options.max_grad_norm is not None,
+        outputs="release",
+    )

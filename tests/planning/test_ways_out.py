@@ -1,0 +1,101 @@
+"""plan.check(): what is missing, and changes that make the step fit, each found by a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import megatrain
+from megatrain.errors import ExecuteError, ScheduleError
+from megatrain.planning.model_sizes import MICRO_BATCH, SEQUENCE
+from megatrain.planning.ways_out import MOST, ways_out
+from megatrain.sizes import format_bytes
+from tests.planning.steps import IDS, planned
+from tests.tiers import every_other
+
+
+def again(values: dict[str, Any], **options: Any) -> megatrain.Plan:
+    rows, columns = values.pop(MICRO_BATCH, IDS.shape[0]), values.pop(SEQUENCE, IDS.shape[1])
+    return planned(ids=torch.zeros(rows, columns, dtype=torch.long), **{**options, **values})
+
+
+@pytest.mark.parametrize(
+    "options",
+    every_other(
+        [
+            {"device_memory": "480KiB"},
+            {"device_memory": "480KiB", "hardware": None},
+            {"host_memory": "1800KiB"},
+            {"host_memory": "1MiB", "overlap": False, "max_grad_norm": None},
+            {"device_memory": "250KiB", "host_memory": "1500KiB"},
+            {"device_memory": "600KiB", "activations": "keep"},
+        ]
+    ),
+)
+def test_each_way_out_fits_and_is_what_plan_gives(options: dict[str, Any]):
+    plan = planned(**options)
+    assert not plan.fits
+    ways = ways_out(plan)
+    assert 1 <= len(ways) <= MOST
+    for way in ways:
+        found = again(dict(way.change.values), **options)
+        assert found.fits, way.change
+        assert str(found) == str(way.plan)
+    times = [way.cost()[0] for way in ways]
+    assert times == sorted(times)
+    with pytest.raises((ScheduleError, ExecuteError)) as caught:
+        plan.check()
+    for way in ways:
+        assert f"\n    {way.change.words()}: " in str(caught.value)
+
+
+def test_of_degrees_the_first_that_fits_is_taken():
+    ids = torch.zeros(64, 8, dtype=torch.long)
+    plan = planned(ids=ids, device_memory="1MiB")
+    ways = [dict(way.change.values) for way in ways_out(plan)]
+    assert {"sequence": 2} in ways
+    for length in (2, 3, 4):
+        found = planned(ids=ids[:, :length], device_memory="1MiB")
+        assert found.fits == (length == 2)
+    for values in ways:
+        assert values.get("micro_batch", 64) * values.get("micro_batches", 2) in (128, 64), "no way does both at once"
+
+
+def test_the_error_says_how_much_is_missing_and_what_sets_it():
+    with pytest.raises(ScheduleError) as caught:
+        planned(device_memory="480KiB").check()
+    text = str(caught.value)
+    plan = planned(device_memory="480KiB")
+    assert text.startswith(f"a memory of 491520 B is too small: at least {plan.schedule.device_bytes} B are needed")
+    assert "set by block 3 (layers.2)" in text
+    assert f"What helps: {format_bytes(plan.missing_device_bytes)} more of the device, or one of these, each" in text
+    assert " x this one's time a token), " in text
+
+
+def test_what_fits_has_no_error():
+    planned().check()
+    assert planned().refused() is None
+
+
+def test_a_step_that_nothing_rescues_says_so():
+    with pytest.raises(ScheduleError, match="no other change that was tried makes it fit"):
+        planned(device_memory="4KiB", host_memory="40KiB").check()
+
+
+def test_a_time_is_said_only_for_a_machine():
+    with pytest.raises(ScheduleError) as caught:
+        planned(device_memory="480KiB", hardware=None).check()
+    assert " a step (" not in str(caught.value)
+
+
+def test_the_plan_that_parks_less_is_taken_where_the_host_needs_it():
+    ids = torch.zeros(256, 8, dtype=torch.long)
+    options: dict[str, Any] = {"ids": ids, "device_memory": 6_200_550, "precision": "bf16", "hardware": "gh200"}
+    fast, frugal = (planned(**{**options, "host_memory": "1GiB", **more}) for more in ({}, {"hardware": None}))
+    assert fast.host.total_bytes > frugal.host.total_bytes
+    tight = planned(**options, host_memory=frugal.host.total_bytes)
+    assert tight.fits
+    assert tight.schedule == frugal.schedule
+    assert planned(**options, host_memory=fast.host.total_bytes).schedule == fast.schedule
