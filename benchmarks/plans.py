@@ -54,9 +54,9 @@ def model_of(size: str, *, has_adapters: bool) -> nn.Module:
     model = SIZES[size].model().to("meta")
     if has_adapters:
         model.requires_grad_(False)
-        for layer in model.model.layers:
-            for name in ("q_proj", "v_proj"):
-                setattr(layer.self_attn, name, Adapter(getattr(layer.self_attn, name)))
+        for path, layer in list(model.named_modules()):
+            if isinstance(layer, nn.Linear) and path.endswith(("q_proj", "v_proj")):
+                model.set_submodule(path, Adapter(layer))
     return model
 
 
@@ -78,7 +78,7 @@ def rows(options: argparse.Namespace) -> Generator[str]:
     yield f"|{' --- |' * 10}"
     ratios: list[float] = []
     budgets = [(card, budget * GIB) for card in options.cards for budget in BUDGETS[card]]
-    cases = list(product(options.sizes, (False, True), SHAPES))
+    cases: list[tuple[str, bool, tuple[int, int]]] = list(product(options.sizes, (False, True), SHAPES))
     for size, has_adapters, (tokens, count) in tqdm(cases, unit="model", disable=None):
         workload = workload_of(size, tokens, has_adapters=has_adapters)
         name = f"{size}, LoRA" if has_adapters else size

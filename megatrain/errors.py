@@ -75,5 +75,9 @@ class OptimizerError(MegatrainError, ValueError):
     """An optimizer can't update the model block by block, or a step was taken out of order."""
 
 
+class ReadsParameterError(ExecuteError):
+    """The loss of a training step gives a parameter a gradient that doesn't come through the model's results."""
+
+
 class DrawsError(ExecuteError):
     """A model drew an unexpected number of random values in a step of several micro-batches."""

@@ -13,8 +13,8 @@ from megatrain.device import Device, usable
 from megatrain.errors import OptionError
 from megatrain.files.replace import present
 from megatrain.files.weight_files import WeightFiles, read_paths
-from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.opaque_model import OPAQUE
 from megatrain.optim.masters.registry import Kind
 from megatrain.passes.pipeline import PASSES, Rewrite

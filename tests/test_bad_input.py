@@ -47,6 +47,7 @@ RIGHT = {
     "Program.alignment": "zero minus huge",
     "Program.*.block": "",
     # A norm is reported where updates are, and they don't wait for it.
+    "TrainStep.spread": "true",
     "schedule.reports_norm": "!true",
     "StepKind.reports_norm": "!true",
     "Schedule.ticks": "tuple",

@@ -99,14 +99,6 @@ class HostPlan:
             f"  {format_bytes(self.total_bytes - limit)} are missing. What helps:{helps}"
         )
 
-    def fits(self) -> bool:
-        """Tells whether `check` finds enough memory on this machine."""
-        return self.total_bytes <= self._limit(None)
-
-    def _limit(self, available_bytes: int | None) -> int:
-        held = min(self.held_bytes, self.total_bytes)
-        return available_now() + held if available_bytes is None else available_bytes
-
     def __str__(self) -> str:
         head = f"host: {self.total_bytes} B for {self.num_parameters} parameters"
         return "\n".join([head, *self.lines()])

@@ -102,15 +102,14 @@ class Planner:
         self._source.check()
         sizes = {**self._source.sizes, **(sizes or {})}
         found = self._captured(options, sizes)
-        for updates in _updates(options):  # the fastest way that the host has the memory for
-            kind = _step_kind(found.program, options, updates)
-            table, too_small = self._scheduled(found, kind, options)
-            host = self._host_plan(found, table, options)
-            if options.host_memory is None or host.total_bytes <= options.host_memory:
-                break
+        fastest, *others = _updates(options)
+        table, too_small, host = self._of(found, options, fastest)
+        for updates in others:
+            if options.host_memory is not None and host.total_bytes > options.host_memory:
+                table, too_small, host = self._of(found, options, updates)
         if options.hardware is not None and host.missing_bytes(options.host_memory) and too_small is None:
             # The fastest may park more than the host has room for; without times, as little as possible is parked.
-            frugal, _ = self._scheduled(found, kind, replace(options, hardware=None))
+            frugal, _ = self._scheduled(found, table.kind, replace(options, hardware=None))
             less = self._host_plan(found, frugal, options)
             if less.total_bytes < host.total_bytes:
                 table, host = frugal, less
@@ -134,6 +133,11 @@ class Planner:
                 partial(_plan_of, options),
             ),
         )
+
+    def _of(self, found: _Capture, options: StepOptions, updates: str) -> tuple[Schedule, str | None, HostPlan]:
+        """Plans a step whose updates run at some time: the schedule, why it doesn't fit, and the host's memory."""
+        table, too_small = self._scheduled(found, _step_kind(found.program, options, updates), options)
+        return table, too_small, self._host_plan(found, table, options)
 
     def _again(self, options: StepOptions, sizes: Mapping[str, int], changes: Mapping[str, Any]) -> Plan:
         """Plans the same step with other options and other sizes, by name."""

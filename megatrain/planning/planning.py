@@ -11,8 +11,8 @@ from torch import nn
 from megatrain.checks import checked, number, optional
 from megatrain.device import Device, find
 from megatrain.errors import OptionError
-from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.optim.made_over import OPTIMIZER
 from megatrain.options import COMPILE, PRECISION, check_masters
 from megatrain.passes.pipeline import PASSES, Rewrite

@@ -226,7 +226,7 @@ class Setup:
         programs = [variant.program for variant in setting.variants]
         if not self._tables.has_executor(programs, setting.kind):
             plan = self.host_plan(setting)
-            if setting.kind.updates == "spread" and not plan.fits():
+            if setting.kind.updates == "spread" and plan.missing_bytes():
                 self._times.spread_no_more()
                 return None
             plan.check()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, ReadsParameterError
 from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
@@ -18,10 +18,6 @@ from megatrain.training.batch import Differentiated, loss_of
 from megatrain.training.handing import handed
 from megatrain.training.setup import Setting
 from megatrain.training.shares import Shares
-
-
-class ReadsParameterError(ExecuteError):
-    """A loss gives a parameter a gradient that doesn't come through the model's results."""
 
 
 class Running:

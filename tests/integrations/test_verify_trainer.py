@@ -209,15 +209,15 @@ def louder(patch: pytest.MonkeyPatch) -> None:
 
 def deferred_alone(patch: pytest.MonkeyPatch) -> None:
     """Only updates that run within the next step are wrong."""
-    note = Running._note_updates
+    update = Running.update
 
-    def wrong(running: Any) -> None:
+    def wrong(running: Any, block: int) -> None:
         if running.kind.updates == "deferred":
             with torch.no_grad():
                 running._parameters["layers.4.bias"].add_(0.125)
-        note(running)
+        update(running, block)
 
-    patch.setattr(Running, "_note_updates", wrong)
+    patch.setattr(Running, "update", wrong)
 
 
 BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, tuple[int, str, str] | None]] = {
@@ -247,10 +247,10 @@ def test_what_is_broken_is_named(name: str, tmp_path: Path, monkeypatch: pytest.
 
 
 class Unstreamed(Streamed, StockTrainer):
-    """Takes the plain model past the trainer's."""
+    """Takes the plain model, past the trainer that streams."""
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(getattr(model, "__original__", model), inputs, *args, **kwargs)
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return StockTrainer.training_step(self, getattr(model, "__original__", model), inputs, *args, **kwargs)
 
 
 def test_a_trainer_that_does_not_stream_is_not_right(tmp_path: Path) -> None:

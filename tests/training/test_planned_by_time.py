@@ -13,7 +13,7 @@ from megatrain.hardware.hardware import Hardware
 from tests.models import Stack
 from tests.training.parity import SideBySide, adamw, labelled
 
-# The link is so slow that weights which stay save more than graphs that are retained; or so fast that they save nothing.
+# A link so slow that weights which stay save more than graphs that are retained; or so fast that they save nothing.
 SLOW_LINK = Hardware(1e6, 1e6, 1e12, host_bytes_per_s=1e12)
 FAST_LINK = Hardware(1e12, 1e12, 1e6, host_bytes_per_s=1e12)
 

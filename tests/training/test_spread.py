@@ -15,7 +15,8 @@ from tests.training.parity import TASKS, SideBySide, adamw, fresh, generator_of,
 
 
 def spread(name: str = "llama", **options: Any) -> SideBySide:
-    return SideBySide.of(name, adamw, **({"spread": True} | options))
+    options.setdefault("spread", True)
+    return SideBySide.of(name, adamw, **options)
 
 
 def kinds(sides: SideBySide, batches: list[Any]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatrain.compiled.module import CompiledModule
-from megatrain.errors import DrawsError, MicroBatchError, OptimizerError, StreamedCallsWarning
+from megatrain.errors import DrawsError, MicroBatchError, OptimizerError, ReadsParameterError, StreamedCallsWarning
 from megatrain.integrations.hf.whole_calls import check_streamed, gradients_of, streaming_code
 from megatrain.integrations.paused import CallsAgainError, PausedCall, PausedCode, SpentError
 from megatrain.optim.block_update import MasterStep
@@ -22,7 +22,6 @@ from megatrain.torch_private import FakeTensor, pytree
 from megatrain.tracer.equal import is_equal
 from megatrain.training.batch import Differentiated, MicroBatch
 from megatrain.training.step import TrainStep
-from megatrain.training.trainer import ReadsParameterError
 
 Code = Callable[[], torch.Tensor]
 """The trainer's own code for one micro-batch: it calls the model, runs the backward and returns the loss."""

@@ -12,6 +12,7 @@ from megatrain.compiled.calls_here import taken_by
 from megatrain.compiled.inside import Compiled
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import ExecuteError
+from megatrain.torch_private import DisableTorchFunctionSubclass
 
 _NOTE = (
     "megatrain keeps the model's parameters in host memory. A part of the model that is called by itself\n"
@@ -35,8 +36,11 @@ def give_losses(losses: Any, compiled: CompiledModule) -> None:
 
 def first_hooked(model: nn.Module) -> str | None:
     """The first parameter whose gradients a hook gets; a training step has one gradient for all micro-batches."""
-    hooks = ((name, p._backward_hooks, p._post_accumulate_grad_hooks) for name, p in model.named_parameters())  # pyright: ignore
-    return next((name for name, *either in hooks if any(either)), None)
+    with DisableTorchFunctionSubclass():  # a question to a parameter whose update is due, which doesn't need the update
+        for name, p in model.named_parameters():
+            if p._backward_hooks or p._post_accumulate_grad_hooks:  # pyright: ignore
+                return name
+    return None
 
 
 def streaming_code(compiled: Compiled, code: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -130,7 +130,7 @@ class Search:
         """Along the graphs retained, each with as much else as fits. The time has one valley there, or nearly so."""
         if not self._fits(family.start):
             return None
-        low, high = 0, _largest(len(family.saves), lambda num_saves: self._fits(family.plan(num_saves, 0)))
+        low, high = 0, self._largest(len(family.saves), lambda num_saves: family.plan(num_saves, 0))
         while True:
             step = max(1, -(-(high - low) // (_PROBES - 1)))
             probes = list(dict.fromkeys((*range(low, high, step), high)))
@@ -141,8 +141,25 @@ class Search:
             low, high = probes[max(0, at - 1)], probes[min(len(probes) - 1, at + 1)]
 
     def _filled(self, family: _Family, num_saves: int) -> Draft:
-        count = _largest(family.most_copies, lambda n: self._fits(family.plan(num_saves, n)))
+        count = self._largest(family.most_copies, lambda n: family.plan(num_saves, n))
         return self._draft(family.plan(num_saves, count))
+
+    def _largest(self, most: int, plan: Callable[[int], Choices]) -> int:
+        """The largest number of 0..most whose plan fits, where that of 0 does and larger ones take more memory.
+
+        Memory grows nearly evenly, so the guess between two known numbers is good; each third halves what is left.
+        """
+        if self._fits(plan(most)):
+            return most
+        low, high = 0, most
+        turn = 0
+        while high - low > 1:
+            turn += 1
+            least, beyond = self._draft(plan(low)).device_bytes, self._draft(plan(high)).device_bytes
+            part = (self._memory - least) / (beyond - least) if turn % 3 else 0.5
+            guess = min(high - 1, max(low + 1, low + int((high - low) * part)))
+            low, high = (guess, high) if self._fits(plan(guess)) else (low, guess)
+        return low
 
     def _draft(self, plan: Choices) -> Draft:
         if plan not in self._drafts:
@@ -160,14 +177,3 @@ class Search:
 
 def _ratio(work: int, nbytes: int) -> float:
     return work / nbytes if nbytes else float("inf")
-
-
-def _largest(most: int, holds: Callable[[int], bool]) -> int:
-    """The largest number of 0..most for which a condition holds that holds for 0 and, once false, stays false."""
-    if holds(most):
-        return most
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
