@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.device import Device
 from megatrain.errors import TraceError
+from megatrain.garbage import paused_collection
 from megatrain.torch_private import pytree
 from megatrain.tracer.input_names import input_names
 from megatrain.tracer.plain_tensors import check_plain
@@ -43,6 +44,7 @@ class _OnDeepCopy(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@paused_collection()  # a step that is collected in the mode would run its due updates there
 def _copied_around_tensors(value: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """Deep-copies `value` except for its tensors, and lists those in the order met.
 

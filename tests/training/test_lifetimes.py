@@ -9,6 +9,7 @@ import threading
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 import megatrain
+from megatrain.tracer.arguments import _copied_around_tensors
 from tests.threads import living
 
 ROOT = Path(__file__).parent.parent.parent
@@ -145,3 +147,18 @@ def test_a_forked_process_is_refused_runs_and_may_look() -> None:
         *(f"{name} works" for name in ("read", "eager", "state", "optimizer", "flush", "nothing")),
         "parent works",
     ]
+
+
+def test_no_step_is_collected_while_arguments_are_copied() -> None:
+    """Its due updates would run in the mode that finds the tensors of the arguments, and be lost."""
+    seen: list[bool] = []
+
+    class Looking:
+        def __deepcopy__(self, memo: dict[int, Any]) -> Looking:
+            seen.append(gc.isenabled())
+            return self
+
+    _copied_around_tensors([torch.ones(2), nn.Parameter(torch.ones(2)), Looking()])
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
