@@ -81,6 +81,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("torch._functorch.apis.vmap_impl", "run every call of torch.vmap", probes.vmap_can_be_replaced),
     Feature("torch._C._are_functorch_transforms_active", "be False outside of transforms", probes.transforms_are_told),
     Feature("torch.overrides._get_current_function_mode_stack", "list modes, outermost first", probes.modes_are_listed),
+    Feature("torch.overrides._pop_mode_temporarily", "leave the innermost mode", probes.modes_are_listed),
     Feature("torch._C.DisableTorchFunction", "switch function modes off", probes.functions_can_be_disabled),
     Feature(
         "torch._C.DisableTorchFunctionSubclass",

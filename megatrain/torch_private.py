@@ -51,6 +51,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "keeps_graph",
     "make_subclass",
+    "pop_function_mode",
     "preserve_dispatch_keys",
     "pytree",
     "send_to_meta_kernels",
@@ -109,6 +110,8 @@ function_class: Any = type(autograd.Function)
 vmap_home: Any = _found("torch._functorch", "apis")
 # Which of the user's function modes are active: a call of vmap is repeated under them.
 function_modes = _found("torch.overrides", "_get_current_function_mode_stack")
+# Updates run outside of the caller's function modes.
+pop_function_mode = _found("torch.overrides", "_pop_mode_temporarily")
 # Switches the recorder off around what it records by hand.
 DisableTorchFunction = _found("torch", "_C.DisableTorchFunction")
 # Tensors whose update is due are read without taking it again.

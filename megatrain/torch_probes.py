@@ -91,10 +91,11 @@ class _Subclass(torch.Tensor):
 
 
 def modes_are_listed() -> bool:
-    """Whether active function modes are listed, outermost first."""
+    """Whether active function modes are listed, outermost first, and the innermost can be left."""
     with _Counting() as outer, _Counting() as inner:
         found = torch_private.function_modes()
-    return len(found) == 2 and found[0] is outer and found[1] is inner
+        with torch_private.pop_function_mode():
+            return found == [outer, inner] and torch_private.function_modes() == [outer]
 
 
 def functions_can_be_disabled() -> bool:

@@ -3,25 +3,48 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 import megatrain
 from tests.comparing import assert_same_bits
 from tests.runtime.parity import seeded
 from tests.tiers import checkered
 
+
+class Refusing(TorchFunctionMode):
+    """No function may get a tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(arg, torch.Tensor) for arg in args):
+            raise KeyError(func)
+        return func(*args, **(kwargs or {}))
+
+
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "default device": lambda: torch.device("meta"),
     "fake tensors": FakeTensorMode,
     "inference": torch.inference_mode,
     "no grad": torch.no_grad,
+    "function modes": lambda: nested(torch.device("meta"), Refusing(), torch.device("meta")),
 }
+
+
+@contextmanager
+def nested(*modes: AbstractContextManager[object]) -> Generator[None]:
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
+
+
 OPTIMIZERS = {
     "one pass": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
     "own code": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
