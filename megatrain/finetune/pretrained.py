@@ -14,7 +14,7 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from megatrain.errors import MegatrainError, OptionError
-from megatrain.finetune.fine_tuning import LENGTH, FineTuning
+from megatrain.finetune.fine_tuning import FineTuning
 
 
 class ModelWanted(Protocol):
@@ -80,23 +80,34 @@ def read_tokenizer(tuning: FineTuning) -> Any:
         return AutoTokenizer.from_pretrained(name, **_source(name))
 
 
-def longest(tuning: FineTuning, config: Any) -> int:
+def positions_of(config: Any) -> int | None:
+    """Returns how many positions a model has, the most tokens of a sequence; None if nothing says a number."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def longest(config: Any, asked: int | None, usual: int, flag: str) -> int:
     """Returns the most tokens of a sequence.
+
+    Args:
+        config: The model's.
+        asked: What the user wants; None for the usual number, or fewer if the model has fewer positions.
+        usual: See above.
+        flag: The option of the command.
 
     Raises:
         OptionError: If more are asked for than the model has positions.
     """
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    most = positions if isinstance(positions, int) and positions > 0 else None
-    if tuning.length is None:
-        return LENGTH if most is None else min(LENGTH, most)
-    if most is not None and tuning.length > most:
+    most = positions_of(config)
+    if asked is None:
+        return usual if most is None else min(usual, most)
+    if most is not None and asked > most:
         raise OptionError(
-            f"--length {tuning.length} is longer than what the model takes: {most} tokens.\n"
+            f"{flag} {asked} is longer than what the model takes: {most} tokens.\n"
             "  A model has `max_position_embeddings` positions, by its configuration.\n"
-            f"  Give --length {most}, or less."
+            f"  Give {flag} {most}, or less."
         )
-    return tuning.length
+    return asked
 
 
 def model_on_paper(tuning: ModelWanted, config: Any) -> Any:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from megatrain.checks import checked
 from megatrain.device import Device, find, usable
 from megatrain.errors import OptionError
-from megatrain.finetune.fine_tuning import FineTuning
+from megatrain.finetune.fine_tuning import LENGTH, FineTuning
 from megatrain.finetune.finished import finish, newest
 from megatrain.finetune.pace import Pace
 from megatrain.finetune.pretrained import (
@@ -75,7 +75,7 @@ def train(tuning: FineTuning) -> None:
         print(f"the training in `{record.folder}` is finished; there is nothing left to do.")
         return
     tokenizer = read_tokenizer(tuning)
-    training, held_out = sequences_of(data, tuning, tokenizer, longest(tuning, config))
+    training, held_out = sequences_of(data, tuning, tokenizer, longest(config, tuning.length, LENGTH, "--length"))
     pace = Pace.of(tuning, len(training), training.width)
     run = _TrainingRun(tuning, record, config, tokenizer, device, pace, training, held_out)
     run.plan()

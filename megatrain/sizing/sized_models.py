@@ -74,11 +74,11 @@ class ConfigModel:
         self._config: Any = pretrained.read_config(self._wanted(options.lora))
         self._models: dict[tuple[int, int], Any] = {}
         text = self._config.get_text_config()
-        depth, positions = (getattr(text, name, None) for name in ("num_hidden_layers", "max_position_embeddings"))
-        self._positions = positions if isinstance(positions, int) and positions > 0 else None
+        depth = getattr(text, "num_hidden_layers", None)
+        self._positions = pretrained.positions_of(self._config)
         self.sizes: Mapping[str, int] = {
             MICRO_BATCH: options.micro_batch or 1,
-            SEQUENCE: _length(options, self._positions),
+            SEQUENCE: pretrained.longest(self._config, options.sequence, LENGTH, "--sequence"),
             LORA: options.lora,
         }
         self.fixed: Mapping[str, str] = {}
@@ -142,18 +142,6 @@ def _fixed_depth(text: Any, depth: object) -> str | None:
     return (
         f"the configuration says something of each layer: {', '.join(sorted(lists))}" if lists and depth > 1 else None
     )
-
-
-def _length(options: SizingOptions, most: int | None) -> int:
-    if options.sequence is None:
-        return LENGTH if most is None else min(LENGTH, most)
-    if most is not None and options.sequence > most:
-        raise OptionError(
-            f"--sequence {options.sequence} is longer than what the model takes: {most} tokens.\n"
-            "  A model has `max_position_embeddings` positions, by its configuration.\n"
-            f"  Give --sequence {most}, or less."
-        )
-    return options.sequence
 
 
 def _of_function(options: SizingOptions) -> ModelSizes:
