@@ -132,7 +132,7 @@ class Setup:
 
     def look(self) -> None:
         """Runs the due updates, because somebody looks at what they change."""
-        self._times.looked(is_next=False)
+        self._times.note_look()
         self.complete()
 
     def changing(self) -> Iterable[torch.Tensor]:
@@ -252,7 +252,7 @@ class Setup:
                 norm_threads=None if engine.device.is_host else self.threads,
             )
         if self.is_due:
-            self._times.looked(is_next=True)
+            self._times.note_due()
         if setting.kind.updates == "spread" and self.is_due and self.updates.due != list(setting.schedule.deferred):
             self.complete()  # what other schedules defer, or a step that failed has left
         self.updates.sums_squares = setting.kind.reports_norm

@@ -200,7 +200,7 @@ class Running:
         """See `StepTrainer`."""
         torch.set_num_threads(self._threads)
         if block in self._deferred:
-            if self._updates.is_under_way:  # otherwise nothing is due: after the first step's begin, or a look at it
+            if self._updates.is_under_way:  # otherwise nothing is due: in the first step, and after a look
                 self._updates.update(block)
             return
         if self.is_skipped:

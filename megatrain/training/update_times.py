@@ -56,9 +56,13 @@ class UpdateTimes:
         self._needs_norm, self._reports_norm = needs_norm, reports_norm
         self._looks = 0
 
-    def looked(self, *, is_next: bool) -> None:
-        """Notes that somebody looked at what due updates change, or that the next step found them still due."""
-        self._looks = 0 if is_next else self._looks + 1
+    def note_look(self) -> None:
+        """Notes that somebody looked at what due updates change."""
+        self._looks += 1
+
+    def note_due(self) -> None:
+        """Notes that updates are still due when the next step begins: nobody has looked."""
+        self._looks = 0
 
     def spread_no_more(self) -> None:
         """Leaves no update to the next step any more, because the host lacks the memory for the gradients."""

@@ -30,8 +30,8 @@ class Choices:
         resident: Blocks whose weights stay on the device from their forward to their backward, ascending. The last
             blocks, as many as there are slots, do so anyway: at the turn they are there.
         persistent: As in `Table`.
-        has_giants_alone: Weights that are much larger than most are alone on the device: none comes ahead of need
-            beside them, nor they themselves.
+        has_giants_alone: Weights that are much larger than most are alone on the device: neither they nor those of
+            other blocks come ahead of need while the others are there.
         has_late_offloads: With several micro-batches, a block's gradients leave beside the whole backward of the block
             before it, rather than beside that of one micro-batch. They take device memory longer.
     """

@@ -34,16 +34,16 @@ class HostTicks:
         return 1 + max([*self.update.values(), -1 if self.norm is None else self.norm], default=-1)
 
 
-# A forward takes at most as long as the backward: no more of the host's time than that is there for deferred updates.
+# A forward is shorter than the backward, and so is the host's time for deferred updates. See decision 56.
 DEFERRED_SHARE = Fraction(2, 5)
 
 
 def deferred_updates(workload: Workload, kind: StepKind) -> frozenset[int]:
     """The blocks whose update is deferred to the head of the next step.
 
-    Spread updates are deferred for half of the bytes, evenly among the blocks. The backward releases the blocks in one
-    order and the next forward needs them in the other: both leave the host the time for every second block. The first
-    blocks, whose gradients come last, are not among those that the end of a step waits for.
+    Of spread updates two fifths of the bytes are deferred, evenly among the blocks. The backward releases blocks in one
+    order and the next forward needs them in the other: so each leaves the host time for some blocks of each region. The
+    first block, whose gradients come last, is deferred: the end of a step doesn't wait for its update.
     """
     if kind.updates != "spread":
         return frozenset(workload.update_blocks() if kind.updates == "deferred" else ())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatrain.scheduler.builder.stays import AHEAD, Stage, Stay
+from megatrain.scheduler.builder.stays import Stage, Stay
 from megatrain.scheduler.workload import Workload
 
 # A block and a micro-batch.
@@ -195,8 +195,7 @@ def _arrivals(
     starts = [0, *accumulate(len(stage) for stage in stages)]
     found: list[_Arrival] = []
     for index, stay in enumerate(stays):
-        early = stay.needed - (num_slots - 1)
-        free = (stay.first if stay.needed < AHEAD else max(stay.first, early)) - 1
+        free = stay.needed - stay.ahead - 1
         after = starts[free + 1] - 1 if free >= 0 else free
         found.append(_Arrival(after, starts[stay.needed], True, stay.block, 0, index))
     for start, stage in zip(starts, stages, strict=False):

@@ -34,9 +34,10 @@ class Stay:
     Args:
         block: Whose state.
         needed: Stage that needs it first; the order of prefetches.
-        first: Stage from which its bytes are reserved, mostly `needed - (num_slots - 1)`; may be negative.
+        first: Stage from which its bytes are reserved; may be negative.
         last: Stage that reads it last, inclusive.
         nbytes: Bytes it takes; 0 if weights are used in place.
+        ahead: How many stages ahead of `needed` its `W` may come, mostly one less than there are slots.
     """
 
     block: int
@@ -44,6 +45,7 @@ class Stay:
     first: int
     last: int
     nbytes: int
+    ahead: int
 
 
 def compute_stages(workload: Workload, kind: StepKind) -> tuple[Stage, ...]:
@@ -96,17 +98,17 @@ def stays_of(
         if workload.blocks[block].state_bytes > 0:
             uses.setdefault(block, []).append(number)
     found: list[Stay] = []
+    ahead, at_turn = num_slots - 1, 1 if alone else num_slots
     first = [block for block, _ in takewhile(lambda use: use[0] in resident, uses.items())][:AHEAD]
     for block, at in uses.items():
         nbytes = 0 if kind.transfer == "bind" else workload.blocks[block].state_bytes
+        own = ahead + (at[0] if at[0] < AHEAD and (block in persistent or block in first) else 0)
         if block in persistent:
-            found.append(Stay(block, at[0], 1 - num_slots, len(stages) - 1, nbytes))
+            found.append(Stay(block, at[0], -ahead, len(stages) - 1, nbytes, own))
             continue
-        at_turn = 1 if alone else num_slots
         stays = block in resident or block >= len(workload.blocks) - at_turn
         for run in [at] if stays else [[stage] for stage in at]:
-            begin = (0 if block in first else run[0]) - (num_slots - 1)
-            found.append(Stay(block, run[0], begin, run[-1], nbytes))
+            found.append(Stay(block, run[0], run[0] - own, run[-1], nbytes, own))
     found.sort(key=lambda stay: stay.needed)
     kept = {*resident, *persistent}
     return tuple(_without_company(found, frozenset(alone).difference(kept), kept)) if alone else tuple(found)
@@ -119,8 +121,8 @@ def _without_company(stays: Iterable[Stay], alone: Collection[int], kept: Collec
         if stay.block in kept:
             yield stay
             continue
-        begin = max(stay.first, last if stay.block in alone else over)
-        yield replace(stay, first=min(begin, stay.needed))
+        begin = min(stay.needed, max(stay.first, last if stay.block in alone else over))
+        yield replace(stay, first=begin, ahead=stay.needed - begin)
         last = stay.last + 1
         over = last if stay.block in alone else over
 

@@ -36,6 +36,7 @@ class Case:
         self.parked = _expected_parks(schedule, workload)
         self.micro_batches = range(schedule.kind.micro_batches)
         self._computes = [position.tick for position, _ in self.ops if position.stream == Stream.COMPUTE]
+        self._first_offload = min((p for p, op in self.ops if op.what == "G"), default=None)
         self._at: dict[tuple[Stream, str, int, int], list[Position]] = {}
         for position, op in self.ops:
             self._at.setdefault((op.stream, op.what, op.block, op.micro_batch or 0), []).append(position)
@@ -48,7 +49,7 @@ class Case:
         """Whether the update of a block uses the gradients of the previous step."""
         if self.schedule.kind.updates != "spread":
             return self.schedule.kind.updates == "deferred"
-        first = min((p for p, op in self.ops if op.what == "G"), default=None)
+        first = self._first_offload
         return first is not None and any(update < first for update in self.at(Stream.HOST, "U", block))
 
     def updates_of(self, block: int) -> list[int]:
