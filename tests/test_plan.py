@@ -66,7 +66,7 @@ def test_a_plan_says_its_time_for_a_machine():
     assert str(plan).splitlines()[-1] == f"time: {plan.simulation}; predicted for rtx-4090; {rate}"
     assert by_rule.simulation is None
     with pytest.raises(
-        OptionError, match=r"^hardware='abacus' is a str.\n  hardware is \"measured\", .*, or a Hardware, or"
+        OptionError, match=r"^hardware='abacus' is not known.\n  hardware is \"measured\", .*, or a Hardware, or"
     ):
         megatrain.plan(on_meta(), IDS, hardware="abacus")
 

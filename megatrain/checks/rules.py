@@ -185,11 +185,12 @@ def optional(rule: Rule) -> Rule:
 
 
 def either(*rules: Rule) -> Rule:
-    """A value that obeys one of several rules."""
+    """A value that obeys one of several rules. The fault is the one that says more than the class, if there is one."""
 
     def fault(value: Any) -> str | None:
-        faults = [rule.fault(value) for rule in rules]
-        return None if None in faults else faults[0] if len(set(faults)) == 1 else f"is {named(value)}"
+        faults = {rule.fault(value) for rule in rules}
+        telling = faults - {f"is {named(value)}"}
+        return None if None in faults else telling.pop() if len(telling) == 1 else f"is {named(value)}"
 
     return Rule(", or ".join(rule.text for rule in rules), rules[0].way, fault)
 
