@@ -257,7 +257,7 @@ def test_an_error_always_ahead_of_all_updates_leaves_no_trace(mode: str) -> None
 # -- errors of the optimizer ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "after"), [*checkered(MODES, [0, 1, 2]), ("spread", 3)])
+@pytest.mark.parametrize(("mode", "after"), checkered(MODES, [0, 1, 2]))
 def test_an_error_once_in_the_optimizer(mode: str, after: int) -> None:
     """It comes when the parameters of a block and their state are written already."""
     run = Run(mode)
@@ -268,6 +268,17 @@ def test_an_error_once_in_the_optimizer(mode: str, after: int) -> None:
     assert is_completed == (after > ahead)
     run.take(2)
     run.sides.assert_same()
+
+
+def test_an_error_once_in_the_first_updates_of_a_spread_steps_own_gradients() -> None:
+    """Before the first of them all is as before the step; the step's other gradients must not update anything."""
+    for more in (0, 1):
+        run = Run("spread")
+        run.take(2)
+        TRAP.arm("update", failing, after=len(run.sides.step.schedule.deferred) + more)
+        assert run.fail(ExecuteError, more) == (more > 0)
+        run.take(2)
+        run.sides.assert_same()
 
 
 @pytest.mark.parametrize("mode", ["overlap", "serial", "serial_clipped"])
