@@ -17,7 +17,9 @@ _OF_DEVICE = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
 class Stopwatch:
     """Times each operation from when it could have begun, its stream free and its waits over, to its end.
 
-    Time between operations thus belongs to the next operation, so a simulation of these times includes it.
+    Time between operations thus belongs to the next operation, so a simulation of these times includes it. But in a step
+    that nothing holds up, Python launches an operation while the device still runs the one before: an operation takes as
+    long as Python needs from when it could have begun, or as the device needs once it is launched, whichever is longer.
 
     Args:
         device: Where all work but the host's runs.
@@ -42,7 +44,9 @@ class Stopwatch:
         begin = self._begin = time.perf_counter() if self._begin is None else self._begin
 
         def run() -> None:
+            launching = time.perf_counter()
             work()
+            launched = time.perf_counter()
             stream, queue = instruction.position.stream, self._device.current_stream()
             # Not the whole device: another stream's longer work would count as this one's.
             if stream != Stream.HOST and queue is not None:
@@ -50,7 +54,8 @@ class Stopwatch:
             end = self._ends[instruction.position] = time.perf_counter()
             free = self._last.get(stream, begin)
             self._last[stream] = end
-            self.seconds[instruction.position] = end - max([free, *(self._ends[w] for w in instruction.waits)])
+            ready = max([free, *(self._ends[w] for w in instruction.waits)])
+            self.seconds[instruction.position] = max(launched - ready, end - max(ready, launching))
 
         return run
 
