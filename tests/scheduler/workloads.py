@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
 
+from megatrain.errors import ScheduleError
 from megatrain.hardware.work import MEMORY, Kernels, Works, products
 from megatrain.scheduler.builder.build import ACTIVATIONS
 from megatrain.scheduler.builder.draft import Builder, Choices
@@ -219,3 +221,15 @@ def trained(count: int, *, tied: bool = False) -> Workload:
         return workload
     first, last = replace(workload.blocks[0], shares=(count - 1,)), replace(workload.blocks[-1], update_bytes=0)
     return replace(workload, blocks=(first, *workload.blocks[1:-1], last))
+
+
+def plans_down_from(memory: int, plan: Callable[[int], Schedule], *, step: int = 4096) -> list[Schedule]:
+    """The plans of less and less memory, down to the last that fits."""
+    found: list[Schedule] = []
+    while memory > 0:
+        try:
+            found.append(plan(memory))
+        except ScheduleError:
+            break
+        memory -= step
+    return found

@@ -17,9 +17,10 @@ _OF_DEVICE = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
 class Stopwatch:
     """Times each operation from when it could have begun, its stream free and its waits over, to its end.
 
-    Time between operations thus belongs to the next operation, so a simulation of these times includes it. But in a step
-    that nothing holds up, Python launches an operation while the device still runs the one before: an operation takes as
-    long as Python needs from when it could have begun, or as the device needs once it is launched, whichever is longer.
+    Time between operations thus belongs to the next operation, so a simulation of these times includes it. But in a
+    step that nothing holds up, Python launches an operation while the device still runs the one before: an operation
+    takes as long as Python needs from when it could have begun, or as the device needs once it is launched, whichever
+    is longer.
 
     Args:
         device: Where all work but the host's runs.

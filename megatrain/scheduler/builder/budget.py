@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.books import find_peak
-from megatrain.scheduler.builder.draft import Builder, Choices, Draft
+from megatrain.scheduler.builder.draft import Builder, Choices, Draft, with_late_offloads
+from megatrain.scheduler.builder.family import Freedom
 from megatrain.scheduler.builder.search import Search
 from megatrain.scheduler.builder.stays import alternates, giants
 from megatrain.scheduler.items import NO_BLOCK
 from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
+
+# Without a machine, compute and copies are weighed as on this one: about 5000 FLOPs take as long as a byte of a copy.
+_USUAL = "rtx-4090"
 
 
 def choose_draft(
@@ -27,105 +30,43 @@ def choose_draft(
     activations: str,
     hardware: Hardware | None = None,
 ) -> Draft:
-    """The draft with the shortest step on `hardware`, of those that fit; without it see `_by_rule`.
+    """The draft with the shortest step found for `hardware`, of those that fit.
+
+    Without `hardware` nothing is simulated: memory goes step by step to what saves time on the longer stream of a
+    usual machine. Two slots come before one, and before that giants alone.
 
     Raises:
         ScheduleError: If none fits.
     """
-    draft = _by_rule(builder, num_slots, keep, memory, activations)
-    if hardware is None or memory is None or builder.kind.transfer == "bind" or builder.kind.mode == "forward":
-        return draft
-    return Search(builder, memory, hardware).fastest(
-        draft,
-        _least_plan(builder, draft, keep, activations),
-        is_keep_free=keep is None and activations != "offload",
-        is_save_free=activations == "auto",
-        is_slots_free=num_slots is None,
-    )
-
-
-def _least_plan(builder: Builder, draft: Draft, keep: int | None, activations: str) -> Choices:
-    """The plan of these options that parks and recomputes most."""
-    plan = _starting_plan(builder, draft.plan.num_slots, keep, activations)
-    plan = replace(plan, has_giants_alone=draft.plan.has_giants_alone)
-    if keep is None and activations not in ("keep", "offload"):
-        plan = replace(plan, keep=0)
-    return plan
-
-
-def _by_rule(builder: Builder, num_slots: int | None, keep: int | None, memory: int | None, activations: str) -> Draft:
-    """The first draft that fits, of plans ordered from fast to frugal as no time is needed to tell; see `schedule`."""
-    draft = _first_that_fits(builder, num_slots, keep, memory, activations)
-    if builder.kind.transfer == "bind" or draft.plan.num_slots == 1:
-        return draft
-    # The following takes no more than what is left: recomputed or parked activations would cost more time.
-    if builder.kind.micro_batches > 1:
-        late = builder.draft(replace(draft.plan, has_late_offloads=True))
-        draft = late if memory is None or late.device_bytes <= memory else draft
-    if builder.kind.is_training_step and num_slots is None and memory is not None:
-        return _with_most_resident(builder, draft, memory)
-    return draft
-
-
-def _with_most_resident(builder: Builder, draft: Draft, memory: int) -> Draft:
-    """The draft with as many persistent and resident blocks as fit, the last blocks first.
-
-    Frozen weights of a persistent block never cross the bus again, the weights of a resident block cross once a step.
-
-    Without a budget there are only those that the slots hold: nobody said that there is memory for the model. The same
-    goes for calls, whose caller has a loss and tensors of their own beside them; all that a training step has counts.
-    """
-    blocks = range(len(builder.workload.blocks) - 1, -1, -1)
-    frozen = [block for block in blocks if builder.workload.blocks[block].is_mostly_frozen]
-    draft = _with_most(builder, draft, memory, frozen, "persistent")
-    rest = [block for block in blocks[draft.plan.num_slots :] if block not in draft.plan.persistent]
-    return _with_most(builder, draft, memory, rest, "resident")
-
-
-def _with_most(builder: Builder, draft: Draft, memory: int, order: Sequence[int], name: str) -> Draft:
-    """The draft with as many blocks as fit as one of the choices.
-
-    Args:
-        builder: Of the workload.
-        draft: A draft that fits.
-        memory: The budget.
-        order: Blocks, the first choice first.
-        name: Which choice.
-    """
-    # Of slots of many sizes more may fit, or fewer, than their sum says; a draft of a long table takes a while.
-    sizes = [builder.workload.blocks[block].state_bytes for block in order]
-    least = sum(total <= memory - draft.device_bytes for total in accumulate(sizes))
-
-    def plan(count: int) -> Choices:
-        return replace(draft.plan, **{name: tuple(sorted(order[:count]))})
-
-    found = _largest_that_fits(builder, (least, plan), memory, [])
-    assert found is not None, "without further blocks it is the draft, which fits"
-    for count in range(len(getattr(found.plan, name)) + 1, len(order) + 1):
-        more = builder.draft(plan(count))
-        if more.device_bytes > memory:
-            break
-        found = more
-    return found
-
-
-def _first_that_fits(
-    builder: Builder, num_slots: int | None, keep: int | None, memory: int | None, activations: str
-) -> Draft:
     counts = (2, 1) if num_slots is None else (num_slots,)
-    starts = [_starting_plan(builder, count, keep, activations) for count in counts]
+    kind = builder.kind
     if memory is None:
-        return builder.draft(starts[0])
+        plan = _starting_plan(builder, counts[0], keep, activations)
+        return builder.draft(with_late_offloads(plan, kind))
+    streams = kind.transfer == "copy" and kind.mode != "forward"
+    freedom = Freedom(
+        keep=streams and keep is None and activations in ("auto", "recompute"),
+        saves=kind.mode != "forward" and activations == "auto",
+        # A call's caller has tensors of their own beside it; all that a training step has counts.
+        stays=streams and kind.is_training_step and num_slots is None,
+    )
+    starts = [_starting_plan(builder, count, 0 if freedom.keep else keep, activations) for count in counts]
     if num_slots is None and giants(builder.workload):
         starts.insert(1, replace(starts[0], has_giants_alone=True))
-    tried: list[Draft] = []
-    for start in starts:
-        families = _families(builder, start, is_keep_free=keep is None, activations=activations)
-        for family in families:
-            found = _largest_that_fits(builder, family, memory, tried)
-            if found is not None:
-                return found
-    raise _too_small(builder, tried, memory, can_park_more=bool(keep) or activations == "keep")
+    start = first_fit(builder, starts, memory).plan
+    found = Search(builder, memory, freedom, Hardware.preset(_USUAL)).balanced(start)
+    if hardware is None or not streams:
+        return found
+    more = [start] if num_slots is not None else [start, *_of_slots(start)]
+    return Search(builder, memory, freedom, hardware).fastest(found, more)
+
+
+def _of_slots(start: Choices) -> list[Choices]:
+    """The same plan with other numbers of slots.
+
+    With more of them copies run further ahead, which helps where blocks of many sizes take turns.
+    """
+    return [replace(start, num_slots=count, has_giants_alone=False) for count in (1, 2, 3) if count != start.num_slots]
 
 
 def first_fit(builder: Builder, plans: Iterable[Choices], memory: int | None) -> Draft:
@@ -168,43 +109,6 @@ def _normal_keep(workload: Workload, kind: StepKind, keep: int | None) -> int:
         return 0
     everything = keep_all(workload)
     return everything if keep is None or kind.transfer == "bind" else min(keep, everything)
-
-
-# A family is a size and a function from 0..size to plans, of which larger ones are faster and take more.
-_Family = tuple[int, Callable[[int], Choices]]
-
-
-def _families(builder: Builder, start: Choices, *, is_keep_free: bool, activations: str) -> Sequence[_Family]:
-    blocks = builder.workload.backward_blocks()
-    if builder.kind.mode == "forward" or not blocks or activations in ("keep", "offload"):
-        return [(0, lambda _: start)]
-    families: list[_Family] = []
-    if activations == "auto":
-        more = len(blocks) - _least_saves(builder)
-        families.append((more, lambda n: replace(start, saves=blocks[more - n :])))
-    if is_keep_free and builder.kind.transfer == "copy":
-        families.append((start.keep, lambda n: replace(start, keep=n)))
-    return families or [(0, lambda _: start)]
-
-
-def _largest_that_fits(builder: Builder, family: _Family, memory: int, tried: list[Draft]) -> Draft | None:
-    """Bisects a family; takes the largest first, for that is what ample memory allows."""
-    size, plan = family
-
-    def attempt(n: int) -> Draft | None:
-        tried.append(builder.draft(plan(n)))
-        return tried[-1] if tried[-1].device_bytes <= memory else None
-
-    found = attempt(size)
-    if found is not None or size == 0:
-        return found
-    found = attempt(0)
-    low, high = 0, size
-    while found is not None and high - low > 1:
-        middle = (low + high) // 2
-        better = attempt(middle)
-        low, high, found = (middle, high, better) if better else (low, middle, found)
-    return found
 
 
 def _too_small(builder: Builder, tried: Sequence[Draft], memory: int, *, can_park_more: bool) -> ScheduleError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatrain.scheduler.books import Lifetime, item_lifetimes, live_bytes, moved_bytes, slab_bytes
 from megatrain.scheduler.builder.host_places import place_gradients
@@ -27,8 +27,8 @@ class Choices:
         num_slots: Blocks whose weights may be on the device at the same time.
         keep: As in `Schedule`.
         saves: As in `Schedule`.
-        resident: Blocks whose weights stay on the device from their forward to their backward, ascending. The last
-            blocks, as many as there are slots, do so anyway: at the turn they are there.
+        resident: Blocks whose weights stay on the device from their forward to their backward, ascending. Of the other
+            blocks the last ones, as many as there are slots, do so anyway: at the turn they are there.
         persistent: As in `Table`.
         has_giants_alone: Weights that are much larger than most are alone on the device: neither they nor those of
             other blocks come ahead of need while the others are there.
@@ -43,6 +43,11 @@ class Choices:
     persistent: tuple[int, ...] = ()
     has_giants_alone: bool = False
     has_late_offloads: bool = False
+
+
+def with_late_offloads(plan: Choices, kind: StepKind) -> Choices:
+    """The plan with late offloads, if they make a difference."""
+    return replace(plan, has_late_offloads=kind.transfer == "copy" and kind.micro_batches > 1 and plan.num_slots > 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from bisect import insort
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
@@ -88,30 +89,47 @@ def stays_of(
     """Every stay of every block's state, in the order of first need.
 
     Resident blocks stay from their forward to their backward, which saves their second prefetch. The last `num_slots`
-    blocks do so in any case: together they are no more than what the slots hold at the turn. The bytes of persistent
-    blocks are reserved for the whole step. If the first blocks are resident, theirs are reserved from its start: their
-    weights come while the host still updates others. Beside blocks that are `alone` only those lie.
+    of the other blocks do so in any case: together they are no more than what the slots hold at the turn. The bytes of
+    persistent blocks are reserved for the whole step. If the first blocks are resident, theirs are reserved from its
+    start: their weights come while the host still updates others. Beside blocks that are `alone` only those lie.
     """
     uses: dict[int, list[int]] = {}
     for number, stage in enumerate(stages):
         block = stage[0].block
         if workload.blocks[block].state_bytes > 0:
             uses.setdefault(block, []).append(number)
-    found: list[Stay] = []
+    kept = {*resident, *persistent}
     ahead, at_turn = num_slots - 1, 1 if alone else num_slots
+    streamed = [block for block in uses if block not in kept]
+    staying = {*resident, *streamed[max(0, len(streamed) - at_turn) :]}
     first = [block for block, _ in takewhile(lambda use: use[0] in resident, uses.items())][:AHEAD]
+    found: list[Stay] = []
     for block, at in uses.items():
         nbytes = 0 if kind.transfer == "bind" else workload.blocks[block].state_bytes
         own = ahead + (at[0] if at[0] < AHEAD and (block in persistent or block in first) else 0)
         if block in persistent:
             found.append(Stay(block, at[0], -ahead, len(stages) - 1, nbytes, own))
             continue
-        stays = block in resident or block >= len(workload.blocks) - at_turn
-        for run in [at] if stays else [[stage] for stage in at]:
+        for run in [at] if block in staying else [[stage] for stage in at]:
             found.append(Stay(block, run[0], run[0] - own, run[-1], nbytes, own))
     found.sort(key=lambda stay: stay.needed)
-    kept = {*resident, *persistent}
+    found = list(_as_slots_are_free(found, kept, num_slots))
     return tuple(_without_company(found, frozenset(alone).difference(kept), kept)) if alone else tuple(found)
+
+
+def _as_slots_are_free(stays: Iterable[Stay], kept: Collection[int], num_slots: int) -> Iterator[Stay]:
+    """The same stays, but those of streamed blocks begin when a slot is free: the stages of kept blocks need none."""
+    lasts: list[int] = []  # of the streamed blocks so far, ascending
+    over: dict[int, int] = {}
+    for stay in stays:
+        if stay.block in kept:
+            yield stay
+            continue
+        free = lasts[-num_slots] + 1 if len(lasts) >= num_slots else stay.first
+        begin = min(stay.first, max(free, stay.needed - AHEAD, over.get(stay.block, free)))
+        over[stay.block] = stay.last + 1
+        insort(lasts, stay.last)
+        yield replace(stay, first=begin, ahead=stay.needed - begin)
 
 
 def _without_company(stays: Iterable[Stay], alone: Collection[int], kept: Collection[int]) -> Iterator[Stay]:
@@ -134,21 +152,34 @@ def giants(workload: Workload) -> tuple[int, ...]:
     return tuple(index for index, block in enumerate(workload.blocks) if block.state_bytes > 2 * usual)
 
 
+def by_benefit(block: int, nbytes: int) -> tuple[int, float]:
+    """The order in which blocks get to stay on the device: the largest first, equal ones evenly spread over the model.
+
+    Where those that stay lie between others, copies of the others run beside the compute of both. Each beginning of
+    the order is spread evenly: equal sizes follow each other by their numbers with reversed bits.
+    """
+    return -nbytes, sum(2.0 ** -(place + 1) for place in range(block.bit_length()) if block >> place & 1)
+
+
 def place_slots(stays: Sequence[Stay]) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
     """Gives every stay bytes of the arena, so that those alive at the same time don't overlap.
 
     This is offline dynamic storage allocation: the largest first, each at the first place that is free for
     its whole life. Equal sizes are placed outwards from the stays that span the turn, the longest of
     which comes first: on each side that is the order in which first fit needs no more places than are alive
-    at once. Those of the whole step lie at the start of the arena, the last block first: schedules for batches of
-    other sizes then find them at the same bytes.
+    at once. Those of the whole step lie at the start of the arena, in the order in which blocks get to stay: schedules
+    for batches of other sizes then find them at the same bytes.
 
     Returns:
         The slots by offset, and for each stay the index of its slot.
     """
     order = _outward_order(stays)
     offsets = min(
-        (_assign(stays, order, reuse=True), _assign(stays, order, reuse=False)),
+        (
+            _assign(stays, order, reuse=True),
+            _assign(stays, order, reuse=False),
+            _assign(stays, _order_of_begin(stays), reuse=True),
+        ),
         key=lambda placed: max((o + s.nbytes for o, s in zip(placed, stays, strict=True)), default=0),
     )
     sizes: dict[int, int] = {}
@@ -163,19 +194,25 @@ def _outward_order(stays: Sequence[Stay]) -> list[int]:
     # All stays that span the turn exist when the last of them is first needed. Nothing spans a turn in
     # a step of one direction, whose start is as good a place to begin.
     turn = max((s.needed for s in stays if s.last > s.needed), default=0)
-    distance = [max(0, s.first - turn, turn - s.last) for s in stays]
+
+    def outwards(stay: Stay) -> tuple[int, ...]:
+        distance = max(0, stay.first - turn, turn - stay.last)
+        return -stay.nbytes, distance, stay.first - stay.last, stay.first
+
+    return _whole_first(stays, outwards)
+
+
+def _order_of_begin(stays: Sequence[Stay]) -> list[int]:
+    return _whole_first(stays, lambda stay: (stay.first,))
+
+
+def _whole_first(stays: Sequence[Stay], key: Callable[[Stay], tuple[int, ...]]) -> list[int]:
+    """Those of the whole step in the order in which blocks get to stay, then the others by a key."""
     start, end = min((s.first for s in stays), default=0), max((s.last for s in stays), default=0)
-    whole = [(s.first, s.last) == (start, end) for s in stays]
-    return sorted(
-        range(len(stays)),
-        key=lambda i: (
-            -stays[i].block - 1 if whole[i] else 0,
-            -stays[i].nbytes,
-            distance[i],
-            stays[i].first - stays[i].last,
-            stays[i].first,
-        ),
-    )
+    whole = [i for i, s in enumerate(stays) if (s.first, s.last) == (start, end)]
+    rest = set(range(len(stays))).difference(whole)
+    whole.sort(key=lambda i: by_benefit(stays[i].block, stays[i].nbytes))
+    return [*whole, *sorted(rest, key=lambda i: key(stays[i]))]
 
 
 def _assign(stays: Sequence[Stay], order: Sequence[int], *, reuse: bool) -> list[int]:
