@@ -33,17 +33,17 @@ def test_the_text():
         str(plan),
         """\
 plan: Gpt, 5 blocks, 103616 parameters; fp32, 2 micro-batches, updates none
-device: 479.75 KiB of 500.00 KiB: fits, 20.25 KiB left
+device: 499.88 KiB of 500.00 KiB: fits, 128 B left
   at B3.1                    bytes        size
-  weights                   133888  130.75 KiB
+  weights                   146176  142.75 KiB
   workspace                 133888  130.75 KiB
   gradients of parameters   133888  130.75 KiB
-  retained graphs            52480   51.25 KiB
+  retained graphs            60800   59.38 KiB
   activations                24832   24.25 KiB
   gradients of activations   12288   12.00 KiB
-  slots: 130.75 KiB
-  keeps: graphs of 2 of 5 blocks, inputs of the last 5, weights of the last 1; parks 0 activations
-  moves: 817.00 KiB to the device, 412.75 KiB to the host
+  slots: 12.00 KiB, 130.75 KiB
+  keeps: graphs of 3 of 5 blocks, inputs of the last 5, weights of 2; parks 0 activations
+  moves: 805.00 KiB to the device, 412.75 KiB to the host
   reserve: 1.00 GiB of a card besides, assumed: a tenth of its memory, at least 1 GiB
 host: 940.25 KiB of 976.56 KiB: fits, 36.31 KiB left
   what         bytes        size  B/parameter

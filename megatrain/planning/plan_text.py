@@ -50,7 +50,7 @@ def device_lines(table: Schedule) -> list[str]:
     rows = [(f"at {peak.op}", "bytes", "size"), *((name, str(n), format_bytes(n)) for name, n in peak.parts)]
     kept = f"graphs of {len(table.saves)} of {len(workload.backward_blocks())} blocks, inputs of the last {table.keep}"
     if table.kind.transfer == "copy":
-        kept += f", weights of the last {len(table.resident())}"
+        kept += f", weights of {len(table.resident())}"
         kept += f" (frozen ones of {len(table.persistent)} across steps)" if table.persistent else ""
     num_parked = table.kind.micro_batches * sum(map(len, table.parked().values()))
     return [

@@ -104,15 +104,13 @@ class Planner:
         found = self._captured(options, sizes)
         fastest, *others = _updates(options)
         table, too_small, host = self._of(found, options, fastest)
-        for updates in others:
-            if options.host_memory is not None and host.total_bytes > options.host_memory:
-                table, too_small, host = self._of(found, options, updates)
-        if options.hardware is not None and host.missing_bytes(options.host_memory) and too_small is None:
-            # The fastest may park more than the host has room for; without times, as little as possible is parked.
-            frugal, _ = self._scheduled(found, table.kind, replace(options, hardware=None))
-            less = self._host_plan(found, frugal, options)
-            if less.total_bytes < host.total_bytes:
-                table, host = frugal, less
+        # Without a machine as little as possible is parked on the host; later updates leave less for the next step.
+        frugal = replace(options, hardware=None)
+        for updates in (fastest, *(others if options.host_memory is not None else ())):
+            if too_small is None and host.missing_bytes(options.host_memory):
+                less = self._of(found, frugal, updates)
+                if less[2].total_bytes < host.total_bytes:
+                    table, too_small, host = less
         limit = options.device_memory
         return Plan(
             found.program,

@@ -63,16 +63,15 @@ def schedule(
     Args:
         program: The program to run, or its blocks, values and their sizes alone.
         num_slots: Blocks whose weights may be on the device at the same time. 1 overlaps nothing. None means
-            2, or 1 if only that fits `memory`. If 2 fit a training step and `memory` is left, further blocks,
-            counted from the last, are resident: their weights stay from their forward to their backward.
+            2, or 1 if only that fits `memory`. Then the memory of a training step also holds weights of further
+            blocks from their forward to their backward (resident blocks), or from step to step (persistent ones).
         keep: The inputs of the last `keep` blocks, counted from the last block with a backward, stay on the
             device; older ones are parked on the host. None leaves it to `activations`.
         memory: Device bytes, or text like `"10GiB"`, that the step may take, weights, activations, gradients and
             workspace included.
         activations: `"recompute"` retains the graph of no block but the last, and parks inputs only if
             they don't fit otherwise; `"keep"` retains all graphs; `"offload"` parks all it can; `"auto"`
-            retains as many graphs as fit, counted from the last block, else recomputes and parks as few
-            inputs as possible.
+            parks as few inputs as possible, and then retains graphs, where they save more time than weights that stay.
         transfer: `"copy"` the weights into slots, or `"bind"` them in place, where nothing moves.
         mode: `"train"`, `"forward"` for inference, or `"backward"` for the backward of a forward that ran
             earlier; `backward_schedule` makes the last to match a schedule.
@@ -88,8 +87,8 @@ def schedule(
             all at the end; no update waits for it.
         outputs: `"keep"` the model's outputs on the device until the step ends, or `"release"` them once the
             backward of their micro-batch begins, when the caller has made a loss of them.
-        hardware: The machine. Of all plans that fit `memory` the step takes the one that is fastest there. Without it
-            the plan depends on bytes alone: graphs are retained first; blocks whose weights stay get the rest.
+        hardware: The machine. Of plans that fit `memory` the step takes the fastest one found for it, which may park
+            inputs to retain graphs. Without it compute and copies are weighed as on an RTX 4090.
 
     Returns:
         A schedule that passes its check. Ticks count from 0; lifetimes include both ends.

@@ -32,8 +32,9 @@ def choose_draft(
 ) -> Draft:
     """The draft with the shortest step found for `hardware`, of those that fit.
 
-    Without `hardware` nothing is simulated: memory goes step by step to what saves time on the longer stream of a
-    usual machine. Two slots come before one, and before that giants alone.
+    Without `hardware` nothing is simulated. Memory goes to activations, so that as few as can be are parked, and then,
+    step by step, to what saves time on the longer stream of a usual machine. Two slots come before one, and before that
+    giants alone.
 
     Raises:
         ScheduleError: If none fits.
@@ -49,6 +50,7 @@ def choose_draft(
         saves=kind.mode != "forward" and activations == "auto",
         # A call's caller has tensors of their own beside it; all that a training step has counts.
         stays=streams and kind.is_training_step and num_slots is None,
+        parks=False,
     )
     starts = [_starting_plan(builder, count, 0 if freedom.keep else keep, activations) for count in counts]
     if num_slots is None and giants(builder.workload):
@@ -58,7 +60,7 @@ def choose_draft(
     if hardware is None or not streams:
         return found
     more = [start] if num_slots is not None else [start, *_of_slots(start)]
-    return Search(builder, memory, freedom, hardware).fastest(found, more)
+    return Search(builder, memory, replace(freedom, parks=True), hardware).fastest(found, more)
 
 
 def _of_slots(start: Choices) -> list[Choices]:

@@ -20,14 +20,17 @@ class Freedom:
         keep: `keep` is to be chosen.
         saves: The retained graphs are.
         stays: The blocks whose weights stay on the device are.
+        parks: Values may be parked for the sake of time alone. Else memory goes to them first: on the host, too, they
+            take memory.
     """
 
     keep: bool
     saves: bool
     stays: bool
+    parks: bool
 
 
-class Use(NamedTuple):
+class MemoryUse(NamedTuple):
     """A use of memory, and the time that it saves.
 
     Attributes:
@@ -52,14 +55,21 @@ class Family:
         graphs: Graphs to retain, the most time for their bytes first.
         stays: Weights and activations. Weights that never cross again come first: they save two copies a step.
         compute_s: Seconds of compute at the start.
-        copies_s: Seconds of copies to the device at the start.
+        copies_s: Seconds of copies to the device once memory has gone to `first`.
+        first: What memory goes to before anything else.
     """
 
     start: Choices
-    graphs: tuple[Use, ...]
-    stays: tuple[Use, ...]
+    graphs: tuple[MemoryUse, ...]
+    stays: tuple[MemoryUse, ...]
     compute_s: float
     copies_s: float
+    first: tuple[MemoryUse, ...] = ()
+
+    @property
+    def everything(self) -> Choices:
+        """The plan of unlimited memory."""
+        return self.plan((*self.first, *self.graphs, *self.stays))
 
     @staticmethod
     def of(builder: Builder, start: Choices, freedom: Freedom, machine: Hardware) -> Family:
@@ -82,13 +92,15 @@ class Family:
         values = seconds.values(start)
         stays = (
             *(persistent if freedom.stays else ()),
-            *(values if freedom.keep else ()),
+            *(values if freedom.keep and freedom.parks else ()),
             *(resident if freedom.stays else ()),
         )
         copies = sum(use.seconds for uses in (weights, resident, values) for use in uses)
-        return Family(start, tuple(graphs if freedom.saves else ()), stays, seconds.compute(start.saves), copies)
+        first = () if freedom.parks or not freedom.keep else values
+        copies -= sum(use.seconds for use in first)
+        return Family(start, tuple(graphs if freedom.saves else ()), stays, seconds.compute(start.saves), copies, first)
 
-    def plan(self, uses: Sequence[Use]) -> Choices:
+    def plan(self, uses: Sequence[MemoryUse]) -> Choices:
         """The plan that uses memory in these ways."""
         numbers: dict[str, list[int]] = {"saves": [*self.start.saves], "persistent": [], "keep": [], "resident": []}
         for use in uses:
@@ -101,7 +113,7 @@ class Family:
             persistent=tuple(sorted(numbers["persistent"])),
         )
 
-    def ladder(self, weight: float = 1.0) -> Iterator[Use]:
+    def ladder(self, weight: float = 1.0) -> Iterator[MemoryUse]:
         """Yields all uses of memory: the next one is always of the stream that is the longer one by then.
 
         Args:
@@ -109,6 +121,7 @@ class Family:
         """
         graphs, stays = list(reversed(self.graphs)), list(reversed(self.stays))
         compute, copies = self.compute_s, self.copies_s
+        yield from self.first
         while graphs or stays:
             if graphs and (not stays or compute >= copies * weight):
                 compute -= graphs[-1].seconds
@@ -130,28 +143,30 @@ class _Seconds:
         backward = sum(self._backward(block, is_saved=block in saves) for block in self._workload.backward_blocks())
         return forward * self._kind.micro_batches + backward
 
-    def graph(self, block: int) -> Use:
+    def graph(self, block: int) -> MemoryUse:
         """A block's graphs."""
         nbytes = self._workload.blocks[block].saved_bytes * self._kind.micro_batches
-        return Use("saves", block, nbytes, self._backward(block, is_saved=False) - self._backward(block, is_saved=True))
+        return MemoryUse(
+            "saves", block, nbytes, self._backward(block, is_saved=False) - self._backward(block, is_saved=True)
+        )
 
-    def weights(self, block: int) -> Use:
+    def weights(self, block: int) -> MemoryUse:
         """A block's weights: frozen ones are persistent and save all copies, others are resident and save one."""
         work = self._workload.blocks[block]
         seconds = work.state_bytes / self._machine.h2d_bytes_per_s
         if work.is_mostly_frozen:
-            return Use("persistent", block, work.state_bytes, seconds * (1 + work.has_backward))
-        return Use("resident", block, work.state_bytes, seconds)
+            return MemoryUse("persistent", block, work.state_bytes, seconds * (1 + work.has_backward))
+        return MemoryUse("resident", block, work.state_bytes, seconds)
 
-    def values(self, start: Choices) -> tuple[Use, ...]:
+    def values(self, start: Choices) -> tuple[MemoryUse, ...]:
         """Parked values, by the value of `keep` from which on they stay."""
         workload, number = self._workload, self._kind.micro_batches
         parked = parked_values(workload, self._kind, keep=start.keep, saves=start.saves)
         everything = keep_all(workload)
-        found: list[Use] = []
+        found: list[MemoryUse] = []
         for block in sorted(parked, reverse=True):
             nbytes = number * sum(workload.values[value].nbytes for value in parked[block])
-            found.append(Use("keep", everything - block, nbytes, nbytes / self._machine.h2d_bytes_per_s))
+            found.append(MemoryUse("keep", everything - block, nbytes, nbytes / self._machine.h2d_bytes_per_s))
         return tuple(found)
 
     def _backward(self, block: int, *, is_saved: bool) -> float:

@@ -8,7 +8,7 @@ from math import inf
 
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft, with_late_offloads
-from megatrain.scheduler.builder.family import Family, Freedom, Use
+from megatrain.scheduler.builder.family import Family, Freedom, MemoryUse
 from megatrain.scheduler.parking import keep_all, parked_values
 from megatrain.scheduler.timing.simulate import simulate
 
@@ -63,7 +63,7 @@ class Search:
         nearest: Family | None = None
         for family in families:
             # With all the memory that it can use, a family is as fast as it gets.
-            if self._time(best.plan) > self._time(family.plan((*family.graphs, *family.stays))) * (1 + _NEAR):
+            if self._time(best.plan) > self._time(family.everything) * (1 + _NEAR):
                 found = self._climbed(family, 1.0)
                 if nearest is None or self._time(found.plan) < self._time(best.plan):
                     nearest = family
@@ -75,7 +75,7 @@ class Search:
         return Family.of(self._builder, start, self._freedom, self._machine)
 
     def _climbed(self, family: Family, weight: float) -> Draft:
-        taken: tuple[Use, ...] = ()
+        taken: tuple[MemoryUse, ...] = ()
         left = tuple(family.ladder(weight))
         while left:
             count = self._most_uses(family, taken, left)
@@ -94,7 +94,7 @@ class Search:
         parked = parked_values(workload, self._builder.kind, keep=plan.keep, saves=plan.saves)
         return replace(plan, keep=keep_all(workload) - 1 - max(parked, default=-1))
 
-    def _most_uses(self, family: Family, taken: tuple[Use, ...], left: tuple[Use, ...]) -> int:
+    def _most_uses(self, family: Family, taken: tuple[MemoryUse, ...], left: tuple[MemoryUse, ...]) -> int:
         """How many of the uses that are left fit, where none does and more of them take more memory.
 
         Memory grows nearly evenly, so the guess between two known numbers is good; each third halves what is left.
@@ -121,5 +121,5 @@ class Search:
         return self._seconds[plan]
 
 
-def _is_as_large(use: Use, other: Use) -> bool:
+def _is_as_large(use: MemoryUse, other: MemoryUse) -> bool:
     return use.choice == other.choice and (use.choice == "keep" or use.nbytes >= other.nbytes)
