@@ -39,6 +39,7 @@ ATTRIBUTES = {
     "_optimizer_step_pre_hooks": "the hooks of an optimizer, which want to see the whole step",
     "_optimizer_step_post_hooks": "as `_optimizer_step_pre_hooks`",
     "_opt_called": "by which a scheduler of torch tells that a step was taken",
+    "_is_param": "by which a tensor that stands for a parameter is one for `isinstance`",
     "_apply": "what `.to()`, `.half()` and the like call on a module",
     "_schema": "the arguments of an operation that it writes",
     "_erased": "whether a node has left its graph",

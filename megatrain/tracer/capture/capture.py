@@ -114,6 +114,7 @@ class Capture:
             with assuming.reading():
                 result, given = self._run_forward(self._recorder)
             self._packed.check_unchanged()
+            self._effects.refuse_unregistered(start)
             rebound = self._rebound_buffers()
             left = self._left(start)
             self._refuse_kept_state(start)

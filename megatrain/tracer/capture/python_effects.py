@@ -9,7 +9,7 @@ from torch import nn
 
 from megatrain.errors import TraceError
 from megatrain.tracer.python.contents import ObjectSlots
-from megatrain.tracer.python.holders import Attributes, Change
+from megatrain.tracer.python.holders import Attributes, Change, ModuleClass
 from megatrain.tracer.python.named import Named
 from megatrain.tracer.python.outer import Outer
 from megatrain.tracer.recording.attempt import Attempt
@@ -58,6 +58,30 @@ class PythonEffects:
                     "  Use a separate list for each."
                 )
         return own
+
+    def refuse_unregistered(self, start: Attributes) -> None:
+        """Refuses a forward that leaves a module with another class, or without one of its parameters.
+
+        What is back at the end of the forward (a parametrization that it removes) has only made other calls.
+
+        Raises:
+            TraceError: If it does: no later call would begin as this one did.
+        """
+        for change in start.changes():
+            is_class = isinstance(change.holder, ModuleClass)
+            is_gone = change.place.labels == (("_parameters", 0),) and change.now is None
+            if (is_class or is_gone) and not self._is_opaque(change):
+                name = change.name.replace("_parameters.", "").removesuffix("__class__").rstrip(".") or "the model"
+                what = (
+                    f"of class {type(change.holder.module).__qualname__}"
+                    if is_class
+                    else "not a parameter of its module"
+                )
+                raise TraceError(
+                    f"after the forward, `{name}` is {what}.\n"
+                    "  Parameters stay in host memory, under the names that they have before the first call.\n"
+                    "  Register a parametrization before the first call, or remove it in the same forward."
+                )
 
     def refuse_any(self, changes: Iterable[Change]) -> None:
         """Raises the obstacle for the first of `changes`, which a graph would freeze."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -14,6 +14,7 @@ from megatrain.tracer.equal import is_equal
 from megatrain.tracer.python.contents import (
     BUFFERS,
     VALUES,
+    Holder,
     held_in,
     holders_in,
     identity_of,
@@ -68,8 +69,31 @@ class HolderPlace:
         return holder
 
 
+class ModuleClass(Holder):
+    """The class of a module, which code may change: `torch.nn.utils.parametrize` does."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @property
+    def key(self) -> Any:
+        """See `Holder.key`."""
+        return id(self.module), ModuleClass
+
+    def held(self) -> dict[str, Any]:
+        """See `Holder.held`."""
+        return {"__class__": type(self.module)}
+
+    def put(self, changed: Mapping[str, Any], removed: Iterable[Any] = ()) -> None:
+        """See `Holder.put`."""
+        for kind in changed.values():
+            self.module.__class__ = kind
+
+
 class Attributes:
-    """What attributes of modules hold, and what containers and objects in them hold, at one time.
+    """What the classes and attributes of modules hold, and what containers and objects in them hold, at one time.
 
     Args:
         module: The outermost module.
@@ -80,6 +104,8 @@ class Attributes:
         # By identity: its name up to the root, the root, the way from there, itself, and what it holds.
         self._saved: dict[Any, tuple[str, Any, tuple[tuple[Any, int], ...], Any, dict[Any, Any]]] = {}
         for prefix, child in module.named_modules():
+            kind = ModuleClass(child)
+            self._saved[kind.key] = (prefix, kind, (), kind, kind.held())
             self._walk(prefix, child.__dict__, None)
         for path, holder in outer.objects if outer else ():
             self._saved.setdefault(id(holder), (path, holder, (), holder, held_in(holder)))

@@ -25,6 +25,7 @@ class ModuleNode:
     Args:
         path: Its name, from `model`.
         module: The module, which isn't kept alive.
+        kind: Its class.
         registered: Names of its parameters and buffers.
         children: Its direct children by name.
         hooks: Its hooks, with their options.
@@ -32,6 +33,7 @@ class ModuleNode:
 
     path: str
     module: weakref.ref[nn.Module]
+    kind: type
     registered: tuple[tuple[str, ...], tuple[str, ...]]
     children: tuple[tuple[str, Any], ...]
     hooks: tuple[tuple[Any, ...], ...]
@@ -40,13 +42,15 @@ class ModuleNode:
     def of(path: str, module: nn.Module) -> ModuleNode:
         """Reads what `module` has now."""
         children = tuple((n, None if c is None else weakref.ref(c)) for n, c in _children(module))
-        return ModuleNode(path, weakref.ref(module), _registered(module), children, _hooks(module))
+        return ModuleNode(path, weakref.ref(module), type(module), _registered(module), children, _hooks(module))
 
     def failure(self) -> str | None:
         """Returns what is different now, or None."""
         module = self.module()
         if module is None:
             return f"{self.path} is another module now"
+        if type(module) is not self.kind:
+            return f"{self.path} is of class {type(module).__qualname__} now, not {self.kind.__qualname__}"
         now = list(_children(module))
         for (name, child), (name_now, child_now) in zip(self.children, now, strict=False):
             if name != name_now or (child_now is not None if child is None else child() is not child_now):

@@ -112,7 +112,7 @@ def _is_same_list(left: list[Any], right: list[Any]) -> bool:
 
 
 class ModelWatch:
-    """Notices at little cost when the modules of a model, their registries, hooks or modes have changed.
+    """Notices at little cost when the modules of a model, their classes, registries, hooks or modes have changed.
 
     Args:
         model: The model.
@@ -140,7 +140,9 @@ class ModelWatch:
 
     def _renew(self) -> None:
         self.version += 1
-        self._own = [vars(module) for module in self._model.modules()]
+        self._modules = list(self._model.modules())
+        self._kinds = list(map(type, self._modules))
+        self._own = list(map(vars, self._modules))
         self._lengths = list(map(len, self._own))
         # A new name stands last.
         self._latest = list(map(next, map(reversed, self._own)))
@@ -164,7 +166,8 @@ class ModelWatch:
 
     def _has_same_modules(self) -> bool:
         return (
-            list(map(len, self._own)) == self._lengths
+            list(map(type, self._modules)) == self._kinds
+            and list(map(len, self._own)) == self._lengths
             and list(map(next, map(reversed, self._own))) == self._latest
             and all(map(is_, chain.from_iterable(map(_registries, self._own)), self._registries))
             and self._watch.is_unchanged()

@@ -81,7 +81,8 @@ class EffectWatch(TorchDispatchMode):
                     self._on_read(tensor)
         schema = func._schema
         # An empty tensor that takes over a storage writes nothing into it: cuDNN's RNNs look at their weights so.
-        if schema.is_mutable and not (schema.name == "aten::set_" and args[0].numel() == 0):
+        takes_over = schema.name == "aten::set_" and args[0].numel() == 0
+        if schema.is_mutable and not takes_over and not _gives_own_memory(func, args):
             self._collect(schema.arguments, args, kwargs)
         statistics = _WRITES_STATISTICS.get(schema.name.removeprefix("aten::"))
         if statistics is not None and args[statistics[2]]:
@@ -125,10 +126,17 @@ class StrayWatch(TorchDispatchMode):
         self._report = report
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _gives_own_memory(func, args):
+            return args[0]
         # `prim` holds questions (`x.is_cuda` of a fake tensor arrives here) that have no tensor as an answer.
         if not self._is_recording() and func.namespace != "prim":
             self._report(func, args)
         return func(*args, **(kwargs or {}))
+
+
+def _gives_own_memory(func: Any, args: Any) -> bool:
+    """Tells whether a tensor is given the memory that it has: `torch.nn.utils.parametrize` does so to parameters."""
+    return func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]
 
 
 class ByteCount(TorchDispatchMode):

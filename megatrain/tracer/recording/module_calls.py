@@ -7,11 +7,16 @@ from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatrain.patches import original_of, replaced_here
+from megatrain.tracer.python.contents import VALUES
+from megatrain.tracer.python.holders import Attributes
+from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle
 from megatrain.tracer.recording.random_numbers import HostRng
 from megatrain.tracer.recording.recorder import Recorder
+from megatrain.tracer.source_line import user_line
 
 
 def repeated_modules(root: nn.Module) -> frozenset[str]:
@@ -58,17 +63,48 @@ def followed_modules(recorder: Recorder, root: nn.Module) -> Generator[None]:
 
 @contextmanager
 def opaque_modules(recorder: Recorder, root: nn.Module, opaque: Collection[str]) -> Generator[None]:
-    """Makes each call of the modules named in `opaque` one node, hooks on them included."""
+    """Makes each call of the modules named in `opaque` one node, hooks on them included.
+
+    At a step, such a module finds itself as it is between calls, without what captured code has changed in it before.
+    """
     original: Any = original_of(nn.Module, "__call__")
     names = {id(root.get_submodule(name)): name for name in opaque}
+    start = {name: Attributes(root.get_submodule(name)) for name in opaque}
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if recorder.is_recording or id(module) not in names:
             return original(module, *args, **kwargs)
-        return recorder.record_module(module, names[id(module)], args, kwargs)
+        name = names[id(module)]
+        _check_as_found(recorder, name, start[name])
+        return recorder.record_module(module, name, args, kwargs)
 
     with replaced_here(nn.Module, "__call__", call):
         yield
+
+
+def _check_as_found(recorder: Recorder, name: str, start: Attributes) -> None:
+    """Asks for wider code to run again where captured code has changed an opaque module before it calls the module.
+
+    Raises:
+        Obstacle: If it has.
+    """
+    for change in start.changes():
+        is_equal_value = isinstance(change.now, VALUES) and not change.is_plain
+        # Other tensors are operands of the node; a parametrization takes the name itself away.
+        is_state = isinstance(change.before, torch.Tensor) and isinstance(change.now, torch.Tensor)
+        if change.where not in recorder.changed_by_users and not is_equal_value and not is_state:
+            raise Obstacle(
+                f"changes `{_path(name, change.name)}` and then calls `{name}`",
+                "That module runs its own code again at each step, and would find itself without the change.",
+                "Pass the value as an argument.",
+                remedy=RUN_AGAIN,
+                place=user_line(),
+                calls=recorder.tape.calls(),
+            )
+
+
+def _path(name: str, inner: str) -> str:
+    return f"{name}.{inner}" if name else inner
 
 
 @contextmanager

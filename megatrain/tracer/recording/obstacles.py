@@ -97,6 +97,15 @@ def refuse_unknown(tensor: torch.Tensor) -> NoReturn:
     )
 
 
+def refuse_flag(where: str = "") -> NoReturn:
+    """Raises the obstacle for a forward that freezes a parameter or begins to train it."""
+    refuse(
+        f"changes whether a parameter requires a gradient{where}",
+        "Which parameters are trained is known before a call: their gradients and updates are planned.",
+        "Call requires_grad_() outside the forward.",
+    )
+
+
 def refuse_kept() -> NoReturn:
     """Raises the obstacle for a tensor that an earlier call of the model left behind."""
     refuse(

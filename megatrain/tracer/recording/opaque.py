@@ -142,10 +142,9 @@ class Opaque:
             if kind == "_parameters":
                 raise TraceError(
                     f"the forward of `{self.name or 'the model'}` takes its parameter `{name}` out of a module.\n"
-                    "  The parameter stays in host memory, and the module has a stand-in, a plain tensor: where code\n"
-                    "  puts it back (torch.nn.utils.parametrize, in the forward), it is a buffer.\n"
-                    "  Parametrize the module before it is called; with peft, take target_modules= in place of\n"
-                    "  target_parameters=."
+                    "  The parameter stays in host memory; the module has a stand-in until its call ends.\n"
+                    "  Change what modules register (torch.nn.utils.parametrize) before the first call, or put the\n"
+                    "  parameter back in the same forward."
                 )
         found = tensors_in(result)
         return [*found, *(now[i] for i in rebound)], rebound, result
@@ -186,6 +185,9 @@ def _installed(
     try:
         for places, tensor in zip(holders, state, strict=True):
             for module, kind, name in places:
+                if kind == "_parameters":
+                    # The module's code may ask: `isinstance(tensor, nn.Parameter)`.
+                    tensor._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
                 vars(module)[kind][name] = tensor
         yield {id(old): t for olds, t in zip(before, state, strict=True) for old in olds}
     finally:

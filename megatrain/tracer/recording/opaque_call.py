@@ -14,7 +14,7 @@ from torch import nn
 from megatrain.device import used_device
 from megatrain.torch_private import pytree
 from megatrain.tracer.python.contents import VALUES
-from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle
+from megatrain.tracer.recording.obstacles import RUN_AGAIN, Obstacle, refuse_flag
 from megatrain.tracer.recording.opaque import Escapes, Holder, Opaque, tensors_in
 from megatrain.tracer.recording.random_numbers import kept_rng
 from megatrain.tracer.source_line import user_line
@@ -37,6 +37,7 @@ class OpaqueCall:
 
     def __init__(self, name: str, reason: str, module: nn.Module, args: Any, kwargs: Any, calls: tuple[str, ...]):
         self._name = name
+        self._place = f"`{name}`" if name else "the model"
         self._calls = calls
         self._arguments = (args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
@@ -44,6 +45,7 @@ class OpaqueCall:
         if strange:
             self._refuse(f"is given a {type(strange[0]).__qualname__}, which may contain tensors or change")
         state = _state_of(module)
+        self._num_state = len(state)
         self.operands = [*(x for x in leaves if isinstance(x, torch.Tensor)), *(tensor for tensor, _ in state)]
         self.opaque = Opaque(name, reason, module, (args, kwargs), [places for _, places in state], calls)
         self._attributes = self.opaque.python_state()
@@ -66,6 +68,8 @@ class OpaqueCall:
             Obstacle: If the module does something that would be lost, or wrong, when it runs again.
         """
         memory = [_memory(t) for t in tensors]
+        state = tensors[len(tensors) - self._num_state :]
+        flags = [t.requires_grad for t in state]
         before = pytree.tree_flatten(self._arguments)
         with kept_rng(used_device(tensors)):
             results, result, rebound = self.opaque.capture(
@@ -80,13 +84,15 @@ class OpaqueCall:
                 self._refuse(f"keeps a tensor with a history in the attribute `{change.name}`")
         if any(now != then for now, then in zip(map(_memory, tensors), memory, strict=True)):
             raise Obstacle(
-                f"gives a parameter other memory in the forward of `{self.opaque.name}`",
+                f"gives a parameter other memory in the forward of {self._place}",
                 "The parameter stays in host memory; the module gets a stand-in.",
                 "Change parameters outside the forward.",
             )
+        if [t.requires_grad for t in state] != flags:
+            refuse_flag(f" in the forward of {self._place}")
         if any(t.is_leaf and t.grad is not None for t in tensors):
             raise Obstacle(
-                f"runs a backward in the forward of `{self.opaque.name}`",
+                f"runs a backward in the forward of {self._place}",
                 "The gradients that this backward leaves in `.grad` would be lost.",
                 "Use torch.autograd.grad, or run the backward outside the model.",
             )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
-from megatrain.patches import replaced_here
+from megatrain.patches import original_of, replaced_here
 
 
 class StandIn(nn.Module):
@@ -40,7 +42,12 @@ def own_code() -> Generator[None]:
     depth = getattr(_running, "depth", 0)
     _running.depth = depth + 1
     try:
-        with replaced_here(nn.RNNBase, "flatten_parameters", _keep_layout):
+        with (
+            replaced_here(nn.RNNBase, "flatten_parameters", _keep_layout),
+            replaced_here(
+                torch.utils, "swap_tensors", functools.partial(_swap, original_of(torch.utils, "swap_tensors"))
+            ),
+        ):
             yield
     finally:
         _running.depth = depth
@@ -52,6 +59,15 @@ def _keep_layout(module: nn.RNNBase) -> None:
     An RNN that finds other weights than in its last call moves these on CUDA into one piece of memory, in cuDNN's
     order. The results are the same without; cuDNN then makes such a piece for each call.
     """
+
+
+def _swap(swap: Callable[[torch.Tensor, torch.Tensor], None], one: torch.Tensor, other: torch.Tensor) -> None:
+    """Leaves a tensor that is swapped with itself: torch refuses that for stand-ins, to which weak references exist.
+
+    `torch.nn.utils.parametrize` does so if `torch.__future__.set_swap_module_params_on_conversion` was called.
+    """
+    if one is not other:
+        swap(one, other)
 
 
 def runs_own_code() -> bool:

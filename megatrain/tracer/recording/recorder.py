@@ -25,6 +25,7 @@ from megatrain.tracer.recording.obstacles import (
     check_strided,
     check_transforms,
     refuse,
+    refuse_flag,
 )
 from megatrain.tracer.recording.opaque_call import OpaqueCall
 from megatrain.tracer.recording.random_numbers import HostRng
@@ -131,6 +132,11 @@ class Recorder(CallRunner):
         check_call(func, args, kwargs)
         if is_property_set(func):
             return None  # nothing that would change anything passes the check
+        if self.tape.site[1] == "requires_grad_":
+            if _is_flag_kept(*args, **kwargs):
+                return args[0]
+            if self.is_state(args[0]):
+                refuse_flag()
         is_question = is_metadata_read(self.tape.site[1])
         packed = None
         if not is_question:
@@ -233,3 +239,7 @@ class Recorder(CallRunner):
         node_args, node_kwargs = pytree.tree_map_only(torch.Tensor, self.tape.node_of, (args, kwargs))
         # The user may go on to change the list or array that was read.
         self.tape.fix(*as_call(func), node_args, node_kwargs, copy.deepcopy(result))
+
+
+def _is_flag_kept(tensor: torch.Tensor, requires_grad: bool = True) -> bool:
+    return tensor.requires_grad == requires_grad
