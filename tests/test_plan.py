@@ -33,17 +33,17 @@ def test_the_text():
         str(plan),
         """\
 plan: Gpt, 5 blocks, 103616 parameters; fp32, 2 micro-batches, updates none
-device: 499.88 KiB of 500.00 KiB: fits, 128 B left
+device: 496.38 KiB of 500.00 KiB: fits, 3.62 KiB left
   at B3.1                    bytes        size
-  weights                   146176  142.75 KiB
+  weights                   142592  139.25 KiB
   workspace                 133888  130.75 KiB
   gradients of parameters   133888  130.75 KiB
   retained graphs            60800   59.38 KiB
   activations                24832   24.25 KiB
   gradients of activations   12288   12.00 KiB
-  slots: 12.00 KiB, 130.75 KiB
+  slots: 130.75 KiB, 8.50 KiB
   keeps: graphs of 3 of 5 blocks, inputs of the last 5, weights of 2; parks 0 activations
-  moves: 805.00 KiB to the device, 412.75 KiB to the host
+  moves: 686.25 KiB to the device, 412.75 KiB to the host
   reserve: 1.00 GiB of a card besides, assumed: a tenth of its memory, at least 1 GiB
 host: 940.25 KiB of 976.56 KiB: fits, 36.31 KiB left
   what         bytes        size  B/parameter

@@ -89,6 +89,8 @@ class Family:
         weights.sort(key=lambda use: by_benefit(use.number, use.nbytes))
         persistent = [use for use in weights if use.choice == "persistent"]
         resident = [use for use in weights if use.choice == "resident" and blocks[use.number].has_backward]
+        # The largest ones, an embedding and a head, need no bytes of their own while one slot serves both.
+        resident.sort(key=lambda use: use.nbytes)
         values = seconds.values(start)
         stays = (
             *(persistent if freedom.stays else ()),

@@ -194,8 +194,10 @@ def _arrivals(
     """All transfers to the device, in the order of their queue."""
     starts = [0, *accumulate(len(stage) for stage in stages)]
     found: list[_Arrival] = []
+    free = -len(stages)
     for index, stay in enumerate(stays):
-        free = stay.needed - stay.ahead - 1
+        # What is needed sooner comes sooner, even if its bytes are free later.
+        free = max(free, stay.needed - stay.ahead - 1)
         after = starts[free + 1] - 1 if free >= 0 else free
         found.append(_Arrival(after, starts[stay.needed], True, stay.block, 0, index))
     for start, stage in zip(starts, stages, strict=False):

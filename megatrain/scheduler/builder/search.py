@@ -63,7 +63,8 @@ class Search:
         nearest: Family | None = None
         for family in families:
             # With all the memory that it can use, a family is as fast as it gets.
-            if self._time(best.plan) > self._time(family.everything) * (1 + _NEAR):
+            fastest = with_late_offloads(family.everything, self._builder.kind)
+            if self._time(best.plan) > self._time(fastest) * (1 + _NEAR):
                 found = self._climbed(family, 1.0)
                 if nearest is None or self._time(found.plan) < self._time(best.plan):
                     nearest = family

@@ -106,9 +106,9 @@ def stays_of(
     found: list[Stay] = []
     for block, at in uses.items():
         nbytes = 0 if kind.transfer == "bind" else workload.blocks[block].state_bytes
-        own = ahead + (at[0] if at[0] < AHEAD and (block in persistent or block in first) else 0)
+        own = ahead + (at[0] if at[0] < AHEAD and block in first else 0)
         if block in persistent:
-            found.append(Stay(block, at[0], -ahead, len(stages) - 1, nbytes, own))
+            found.append(Stay(block, at[0], -ahead, len(stages) - 1, nbytes, ahead + min(at[0], AHEAD)))
             continue
         for run in [at] if block in staying else [[stage] for stage in at]:
             found.append(Stay(block, run[0], run[0] - own, run[-1], nbytes, own))
