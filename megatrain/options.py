@@ -58,7 +58,7 @@ class Options:
         masters: Kind of masters of bf16 parameters: `"whole"` (none, as precision is fp32), `"exact"` or `"rounded"`.
         opaque: What happens if the model is one opaque block: `"warn"`, `"refuse"` or `"allow"`.
         passes: The user's own rewrites of captured graphs.
-        hardware: The machine for which training steps are planned; None plans by bytes alone.
+        hardware: The machine for which training steps are planned; None weighs copies and compute as a usual one does.
     """
 
     device: Device

@@ -13,6 +13,7 @@ from torch import nn
 
 from megatrain.errors import TraceError
 from megatrain.garbage import paused_collection
+from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.opaque_model import check_opaque
 from megatrain.optim.grad_scaler import warn_of_torchs_own
@@ -259,6 +260,7 @@ class Variants:
 def _planned(program: Program, options: Options, budget: DeviceBudget, *, is_training: bool) -> Schedule:
     is_differentiable = any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs)
     kind = StepKind("train" if is_training and is_differentiable else "forward", options.transfer)
-    planned = step_schedule([program], kind, memory=budget.nbytes, activations=options.activations)
+    usual = usual_machine(options.device.card())
+    planned = step_schedule([program], kind, memory=budget.nbytes, activations=options.activations, usual=usual)
     planned.check()
     return planned

@@ -100,10 +100,13 @@ class Accelerator(Device):
 
     # -- memory ----------------------------------------------------------------------------------------------
 
+    def card(self) -> str:
+        """The name that the backend gives the device."""
+        return str(getattr(self._module, "get_device_name", lambda device: "")(self.torch_device))
+
     def described(self) -> str:
         """The name that the backend gives the device, and the host."""
-        name = getattr(self._module, "get_device_name", lambda device: "")(self.torch_device)
-        return f"{self.torch_device} {name} {self._software()}; {super().described()}"
+        return f"{self.torch_device} {self.card()} {self._software()}; {super().described()}"
 
     def _software(self) -> str:
         """What drives the device, beside torch."""

@@ -162,6 +162,10 @@ class Device:
 
     # -- memory ----------------------------------------------------------------------------------------------
 
+    def card(self) -> str:
+        """The name that the maker gives the device, such as `NVIDIA GeForce RTX 4090`; empty if it has none."""
+        return ""
+
     def described(self) -> str:
         """Names the model and all else by which its speed may differ from that of another of its kind."""
         return f"{self.kind} {platform.machine()} {_processor()}, {os.cpu_count()} processors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from megatrain.checks import either, instance_of, one_of
@@ -25,3 +26,32 @@ def machine_of(hardware: Hardware | str, device: Any) -> Hardware:
     if isinstance(hardware, Hardware):
         return hardware
     return Hardware.measure(device) if hardware == MEASURED else Hardware.preset(hardware)
+
+
+# Cards of the table, by what the name of a device says.
+_NAMES = {
+    r"RTX 3080\b": "rtx-3080",
+    r"RTX 3090\b": "rtx-3090",
+    r"RTX 4090\b": "rtx-4090",
+    r"RTX 5090\b": "rtx-5090",
+    r"\bA100\b": "a100",
+    r"\bH100 (PCIe|NVL)\b": "h100-pcie",
+    r"\bH100\b": "h100-sxm",
+    r"\bH200\b": "h200",
+    r"\bGH200\b": "gh200",
+    r"\bB200\b": "b200",
+    r"\bGB10\b": "gb10",
+}
+
+
+def usual_machine(card: str) -> Hardware:
+    """The machine by which copies and compute are weighed if nobody named one: that of the card, or an RTX 4090.
+
+    Where about 5000 FLOPs take as long as a byte of a copy, as there, a plan is a good one for most cards.
+
+    Args:
+        card: The name of a device, from its maker; may be empty.
+    """
+    # Laptops have the names of cards that are twice as fast.
+    fitting = [] if "Laptop" in card else [name for pattern, name in _NAMES.items() if re.search(pattern, card)]
+    return Hardware.preset(fitting[0] if fitting else "rtx-4090")

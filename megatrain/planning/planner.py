@@ -14,6 +14,7 @@ from torch import nn
 from megatrain.device import HOST, Device
 from megatrain.errors import MegatrainError, OptionError, ScheduleError, TraceError
 from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.machine import usual_machine
 from megatrain.passes.pipeline import Rewrite
 from megatrain.passes.program import Program
 from megatrain.planning.captured_model import captured
@@ -184,8 +185,10 @@ class Planner:
     def _scheduled(self, found: _Capture, kind: StepKind, options: StepOptions) -> tuple[Schedule, str | None]:
         """Returns the schedule; if none fits, the schedule that takes the least memory, and the reason."""
         memory, activations, hardware = options.device_memory, options.activations, options.hardware
-        key = (found.key, kind, memory, activations, hardware if memory else None)
-        made = partial(step_schedule, [found.program] * kind.micro_batches, kind, loss_bytes=found.loss_bytes)
+        usual = usual_machine((options.device or HOST).card())
+        key = (found.key, kind, memory, activations, hardware if memory else None, usual.name)
+        programs = [found.program] * kind.micro_batches
+        made = partial(step_schedule, programs, kind, loss_bytes=found.loss_bytes, usual=usual)
 
         def schedule() -> tuple[Schedule, str | None]:
             free = made(activations=activations)  # raises errors that have nothing to do with memory

@@ -124,6 +124,7 @@ def step_schedule(
     activations: str = "auto",
     loss_bytes: int = 0,
     hardware: Hardware | None = None,
+    usual: Hardware | None = None,
 ) -> Schedule:
     """Places one step whose micro-batches are captures of one model.
 
@@ -136,6 +137,7 @@ def step_schedule(
         activations: See there.
         loss_bytes: As in `Workload`.
         hardware: As in `schedule`.
+        usual: As in `build`.
 
     Raises:
         ScheduleError: If they don't, `memory` is too small, or a buffer can't go from one to the next.
@@ -144,7 +146,16 @@ def step_schedule(
         for program in {id(program): program for program in programs}.values():
             check_buffers(program)
     works = replace(merge_programs(programs).workload, loss_bytes=loss_bytes)
-    return build(works, kind, num_slots=num_slots, keep=keep, memory=memory, activations=activations, hardware=hardware)
+    return build(
+        works,
+        kind,
+        num_slots=num_slots,
+        keep=keep,
+        memory=memory,
+        activations=activations,
+        hardware=hardware,
+        usual=usual,
+    )
 
 
 def merge_programs(programs: Sequence[Program]) -> Merged:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatrain.errors import ExecuteError
+from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.passes.program import Program
@@ -114,6 +115,7 @@ class StepTables:
             activations=self._options.activations,
             loss_bytes=loss_bytes,
             hardware=self._options.hardware,
+            usual=usual_machine(self._options.device.card()),
         )
         if not any(op.what == "G" for op in planned.ops):
             raise ExecuteError(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.machine import usual_machine
 from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft, with_late_offloads
 from megatrain.scheduler.builder.family import Freedom
@@ -17,9 +18,6 @@ from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
-# Without a machine, compute and copies are weighed as on this one: about 5000 FLOPs take as long as a byte of a copy.
-_USUAL = "rtx-4090"
-
 
 def choose_draft(
     builder: Builder,
@@ -29,12 +27,13 @@ def choose_draft(
     memory: int | None,
     activations: str,
     hardware: Hardware | None = None,
+    usual: Hardware | None = None,
 ) -> Draft:
     """The draft with the shortest step found for `hardware`, of those that fit.
 
     Without `hardware` nothing is simulated. Memory goes to activations, so that as few as can be are parked, and then,
-    step by step, to what saves time on the longer stream of a usual machine. Two slots come before one, and before that
-    giants alone.
+    step by step, to what saves time on the longer stream of a `usual` machine. Two slots come before one, and before
+    that giants alone.
 
     Raises:
         ScheduleError: If none fits.
@@ -56,7 +55,7 @@ def choose_draft(
     if num_slots is None and giants(builder.workload):
         starts.insert(1, replace(starts[0], has_giants_alone=True))
     start = first_fit(builder, starts, memory).plan
-    found = Search(builder, memory, freedom, Hardware.preset(_USUAL)).balanced(start)
+    found = Search(builder, memory, freedom, usual or usual_machine("")).balanced(start)
     if hardware is None or not streams:
         return found
     more = [start] if num_slots is not None else [start, *_of_slots(start)]

@@ -37,6 +37,7 @@ def build(
     memory: int | None = None,
     activations: str = "auto",
     hardware: Hardware | None = None,
+    usual: Hardware | None = None,
 ) -> Schedule:
     """Places one step of `workload` on the streams.
 
@@ -51,6 +52,7 @@ def build(
         memory: Device bytes; see there.
         activations: See there.
         hardware: See there.
+        usual: Whose rates weigh compute against copies without `hardware`; None is an RTX 4090.
 
     Returns:
         A schedule that passes `check_schedule`. Ticks count from 0; lifetimes include both ends.
@@ -67,7 +69,13 @@ def build(
     workload.check()
     builder = Builder(workload, kind)
     draft = choose_draft(
-        builder, num_slots=num_slots, keep=keep, memory=memory, activations=activations, hardware=hardware
+        builder,
+        num_slots=num_slots,
+        keep=keep,
+        memory=memory,
+        activations=activations,
+        hardware=hardware,
+        usual=usual,
     )
     return schedule_of(builder.finish(draft))
 
