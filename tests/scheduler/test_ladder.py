@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
+from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.builder.family import Family, Freedom
 from megatrain.scheduler.builder.stays import by_benefit
@@ -145,6 +146,16 @@ def test_the_ladder_takes_turns_so_that_both_streams_get_shorter():
         assert is_graph == (compute >= copies) or len(rest) < len([*family.graphs, *family.stays])
         compute, copies = compute - use.seconds * is_graph, copies - use.seconds * (not is_graph)
     assert kinds == {True, False}
+
+
+def test_a_plan_by_time_is_never_slower_than_the_one_that_parks_as_little_as_it_can():
+    """Where nothing needs to be parked, plans that could park miss it here."""
+    works = frozen(16)
+    works = replace(works, blocks=tuple(replace(block, saved_bytes=LAYER // 4) for block in works.blocks))
+    machine, memory = Hardware(3e7, 3e7, 1e9), 17 * LAYER // 2
+    frugal = build(works, STEP, memory=memory, usual=machine)
+    found = build(works, STEP, memory=memory, hardware=machine)
+    assert found.simulate(machine).step_s <= frugal.simulate(machine).step_s
 
 
 def test_another_budget_climbs_the_same_ladder():

@@ -1,4 +1,4 @@
-"""Budget: the fastest plan that fits the device memory, or an error with the bytes needed."""
+"""Budget: a plan that fits the device memory, or an error with the bytes needed."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ def choose_draft(
     found = Search(builder, memory, freedom, usual or usual_machine("")).balanced(start)
     if hardware is None or not streams:
         return found
+    frugal = Search(builder, memory, freedom, hardware).balanced(start)
     more = [start] if num_slots is not None else [start, *_of_slots(start)]
-    return Search(builder, memory, replace(freedom, parks=True), hardware).fastest(found, more)
+    return Search(builder, memory, replace(freedom, parks=True), hardware).fastest((found, frugal), more)
 
 
 def _of_slots(start: Choices) -> list[Choices]:

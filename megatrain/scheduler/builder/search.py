@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -51,14 +51,15 @@ class Search:
         """
         return self._climbed(self._family(start), 1.0)
 
-    def fastest(self, first: Draft, starts: Iterable[Choices]) -> Draft:
-        """The draft with the shortest simulated step of `first` and those from each start; of equal ones the first.
+    def fastest(self, known: Sequence[Draft], starts: Iterable[Choices]) -> Draft:
+        """The draft with the shortest simulated step of `known` and those from each start; of equal ones the first.
 
         Args:
-            first: A draft that fits.
+            known: Drafts that fit.
             starts: The most frugal plans; those that don't fit are left out.
         """
-        self._drafts[first.plan] = best = first
+        self._drafts.update((draft.plan, draft) for draft in known)
+        best = min(known, key=lambda draft: self._time(draft.plan))
         families = [self._family(start) for start in starts if self.fits(start)]
         nearest: Family | None = None
         for family in families:

@@ -120,14 +120,14 @@ def stays_of(
 def _as_slots_are_free(stays: Iterable[Stay], kept: Collection[int], num_slots: int) -> Iterator[Stay]:
     """The same stays, but those of streamed blocks begin when a slot is free: the stages of kept blocks need none."""
     lasts: list[int] = []  # of the streamed blocks so far, ascending
-    over: dict[int, int] = {}  # when the stay before of the same block is
+    ended: dict[int, int] = {}  # the stage after a block's previous stay
     for stay in stays:
         if stay.block in kept:
             yield stay
             continue
         free = lasts[-num_slots] + 1 if len(lasts) >= num_slots else 1 - num_slots
-        begin = max(min(stay.first, max(free, stay.needed - AHEAD)), over.get(stay.block, 1 - num_slots))
-        over[stay.block] = stay.last + 1
+        begin = max(min(stay.first, max(free, stay.needed - AHEAD)), ended.get(stay.block, 1 - num_slots))
+        ended[stay.block] = stay.last + 1
         insort(lasts, stay.last)
         yield replace(stay, first=begin, ahead=stay.needed - begin)
 
