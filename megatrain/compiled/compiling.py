@@ -69,10 +69,11 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         passes: Your own rewrites, each a function `TracedModule -> TracedModule`: a capture goes through them in order,
             is checked after each, and is then cut into blocks. `print(compiled.program)` names them. See
             docs/extending.md.
-        hardware: The machine for which a `TrainStep` is planned: of all plans that fit the memory the step takes the
-            one that is fastest there. `"measured"` is this machine, measured in a few seconds and remembered; or a
-            `megatrain.Hardware`, or the name of one in `Hardware.presets()`. None plans by bytes alone. A plan by time
-            takes up to some seconds for each new shape of batches.
+        hardware: The machine for which a `TrainStep` is planned: of several plans that fit the memory the step takes
+            the one that is fastest there. `"measured"` is this machine, measured in a few seconds and remembered; or a
+            `megatrain.Hardware`, or the name of one in `Hardware.presets()`. None compares no plans, and weighs copies
+            against compute as the card does, if its name is known, or as an RTX 4090. To compare plans takes up to
+            some seconds for each new shape of batches.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects the operations that the executor issued; for tests.
 

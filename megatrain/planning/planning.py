@@ -91,7 +91,7 @@ def plan(  # noqa: PLR0913  # as for `compile`
         passes: As for `compile`.
         loss: As for `TrainStep`; it gets the example as its batch.
         hardware: A machine, the name of one in the table (`Hardware.presets()`), or `"measured"` for this machine with
-            `device`. The plan is the fastest there of those that fit `device_memory`, and says its time.
+            `device`. The plan is the fastest found for it that fits `device_memory`, and says its time.
         example_args: Another way to give `args`.
         example_kwargs: Example keyword arguments.
 
