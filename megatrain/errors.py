@@ -63,6 +63,10 @@ class ScheduleError(MegatrainError):
     """A schedule doesn't fit into the given memory, can't be read, or isn't safe."""
 
 
+class TooSmallError(ScheduleError):
+    """A budget of the device's memory is smaller than what a schedule needs at least."""
+
+
 class MicroBatchError(ScheduleError):
     """Micro-batches of one training step run other layers, or the same ones in another order."""
 

@@ -24,6 +24,7 @@ from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 
 PRECISION = one_of("fp32", "bf16")
 TRANSFER = one_of("auto", "copy", "bind")
+CHUNKING = one_of("auto", "always", "never")
 COMPILE: Mapping[str, Rule] = {
     "model": MODEL,
     "device": optional(DEVICE),
@@ -38,6 +39,7 @@ COMPILE: Mapping[str, Rule] = {
     "masters": one_of("exact", "rounded"),
     "opaque": one_of(*OPAQUE),
     "passes": PASSES,
+    "chunking": CHUNKING,
     "hardware": optional(HARDWARE),
 }
 """What the options of `compile` may be, one by one."""
@@ -59,6 +61,7 @@ class Options:
         opaque: What happens if the model is one opaque block: `"warn"`, `"refuse"` or `"allow"`.
         passes: The user's own rewrites of captured graphs.
         hardware: The machine for which training steps are planned; None weighs copies and compute as a usual one does.
+        chunking: When heads compute their losses in chunks of rows.
     """
 
     device: Device
@@ -72,6 +75,7 @@ class Options:
     opaque: str = "warn"
     passes: tuple[Rewrite, ...] = ()
     hardware: Hardware | None = None
+    chunking: str = "auto"
 
     @staticmethod
     def read(
@@ -86,6 +90,7 @@ class Options:
         opaque: str = "warn",
         passes: Sequence[Rewrite] = (),
         hardware: Hardware | str | None = None,
+        chunking: str = "auto",
     ) -> Options:
         """Resolves the options of `compile`; each option has been checked alone.
 
@@ -111,7 +116,18 @@ class Options:
         kind: Kind = "whole" if precision == "fp32" else "rounded" if masters == "rounded" else "exact"
         machine = None if hardware is None else machine_of(hardware, target)
         return Options(
-            target, budget, precision, activations, transfer, size, paths, kind, opaque, tuple(passes), machine
+            target,
+            budget,
+            precision,
+            activations,
+            transfer,
+            size,
+            paths,
+            kind,
+            opaque,
+            tuple(passes),
+            machine,
+            chunking,
         )
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatrain.checks.several_optimizers import parameters_of
-from megatrain.compiled import variants
+from megatrain.compiled import lowered as lowering
 from megatrain.optim import need, per_parameter
 from megatrain.optim.need import Updated
 from megatrain.passes.pipeline import lower
@@ -37,7 +37,7 @@ def program(name: str) -> Program:
     return lower(traced(name))
 
 
-LOWERED_ANEW = variants.lowered
+LOWERED_ANEW = lowering.lowered
 """For a test that breaks a pass, in a file where others share programs."""
 
 Lowered = dict[tuple[object, ...], list[tuple[TracedModule, Program]]]
@@ -55,16 +55,17 @@ def lowered_once(known: Lowered | None = None) -> Generator[None]:
     """
     real, known = LOWERED_ANEW, {} if known is None else known
 
-    def lowered(traced: TracedModule, options: Any, after_pass: Any = None) -> Program:
-        made = known.setdefault((traced.name, options.block_bytes, options.passes, options.device.alignment), [])
+    def lowered(traced: TracedModule, options: Any, more: Any = None, after_pass: Any = None) -> Program:
+        key = (traced.name, options.block_bytes, options.passes, options.chunking, str(more), options.device.alignment)
+        made = known.setdefault(key, [])
         for other, program in made if after_pass is None else ():
             if is_same_capture(other, traced):
                 return program
-        made.append((traced, real(traced, options, after_pass)))
+        made.append((traced, real(traced, options, more, after_pass)))
         return made[-1][1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(variants, "lowered", lowered)
+        patch.setattr(lowering, "lowered", lowered)
         yield
 
 

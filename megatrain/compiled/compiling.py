@@ -38,6 +38,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
     opaque: str = "warn",
     passes: Sequence[Rewrite] = (),
     hardware: Hardware | str | None = None,
+    chunking: str = "auto",
     chaos: Chaos | None = None,
     recording: Recording | None = None,
 ) -> CompiledModule:
@@ -74,6 +75,10 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             `megatrain.Hardware`, or the name of one in `Hardware.presets()`. None compares no plans, and weighs copies
             against compute as the card does, if its name is known, or as an RTX 4090. To compare plans takes up to
             some seconds for each new shape of batches.
+        chunking: When a head (`linear`, then `cross_entropy`) computes its loss in chunks of rows, so that its logits
+            never exist whole (chunked cross-entropy): `"auto"` in training steps that don't fit the memory otherwise,
+            `"always"` wherever nobody else reads the logits, or `"never"`. Gradients of the head's weights are then
+            sums over chunks; all else has the same bits. See docs/tasks/long-documents.md.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects the operations that the executor issued; for tests.
 
@@ -93,7 +98,18 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             "  Use it as it is, or compile the plain model again: compile(compiled.megatrain.model, ...)."
         )
     options = Options.read(
-        device, memory, precision, activations, transfer, block_bytes, weights, masters, opaque, passes, hardware
+        device,
+        memory,
+        precision,
+        activations,
+        transfer,
+        block_bytes,
+        weights,
+        masters,
+        opaque,
+        passes,
+        hardware,
+        chunking,
     )
     compiled = Compiled(model, options, chaos, recording)
     module = compiled_module(compiled)

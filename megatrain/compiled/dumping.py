@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torch import nn
 
-from megatrain.compiled.variants import Variant, lowered
+from megatrain.compiled.lowered import lowered
+from megatrain.compiled.variants import Variant
 from megatrain.errors import LowerError, OptionError, ScheduleError
 from megatrain.optim.masters.registry import Masters
 from megatrain.options import Options

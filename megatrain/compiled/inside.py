@@ -257,10 +257,11 @@ class Compiled(LatestCapture):
             self._executor(self.variant)
 
     def _executor(self, variant: Variant) -> Executor:
-        if variant.executor is None:
-            variant.executor = Executor(variant.program, variant.schedule, self.engine)
+        lowered = variant.lowered
+        if lowered.executor is None:
+            lowered.executor = Executor(lowered.program, lowered.schedule, self.engine)
         self.bind()
-        return variant.executor
+        return lowered.executor
 
     def _variant_for(self, arguments: Arguments, failed: Mapping[Variant, str] | None = None) -> Variant:
         self._latest = self._variants.find(arguments, failed)

@@ -43,13 +43,14 @@ def compiled_text(
 
 
 def _variant_lines(variant: Variant, is_latest: bool) -> list[str]:
-    traced, program, planned = variant.traced, variant.program, variant.planned
+    traced, program = variant.traced, variant.program
     given = ", ".join(f"{node.name}: {node.meta['spec']}" for node in traced.inputs)
     parameters = sum(e.spec.nbytes for e in traced.state.values() if e.kind == "parameter")
     others = sum(e.spec.nbytes for e in traced.state.values() if e.kind != "parameter")
     # A training step has another schedule, and may fit where a call doesn't, so this text makes no schedule.
     scheduled = "no call is scheduled yet"
-    if planned is not None:
+    if variant.lowered.is_planned:
+        planned = variant.schedule
         scheduled = f"{planned.num_slots} slots, device {planned.device_bytes} B, peak {planned.peak_bytes} B"
         scheduled = f"{planned.kind.mode}: {scheduled}"
     lines = [

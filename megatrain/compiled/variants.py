@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import nn
 
+from megatrain.compiled.lowered import Lowered
 from megatrain.errors import TraceError
-from megatrain.garbage import paused_collection
-from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.opaque_model import check_opaque
 from megatrain.optim.grad_scaler import warn_of_torchs_own
 from megatrain.options import Options
-from megatrain.passes.pipeline import AfterPass, lower
 from megatrain.passes.program import Program
-from megatrain.runtime.block import outer_hooks_off
-from megatrain.runtime.executor import Executor
-from megatrain.scheduler.from_program import step_schedule
+from megatrain.passes.rewrites.loss_only import loss_only
+from megatrain.planning.step_programs import StepPrograms, undisturbed
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments, call_signature
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.guards import GuardCheck
@@ -46,49 +40,48 @@ MOST_STATES = 8
 
 @dataclass(slots=True, eq=False)
 class Variant:
-    """One capture of the model, for one signature of inputs, with the schedule of its calls.
+    """One capture of the model, for one signature of inputs.
 
     Args:
         traced: The capture.
-        program: Its blocks; captures that computed the same share one.
-        plan: Makes the schedule of a call.
+        lowered: Its programs and schedule; captures that computed the same share them.
         guards: Compares what was read from inputs.
         assumptions: Compares what was read from Python state.
-        executor: Runs the schedule; made at the first call.
         reasons: Why earlier captures of the same signature didn't fit when this capture was made.
-        planned: The schedule of a call, if one was asked for.
-        own_code: The result of `opaque`.
         number: The number of this capture of the model, from 1; dropped captures count too.
+        of_loss: The capture without results that a training step on the model's own loss doesn't need.
     """
 
     traced: TracedModule
-    program: Program
-    plan: Callable[[], Schedule]
+    lowered: Lowered
     guards: GuardCheck
     assumptions: AssumptionCheck
-    executor: Executor | None = None
     reasons: tuple[str, ...] = ()
-    planned: Schedule | None = None
-    own_code: tuple[Opaque | Observer, ...] | None = None
     number: int = 0
+    of_loss: TracedModule | None = None
+
+    @property
+    def program(self) -> Program:
+        """The blocks of a call."""
+        return self.lowered.program
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of a call, planned on first use: a training step may fit where a call doesn't.
-
-        Raises:
-            ScheduleError: If the memory budget is too small for it.
-        """
-        if self.planned is None:
-            self.planned = self.plan()
-        return self.planned
+        """The schedule of a call; see `Lowered`."""
+        return self.lowered.schedule
 
     @property
     def opaque(self) -> tuple[Opaque | Observer, ...]:
         """Modules and hooks that run their own code at each step."""
-        if self.own_code is None:  # asked at every call: one look at all graphs is enough
-            self.own_code = (*self.program.opaque_calls, *self.program.observers)
-        return self.own_code
+        return self.lowered.opaque
+
+    def for_step(self, *, is_own_loss: bool) -> tuple[TracedModule, StepPrograms]:
+        """Returns what a training step runs, without dead outputs if it differentiates the model's own loss."""
+        if not is_own_loss:
+            return self.traced, self.lowered.for_step(self.traced)
+        if self.of_loss is None:
+            self.of_loss = loss_only(self.traced)
+        return self.of_loss, self.lowered.for_step(self.of_loss)
 
 
 def first_fitting(
@@ -114,25 +107,6 @@ def first_fitting(
             return variant, tuple(failures)
         failures.append(failure or str(guard))
     return None, tuple(dict.fromkeys(failures))
-
-
-@contextmanager
-def _undisturbed() -> Generator[None]:
-    """Lets the body differentiate fake tensors: the caller's hooks and anomaly mode would fail on these."""
-    with paused_collection(), outer_hooks_off(), torch.autograd.set_detect_anomaly(False):
-        yield
-
-
-def lowered(traced: TracedModule, options: Options, after_pass: AfterPass | None = None) -> Program:
-    """Lowers a capture by the options of `compile`; see `lower`."""
-    with _undisturbed():
-        return lower(
-            traced,
-            block_bytes=options.block_bytes,
-            rewrites=options.passes,
-            after_pass=after_pass,
-            alignment=options.device.alignment,
-        )
 
 
 def add_variant(variants: list[Variant], variant: Variant) -> None:
@@ -198,12 +172,12 @@ class Variants:
         variant, failures = first_fitting(known, arguments.tensors, self.tree_version, failed or {})
         if variant is None:
             before_capture()
-            with _undisturbed():
+            with undisturbed():
                 variant = self._capture(arguments, known)
             self._count += 1
             variant.number, variant.reasons = self._count, failures
             add_variant(known, variant)
-            self.written.update(key for _, key in variant.program.buffers)
+            self.written.update(key for key, _ in variant.traced.writes_back)
         return variant
 
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:
@@ -246,21 +220,6 @@ class Variants:
             warn_of_torchs_own((dtype for _, dtype in regions), self._options.device)
         guards = GuardCheck(traced.guards, traced.graph, traced.constants)
         assumptions = AssumptionCheck(traced.assumptions)
-        for other in others:
-            if is_same_capture(other.traced, traced):
-                return Variant(
-                    traced, other.program, other.plan, guards, assumptions, other.executor, planned=other.planned
-                )
-        program = lowered(traced, self._options)
-        is_training = torch.is_grad_enabled()
-        plan = functools.partial(_planned, program, self._options, self._budget, is_training=is_training)
-        return Variant(traced, program, plan, guards, assumptions)
-
-
-def _planned(program: Program, options: Options, budget: DeviceBudget, *, is_training: bool) -> Schedule:
-    is_differentiable = any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs)
-    kind = StepKind("train" if is_training and is_differentiable else "forward", options.transfer)
-    usual = usual_machine(options.device.card())
-    planned = step_schedule([program], kind, memory=budget.nbytes, activations=options.activations, usual=usual)
-    planned.check()
-    return planned
+        same = (other.lowered for other in others if is_same_capture(other.traced, traced))
+        made = next(same, None) or Lowered(traced, self._options, self._budget, is_training=torch.is_grad_enabled())
+        return Variant(traced, made, guards, assumptions)

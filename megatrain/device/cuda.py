@@ -53,6 +53,13 @@ class Cuda(Accelerator):
         event.record(torch.cuda.current_stream(self.torch_device))
         event.synchronize()
 
+    def add_product(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Multiplies in the dtype of the two, on its tensor cores, which add in fp32."""
+        if left.dtype == total.dtype:
+            super().add_product(total, left, right)
+        else:
+            total.add_(torch.mm(left, right, out_dtype=total.dtype))
+
     def uncounted(self) -> tuple[tuple[str, int], ...]:
         """Adds the workspaces of cuBLAS, one for each thread that computes: the caller's and autograd's."""
         capability = torch.cuda.get_device_capability(self.torch_device)

@@ -118,6 +118,12 @@ class Device:
         """Lists what it lacks of all that a run asks of a device, in words; `compile` refuses such a device."""
         return ()
 
+    # -- computation -----------------------------------------------------------------------------------------
+
+    def add_product(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Adds the product of two matrices to `total`, in its dtype: the product isn't rounded to that of the two."""
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
     # -- streams and copies ----------------------------------------------------------------------------------
 
     def new_stream(self) -> DeviceStream | None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 
 from megatrain.device import Device
-from megatrain.garbage import paused_collection
 from megatrain.interrupts import Interrupts
 from megatrain.opaque_model import check_opaque
-from megatrain.passes.pipeline import Rewrite, lower
-from megatrain.passes.program import Program
+from megatrain.passes.pipeline import Rewrite
+from megatrain.passes.rewrites.loss_only import loss_only
 from megatrain.planning.host_plan import narrow_entries
-from megatrain.runtime.block import outer_hooks_off
+from megatrain.planning.step_programs import StepPrograms, lowered_for, undisturbed
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.capture.sandbox import swapped_state
 from megatrain.tracer.inventory import inventory
@@ -29,8 +29,11 @@ def captured(
     precision: str,
     block_bytes: int | None,
     passes: Sequence[Rewrite],
+    chunking: str,
     device: Device,
-) -> tuple[TracedModule, Program]:
+    *,
+    is_own_loss: bool,
+) -> tuple[TracedModule, StepPrograms]:
     """Captures a call and cuts it into blocks; model and generators stay as they were.
 
     Args:
@@ -39,7 +42,9 @@ def captured(
         precision: With `"bf16"`, fp32 weights are replaced by stand-ins without values.
         block_bytes: As in `lower`.
         passes: The user's rewrites.
+        chunking: As in `compile`.
         device: Whose layout of weights counts.
+        is_own_loss: Whether the step differentiates the model's own loss, and needs no other result.
 
     Raises:
         TraceError: If the model can't be captured faithfully.
@@ -54,11 +59,16 @@ def captured(
     args, kwargs = arguments.rebuild(tensors)
     # Swapped state comes back whole, wherever Ctrl-C comes.
     swapped = _in_bf16(model, {key: state[key] for key in replaced})
-    with Interrupts() as interrupts, swapped, interrupts.released(), paused_collection(), outer_hooks_off():
-        with torch.autograd.set_detect_anomaly(False), torch.enable_grad():
+    with Interrupts() as interrupts, swapped, interrupts.released(), undisturbed():
+        with torch.enable_grad():
             traced = trace(model, args, kwargs, device=device.torch_device)
             check_opaque(traced, "warn", set())
-            return traced, lower(traced, block_bytes=block_bytes, rewrites=passes, alignment=device.alignment)
+    traced = loss_only(traced) if is_own_loss else traced
+
+    lower = partial(lowered_for, traced, block_bytes, passes, chunking, device.alignment)
+    programs = StepPrograms(chunking, lower)
+    programs.at(0)  # raises errors of the model now
+    return traced, programs
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from megatrain.device import HOST, Device
-from megatrain.errors import MegatrainError, OptionError, ScheduleError, TraceError
+from megatrain.errors import MegatrainError, OptionError, TooSmallError, TraceError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
 from megatrain.passes.pipeline import Rewrite
@@ -25,13 +25,14 @@ from megatrain.planning.model_sizes import ExampleSizes, ModelSizes, num_tokens
 from megatrain.planning.plan import Plan
 from megatrain.planning.plan_text import reserve_text
 from megatrain.planning.planned_step import PlannedFor
+from megatrain.planning.step_programs import StepPrograms, first_that_fits
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.recording.own_code import original
 
-_Made = TypeVar("_Made")
+_Value = TypeVar("_Value")
 # Captures and schedules of long models are large; a table of alternatives has fewer.
 _MOST = 32
 
@@ -54,6 +55,7 @@ class StepOptions:
     passes: Sequence[Rewrite] = ()
     loss: Loss | None = None
     hardware: Hardware | None = None
+    chunking: str = "auto"
 
 
 class _Capture(NamedTuple):
@@ -62,16 +64,32 @@ class _Capture(NamedTuple):
     Attributes:
         key: What it is the capture of.
         model: The model.
-        program: Its blocks.
+        programs: Its blocks, as they are and rewritten to take less memory.
         loss_bytes: As in `Workload`.
         num_tokens: Of the example; None if it has none.
     """
 
     key: Hashable
     model: nn.Module
-    program: Program
+    programs: StepPrograms
     loss_bytes: int
     num_tokens: int | None
+
+
+class _Made(NamedTuple):
+    """A planned step.
+
+    Attributes:
+        program: The blocks.
+        table: The schedule.
+        too_small: Why it doesn't fit the device, or None.
+        host: The memory of the host.
+    """
+
+    program: Program
+    table: Schedule
+    too_small: str | None
+    host: HostPlan
 
 
 class Planner:
@@ -84,7 +102,7 @@ class Planner:
     def __init__(self, source: ModelSizes) -> None:
         self._source = source
         self._captures: OrderedDict[Hashable, _Capture] = OrderedDict()
-        self._schedules: OrderedDict[Hashable, tuple[Schedule, str | None]] = OrderedDict()
+        self._schedules: OrderedDict[Hashable, tuple[Program, Schedule, str | None]] = OrderedDict()
 
     def plan(self, options: StepOptions, sizes: Mapping[str, int] | None = None) -> Plan:
         """Plans a step.
@@ -104,24 +122,23 @@ class Planner:
         sizes = {**self._source.sizes, **(sizes or {})}
         found = self._captured(options, sizes)
         fastest, *others = _updates(options)
-        table, too_small, host = self._of(found, options, fastest)
+        made = self._of(found, options, fastest)
         # Without a machine as little as possible is parked on the host; later updates leave less for the next step.
         frugal = replace(options, hardware=None)
         for updates in (fastest, *(others if options.host_memory is not None else ())):
-            if too_small is None and host.missing_bytes(options.host_memory):
+            if made.too_small is None and made.host.missing_bytes(options.host_memory):
                 less = self._of(found, frugal, updates)
-                if less[2].total_bytes < host.total_bytes:
-                    table, too_small, host = less
+                made = less if less.host.total_bytes < made.host.total_bytes else made
         limit = options.device_memory
         return Plan(
-            found.program,
-            table,
-            host,
+            made.program,
+            made.table,
+            made.host,
             limit,
             options.host_memory,
             options.precision,
-            too_small,
-            reserve_text(options.device, table.device_bytes if limit is None else limit),
+            made.too_small,
+            reserve_text(options.device, made.table.device_bytes if limit is None else limit),
             options.hardware,
             PlannedFor(
                 {part.name: getattr(options, part.name) for part in fields(options)},
@@ -133,10 +150,10 @@ class Planner:
             ),
         )
 
-    def _of(self, found: _Capture, options: StepOptions, updates: str) -> tuple[Schedule, str | None, HostPlan]:
-        """Plans a step whose updates run at some time: the schedule, why it doesn't fit, and the host's memory."""
-        table, too_small = self._scheduled(found, _step_kind(found.program, options, updates), options)
-        return table, too_small, self._host_plan(found, table, options)
+    def _of(self, found: _Capture, options: StepOptions, updates: str) -> _Made:
+        """Plans a step whose updates run at some time."""
+        program, table, too_small = self._scheduled(found, _step_kind(found.programs.at(0), options, updates), options)
+        return _Made(program, table, too_small, self._host_plan(found, program, table, options))
 
     def _again(self, options: StepOptions, sizes: Mapping[str, int], changes: Mapping[str, Any]) -> Plan:
         """Plans the same step with other options and other sizes, by name."""
@@ -149,19 +166,28 @@ class Planner:
     def _captured(self, options: StepOptions, sizes: Mapping[str, int]) -> _Capture:
         alignment = (options.device or HOST).alignment
         given = tuple(map(id, (options.loss, *options.passes)))
-        key = (*sorted(sizes.items()), options.precision, options.block_bytes, alignment, given)
+        key = (*sorted(sizes.items()), options.precision, options.block_bytes, options.chunking, alignment, given)
         return _kept(self._captures, key, lambda: self._capture(key, options, sizes))
 
     def _capture(self, key: Hashable, options: StepOptions, sizes: Mapping[str, int]) -> _Capture:
         model, arguments = self._source.made(sizes)
         place = options.device or HOST
         with self._of_sizes(sizes):
-            traced, program = captured(model, arguments, options.precision, options.block_bytes, options.passes, place)
+            traced, programs = captured(
+                model,
+                arguments,
+                options.precision,
+                options.block_bytes,
+                options.passes,
+                options.chunking,
+                place,
+                is_own_loss=options.loss is None,
+            )
         loss_bytes = 0
         if options.loss is not None:
             batch = _batch(arguments)
-            loss_bytes = measure_loss(program, traced, arguments.tensors, batch, options.loss, place)
-        return _Capture(key, model, program, loss_bytes, num_tokens(arguments))
+            loss_bytes = measure_loss(programs.at(0), traced, arguments.tensors, batch, options.loss, place)
+        return _Capture(key, model, programs, loss_bytes, num_tokens(arguments))
 
     @contextmanager
     def _of_sizes(self, sizes: Mapping[str, int]) -> Generator[None]:
@@ -182,33 +208,38 @@ class Planner:
                 "  Give a function that makes the model and its inputs of a size."
             ) from error
 
-    def _scheduled(self, found: _Capture, kind: StepKind, options: StepOptions) -> tuple[Schedule, str | None]:
-        """Returns the schedule; if none fits, the schedule that takes the least memory, and the reason."""
+    def _scheduled(self, found: _Capture, kind: StepKind, options: StepOptions) -> tuple[Program, Schedule, str | None]:
+        """Returns the program and its schedule; if none fits, those that take the least memory, and the reason."""
         memory, activations, hardware = options.device_memory, options.activations, options.hardware
         usual = usual_machine((options.device or HOST).card())
         key = (found.key, kind, memory, activations, hardware if memory else None, usual.name)
-        programs = [found.program] * kind.micro_batches
-        made = partial(step_schedule, programs, kind, loss_bytes=found.loss_bytes, usual=usual)
+        captures = [found.programs] * kind.micro_batches
+        made = partial(step_schedule, kind=kind, loss_bytes=found.loss_bytes, usual=usual)
 
-        def schedule() -> tuple[Schedule, str | None]:
-            free = made(activations=activations)  # raises errors that have nothing to do with memory
+        def schedule() -> tuple[Program, Schedule, str | None]:
+            plain = [found.programs.at(0)] * kind.micro_batches
+            free = made(plain, activations=activations)  # raises errors that have nothing to do with memory
             if memory is None:
-                return free, None
+                return plain[0], free, None
+            fits = partial(made, memory=memory, activations=activations, hardware=hardware)
             try:
-                return made(memory=memory, activations=activations, hardware=hardware), None
-            except ScheduleError as error:
-                return made(num_slots=1, activations=_LEAST.get(activations, activations)), str(error)
+                _, programs, table = first_that_fits(captures, fits)
+            except TooSmallError as error:
+                smallest = [found.programs.smallest] * kind.micro_batches
+                table = made(smallest, num_slots=1, activations=_LEAST.get(activations, activations))
+                return smallest[0], table, str(error)
+            return programs[0], table, None
 
-        def checked_schedule() -> tuple[Schedule, str | None]:
-            table, too_small = schedule()
+        def checked_schedule() -> tuple[Program, Schedule, str | None]:
+            program, table, too_small = schedule()
             table.check()
-            return table, too_small
+            return program, table, too_small
 
         return _kept(self._schedules, key, checked_schedule)
 
-    def _host_plan(self, found: _Capture, table: Schedule, options: StepOptions) -> HostPlan:
+    def _host_plan(self, found: _Capture, program: Program, table: Schedule, options: StepOptions) -> HostPlan:
         return host_plan(
-            found.program,
+            program,
             table,
             found.model,
             options.optimizer,
@@ -234,7 +265,7 @@ def _plan_of(options: StepOptions, made: Any, changes: Mapping[str, Any]) -> Pla
 _LEAST = {"auto": "offload", "recompute": "offload"}
 
 
-def _kept(known: OrderedDict[Hashable, _Made], key: Hashable, make: Callable[[], _Made]) -> _Made:
+def _kept(known: OrderedDict[Hashable, _Value], key: Hashable, make: Callable[[], _Value]) -> _Value:
     """What was made for a key before, or is made now; the oldest go."""
     if key not in known:
         known[key] = make()

@@ -41,6 +41,7 @@ from megatrain.tracer.recording.own_code import original
     activations=STEP["activations"],
     block_bytes=optional(SIZE),
     passes=PASSES,
+    chunking=COMPILE["chunking"],
     hardware=optional(HARDWARE),
     example_args=EXAMPLE_ARGS,
     example_kwargs=EXAMPLE_KWARGS,
@@ -60,6 +61,7 @@ def plan(  # noqa: PLR0913  # as for `compile`
     activations: str = "auto",
     block_bytes: int | str | None = None,
     passes: Sequence[Rewrite] = (),
+    chunking: str = "auto",
     loss: Loss | None = None,
     hardware: Hardware | str | None = None,
     example_args: tuple[Any, ...] = (),
@@ -89,6 +91,7 @@ def plan(  # noqa: PLR0913  # as for `compile`
         activations: As for `compile`.
         block_bytes: As for `compile`.
         passes: As for `compile`.
+        chunking: As for `compile`.
         loss: As for `TrainStep`; it gets the example as its batch.
         hardware: A machine, the name of one in the table (`Hardware.presets()`), or `"measured"` for this machine with
             `device`. The plan is the fastest found for it that fits `device_memory`, and says its time.
@@ -132,6 +135,7 @@ def plan(  # noqa: PLR0913  # as for `compile`
         activations=activations,
         block_bytes=target,
         passes=tuple(passes),
+        chunking=chunking,
         loss=loss,
         hardware=None if hardware is None else machine_of(hardware, device),
     )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatrain.errors import ExecuteError
+from megatrain.passes.rewrites.loss_only import own_loss
 from megatrain.planning.loss_bytes import Loss
 from megatrain.tracer.arguments import Arguments
 
@@ -94,7 +95,7 @@ def loss_of(result: Any, batch: MicroBatch, loss: Loss | None) -> torch.Tensor |
         found: Any = loss(result, batch.given)
         origin = "loss= returned"
     else:
-        found = result["loss"] if isinstance(result, Mapping) and "loss" in result else getattr(result, "loss", result)
+        found = own_loss(result)
         origin = "the model returned"
     if isinstance(found, Differentiated):
         return found

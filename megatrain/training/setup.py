@@ -16,12 +16,15 @@ from megatrain.memory.processors import update_threads
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.optim.updates import Updates
+from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.planning.loss_bytes import Loss, measure_loss
+from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
+from megatrain.tracer.traced import TracedModule
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.modes import without_modes
 from megatrain.training.step_tables import StepTables
@@ -37,6 +40,9 @@ class Setting:
         own: Their arguments, flattened.
         arguments: The same after the cast to the compute dtype.
         variants: Their captures.
+        traced: What the step runs of each capture.
+        captures: The programs of these, one of which is run.
+        programs: The ones that are run.
         kind: The kind of the step.
         schedule: Of the whole step.
     """
@@ -45,6 +51,9 @@ class Setting:
     own: Sequence[Arguments]
     arguments: Sequence[Arguments]
     variants: Sequence[Variant]
+    traced: Sequence[TracedModule]
+    captures: Sequence[StepPrograms]
+    programs: Sequence[Program]
     kind: StepKind
     schedule: Schedule
 
@@ -65,6 +74,7 @@ class Setup:
         needs_norm: Whether updates wait for a norm.
         reports_norm: Whether a norm is wanted for which they needn't wait.
         loss: The caller's, or None if the model's result is the loss.
+        reads: What the loss reads, as in `TrainStep`.
 
     Raises:
         OptimizerError: If an optimizer needs all parameters at once, or two hold the same parameter.
@@ -85,6 +95,7 @@ class Setup:
         needs_norm: bool,
         reports_norm: bool = False,
         loss: Loss | None = None,
+        reads: str = "all",
     ):
         for optimizer in optimizers:
             check_per_parameter(optimizer)
@@ -100,7 +111,7 @@ class Setup:
             needs_norm=needs_norm,
             reports_norm=reports_norm,
         )
-        self._loss = loss
+        self._loss, self._is_own_loss = loss, loss is None or reads == "loss"
         self._tables = StepTables(compiled.options, compiled.budget)
         self._blocks: list[list[torch.Tensor]] = []
         self._shapes: dict[str, torch.Size] = {}
@@ -159,23 +170,21 @@ class Setup:
             # A capture may read the parameters.
             variants.append(self._compiled.variant_for(given, unfit, before_capture=self.complete))
         kind = self._kind(len(variants))
-        schedule = self._schedule(batches, own, variants, kind)
-        return Setting(batches, own, arguments, variants, kind, schedule)
+        pairs = [variant.for_step(is_own_loss=self._is_own_loss) for variant in variants]
+        traced, captures = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
-    def _schedule(
-        self, batches: Sequence[MicroBatch], own: Sequence[Arguments], variants: Sequence[Variant], kind: StepKind
-    ) -> Schedule:
         def loss_bytes() -> int:
             if self._loss is None:
                 return 0  # it is in the program
             given = {
-                id(v.program): (v.program, v.traced, a.tensors, b.given)
-                for v, a, b in zip(variants, own, batches, strict=True)
+                id(c): (c.at(0), t, a.tensors, b.given)
+                for c, t, a, b in zip(captures, traced, own, batches, strict=True)
             }
             device = self._compiled.options.device
             return max(measure_loss(*each, self._loss, device) for each in given.values())
 
-        return self._tables.schedule([variant.program for variant in variants], kind, loss_bytes)
+        programs, schedule = self._tables.schedule(captures, kind, loss_bytes)
+        return Setting(batches, own, arguments, variants, traced, captures, programs, kind, schedule)
 
     def _kind(self, micro_batches: int) -> StepKind:
         updates, clip, reports_norm = self._times.choose()
@@ -193,17 +202,15 @@ class Setup:
         Raises:
             OptimizerError: If the size of the optimizer's state can't be found out.
         """
-        programs = list({id(variant.program): variant.program for variant in setting.variants}.values())
+        programs = list({id(program): program for program in setting.programs}.values())
         # The next step runs the updates that a first step leaves due, by another schedule.
         kind = replace(setting.kind, updates="deferred") if setting.kind.updates == "none" else setting.kind
         options = self._compiled.options
+        loss_bytes = setting.schedule.known_workload().loss_bytes
+        _, schedule = self._tables.schedule(setting.captures, kind, lambda: loss_bytes)
         return host_plan(
             programs,
-            self._tables.schedule(
-                [variant.program for variant in setting.variants],
-                kind,
-                lambda: setting.schedule.known_workload().loss_bytes,
-            ),
+            schedule,
             self._compiled.model,
             self._optimizers,
             precision=options.precision,
@@ -223,15 +230,14 @@ class Setup:
             ExecuteError: If a parameter has a gradient already, or no values, or the host lacks the memory; the last
                 before anything is allocated.
         """
-        programs = [variant.program for variant in setting.variants]
-        if not self._tables.has_executor(programs, setting.kind):
+        if not self._tables.has_executor(setting.captures, setting.kind):
             plan = self.host_plan(setting)
             if setting.kind.updates == "spread" and plan.missing_bytes():
                 self._times.spread_no_more()
                 return None
             plan.check()
         engine = self._compiled.engine
-        executor = self._tables.executor(programs, setting.kind, engine)
+        executor = self._tables.executor(setting.captures, setting.kind, engine)
         self._compiled.bind()
         engine.find_replaced()
         self._check_shapes({key: engine.tensors[key].shape for keys in executor.trained for key in keys})

@@ -60,7 +60,8 @@ class TrainStep:
         optimizer: Any optimizer of torch, or a subclass, over the model's parameters, that updates each parameter from
             its gradient and its state alone. LR schedulers and changes of `param_groups` between calls work as usual.
             Or a list, such as of Muon for matrices and AdamW for the rest, whose steps follow each other.
-        loss: `loss(result, batch)` computes the scalar to differentiate; None takes the result itself, or its `loss`.
+        loss: `loss(result, batch)` computes the scalar to differentiate; None takes the result's `loss`, or itself.
+        reads: What `loss` reads of a result: `"all"`, or its own `"loss"` alone; other outputs aren't computed then.
         weight: `weight(batch)` says how much a micro-batch counts, such as its number of targets; with None all count
             the same. Loss and gradients are those of the weighted mean.
         reduce: `"mean"` of the micro-batches' losses, or their `"sum"`, of losses divided by a common count already.
@@ -81,6 +82,7 @@ class TrainStep:
     @checked(
         compiled=COMPILED,
         optimizer=OPTIMIZERS,
+        reads=one_of("all", "loss"),
         reduce=one_of("mean", "sum"),
         max_grad_norm=optional(number(above=0)),
         spread=optional(FLAG),
@@ -92,6 +94,7 @@ class TrainStep:
         optimizer: Optimizers,
         *,
         loss: Loss | None = None,
+        reads: str = "all",
         weight: Weight | None = None,
         reduce: str = "mean",
         max_grad_norm: float | None = None,
@@ -104,11 +107,10 @@ class TrainStep:
         compiled.megatrain.complete_updates()  # of other steps: the trials below look at the optimizers' state
         self._optimizers = optimizers_of(optimizer)
         self._compiled = compiled.megatrain
-        self._loss, self._weight, self._is_sum = loss, weight, reduce == "sum"
-        self._looks = on_nonfinite is not None
-        needs_norm = max_grad_norm is not None or on_nonfinite is not None
-        norms: dict[str, Any] = {"max_norm": max_grad_norm, "needs_norm": needs_norm, "reports_norm": report_norm}
-        self._setup = Setup(self._compiled, self._optimizers, overlap=overlap, spread=spread, loss=loss, **norms)
+        self._loss, self._weight, self._is_sum, self._looks = loss, weight, reduce == "sum", on_nonfinite is not None
+        norms: dict[str, Any] = {"max_norm": max_grad_norm, "needs_norm": max_grad_norm is not None or self._looks}
+        times: dict[str, Any] = {"reports_norm": report_norm, "overlap": overlap, "spread": spread}
+        self._setup = Setup(self._compiled, self._optimizers, loss=loss, reads=reads, **norms, **times)
         self._boundary = Boundary(on_nonfinite)
         self.user: Mapping[str, Any] = {}
         self._setting: Setting | None = None
@@ -126,7 +128,7 @@ class TrainStep:
     @property
     def program(self) -> Program:
         """The blocks that the schedule runs, as for `schedule`; of several captures those of the first micro-batch."""
-        return known(self._setting).variants[0].program
+        return known(self._setting).programs[0]
 
     @property
     def progress(self) -> Progress:
@@ -140,9 +142,8 @@ class TrainStep:
 
     def prepare(self, batch: Any) -> Schedule:
         """Makes the schedule of a batch like this one, without running or allocating anything."""
-        batches = micro_batches(batch)
         with self._compiled.exclusively("prepare()"), torch.enable_grad(), self._completion.suspended():
-            self._setting = self._setup.setting(batches, [{} for _ in batches]).without_tensors()
+            self._setting = self._setup.setting(found := micro_batches(batch), [{} for _ in found]).without_tensors()
         return self.schedule
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -184,8 +185,7 @@ class TrainStep:
             self._compiled.complete_updates(besides=self._completion)  # of other steps over this model
             while True:
                 setting = self._setup.setting(batches, failed)
-                executor = self._setup.executor(setting)
-                if executor is None:
+                if (executor := self._setup.executor(setting)) is None:
                     self._setup.complete()
                     continue
                 try:

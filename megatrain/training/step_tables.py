@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from megatrain.errors import ExecuteError
 from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.passes.program import Program
+from megatrain.planning.step_programs import StepPrograms, first_that_fits
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.gradients.landing import LandingArena
@@ -27,11 +29,13 @@ class _Table:
     """A schedule, which serves its programs in any order, and the executors of the orders used last.
 
     Args:
+        captures: What they are programs of.
         programs: In the order in which their workloads were merged.
         schedule: Of a step with these.
         executors: By the order of the programs.
     """
 
+    captures: Sequence[StepPrograms]
     programs: Sequence[Program]
     schedule: Schedule
     executors: OrderedDict[tuple[int, ...], Executor] = field(default_factory=OrderedDict[tuple[int, ...], Executor])
@@ -50,42 +54,54 @@ class StepTables:
         self._budget = budget
         self._arena: LandingArena | None = None
         self._tables: OrderedDict[tuple[frozenset[int], StepKind], _Table] = OrderedDict()
+        self._levels: dict[frozenset[int], int] = {}
 
     def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""
         transfer = self._options.transfer
         return StepKind("train", transfer, micro_batches, updates, clip, "release", reports_norm)
 
-    def schedule(self, programs: Sequence[Program], kind: StepKind, loss_bytes: Callable[[], int]) -> Schedule:
-        """Returns the checked schedule of a step.
+    def schedule(
+        self, captures: Sequence[StepPrograms], kind: StepKind, loss_bytes: Callable[[], int]
+    ) -> tuple[Sequence[Program], Schedule]:
+        """Plans a step, with as little rewritten as fits.
 
         Args:
-            programs: One per micro-batch.
+            captures: One per micro-batch.
             kind: The kind of the step.
-            loss_bytes: Measures the loss; called once for these programs.
+            loss_bytes: Measures the loss; called once for these captures.
+
+        Returns:
+            The program of each capture, and the checked schedule of a step with these.
 
         Raises:
             ScheduleError: If the memory is too small, or the micro-batches can't share blocks.
             ExecuteError: If there is nothing to train.
         """
-        key = self._key(programs, kind)
+        key = self._key(captures, kind)
         if key not in self._tables:
-            planned = self._planned(programs, kind, self._loss_bytes(key[0], loss_bytes))
-            self._tables[key] = _Table(tuple(programs), planned)
+            plan = partial(self._planned, kind=kind, loss_bytes=self._loss_bytes(key[0], loss_bytes))
+            # A capture that was rewritten stays so: its numbers would differ from step to step.
+            level, programs, planned = first_that_fits(captures, plan, self._levels.get(key[0], 0))
+            self._levels[key[0]] = level
+            self._tables[key] = _Table(tuple(captures), programs, planned)
             while len(self._tables) > _MOST:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
-        return self._tables[key].schedule
+        known = self._tables[key]
+        by_capture = dict(zip(map(id, known.captures), known.programs, strict=True))
+        return [by_capture[id(capture)] for capture in captures], known.schedule
 
-    def has_executor(self, programs: Sequence[Program], kind: StepKind) -> bool:
+    def has_executor(self, captures: Sequence[StepPrograms], kind: StepKind) -> bool:
         """Tells whether `executor` was called for these, in any order."""
-        known = self._tables.get(self._key(programs, kind))
+        known = self._tables.get(self._key(captures, kind))
         return known is not None and bool(known.executors)
 
-    def executor(self, programs: Sequence[Program], kind: StepKind, engine: Engine) -> Executor:
+    def executor(self, captures: Sequence[StepPrograms], kind: StepKind, engine: Engine) -> Executor:
         """Returns the executor of a known schedule; the first one moves the model into the engine's store."""
-        known, order = self._tables[self._key(programs, kind)], tuple(map(id, programs))
+        known, order = self._tables[self._key(captures, kind)], tuple(map(id, captures))
         if order not in known.executors:
+            programs, _ = self.schedule(captures, kind, lambda: 0)
             if self._arena is None:
                 self._arena = LandingArena(engine.bus)
                 engine.gradients.clear()  # gradients land there from now on
@@ -97,13 +113,13 @@ class StepTables:
         return known.executors[order]
 
     @staticmethod
-    def _key(programs: Sequence[Program], kind: StepKind) -> tuple[frozenset[int], StepKind]:
-        return frozenset(map(id, programs)), kind
+    def _key(captures: Sequence[StepPrograms], kind: StepKind) -> tuple[frozenset[int], StepKind]:
+        return frozenset(map(id, captures)), kind
 
-    def _loss_bytes(self, programs: frozenset[int], measure: Callable[[], int]) -> int:
-        """Those of another schedule of these programs, or measured now."""
+    def _loss_bytes(self, captures: frozenset[int], measure: Callable[[], int]) -> int:
+        """Those of another schedule of these captures, or measured now."""
         for (known, _), table in self._tables.items():
-            if known == programs:
+            if known == captures:
                 return table.schedule.known_workload().loss_bytes
         return measure()
 

@@ -71,8 +71,8 @@ class Running:
 
     def inputs(self) -> list[Sequence[torch.Tensor]]:
         """The model's tensor inputs, per micro-batch."""
-        pairs = zip(self._setting.variants, self._setting.arguments, strict=True)
-        return [variant.traced.written_inputs.given(arguments.tensors) for variant, arguments in pairs]
+        pairs = zip(self._setting.traced, self._setting.arguments, strict=True)
+        return [traced.written_inputs.given(arguments.tensors) for traced, arguments in pairs]
 
     @property
     def loss(self) -> torch.Tensor:
@@ -89,8 +89,8 @@ class Running:
 
     def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """See `StepTrainer`."""
-        variant, own = self._setting.variants[micro_batch], self._setting.own[micro_batch]
-        program = variant.program
+        traced, own = self._setting.traced[micro_batch], self._setting.own[micro_batch]
+        program = self._setting.programs[micro_batch]
         is_trained = [ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs]
         # If the model returns a parameter and the loss reads it, the parameter gets a gradient here.
         returned = [ref.kind == "state" and self._is_trained(ref.name) for ref in program.outputs]
@@ -101,8 +101,8 @@ class Running:
             for t, trained, b in zip(outputs, is_trained, returned, strict=True)
         ]
         with torch.enable_grad():
-            variant.traced.leave(given, own.tensors)
-            result = variant.traced.result(given, own.tensors)
+            traced.leave(given, own.tensors)
+            result = traced.result(given, own.tensors)
             loss = loss_of(result, self._setting.batches[micro_batch], self._loss)
             if isinstance(loss, Differentiated):
                 shared, is_differentiated = loss.loss, any(gradient is not None for gradient in gradients)

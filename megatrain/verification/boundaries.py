@@ -66,9 +66,10 @@ def _apart(expected: torch.Tensor | None, found: torch.Tensor | None) -> tuple[f
 
 def watch(variant: Variant, engine: Engine, seen: BoundaryWatch) -> None:
     """Puts a watched runner in front of every block's."""
-    if variant.executor is None:
-        variant.executor = Executor(variant.program, variant.schedule, engine)
-    runners: list[Any] = variant.executor.loaded.runners
+    lowered = variant.lowered
+    if lowered.executor is None:
+        lowered.executor = Executor(lowered.program, lowered.schedule, engine)
+    runners: list[Any] = lowered.executor.loaded.runners
     runners[:] = [
         _WatchedRunner(runner, block, seen, engine.device)
         for runner, block in zip(runners, variant.program.blocks, strict=True)

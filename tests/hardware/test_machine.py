@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.compiled import variants
+from megatrain.compiled import lowered
 from megatrain.device.interface import Device
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
@@ -81,7 +81,7 @@ def test_steps_and_calls_weigh_by_the_card_that_is_there(monkeypatch: pytest.Mon
         return usual_machine(card)
 
     monkeypatch.setattr(Device, "card", lambda _: "NVIDIA H200")
-    for module in (step_tables, variants):
+    for module in (step_tables, lowered):
         monkeypatch.setattr(module, "usual_machine", noting)
     model, x = Layers(8), torch.ones(2, 8)
     compiled = megatrain.compile(model, device="cpu", memory="1MiB")

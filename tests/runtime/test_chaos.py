@@ -48,7 +48,7 @@ def assert_chaotic_parity(model, args, kwargs, choice: Choice) -> None:
     compiled = megatrain.compile(streamed, device="cpu", transfer="copy", chaos=chaos, **options)
     variant = compiled.prepare(*args, **kwargs)
     if choice.spare is None:
-        variant.planned = megatrain.schedule(
+        variant.lowered.schedule = megatrain.schedule(
             variant.program, num_slots=choice.num_slots, keep=choice.keep, activations=choice.activations
         )
         variant.schedule.check()

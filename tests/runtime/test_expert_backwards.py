@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import megatrain
-from megatrain.compiled import variants
+from megatrain.compiled import lowered
 from megatrain.errors import ExecuteError
 from megatrain.passes.split import part_calls
 from megatrain.runtime.slots import Slots
@@ -417,7 +417,7 @@ def test_verify_finds_a_pass_that_cuts_wrongly(monkeypatch: pytest.MonkeyPatch):
         write(self, use, [*parts[1:2], *parts[:1], *parts[2:]])
 
     monkeypatch.setattr(part_calls.PartWriter, "write", swapped)
-    monkeypatch.setattr(variants, "lowered", captures.LOWERED_ANEW)
+    monkeypatch.setattr(lowered, "lowered", captures.LOWERED_ANEW)
     report = megatrain.verify(layers(), tokens(), device="cpu", block_bytes=LIMIT, transfer="copy")
     assert not report.ok
     assert report.first_difference is not None

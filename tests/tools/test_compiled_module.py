@@ -145,7 +145,7 @@ def test_its_text_makes_no_schedule_of_a_call():
     step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), loss=lambda out, _: out.sum())
     step(torch.ones(2, 4))
     assert "parameters 80 B, buffers 0 B; no call is scheduled yet" in str(compiled)
-    assert compiled.megatrain.variant.planned is None
+    assert not compiled.megatrain.variant.lowered.is_planned
 
 
 def test_its_repr_is_the_models_own_also_in_what_holds_it():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import megatrain
-import megatrain.compiled.variants
+import megatrain.planning.step_programs
 from megatrain.passes.interpret import Code
 from megatrain.runtime import operations
 from megatrain.runtime.block import BlockRunner, LocalGraph
@@ -224,14 +224,14 @@ def test_what_does_not_happen_again_is_said_to_be_unrepeatable(monkeypatch):
 
 def mutate_template(monkeypatch: pytest.MonkeyPatch, block: int, mutate: Callable[[Any], None]) -> None:
     """Changes a block's template after lowering, for this block alone."""
-    real = megatrain.compiled.variants.lower
+    real = megatrain.planning.step_programs.lower
 
     def lower(traced, **options):
         program = real(traced, **options)
         mutate(program.templates[program.blocks[block].template].graph)
         return program
 
-    monkeypatch.setattr(megatrain.compiled.variants, "lower", lower)
+    monkeypatch.setattr(megatrain.planning.step_programs, "lower", lower)
 
 
 class Scaled(Block):

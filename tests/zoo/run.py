@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import megatrain
-from megatrain.compiled import variants
+from megatrain.compiled import lowered
 from megatrain.passes.program import Program
 from megatrain.tracer.arguments import Structure
 from tests.captures import lowered_once
@@ -142,7 +142,7 @@ def _streamed(compiled: Any) -> dict[str, Any]:
     options = {"activations": "recompute", "transfer": "copy"}
     known = compiled.megatrain._variants
     cut = replace(known._options, block_bytes=block_bytes)
-    least = max(_least_memory(variants.lowered(variant.traced, cut), options) for variant in known)
+    least = max(_least_memory(lowered.lowered(variant.traced, cut), options) for variant in known)
     return options | {"block_bytes": block_bytes, "memory": least * 21 // 20 + 1024}
 
 

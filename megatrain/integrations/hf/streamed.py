@@ -213,12 +213,14 @@ class Streamed(_Base):
         return TrainStep(compiled, _plain(self.optimizer), **self._options_of_step(loss))
 
     def _settings(self) -> tuple[Any, ...]:
-        return _plain(self.optimizer), self.args.max_grad_norm
+        return _plain(self.optimizer), self.args.max_grad_norm, self._is_models_own_loss()
 
     def _options_of_step(self, loss: Any) -> dict[str, Any]:
         # The trainer logs the norm also where it doesn't clip.
         norm = {"max_grad_norm": self.args.max_grad_norm or None, "report_norm": True}
-        return {"loss": loss, "reduce": "sum", **norm, **self._stream_options.step}
+        # The trainer's own code reads the model's loss, and a cache where it keeps one from batch to batch.
+        reads = "loss" if self._is_models_own_loss() and getattr(self.args, "past_index", -1) < 0 else "all"
+        return {"loss": loss, "reads": reads, "reduce": "sum", **norm, **self._stream_options.step}
 
     def _is_models_own_loss(self) -> bool:
         is_own = type(self).compute_loss is transformers.Trainer.compute_loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from megatrain.errors import ScheduleError
+from megatrain.errors import TooSmallError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
 from megatrain.scheduler.books import find_peak
@@ -36,7 +36,7 @@ def choose_draft(
     that giants alone.
 
     Raises:
-        ScheduleError: If none fits.
+        TooSmallError: If none fits.
     """
     counts = (2, 1) if num_slots is None else (num_slots,)
     kind = builder.kind
@@ -75,7 +75,7 @@ def first_fit(builder: Builder, plans: Iterable[Choices], memory: int | None) ->
     """The draft of the first plan that fits.
 
     Raises:
-        ScheduleError: If none fits.
+        TooSmallError: If none fits.
     """
     tried: list[Draft] = []
     for plan in plans:
@@ -113,7 +113,7 @@ def _normal_keep(workload: Workload, kind: StepKind, keep: int | None) -> int:
     return everything if keep is None or kind.transfer == "bind" else min(keep, everything)
 
 
-def _too_small(builder: Builder, tried: Sequence[Draft], memory: int, *, can_park_more: bool) -> ScheduleError:
+def _too_small(builder: Builder, tried: Sequence[Draft], memory: int, *, can_park_more: bool) -> TooSmallError:
     best = min(tried, key=lambda draft: draft.device_bytes)
     schedule = builder.finish(best)
     peak = find_peak(schedule)
@@ -124,7 +124,7 @@ def _too_small(builder: Builder, tried: Sequence[Draft], memory: int, *, can_par
     if can_park_more and builder.kind.mode != "forward" and builder.kind.transfer == "copy":
         helps.insert(2, 'activations="offload"')
     slots = "one slot" if best.plan.num_slots == 1 else f"{best.plan.num_slots} slots"
-    return ScheduleError(
+    return TooSmallError(
         f"a memory of {memory} B is too small: at least {best.device_bytes} B are needed{where}.\n"
         f"  At its {peak.op} (tick {peak.tick}, {slots}): {parts}.\n"
         f"  What helps: {', '.join(helps[:-1])} or {helps[-1]}."

@@ -1,0 +1,1 @@
+"""Rewrites of captured graphs that save memory of the device."""

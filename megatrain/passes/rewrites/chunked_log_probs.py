@@ -1,0 +1,206 @@
+"""ChunkedLogProbs: the log-probabilities of labels under a linear head, without all logits at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from megatrain.device import find
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Stands for the logits among the arguments of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Stands for another tensor among the arguments of a step, such as a bias.
+
+    Args:
+        index: Of the tensor, among the operands.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A call that computes each row of logits from this row alone.
+
+    Args:
+        target: The function, or the name of the method.
+        args: Its arguments, with `Logits` for the logits.
+        kwargs: Its keyword arguments.
+        text: The printed call, which tells 1 from 1.0.
+    """
+
+    target: str | Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    text: str
+
+    def __call__(self, logits: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Makes the call on some rows of logits, with the operands in their places."""
+
+        def filled(argument: Any) -> Any:
+            if isinstance(argument, Operand):
+                return operands[argument.index]
+            return logits if isinstance(argument, Logits) else argument
+
+        args, kwargs = tuple(map(filled, self.args)), {name: filled(value) for name, value in self.kwargs}
+        return (
+            getattr(args[0], self.target)(*args[1:], **kwargs)
+            if isinstance(self.target, str)
+            else self.target(*args, **kwargs)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How log-probabilities come of hidden states: a linear layer, some steps, a softmax.
+
+    Args:
+        steps: Between the linear layer and the softmax.
+        dtype: Of the log-probabilities; None for that of the logits.
+        rows: Of a chunk.
+        sums: Whether each row's log-probabilities are summed, too, as label smoothing needs.
+    """
+
+    steps: tuple[Step, ...]
+    dtype: torch.dtype | None
+    rows: int
+    sums: bool
+
+    def log_probs(self, logits: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the log-probabilities of all words, for the result of the linear layer."""
+        for step in self.steps:
+            logits = step(logits, operands)
+        return torch.log_softmax(logits, -1, dtype=self.dtype)
+
+    def chunks(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Cuts tensors along their first dimension; a batch without rows is one chunk."""
+        return zip(*(tensor.split(self.rows) for tensor in tensors), strict=True)
+
+
+def chunked_log_probs(
+    head: Head,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    operands: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Computes the log-probability of each row's label, chunk by chunk.
+
+    The backward computes the logits of a chunk once more (recomputation), so one chunk of logits exists at a time. Each
+    row, and the gradient of each hidden state, has the bits of the unchunked computation where a product of matrices
+    computes a row alike among any number of rows. Gradients of weight, bias and operands are sums over chunks, in fp32
+    or wider, rounded once.
+
+    Args:
+        head: What is computed.
+        hidden: Hidden states, floating point, of shape [rows, width].
+        labels: int64, of shape [rows], each the number of a word.
+        weight: Of the linear layer, of shape [words, width].
+        bias: Likewise, of shape [words]; or None.
+        class_weight: Factors of the words in the sums of rows, of shape [words]; None for 1.
+        operands: Further tensors that the steps read, each broadcast along rows.
+
+    Returns:
+        The log-probabilities, of shape [rows], and those of all words summed, of shape [rows], or None.
+    """
+    selected, sums = _ChunkedLogProbs.apply(head, hidden, labels, weight, bias, class_weight, *operands)  # pyright: ignore
+    return selected, sums if head.sums else None
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: Head,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        class_weight: torch.Tensor | None,
+        *operands: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.head = head
+        ctx.save_for_backward(hidden, labels, weight, bias, class_weight, *operands)
+        selected: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        for rows, words in head.chunks(hidden, labels):
+            log_probs = head.log_probs(F.linear(rows, weight, bias), operands)
+            selected.append(_of(words, log_probs))
+            if head.sums:
+                sums.append(_summed(log_probs, class_weight))
+            del log_probs  # before the next chunk's
+        return torch.cat(selected), torch.cat(sums) if sums else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator's type
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, labels, weight, bias, class_weight, *operands = ctx.saved_tensors
+        _, needs_hidden, _, needs_weight, needs_bias, _, *needs_operands = ctx.needs_input_grad
+        head: Head = ctx.head
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight = _Sum(weight) if needs_weight else None
+        of_bias = _Sum(bias) if needs_bias else None
+        of_operands = [_Sum(tensor) if needs else None for tensor, needs in zip(operands, needs_operands, strict=True)]
+        leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(operands, needs_operands, strict=True)]
+        start = 0
+        for rows, words, *of_results in head.chunks(hidden, labels, *gradients[: 1 + head.sums]):
+            with torch.enable_grad():
+                logits = F.linear(rows, weight, bias).detach().requires_grad_()
+                log_probs = head.log_probs(logits, leaves)
+                results = [_of(words, log_probs), *([_summed(log_probs, class_weight)] if head.sums else [])]
+            del log_probs
+            wanted = [logits, *(leaf for leaf in leaves if leaf.requires_grad)]
+            of_logits, *others = torch.autograd.grad(results, wanted, of_results)
+            del logits, wanted, results
+            if of_hidden is not None:
+                torch.mm(of_logits, weight, out=of_hidden[start : start + len(rows)])
+            if of_weight is not None:
+                of_weight.add_product(of_logits.t(), rows)
+            if of_bias is not None:
+                of_bias.add(of_logits.sum(0, dtype=of_bias.total.dtype))
+            for total, part in zip((total for total in of_operands if total is not None), others, strict=True):
+                total.add(part)
+            start += len(rows)
+            del of_logits, others
+        sums = [None if total is None else total.rounded() for total in (of_weight, of_bias, *of_operands)]
+        return None, of_hidden, None, *sums[:2], None, *sums[2:]
+
+
+class _Sum:
+    """A sum over chunks in fp32 or wider, of a gradient of another dtype."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._dtype = tensor.dtype
+        self.total = torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+
+    def add(self, part: torch.Tensor) -> None:
+        self.total.add_(part)
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        find(left.device).add_product(self.total, left, right)
+
+    def rounded(self) -> torch.Tensor:
+        return self.total.to(self._dtype)
+
+
+def _of(words: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    return log_probs.gather(1, words.unsqueeze(1)).squeeze(1)
+
+
+def _summed(log_probs: torch.Tensor, class_weight: torch.Tensor | None) -> torch.Tensor:
+    return log_probs.sum(1) if class_weight is None else (log_probs * class_weight).sum(1)

@@ -1,0 +1,309 @@
+"""chunk_head_loss: a head's logits and their loss, computed chunk by chunk of rows (chunked cross-entropy)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from megatrain.passes.rewrite import Rewriter
+from megatrain.passes.rewrites.chunked_log_probs import Head, Logits, Operand, Step, chunked_log_probs
+from megatrain.tracer.calls import call_name, literal_text
+from megatrain.tracer.node_meta import CALLS
+from megatrain.tracer.traced import TracedModule
+
+# Each acts on every element alone, with operands that are numbers or are broadcast along rows.
+_POINTWISE = frozenset(
+    "add sub mul div neg multiply divide true_divide subtract tanh sigmoid clamp float to bfloat16 half double".split()
+)
+# Each changes the shape of the leading dimensions alone, if the last one stays.
+_RESHAPING = frozenset("view reshape flatten unflatten squeeze unsqueeze contiguous clone".split())
+# Products of fewer rows with a large matrix take longer than one of all rows (docs/benchmarks.md).
+_FEWEST = 256
+# Of a loss, where no row is ignored: any index that is no word's.
+_NO_WORD = -100
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLoss:
+    """The target of a call: the loss of a linear head, whose logits never exist whole.
+
+    `(hidden, labels, weight, bias, class_weight, operands)`, where hidden states have the shape [..., width] and labels
+    that of the rows; the result is what `cross_entropy` returns.
+
+    Args:
+        head: How log-probabilities are computed.
+        reduction: `"mean"`, `"sum"` or `"none"`.
+        ignore_index: Label of rows that don't count.
+        smoothing: Label smoothing, from 0 to 1.
+        shape: Of the labels.
+    """
+
+    head: Head
+    reduction: str
+    ignore_index: int
+    smoothing: float
+    shape: torch.Size
+
+    __name__ = "head_loss"
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        class_weight: torch.Tensor | None,
+        *operands: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes the loss, step by step as torch's `cross_entropy` does."""
+        labels = labels.reshape(-1)
+        is_ignored = labels == self.ignore_index
+        words = labels.masked_fill(is_ignored, 0)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        log_probs, sums = chunked_log_probs(self.head, rows, words, weight, bias, class_weight, operands)
+        loss = self._negative(log_probs, words, is_ignored, class_weight)
+        if sums is None:
+            return loss.view(self.shape) if self.reduction == "none" else loss
+        smooth = (-sums).masked_fill(is_ignored, 0)
+        if self.reduction == "mean":
+            counted = (~is_ignored).sum() if class_weight is None else _counted(class_weight, words, is_ignored).sum()
+            smooth = smooth.sum() / counted
+        elif self.reduction == "sum":
+            smooth = smooth.sum()
+        made = loss * (1 - self.smoothing) + smooth * (self.smoothing / len(weight))
+        return made.view(self.shape) if self.reduction == "none" else made
+
+    def _negative(
+        self,
+        log_probs: torch.Tensor,
+        words: torch.Tensor,
+        is_ignored: torch.Tensor,
+        class_weight: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The negative log-likelihood. Without weights of classes torch sums rows as it would those of all words."""
+        if class_weight is None:
+            only = torch.zeros_like(words).masked_fill(is_ignored, _NO_WORD)
+            return F.nll_loss(log_probs.unsqueeze(1), only, ignore_index=_NO_WORD, reduction=self.reduction)
+        factors = _counted(class_weight, words, is_ignored)
+        rows = -log_probs * factors
+        if self.reduction == "none":
+            return rows
+        return rows.sum() / factors.sum() if self.reduction == "mean" else rows.sum()
+
+    def call_text(self, arguments: str) -> str:
+        """Prints the call on arguments that are printed already."""
+        steps = "".join(f"{step.text}, " for step in self.head.steps)
+        return f"chunked({arguments}: linear, {steps}{self._loss_text()}; {self.head.rows} rows at a time)"
+
+    def _loss_text(self) -> str:
+        told: dict[str, tuple[Any, Any]] = {
+            "reduction": (self.reduction, "mean"),
+            "ignore_index": (self.ignore_index, -100),
+            "label_smoothing": (self.smoothing, 0.0),
+        }
+        text = ", ".join(f"{name}={literal_text(value)}" for name, (value, usual) in told.items() if value != usual)
+        return f"cross_entropy({text})" if text else "cross_entropy"
+
+
+def _counted(class_weight: torch.Tensor, words: torch.Tensor, is_ignored: torch.Tensor) -> torch.Tensor:
+    return class_weight[words].masked_fill(is_ignored, 0)
+
+
+def chunk_head_loss(traced: TracedModule, *, rows: int | None = None) -> TracedModule:
+    """Returns the capture with each loss of a linear head computed in chunks of rows; `traced` itself if none can be.
+
+    The pattern is `linear`, then calls that treat each row alone (casts, scales, a softcap, a bias), views and slices
+    of rows, then `cross_entropy`, or `log_softmax` and `nll_loss`. Nothing else may read the logits, or what is made of
+    them in between. All reductions, ignored labels, label smoothing and weights of classes are served.
+
+    The loss and the gradients of hidden states have the bits of the unchunked computation on the CPU (with weights of
+    classes rows are summed in another order). Gradients of the head's weights are sums over chunks, in fp32 or wider.
+
+    Args:
+        traced: The capture.
+        rows: Of a chunk; None takes as many as make its logits about as large as all hidden states, but no fewer than
+            cost no time.
+    """
+    losses = [node for node in traced.graph.nodes if node.target in (F.cross_entropy, F.nll_loss)]
+    found = [pattern for pattern in map(_pattern, losses) if pattern is not None]
+    chunked = [(pattern, size) for pattern in found if (size := rows or pattern.usual_rows) < pattern.num_rows]
+    if not chunked:
+        return traced
+    rewriter = Rewriter(traced)
+    for pattern, size in chunked:
+        pattern.rewrite(rewriter, size)
+    return rewriter.done()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """A loss of a linear head in a graph.
+
+    Args:
+        loss: The call of `cross_entropy` or `nll_loss`.
+        linear: The call that makes logits.
+        between: What is called between the two, in order, without a softmax.
+        dtype: Of the softmax's result, where the call of the softmax says so.
+    """
+
+    loss: fx.Node
+    linear: fx.Node
+    between: tuple[fx.Node, ...]
+    dtype: torch.dtype | None
+
+    @property
+    def num_rows(self) -> int:
+        """Of the logits that count."""
+        return math.prod(_shape(self.loss.args[1]))
+
+    @property
+    def usual_rows(self) -> int:
+        """As many as make the logits of a chunk about as large as the hidden states of all rows."""
+        num_words, width = _shape(self.linear.args[1])
+        wanted = max(_FEWEST, -(-self.num_rows // -(-num_words // width)))
+        return 1 << (wanted - 1).bit_length()
+
+    def rewrite(self, rewriter: Rewriter, rows: int) -> None:
+        """Replaces the loss; nothing reads the logits then, so that they go."""
+        hidden, weight, bias = (*self.linear.args, None)[:3]
+        steps: list[Step] = []
+        operands: list[Any] = []
+        for node in self.between:
+            logits: Any = node.args[0]
+            if _is_pointwise(node, logits):
+                steps.append(self._step(rewriter, node, logits, operands))
+            elif node.target == "__getitem__":  # rows of hidden states are moved as rows of logits were
+                hidden = rewriter.call(self.loss, "__getitem__", hidden, node.args[1])
+            elif _shape(node) != _shape(logits):
+                hidden = rewriter.call(self.loss, "reshape", hidden, (*_shape(node)[:-1], _shape(hidden)[-1]))
+        labels, options = self.loss.args[1], self.loss.kwargs
+        smoothing: Any = options.get("label_smoothing", 0.0)
+        reduction: Any = options.get("reduction", "mean")
+        ignore_index: Any = options.get("ignore_index", -100)
+        target = HeadLoss(
+            Head(tuple(steps), self.dtype, rows, sums=smoothing > 0),
+            reduction,
+            ignore_index,
+            float(smoothing),
+            torch.Size(_shape(labels)),
+        )
+        made = rewriter.call(self.loss, target, hidden, labels, weight, bias, options.get("weight"), *operands)
+        rewriter.replace(self.loss, made)
+
+    def _step(self, rewriter: Rewriter, node: fx.Node, before: fx.Node, operands: list[Any]) -> Step:
+        def without_nodes(argument: Any) -> Any:
+            if argument is before:
+                return Logits()
+            if not isinstance(argument, fx.Node):
+                return argument
+            spec = argument.meta["spec"]
+            if len(spec.shape) > 1:
+                argument = rewriter.call(self.loss, "reshape", argument, (spec.shape[-1],))
+            operands.append(argument)
+            return Operand(len(operands) - 1)
+
+        args = tuple(without_nodes(a) for a in node.args)
+        kwargs = tuple((name, without_nodes(value)) for name, value in node.kwargs.items())
+        given = [*(literal_text(a) for a in node.args if a is not before)]
+        given += [f"{name}={literal_text(value)}" for name, value in node.kwargs.items()]
+        text = f"{_name(node)}({', '.join(given)})" if given else _name(node)
+        target: Any = node.target
+        return Step(target, args, kwargs, text)
+
+
+def _pattern(loss: fx.Node) -> _Pattern | None:
+    """Finds the linear layer whose logits a loss is of; None if it can't be chunked."""
+    if not _is_of_words(loss):
+        return None
+    dtype: Any = None
+    needs_softmax = loss.target is F.nll_loss
+    between: list[fx.Node] = []
+    reader, node = loss, loss.args[0]
+    while isinstance(node, fx.Node) and node.op in CALLS and set(node.users) == {reader} and _is_plain(node):
+        before = node.args[0] if node.args else None
+        if node.target is F.linear and not needs_softmax and not node.kwargs and len(_shape(node.args[1])) == 2:
+            return _Pattern(loss, node, tuple(reversed(between)), dtype)
+        if not isinstance(before, fx.Node) or "spec" not in before.meta:
+            return None
+        if needs_softmax and _is_softmax(node):
+            needs_softmax, dtype = False, node.kwargs.get("dtype")
+        elif _moves_rows(node, before) or (not needs_softmax and _is_pointwise(node, before)):
+            between.append(node)
+        else:
+            return None
+        reader, node = node, before
+    return None
+
+
+def _is_of_words(loss: fx.Node) -> bool:
+    """Tells whether a loss compares rows of logits with the number of a word each."""
+    given: Any = loss.args
+    if len(given) != 2 or not all(isinstance(a, fx.Node) for a in given) or not _is_plain(loss):
+        return False
+    logits, labels = given
+    class_weight = loss.kwargs.get("weight")
+    is_deprecated = loss.kwargs.get("size_average") is not None or loss.kwargs.get("reduce") is not None
+    has_trained_weight = isinstance(class_weight, fx.Node) and class_weight.meta["requires_grad"]
+    are_words = labels.meta["spec"].dtype == torch.int64 and _shape(labels) == _shape(logits)[:-1]
+    return are_words and len(_shape(logits)) == 2 and not is_deprecated and not has_trained_weight
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Tells whether a call makes one tensor under no modes, and does nothing else."""
+    meta = node.meta
+    has_effect = meta.get("is_random") or meta.get("writes")
+    return "spec" in meta and meta["grad"] and not meta["autocast"] and not has_effect
+
+
+def _is_softmax(node: fx.Node) -> bool:
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    is_over_words = dim in (-1, len(_shape(node)) - 1) and len(node.args) <= 2
+    return is_over_words and node.target in (F.log_softmax, torch.log_softmax, "log_softmax")
+
+
+def _is_pointwise(node: fx.Node, logits: fx.Node) -> bool:
+    """Tells whether a call computes each row from this row, from numbers and from what all rows share."""
+    name = _name(node)
+    if name not in _POINTWISE or node.target not in (name, getattr(torch, name, None)):
+        return False
+    if _shape(node) != _shape(logits):
+        return False
+    others = [n for n in node.all_input_nodes if n is not logits]
+    return all("spec" in n.meta and math.prod(_shape(n)[:-1]) == 1 for n in others)
+
+
+def _moves_rows(node: fx.Node, logits: fx.Node) -> bool:
+    """Tells whether a call leaves rows whole and in their order; it may leave out some."""
+    before, after = logits.meta["spec"], node.meta["spec"]
+    if node.op != "call_method" and node.target is not getattr(torch, _name(node), None):
+        return False
+    if before.dtype != after.dtype or not after.shape or before.shape[-1] != after.shape[-1]:
+        return False
+    if node.target == "__getitem__":
+        return len(node.args) == 2 and _leaves_words(node.args[1], len(before.shape))
+    return _name(node) in _RESHAPING and math.prod(before.shape) == math.prod(after.shape)
+
+
+def _leaves_words(index: Any, ndim: int) -> bool:
+    """Tells whether an index selects along leading dimensions alone, by numbers and slices."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not all(item is Ellipsis or (isinstance(item, slice | int) and not isinstance(item, bool)) for item in items):
+        return False
+    if any(isinstance(part, fx.Node) for i in items if isinstance(i, slice) for part in (i.start, i.stop, i.step)):
+        return False
+    behind = items[items.index(Ellipsis) + 1 :] if Ellipsis in items else items
+    reaches_words = bool(behind) if Ellipsis in items else len(items) == ndim
+    return not reaches_words or items[-1] == slice(None)
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else call_name(node.target) if callable(node.target) else ""
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(node.meta["spec"].shape)

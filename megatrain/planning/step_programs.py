@@ -1,0 +1,123 @@
+"""StepPrograms: the programs of one capture for training steps, from as it is to the least memory of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from megatrain.errors import TooSmallError
+from megatrain.garbage import paused_collection
+from megatrain.passes.pipeline import AfterPass, Rewrite, lower
+from megatrain.passes.program import Program
+from megatrain.passes.rewrites.head_loss import HeadLoss, chunk_head_loss
+from megatrain.runtime.block import outer_hooks_off
+from megatrain.tracer.traced import TracedModule
+
+# Rows of a chunk: as many as cost no time, and few.
+_SMALLER = (chunk_head_loss, partial(chunk_head_loss, rows=32))
+
+_Made = TypeVar("_Made")
+
+
+class StepPrograms:
+    """Makes programs of one capture when they are asked for, and keeps them.
+
+    Level 0 is the capture as it is. At each further level, losses of linear heads are computed in smaller chunks.
+
+    Args:
+        chunking: The option of `compile`. With `"always"` level 0 is chunked already; with `"never"` there is no other.
+        lower: Lowers the capture with a further rewrite, or with None without.
+        plain: The program of level 0, where there is one already.
+    """
+
+    def __init__(
+        self, chunking: str, lower: Callable[[Rewrite | None], Program], plain: Callable[[], Program] | None = None
+    ):
+        self._lower = lower
+        self._plain = plain or partial(lower, None)
+        self._smaller = {"auto": _SMALLER, "always": _SMALLER[1:], "never": ()}[chunking]
+        self._made: dict[int, Program | None] = {}
+
+    def at(self, level: int) -> Program:
+        """The program of a level, or of the last there is."""
+        while (found := self._at(level)) is None:
+            level -= 1
+        return found
+
+    @property
+    def smallest(self) -> Program:
+        """The program that takes the least memory."""
+        return self.at(len(self._smaller))
+
+    def has(self, level: int) -> bool:
+        """Whether there is such a level."""
+        return self._at(level) is not None
+
+    def _at(self, level: int) -> Program | None:
+        if level not in self._made:
+            self._made[level] = self._plain() if level == 0 else self._rewritten(level)
+        return self._made[level]
+
+    def _rewritten(self, level: int) -> Program | None:
+        if level > len(self._smaller) or (level > 1 and self._at(level - 1) is None):
+            return None
+        made = self._lower(self._smaller[level - 1])
+        return made if _is_chunked(made) else None
+
+
+def first_that_fits(
+    programs: Sequence[StepPrograms], plan: Callable[[Sequence[Program]], _Made], least: int = 0
+) -> tuple[int, Sequence[Program], _Made]:
+    """Plans a step, and rewrites its programs as little as it needs to fit.
+
+    Args:
+        programs: One per micro-batch; all are rewritten at the same level.
+        plan: Makes a plan of programs.
+        least: The first level that is tried.
+
+    Returns:
+        The level, its programs, and their plan.
+
+    Raises:
+        TooSmallError: If none fits: of the programs that take the least.
+    """
+    level = least
+    while True:
+        chosen = [each.at(level) for each in programs]
+        try:
+            return level, chosen, plan(chosen)
+        except TooSmallError:
+            level += 1
+            if not any(each.has(level) for each in programs):
+                raise
+
+
+def lowered_for(
+    traced: TracedModule,
+    block_bytes: int | None,
+    passes: Sequence[Rewrite],
+    chunking: str,
+    alignment: int,
+    more: Rewrite | None = None,
+    after_pass: AfterPass | None = None,
+) -> Program:
+    """Lowers a capture by options of `compile`, with one `more` rewrite behind the user's `passes`; see `lower`."""
+    more = chunk_head_loss if more is None and chunking == "always" else more
+    rewrites = passes if more is None else (*passes, more)
+    with undisturbed():
+        return lower(traced, block_bytes=block_bytes, rewrites=rewrites, after_pass=after_pass, alignment=alignment)
+
+
+@contextmanager
+def undisturbed() -> Generator[None]:
+    """Lets the body differentiate fake tensors: the caller's hooks and anomaly mode would fail on these."""
+    with paused_collection(), outer_hooks_off(), torch.autograd.set_detect_anomaly(False):
+        yield
+
+
+def _is_chunked(program: Program) -> bool:
+    return any(isinstance(node.target, HeadLoss) for t in program.templates.values() for node in t.graph.nodes)
