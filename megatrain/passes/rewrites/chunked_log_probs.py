@@ -68,7 +68,7 @@ class Head:
     Args:
         steps: Between the linear layer and the softmax.
         dtype: Of the log-probabilities; None for that of the logits.
-        rows: Of a chunk.
+        rows: Of a chunk, at most.
         sums: Whether each row's log-probabilities are summed, too, as label smoothing needs.
     """
 
@@ -84,8 +84,12 @@ class Head:
         return torch.log_softmax(logits, -1, dtype=self.dtype)
 
     def chunks(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Cuts tensors along their first dimension; a batch without rows is one chunk."""
-        return zip(*(tensor.split(self.rows) for tensor in tensors), strict=True)
+        """Cuts tensors along their first dimension into chunks of about one size; a batch without rows is one chunk.
+
+        A small last chunk would take another kernel, with other bits.
+        """
+        number = max(1, -(-len(tensors[0]) // self.rows))
+        return zip(*(tensor.tensor_split(number) for tensor in tensors), strict=True)
 
 
 def chunked_log_probs(
@@ -101,8 +105,8 @@ def chunked_log_probs(
 
     The backward computes the logits of a chunk once more (recomputation), so one chunk of logits exists at a time. Each
     row, and the gradient of each hidden state, has the bits of the unchunked computation where a product of matrices
-    computes a row alike among any number of rows. Gradients of weight, bias and operands are sums over chunks, in fp32
-    or wider, rounded once.
+    computes a row alike among any number of rows; those of the CPU do from about 32 rows on. Gradients of weight, bias
+    and operands are sums over chunks, in fp32 or wider, rounded once.
 
     Args:
         head: What is computed.

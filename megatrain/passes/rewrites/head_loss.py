@@ -246,11 +246,9 @@ def _is_of_words(loss: fx.Node) -> bool:
     if len(given) != 2 or not all(isinstance(a, fx.Node) for a in given) or not _is_plain(loss):
         return False
     logits, labels = given
-    class_weight = loss.kwargs.get("weight")
     is_deprecated = loss.kwargs.get("size_average") is not None or loss.kwargs.get("reduce") is not None
-    has_trained_weight = isinstance(class_weight, fx.Node) and class_weight.meta["requires_grad"]
     are_words = labels.meta["spec"].dtype == torch.int64 and _shape(labels) == _shape(logits)[:-1]
-    return are_words and len(_shape(logits)) == 2 and not is_deprecated and not has_trained_weight
+    return are_words and len(_shape(logits)) == 2 and not is_deprecated
 
 
 def _is_plain(node: fx.Node) -> bool:

@@ -1,0 +1,158 @@
+"""Heads are chunked where a step doesn't fit otherwise, in plans and in steps alike; the memory is as planned."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import megatrain
+from megatrain.errors import TooSmallError
+from megatrain.passes.rewrites.head_loss import HeadLoss
+
+WORDS, WIDTH = 1000, 16
+
+
+class Model(nn.Module):
+    """A small language model whose logits are its largest tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        logits = self.head(hidden).float()
+        return {"loss": F.cross_entropy(logits.view(-1, WORDS), labels.view(-1)), "logits": logits}
+
+
+def batch(step: int, length: int = 400) -> dict[str, torch.Tensor]:
+    ids = torch.randint(WORDS, (2, length), generator=torch.Generator().manual_seed(step))
+    return {"ids": ids, "labels": ids.roll(-1)}
+
+
+def rows_of(program: Any) -> list[int]:
+    nodes = [node for template in program.templates.values() for node in template.graph.nodes]
+    return [node.target.head.rows for node in nodes if isinstance(node.target, HeadLoss)]
+
+
+def step_of(model: nn.Module, *, clip: float | None = None, spread: bool = False, **options: Any) -> Any:
+    compiled = megatrain.compile(model, device="cpu", **options)
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
+    return megatrain.TrainStep(compiled, optimizer, max_grad_norm=clip, spread=spread)
+
+
+# Plain logits take 3.2 MB a time; 256 rows of them 1 MB, 32 rows 0.13 MB.
+BUDGETS = {"20MiB": [], "5MiB": [256], "1MiB": [32]}
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+def test_as_little_is_chunked_as_fits(memory: str):
+    model = Model()
+    step = step_of(model, memory=memory)
+    schedule = step.prepare(batch(0))
+    assert rows_of(step.program) == BUDGETS[memory]
+    for number in range(2):
+        step(batch(number))
+    step.flush()
+    meter = step._compiled.peak_bytes
+    assert meter <= schedule.device_bytes <= megatrain.sizes.parse_bytes(memory)
+
+
+@pytest.mark.parametrize("memory", ["5MiB", "1200KiB"])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("spread", [False, True])
+def test_chunked_steps_train_as_the_loop_does(memory: str, clip: float | None, spread: bool):
+    """The first loss has the loop's bits; later ones follow weights whose gradients were sums in another order."""
+    model = Model()
+    loop = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(loop.parameters(), lr=0.01)
+    step = step_of(model, memory=memory, clip=clip, spread=spread)
+    for number in range(4):
+        batches = [batch(number), batch(number + 10)]
+        losses = [loop(**each)["loss"] / 2 for each in batches]
+        for loss in losses:
+            loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(loop.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found = step(batches)
+        # The sum of 800 rows in another order: 800 eps at most, and Adam's quotient of near-zero gradients.
+        torch.testing.assert_close(
+            found, sum(loss.detach() for loss in losses), rtol=0 if number == 0 else 1e-5, atol=0
+        )
+    step.flush()
+    for one, other in zip(loop.parameters(), model.parameters(), strict=True):
+        assert (one - other).detach().abs().mean() < 1e-6
+
+
+def test_never_is_refused_and_always_needs_no_budget():
+    with pytest.raises(TooSmallError, match="block 4"):
+        step_of(Model(), memory="5MiB", chunking="never").prepare(batch(0))
+    step = step_of(Model(), chunking="always")
+    step.prepare(batch(0))
+    assert rows_of(step.program) == [256]
+    step = step_of(Model(), memory="1MiB", chunking="always")
+    step.prepare(batch(0))
+    assert rows_of(step.program) == [32]
+
+
+def test_always_chunks_calls_whose_logits_nobody_gets():
+    class Alone(Model):
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            return super().forward(ids, labels)["loss"]
+
+    for kind, rows in ((Alone, [256]), (Model, [])):
+        compiled = megatrain.compile(kind(), device="cpu", chunking="always", example_kwargs=batch(0))
+        assert rows_of(compiled.program) == rows
+
+
+def test_a_batch_of_another_shape_is_planned_by_itself():
+    step = step_of(Model(), memory="5MiB")
+    for length, rows in ((400, [256]), (20, []), (400, [256])):
+        step(batch(0, length))
+        assert rows_of(step.program) == rows
+    # A step of both, in any order, is one schedule.
+    step([batch(0, 20), batch(1, 400)])
+    step([batch(0, 400), batch(1, 20)])
+    assert rows_of(step.program) == [256]
+
+
+def test_a_chunked_capture_stays_chunked():
+    """A first step may fit unchunked where later ones don't; numbers must not depend on which is which."""
+    step = step_of(Model(), memory="5MiB", clip=1.0)
+    programs = []
+    for number in range(3):
+        step(batch(number))
+        programs.append(step.program)
+    assert programs[0] is programs[1] is programs[2]
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+def test_the_plan_is_that_of_the_step(memory: str):
+    plan = megatrain.plan(Model(), example_kwargs=batch(0), device_memory=memory, optimizer="AdamW")
+    assert plan.fits
+    assert rows_of(plan.program) == BUDGETS[memory]
+    step = step_of(Model(), memory=memory, spread=True)
+    step(batch(0))
+    assert str(step.prepare(batch(0))) == str(plan.schedule)
+    line = f"chunked: logits of {BUDGETS[memory][0]} of 800 rows at a time" if BUDGETS[memory] else "chunked"
+    assert (line in str(plan)) == bool(BUDGETS[memory])
+
+
+def test_a_refused_plan_is_that_of_the_smallest_chunks():
+    plan = megatrain.plan(Model(), example_kwargs=batch(0), device_memory="64KiB", optimizer="AdamW")
+    assert not plan.fits
+    assert rows_of(plan.program) == [32]
+    never = megatrain.plan(Model(), example_kwargs=batch(0), device_memory="64KiB", optimizer="AdamW", chunking="never")
+    assert never.missing_device_bytes > plan.missing_device_bytes

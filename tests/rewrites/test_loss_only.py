@@ -1,0 +1,245 @@
+"""Training steps on the model's own loss: what nobody reads isn't computed, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import megatrain
+from megatrain.errors import ExecuteError
+
+
+@dataclass
+class Result:
+    """What a model returns beside its loss."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...] = ()
+
+
+class Net(nn.Module):
+    """A stack with a loss, logits, hidden states, and a second head that only the caller could read."""
+
+    def __init__(self, make: Any = Result) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+        self.other = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.BatchNorm1d(64))
+        self.drop = nn.Dropout(0.3)
+        self.make = make
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        hidden = [x]
+        for layer in self.layers:
+            hidden.append(layer(hidden[-1]).tanh())
+        features = self.other(hidden[-1])
+        logits = self.head(self.drop(hidden[-1]))  # draws behind those of the dead branch
+        loss = F.cross_entropy(logits, y)
+        if self.make is Result:
+            return Result(loss, logits.softmax(-1), (*hidden, features))
+        return self.make(loss, logits, features)
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(6, 8, generator=generator), "y": torch.randint(4, (6,), generator=generator)}
+
+
+def trained(model: nn.Module, take: Any, optimizer: torch.optim.Optimizer) -> tuple[list[Any], torch.Tensor]:
+    del optimizer
+    torch.manual_seed(7)
+    losses = [take(batch(step)) for step in range(3)]
+    return [*losses, *model.state_dict().values()], torch.get_rng_state()
+
+
+def by_loop(model: nn.Module, loss_of: Any = lambda result: result.loss) -> tuple[list[Any], torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def take(given: Any) -> torch.Tensor:
+        loss = loss_of(model(**given))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return trained(model, take, optimizer)
+
+
+def by_step(model: nn.Module, **options: Any) -> tuple[list[Any], torch.Tensor, megatrain.TrainStep]:
+    compiled = megatrain.compile(model, device="cpu")
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
+    step = megatrain.TrainStep(compiled, optimizer, **options)
+    values, state = trained(model, step, optimizer)
+    step.flush()
+    return values, state, step
+
+
+def assert_same(expected: Any, found: Any) -> None:
+    for one, other in zip(expected[0], found[0], strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(expected[1], found[1])  # the generator
+
+
+MAKES: dict[str, Any] = {
+    "an object": Result,
+    "a mapping": lambda loss, logits, features: {"loss": loss, "logits": logits, "features": features},
+}
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_a_step_computes_the_loss_alone_with_the_loops_bits(make: str):
+    model = Net(MAKES[make])
+    loss_of = (lambda r: r.loss) if make == "an object" else (lambda r: r["loss"])
+    expected = by_loop(copy.deepcopy(model), loss_of)
+    *found, step = by_step(model)
+    assert_same(expected, found)
+    assert [ref.name for ref in step.program.outputs if ref.kind == "value"] == ["cross_entropy"]
+    text = str(step.program)
+    assert "softmax" not in text
+    # The dead branch stays as far as it draws random numbers and writes buffers, both of which later numbers read.
+    assert "F.dropout" in text
+    assert "batch_norm" in text
+
+
+def test_a_call_still_returns_everything():
+    model = Net()
+    compiled = megatrain.compile(model, device="cpu")
+    step = megatrain.TrainStep(compiled, torch.optim.AdamW(compiled.parameters(), lr=0.01))
+    step(batch(0))
+    step.flush()
+    torch.manual_seed(3)
+    expected = copy.deepcopy(model)(**batch(1))
+    torch.manual_seed(3)
+    found = compiled(**batch(1))
+    assert torch.equal(expected.logits, found.logits)
+    assert all(torch.equal(one, other) for one, other in zip(expected.hidden, found.hidden, strict=True))
+    assert len(compiled.program.outputs) > len(step.program.outputs)
+
+
+def test_a_step_with_a_loss_gets_all_that_the_model_returns():
+    model = Net()
+    seen: list[Any] = []
+
+    def loss(result: Any, _: Any) -> torch.Tensor:
+        seen.append(result.logits.sum() + result.hidden[-1].sum())
+        return result.loss + 0.1 * result.hidden[1].square().mean()
+
+    expected = by_loop(copy.deepcopy(model), lambda r: r.loss + 0.1 * r.hidden[1].square().mean())
+    *found, step = by_step(model, loss=loss)
+    assert_same(expected, found)
+    assert len(step.program.outputs) > 3
+    assert seen
+
+
+def test_a_loss_that_reads_the_models_own_alone_says_so():
+    model = Net()
+    expected = by_loop(copy.deepcopy(model), lambda r: 2 * r.loss)
+    *found, step = by_step(model, loss=lambda result, _: 2 * result.loss, reads="loss")
+    assert_same(expected, found)
+    assert len([ref for ref in step.program.outputs if ref.kind == "value"]) == 1
+
+
+READS: dict[str, Any] = {
+    "a value": lambda r: r.logits[0, 0].item(),
+    "a sum": lambda r: r.hidden[1].sum(),
+    "a cast first": lambda r: r.logits.float().detach().argmax(-1),
+    "a comparison": lambda r: bool((r.logits > 0).any()),
+    "numpy": lambda r: r.logits.numpy(),
+}
+
+
+@pytest.mark.parametrize("reads", READS)
+def test_reading_what_isnt_computed_is_an_error_and_updates_nothing(reads: str):
+    model = Net()
+    before = copy.deepcopy(model.state_dict())
+
+    def loss(result: Any, _: Any) -> torch.Tensor:
+        READS[reads](result)
+        return result.loss
+
+    compiled = megatrain.compile(model, device="cpu")
+    step = megatrain.TrainStep(compiled, torch.optim.AdamW(compiled.parameters()), loss=loss, reads="loss")
+    with pytest.raises(ExecuteError, match="doesn't compute") as error:
+        step(batch(0))
+    assert 'reads="loss"' in str(error.value)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_its_shape_may_be_asked():
+    shapes: list[Any] = []
+
+    def loss(result: Any, _: Any) -> torch.Tensor:
+        shapes.append((result.logits.shape, result.logits.dtype, result.logits.float().size(0), repr(result.logits)))
+        return result.loss
+
+    by_step(Net(), loss=loss, reads="loss")
+    assert shapes[-1] == (torch.Size([6, 4]), torch.float32, 6, "<a result that this training step doesn't compute>")
+
+
+def test_what_the_forward_leaves_elsewhere_is_computed():
+    class Leaves(Net):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            result = super().forward(x, y)
+            self.latest = result.logits
+            return result
+
+    model = Leaves()
+    compiled = megatrain.compile(model, device="cpu")
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), lr=0.0))
+    torch.manual_seed(0)
+    step(batch(0))
+    eager = Net()
+    torch.manual_seed(0)
+    expected = eager(**batch(0))
+    assert torch.equal(model.latest, expected.logits)
+    assert len(step.program.outputs) == 2
+
+
+def test_a_hook_that_looks_at_logits_keeps_them():
+    def watched() -> tuple[nn.Module, list[torch.Tensor]]:
+        model, seen = Net(), []
+        model.other[0].register_forward_hook(lambda _module, _args, out: seen.append(out.detach().clone()))
+        return model, seen
+
+    (loop, expected), (model, seen) = watched(), watched()
+    by_loop(loop)
+    *_, step = by_step(model)
+    assert len([ref for ref in step.program.outputs if ref.kind == "value"]) == 1
+    assert all(torch.equal(one, other) for one, other in zip(expected, seen[-3:], strict=True))
+
+
+def test_a_loss_that_a_property_computes_keeps_every_output():
+    class Computes:
+        def __init__(self, parts: tuple[torch.Tensor, torch.Tensor]) -> None:
+            self.parts = parts
+
+        @property
+        def loss(self) -> torch.Tensor:
+            return self.parts[0] + 0.5 * self.parts[1].square().mean()
+
+    model = Net(lambda loss, logits, _: Computes((loss, logits)))
+    expected = by_loop(copy.deepcopy(model))
+    *found, step = by_step(model)
+    assert_same(expected, found)
+    assert len([ref for ref in step.program.outputs if ref.kind == "value"]) == 2
+
+
+def test_a_plan_counts_what_its_step_computes():
+    given = batch(0)
+    plan = megatrain.plan(Net(), example_kwargs=given, device_memory="1MiB", optimizer="AdamW")
+    whole = megatrain.plan(
+        Net(), example_kwargs=given, device_memory="1MiB", optimizer="AdamW", loss=lambda result, _: result.loss
+    )
+    assert len(plan.program.outputs) < len(whole.program.outputs)
+    compiled = megatrain.compile(Net(), device="cpu", memory="1MiB")
+    step = megatrain.TrainStep(compiled, torch.optim.AdamW(compiled.parameters()), spread=True)
+    step(given)
+    assert step.prepare(given).device_bytes == plan.schedule.device_bytes
