@@ -17,8 +17,8 @@ from megatrain.passes.rewrites.head_loss import HeadLoss, chunk_head_loss
 from megatrain.runtime.block import outer_hooks_off
 from megatrain.tracer.traced import TracedModule
 
-# Rows of a chunk: as many as cost no time, and few.
-_SMALLER = (chunk_head_loss, partial(chunk_head_loss, rows=32))
+# Chunks of as many rows as cost no time, and of few. Each chunk has kernels of its own, so none is smaller.
+_SMALLER = (chunk_head_loss, partial(chunk_head_loss, divisor=8))
 
 _Made = TypeVar("_Made")
 

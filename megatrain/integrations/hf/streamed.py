@@ -218,7 +218,6 @@ class Streamed(_Base):
     def _options_of_step(self, loss: Any) -> dict[str, Any]:
         # The trainer logs the norm also where it doesn't clip.
         norm = {"max_grad_norm": self.args.max_grad_norm or None, "report_norm": True}
-        # The trainer's own code reads the model's loss, and a cache where it keeps one from batch to batch.
         reads = "loss" if self._is_models_own_loss() and getattr(self.args, "past_index", -1) < 0 else "all"
         return {"loss": loss, "reads": reads, "reduce": "sum", **norm, **self._stream_options.step}
 

@@ -114,7 +114,7 @@ def _counted(class_weight: torch.Tensor, words: torch.Tensor, is_ignored: torch.
     return class_weight[words].masked_fill(is_ignored, 0)
 
 
-def chunk_head_loss(traced: TracedModule, *, rows: int | None = None) -> TracedModule:
+def chunk_head_loss(traced: TracedModule, *, rows: int | None = None, divisor: int = 1) -> TracedModule:
     """Returns the capture with each loss of a linear head computed in chunks of rows; `traced` itself if none can be.
 
     The pattern is `linear`, then calls that treat each row alone (casts, scales, a softcap, a bias), views and slices
@@ -128,10 +128,11 @@ def chunk_head_loss(traced: TracedModule, *, rows: int | None = None) -> TracedM
         traced: The capture.
         rows: Of a chunk; None takes as many as make its logits about as large as all hidden states, but no fewer than
             cost no time.
+        divisor: Without `rows`: so many times fewer than these.
     """
     losses = [node for node in traced.graph.nodes if node.target in (F.cross_entropy, F.nll_loss)]
     found = [pattern for pattern in map(_pattern, losses) if pattern is not None]
-    chunked = [(pattern, size) for pattern in found if (size := rows or pattern.usual_rows) < pattern.num_rows]
+    chunked = [(pattern, size) for pattern in found if (size := rows or pattern.usual_rows // divisor) < pattern.num_rows]
     if not chunked:
         return traced
     rewriter = Rewriter(traced)
