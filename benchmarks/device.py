@@ -31,6 +31,7 @@ from megatrain.device.host_pages import HostPages
 from megatrain.errors import MegatrainError
 from megatrain.hardware.hardware import Hardware
 from megatrain.optim.block_update import MasterStep
+from megatrain.optim.fast.adamw import native_reason
 from megatrain.optim.masters.halves import SplitMaster
 from megatrain.optim.norm import GradientNorm
 from megatrain.planning import host_plan
@@ -80,6 +81,7 @@ class Folded:
 @contextmanager
 def host_of_any_size() -> Generator[None]:
     """During the body the host has memory for any model, holds no values in it, and computes no update or norm."""
+    native_reason()  # which looks at the bits of an update, and is asked whether updates can be divided
     folded = Folded()
     with ExitStack() as stack:
         for owner, name, made in (
@@ -88,6 +90,7 @@ def host_of_any_size() -> Generator[None]:
             (host_plan, "available_now", lambda: _PLENTY),
             (SplitMaster, "store", lambda self, values, spare: None),
             (MasterStep, "__call__", lambda self, optimizer: None),
+            (MasterStep, "update_section", lambda self, optimizer, section: None),
             (GradientNorm, "_norm_of", lambda self, gradient, dtype: torch.ones(())),
             (GradientNorm, "total", lambda self: torch.ones(())),
         ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from itertools import chain
 from typing import Any
 
@@ -115,8 +115,18 @@ class BlockOptimizer:
             # the optimizer.
             self._optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
-    def update(self, block: int) -> None:
+    def asked(self, block: int, question: Callable[[Optimizer], bool]) -> bool:
+        """Answers a question about the update of a block, with the options of the step under way."""
+        assert self._step is not None
+        return self._step.asked(self._owned[block], question)
+
+    def update(self, block: int, *, code: StepCode | None = None, is_last: bool = True) -> None:
         """Updates the parameters of a block; those without a gradient stay as they are.
+
+        Args:
+            block: The block.
+            code: Updates a section of them; None updates them as a whole.
+            is_last: Whether the block is done then.
 
         Raises:
             OptimizerError: If no step has begun, or the block was updated in it.
@@ -126,10 +136,11 @@ class BlockOptimizer:
             raise OptimizerError(f"{why}.\n  A step is begin(), update() once for each block, finish().")
         if self._owned[block]:
             num_states = len(self._optimizer.state)
-            self._step.update(self._owned[block])
+            self._step.update(self._owned[block], code)
             if len(self._optimizer.state) > num_states:
                 return_free_memory()  # otherwise temporary memory between new states would never be free again
-        self._left.remove(block)
+        if is_last:
+            self._left.remove(block)
 
     def finish(self) -> None:
         """Ends a step: updates parameters that are in no block, and runs the hooks after it.

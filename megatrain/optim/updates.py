@@ -14,6 +14,7 @@ from megatrain.optim.masters.halves import Master
 from megatrain.optim.norm import GradientNorm, NonFinite
 from megatrain.optim.undo import Undo
 from megatrain.optim.updater import Updater
+from megatrain.sizes import Section
 
 
 @dataclass(slots=True, eq=False)
@@ -181,17 +182,25 @@ class Updates:
             _take_shown_gradients(self._source.using)
         self._code.scale = self._source.using.scale
 
-    def update(self, block: int) -> None:
+    def update(self, block: int, section: Section | None = None) -> None:
         """Updates the parameters of a block, with each optimizer that has begun and not done so.
 
         If one of them fails, its parameters are as before; only what is left of the block may be tried again.
+
+        Args:
+            block: The block.
+            section: Updates this section, in their order; an optimizer that can't divide its update does
+                all with the first. None updates all that is left.
         """
         updaters = [updater for updater in self._updaters if block in updater.blocks.left]
-        assert updaters, f"block {block} has no update left"
+        is_done_before = section is not None and section.number > 0
+        assert updaters or is_done_before, f"block {block} has no update left"
         if self.sums_squares:  # but what an update that failed has summed already
             self.take_squares(p for p in self._blocks[block] if not self._norm.has(p))
         for updater in updaters:
-            self.has_updated |= updater.update(block, self._source.using.by_parameter)
+            self.has_updated |= updater.update(block, self._source.using.by_parameter, section)
+        if any(block in updater.blocks.left for updater in updaters):
+            return  # other sections follow
         if not self._has_waiting:  # a hook may look at all gradients until the last optimizer has begun
             for parameter in self._blocks[block]:
                 if self._source.using.by_parameter.pop(parameter, None) is not None:

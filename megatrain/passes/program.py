@@ -293,3 +293,8 @@ def _part_lines(program: Program) -> list[str]:
 
 def _list(names: tuple[str, ...]) -> str:
     return ", ".join(names) if names else "nothing"
+
+
+def has_parts(program: Program, block: int) -> bool:
+    """Tells whether a block holds rows of a tensor, rather than whole tensors alone."""
+    return any(program.state[key].base is not None for key in program.blocks[block].binding)

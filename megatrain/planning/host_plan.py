@@ -123,7 +123,8 @@ def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-_MASTER_OF: Mapping[str, type[Master]] = {"whole": WholeMaster, "exact": SplitMaster, "rounded": RoundedMaster}
+MASTER_OF: Mapping[str, type[Master]] = {"whole": WholeMaster, "exact": SplitMaster, "rounded": RoundedMaster}
+"""The kind of master of bf16 parameters, by the name of the option."""
 _KIND = one_of("exact", "rounded", "whole")
 _MASTERS = Rule(_KIND.text, _KIND.way, lambda value: None if isinstance(value, Masters) else _KIND.fault(value))
 
@@ -161,14 +162,14 @@ def host_plan(
     entries, tensors = inventory(model)
     entries = narrow_entries(entries) if precision == "bf16" else entries
     rows = [*_state_rows(programs, entries)]
-    master = _MASTER_OF[kind] if precision == "bf16" else WholeMaster
+    master = MASTER_OF[kind] if precision == "bf16" else WholeMaster
     if master is SplitMaster:
         rows.append(("low halves", sum(2 * e.spec.numel for e in entries.values() if _is_trained_bf16(e))))
     held: list[torch.Tensor] = [*tensors.values(), *(t.grad for t in tensors.values() if t.grad is not None)]
     need = OptimizerNeed({}, 0)
     if optimizer is not None:
-        optimizers, parameters = _over(optimizer, entries, tensors)
-        blocks = _updates(programs, entries, parameters, master)
+        optimizers, parameters = over(optimizer, entries, tensors)
+        blocks = updates_of(programs, entries, parameters, master)
         need = joint_need(optimizers, blocks, undoes=schedule.kind.updates != "none", scales=schedule.kind.clip)
         rows += need.state.items()
         states = (state for each in optimizers for state in each.state.values())
@@ -215,7 +216,7 @@ def _trained(program: Program) -> list[list[str]]:
     return [[key for key in keys if key not in parts] for keys in facts.completes]
 
 
-def _updates(
+def updates_of(
     programs: Sequence[Program],
     entries: Mapping[str, StateEntry],
     parameters: Mapping[str, torch.Tensor],
@@ -235,7 +236,7 @@ def _updates(
     return found
 
 
-def _over(
+def over(
     optimizer: OptimizerLike, entries: Mapping[str, StateEntry], tensors: Mapping[str, torch.Tensor]
 ) -> tuple[Sequence[torch.optim.Optimizer], Mapping[str, torch.Tensor]]:
     """Returns optimizers and their parameters by key: the user's, or one over tensors without memory."""

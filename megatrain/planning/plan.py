@@ -10,9 +10,9 @@ from megatrain.errors import OptionError
 from megatrain.planning.alternatives import Alternatives, alternatives
 from megatrain.planning.largest import MOST_OF_A_SIZE, Largest, largest
 from megatrain.planning.model_sizes import DEPTH, MICRO_BATCH, SEQUENCE
-from megatrain.planning.plan_text import chunk_lines, device_lines, time_text, verdict
 from megatrain.planning.planned_step import UNBOUNDED, PlannedStep
-from megatrain.planning.reasons import reasons
+from megatrain.planning.printed.plan_text import chunk_lines, device_lines, time_text, verdict
+from megatrain.planning.printed.reasons import reasons
 from megatrain.planning.ways_out import refusal
 
 SIZES: Rule = either(one_of(MICRO_BATCH, SEQUENCE, DEPTH), function(1))

@@ -18,13 +18,14 @@ from megatrain.hardware.machine import usual_machine
 from megatrain.passes.pipeline import Rewrite
 from megatrain.passes.program import Program
 from megatrain.planning.captured_model import captured
+from megatrain.planning.divided_updates import may_divide
 from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.model_and_inputs import model_and_inputs
 from megatrain.planning.model_sizes import ExampleSizes, ModelSizes, num_tokens
 from megatrain.planning.plan import Plan
-from megatrain.planning.plan_text import reserve_text
 from megatrain.planning.planned_step import PlannedFor
+from megatrain.planning.printed.plan_text import reserve_text
 from megatrain.planning.step_programs import StepPrograms, first_that_fits
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
@@ -212,9 +213,18 @@ class Planner:
         """Returns the program and its schedule; if none fits, those that take the least memory, and the reason."""
         memory, activations, hardware = options.device_memory, options.activations, options.hardware
         usual = usual_machine((options.device or HOST).card())
-        key = (found.key, kind, memory, activations, hardware if memory else None, usual.name)
+        key = (found.key, kind, memory, activations, hardware if memory else None, usual.name, options.masters)
         captures = [found.programs] * kind.micro_batches
-        made = partial(step_schedule, kind=kind, loss_bytes=found.loss_bytes, usual=usual)
+        # Rewrites change no state, so they don't change what may be divided.
+        divides = partial(
+            may_divide,
+            found.programs.at(0),
+            found.model,
+            options.optimizer,
+            precision=options.precision,
+            masters=options.masters,
+        )
+        made = partial(step_schedule, kind=kind, loss_bytes=found.loss_bytes, usual=usual, divides=divides)
 
         def schedule() -> tuple[Program, Schedule, str | None]:
             plain = [found.programs.at(0)] * kind.micro_batches

@@ -59,12 +59,12 @@ class Executor:
         self.program = programs[0]
         self.schedule = schedule
         self.engine = engine
-        is_training = schedule.kind.mode == "train"
-        loaded = Loaded.of_each(programs, merged, engine, is_training=is_training)
+        loaded = Loaded.of_each(programs, merged, engine, is_training=schedule.kind.mode == "train")
         if schedule.kind.is_training_step and arena is None:
             arena = LandingArena(engine.bus)
         for each in loaded:
             each.check_recomputed(schedule.saves)
+            each.check_sections(schedule.sections)
         self._operations = Operations(loaded, schedule, engine, arena)
         self._resumed: tuple[Instructions, int] | None = None
         self.loaded = loaded[0]

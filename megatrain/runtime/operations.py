@@ -24,7 +24,7 @@ from megatrain.scheduler.effects import kind_of
 from megatrain.scheduler.instructions import Half, Instruction
 from megatrain.scheduler.items import Item, Stream
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.table import Position
+from megatrain.scheduler.table import Position, section_of
 
 
 class Operations:
@@ -150,7 +150,7 @@ class Operations:
 
     def release(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
         """Lets go of items."""
-        for kind, number, micro_batch in items:
+        for kind, number, micro_batch, _ in items:
             call = calls[micro_batch]
             name = call.loaded.names[number] if kind in _OF_VALUES else number
             if name is not None:  # otherwise it is a value of other micro-batches
@@ -158,7 +158,7 @@ class Operations:
 
     def take(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
         """Takes device memory for what transfers will bring; on the thread of compute, in the order of its stream."""
-        for _, number, micro_batch in items:
+        for _, number, micro_batch, _ in items:
             call = calls[micro_batch]
             name = call.loaded.names[number]
             if name is not None:
@@ -167,8 +167,9 @@ class Operations:
     # -- handlers ------------------------------------------------------------------------------------------
 
     def prefetch(self, taken: Taken, instruction: Instruction) -> None:
-        """W: copies weights into a slot."""
-        self._slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists)
+        """W: copies weights, or a section of them, into a slot."""
+        section = section_of(self.schedule, instruction.op)
+        self._slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists, section=section)
 
     def park(self, taken: Taken, instruction: Instruction) -> None:
         """A to the host."""
@@ -297,8 +298,8 @@ class Operations:
         taken.step_trainer.norm()
 
     def update(self, taken: Taken, instruction: Instruction) -> None:
-        """U."""
-        taken.step_trainer.update(instruction.op.block)
+        """U: of a block, or of a section of it."""
+        taken.step_trainer.update(instruction.op.block, section_of(self.schedule, instruction.op))
 
 
 _OF_VALUES = ("value", "gradient", "original", "returned")

@@ -12,6 +12,7 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
 from megatrain.runtime.stores.persisting import Persisting
 from megatrain.scheduler.instructions import Bytes
+from megatrain.sizes import Section
 
 
 class Slots:
@@ -47,13 +48,16 @@ class Slots:
         assert self._engine.store is not None
         return self._engine.store
 
-    def prefetch(self, block: int, where: Bytes | None, *, persists: bool = False) -> None:
+    def prefetch(
+        self, block: int, where: Bytes | None, *, persists: bool = False, section: Section | None = None
+    ) -> None:
         """Copies a block's state to bytes of the arena; nothing moves where state is used in place.
 
         Args:
             block: The block.
             where: The bytes.
             persists: Its frozen weights may be there from an earlier step.
+            section: Copies only this section of each of its tensors.
 
         Raises:
             ExecuteError: If frozen weights were changed unseen.
@@ -61,7 +65,7 @@ class Slots:
         if where is not None and persists:
             self._prefetch_changing(block, where)
         elif where is not None:
-            self._store.prefetch(self._images[block], self._engine.arena.write(*where))
+            self._store.prefetch(self._images[block], self._engine.arena.write(*where), section=section)
 
     def _prefetch_changing(self, block: int, where: Bytes) -> None:
         """Copies the part of a block's state that changes from step to step, and the rest if it isn't there."""

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatrain.runtime.call import Call
+from megatrain.sizes import Section
 
 
 class StepTrainer(Protocol):
@@ -29,8 +30,11 @@ class StepTrainer(Protocol):
     def norm(self) -> None:
         """Takes the norm of all gradients, from their squares."""
 
-    def update(self, block: int) -> None:
-        """Updates the parameters that belong to a block."""
+    def update(self, block: int, section: Section | None = None) -> None:
+        """Updates the parameters that belong to a block, or a section of them.
+
+        Sections come in their order. Once one is over it must hold its final values, and may hold those of later ones.
+        """
 
 
 class Taken(NamedTuple):

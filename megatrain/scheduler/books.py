@@ -130,8 +130,8 @@ def item_lifetimes(effects: Effects, ops: Collection[tuple[Position, Effect]]) -
 _RANKS = {kind: rank for rank, kind in enumerate(ITEMS)}
 
 
-def _rank(item: Item) -> tuple[int, int, int]:
-    return item.micro_batch, _RANKS[item.kind], item.number
+def _rank(item: Item) -> tuple[int, int, int, int]:
+    return item.micro_batch, _RANKS[item.kind], item.number, item.section
 
 
 def live_bytes(lives: Iterable[Lifetime], num_ticks: int, base: int = 0) -> tuple[int, ...]:
@@ -248,7 +248,7 @@ def find_peak(table: Table) -> Peak:
 
     tick = max(range(len(table.ticks)), key=lambda t: (table.live_bytes[t] + workspace(t), -t))
     ops = [op.key for op in table.ticks[tick].values()]
-    is_loss = any(0 < books.effects.workspace(*op) == books.effects.loss_workspace(*op[1:]) for op in ops)
+    is_loss = any(0 < books.effects.workspace(*op) == books.effects.loss_workspace(*op[1:4]) for op in ops)
     parts = {"weights": table.arena_bytes, "loss" if is_loss else "workspace": workspace(tick)}
     for life in alive_at(books, tick):
         part = ITEMS[life.item.kind].part

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.items import NO_BLOCK, Effect, Item, Stream
+from megatrain.scheduler.items import NO_BLOCK, Effect, Item, Sections, Stream, divided
 from megatrain.scheduler.parking import Parks, turn_block
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
@@ -29,6 +29,7 @@ class OpKind:
         per_micro_batch: Whether it runs once for each micro-batch, or once for all of them.
         has_block: Whether it concerns one block.
         has_slot: Whether it fills a slot.
+        has_sections: Whether it may do its work on one section of its block.
     """
 
     stream: Stream
@@ -38,6 +39,7 @@ class OpKind:
     per_micro_batch: bool = False
     has_block: bool = True
     has_slot: bool = False
+    has_sections: bool = False
 
 
 class Effects:
@@ -50,6 +52,7 @@ class Effects:
         parked: Values that leave the device between forward and backward, by the block of their `A`.
         persistent: Blocks whose frozen weights are on the device before the step begins.
         deferred: Blocks whose update follows in the next step.
+        sections: The block that is divided; None if none is.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Effects:
         parked: Parks,
         persistent: Collection[int],
         deferred: Collection[int],
+        sections: Sections | None = None,
     ) -> None:
         self.workload = workload
         self.kind = kind
@@ -67,6 +71,7 @@ class Effects:
         self.parked = parked
         self.persistent = frozenset(persistent)
         self.deferred = frozenset(deferred)
+        self.sections = sections
         self.inputs, self.outputs = workload.inputs(), workload.outputs()
         self.has_gradient = [
             kind.mode != "forward" and workload.has_value_gradient(index) for index in range(len(workload.values))
@@ -86,11 +91,12 @@ class Effects:
                 self.owners[member].append(block)
         self._sharers = Counter(value.storage for value in workload.values)
 
-    def of(self, stream: str, what: str, block: int, micro_batch: int = 0) -> Effect:
+    def of(self, stream: str, what: str, block: int, micro_batch: int = 0, section: int | None = None) -> Effect:
         """The effect of an op."""
-        return kind_of(stream, what).effect(self, block, micro_batch)
+        whole = kind_of(stream, what).effect(self, block, micro_batch)
+        return whole if self.sections is None else divided(whole, self.sections, section)
 
-    def workspace(self, stream: str, what: str, block: int, micro_batch: int = 0) -> int:
+    def workspace(self, stream: str, what: str, block: int, micro_batch: int = 0, section: int | None = None) -> int:
         """Device bytes that an op takes while it runs, beyond the items that it makes."""
         found = kind_of(stream, what).workspace
         return 0 if found is None else found(self, block, micro_batch)
@@ -282,7 +288,7 @@ KINDS: dict[tuple[str, str], OpKind] = {
     (kind.stream, kind.what): kind
     for kind in (
         # Weights to a slot, and what a backward needs back from the host.
-        OpKind(Stream.H2D, "W", _prefetch, has_slot=True),
+        OpKind(Stream.H2D, "W", _prefetch, has_slot=True, has_sections=True),
         OpKind(Stream.H2D, "A", _return, per_micro_batch=True),
         OpKind(Stream.COMPUTE, "F", _forward, _forward_workspace, per_micro_batch=True),
         OpKind(Stream.COMPUTE, "B", _backward, _backward_workspace, per_micro_batch=True),
@@ -292,7 +298,7 @@ KINDS: dict[tuple[str, str], OpKind] = {
         # Squares of a block's gradients, the norm of all of them, and an optimizer's update.
         OpKind(Stream.HOST, "S", _squares),
         OpKind(Stream.HOST, "N", _norm, has_block=False),
-        OpKind(Stream.HOST, "U", _update),
+        OpKind(Stream.HOST, "U", _update, has_sections=True),
     )
 }
 """Every kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

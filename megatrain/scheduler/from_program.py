@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatrain.checks import checked, count, optional
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.passes.program import Block, Program
+from megatrain.passes.program import Block, Program, has_parts
 from megatrain.scheduler.builder.build import STEP, build
+from megatrain.scheduler.builder.sections import first_deferred, worthwhile_sections
 from megatrain.scheduler.merging import Merged, merge, refuse
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
@@ -125,6 +126,7 @@ def step_schedule(
     loss_bytes: int = 0,
     hardware: Hardware | None = None,
     usual: Hardware | None = None,
+    divides: Callable[[], bool] = lambda: False,
 ) -> Schedule:
     """Places one step whose micro-batches are captures of one model.
 
@@ -138,14 +140,16 @@ def step_schedule(
         loss_bytes: As in `Workload`.
         hardware: As in `schedule`.
         usual: As in `build`.
+        divides: Tells whether updates may come in sections; asked where that would save time.
 
     Raises:
         ScheduleError: If they don't, `memory` is too small, or a buffer can't go from one to the next.
     """
-    if kind.micro_batches > 1:
-        for program in {id(program): program for program in programs}.values():
-            check_buffers(program)
+    for program in {id(each): each for each in programs}.values() if kind.micro_batches > 1 else ():
+        check_buffers(program)
     works = replace(merge_programs(programs).workload, loss_bytes=loss_bytes)
+    most = worthwhile_sections(works, kind)
+    is_divisible = most > 1 and not has_parts(programs[0], first_deferred(works, kind)) and divides()
     return build(
         works,
         kind,
@@ -155,6 +159,7 @@ def step_schedule(
         activations=activations,
         hardware=hardware,
         usual=usual,
+        sections=most if is_divisible else 1,
     )
 
 

@@ -9,11 +9,12 @@ from typing import NamedTuple
 from megatrain.checks import checked
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.effects import Effects, kind_of, streams
-from megatrain.scheduler.items import Stream
+from megatrain.scheduler.items import Sections, Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.parking import host_value_bytes, park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
+from megatrain.sizes import Section
 
 
 class Position(NamedTuple):
@@ -214,7 +215,13 @@ class Table:
         left = (tick for tick, row in enumerate(self.ticks) if row.d2h is not None and row.d2h.what == "G")
         head = next(left, len(self.ticks)) if self.kind.updates == "spread" else len(self.ticks)
         hosts = (row.host for row in self.ticks[:head])
-        return tuple(sorted(op.block for op in hosts if op is not None and op.what == "U"))
+        return tuple(sorted({op.block for op in hosts if op is not None and op.what == "U"}))
+
+    @property
+    def sections(self) -> Sections | None:
+        """The block whose deferred update comes in sections, each with a copy of its weights; None if none does."""
+        counts = [Sections(op.block, op.section + 1) for op in self.ops if op.section is not None]
+        return max(counts, key=lambda sections: sections.num_sections, default=None)
 
     @property
     def arena_bytes(self) -> int:
@@ -254,7 +261,7 @@ class Table:
             ScheduleError: If the table doesn't know its workload.
         """
         workload = self.known_workload()
-        return Effects(workload, self.kind, self.saves, self.parked(), self.persistent, self.deferred)
+        return Effects(workload, self.kind, self.saves, self.parked(), self.persistent, self.deferred, self.sections)
 
     def parked(self) -> dict[int, tuple[int, ...]]:
         """Values that `A` parks and returns, by the block of the op."""
@@ -272,3 +279,9 @@ class Table:
                 "  The text of a schedule contains no sizes: use Schedule.parse(text, workload) or from_json."
             )
         return self.workload
+
+
+def section_of(table: Table, op: Op) -> Section | None:
+    """The section of its block on which an op of a table works; None if that is the whole block."""
+    sections = None if op.section is None else table.sections
+    return None if op.section is None or sections is None else Section(op.section, sections.num_sections)

@@ -17,6 +17,7 @@ from megatrain.optim.impostor import Optimizer
 from megatrain.optim.per_parameter import check_per_parameter
 from megatrain.optim.updates import Updates
 from megatrain.passes.program import Program
+from megatrain.planning.divided_updates import may_divide
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.step_programs import StepPrograms
@@ -183,8 +184,13 @@ class Setup:
             device = self._compiled.options.device
             return max(measure_loss(*each, self._loss, device) for each in given.values())
 
-        programs, schedule = self._tables.schedule(captures, kind, loss_bytes)
+        programs, schedule = self._tables.schedule(captures, kind, loss_bytes, lambda: self._divides(captures))
         return Setting(batches, own, arguments, variants, traced, captures, programs, kind, schedule)
+
+    def _divides(self, captures: Sequence[StepPrograms]) -> bool:
+        compiled, program = self._compiled, captures[0].at(0)  # rewrites change no state
+        precision, masters = compiled.options.precision, compiled.masters
+        return may_divide(program, compiled.model, self._optimizers, precision=precision, masters=masters)
 
     def _kind(self, micro_batches: int) -> StepKind:
         updates, clip, reports_norm = self._times.choose()
@@ -207,7 +213,8 @@ class Setup:
         kind = replace(setting.kind, updates="deferred") if setting.kind.updates == "none" else setting.kind
         options = self._compiled.options
         loss_bytes = setting.schedule.known_workload().loss_bytes
-        _, schedule = self._tables.schedule(setting.captures, kind, lambda: loss_bytes)
+        captures = setting.captures
+        _, schedule = self._tables.schedule(captures, kind, lambda: loss_bytes, lambda: self._divides(captures))
         return host_plan(
             programs,
             schedule,

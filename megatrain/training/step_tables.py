@@ -40,6 +40,11 @@ class _Table:
     schedule: Schedule
     executors: OrderedDict[tuple[int, ...], Executor] = field(default_factory=OrderedDict[tuple[int, ...], Executor])
 
+    def programs_of(self, captures: Sequence[StepPrograms]) -> Sequence[Program]:
+        """Returns the programs of captures of this table, in their order."""
+        known = dict(zip(map(id, self.captures), self.programs, strict=True))
+        return [known[id(capture)] for capture in captures]
+
 
 class StepTables:
     """Makes schedules of whole steps, and keeps them.
@@ -62,7 +67,11 @@ class StepTables:
         return StepKind("train", transfer, micro_batches, updates, clip, "release", reports_norm)
 
     def schedule(
-        self, captures: Sequence[StepPrograms], kind: StepKind, loss_bytes: Callable[[], int]
+        self,
+        captures: Sequence[StepPrograms],
+        kind: StepKind,
+        loss_bytes: Callable[[], int],
+        divides: Callable[[], bool],
     ) -> tuple[Sequence[Program], Schedule]:
         """Plans a step, with as little rewritten as fits.
 
@@ -70,6 +79,7 @@ class StepTables:
             captures: One per micro-batch.
             kind: The kind of the step.
             loss_bytes: Measures the loss; called once for these captures.
+            divides: As in `step_schedule`; asked once for these captures and this kind.
 
         Returns:
             The program of each capture, and the checked schedule of a step with these.
@@ -80,7 +90,8 @@ class StepTables:
         """
         key = self._key(captures, kind)
         if key not in self._tables:
-            plan = partial(self._planned, kind=kind, loss_bytes=self._loss_bytes(key[0], loss_bytes))
+            nbytes = self._loss_bytes(key[0], loss_bytes)
+            plan = partial(self._planned, kind=kind, loss_bytes=nbytes, divides=divides)
             # A capture that was rewritten stays so: its numbers would differ from step to step.
             level, programs, planned = first_that_fits(captures, plan, self._levels.get(key[0], 0))
             self._levels[key[0]] = level
@@ -88,9 +99,7 @@ class StepTables:
             while len(self._tables) > _MOST:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
-        known = self._tables[key]
-        by_capture = dict(zip(map(id, known.captures), known.programs, strict=True))
-        return [by_capture[id(capture)] for capture in captures], known.schedule
+        return self._tables[key].programs_of(captures), self._tables[key].schedule
 
     def has_executor(self, captures: Sequence[StepPrograms], kind: StepKind) -> bool:
         """Tells whether `executor` was called for these, in any order."""
@@ -101,7 +110,7 @@ class StepTables:
         """Returns the executor of a known schedule; the first one moves the model into the engine's store."""
         known, order = self._tables[self._key(captures, kind)], tuple(map(id, captures))
         if order not in known.executors:
-            programs, _ = self.schedule(captures, kind, lambda: 0)
+            programs = known.programs_of(captures)
             if self._arena is None:
                 self._arena = LandingArena(engine.bus)
                 engine.gradients.clear()  # gradients land there from now on
@@ -123,7 +132,9 @@ class StepTables:
                 return table.schedule.known_workload().loss_bytes
         return measure()
 
-    def _planned(self, programs: Sequence[Program], kind: StepKind, loss_bytes: int) -> Schedule:
+    def _planned(
+        self, programs: Sequence[Program], kind: StepKind, loss_bytes: int, divides: Callable[[], bool]
+    ) -> Schedule:
         planned = step_schedule(
             programs,
             kind,
@@ -132,6 +143,7 @@ class StepTables:
             loss_bytes=loss_bytes,
             hardware=self._options.hardware,
             usual=usual_machine(self._options.device.card()),
+            divides=divides,
         )
         if not any(op.what == "G" for op in planned.ops):
             raise ExecuteError(

@@ -14,6 +14,7 @@ from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.gradients.sink import check_kind, hooked, kind_of, laid_out
+from megatrain.sizes import Section
 from megatrain.training.batch import Differentiated, loss_of
 from megatrain.training.handing import handed
 from megatrain.training.setup import Setting
@@ -196,12 +197,12 @@ class Running:
         self._updates.take_norm()
         self.is_skipped = self._looks_for_nonfinite and self._updates.arriving.nonfinite is not None
 
-    def update(self, block: int) -> None:
+    def update(self, block: int, section: Section | None = None) -> None:
         """See `StepTrainer`."""
         torch.set_num_threads(self._threads)
         if block in self._deferred:
             if self._updates.is_under_way:  # otherwise nothing is due: in the first step, and after a look
-                self._updates.update(block)
+                self._updates.update(block, section)
             return
         if self.is_skipped:
             return

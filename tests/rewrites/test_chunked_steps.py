@@ -13,6 +13,7 @@ from torch import nn
 import megatrain
 from megatrain.errors import TooSmallError
 from megatrain.passes.rewrites.head_loss import HeadLoss
+from megatrain.sizes import parse_bytes
 
 WORDS, WIDTH = 1000, 16
 
@@ -65,7 +66,7 @@ def test_as_little_is_chunked_as_fits(memory: str):
         step(batch(number))
     step.flush()
     meter = step._compiled.peak_bytes
-    assert meter <= schedule.device_bytes <= megatrain.sizes.parse_bytes(memory)
+    assert meter <= schedule.device_bytes <= parse_bytes(memory)
 
 
 @pytest.mark.parametrize("memory", ["5MiB", "1200KiB"])

@@ -12,7 +12,9 @@ from megatrain.errors import ScheduleError
 from megatrain.hardware.work import MEMORY, Kernels, Works, products
 from megatrain.scheduler.builder.build import ACTIVATIONS
 from megatrain.scheduler.builder.draft import Builder, Choices
+from megatrain.scheduler.builder.sections import first_deferred
 from megatrain.scheduler.from_program import schedule
+from megatrain.scheduler.items import NO_BLOCK
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
@@ -137,16 +139,19 @@ class Options:
     staying: frozenset[int] = frozenset()
     reports_norm: bool = False
     has_giants_alone: bool = False
+    sections: int = 1
 
     def build(self, workload: Workload) -> Schedule:
         made = self._built(workload)
         if made.kind.transfer == "bind" or not made.kind.is_training_step:
             return made
-        if not (self.staying or self.has_giants_alone):
+        block = first_deferred(workload, made.kind)
+        sections = 1 if block == NO_BLOCK or workload.blocks[block].is_mostly_frozen else self.sections
+        if not (self.staying or self.has_giants_alone or sections > 1):
             return made
-        blocks = [block for block in sorted(self.staying) if block < len(workload.blocks)]
-        frozen = tuple(block for block in blocks if workload.blocks[block].frozen_bytes > 0)
-        builder = Builder(workload, made.kind)
+        blocks = [b for b in sorted(self.staying) if b < len(workload.blocks)]
+        frozen = tuple(b for b in blocks if workload.blocks[b].frozen_bytes > 0 and (sections == 1 or b != block))
+        builder = Builder(workload, made.kind, sections=sections)
         plan = Choices(self.num_slots, made.keep, made.saves, tuple(blocks[::2]), frozen, self.has_giants_alone)
         return schedule_of(builder.finish(builder.draft(plan)))
 
@@ -195,6 +200,7 @@ def whole_steps() -> st.SearchStrategy[Options]:
         outputs=st.sampled_from(OUTPUTS),
         staying=st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 6))),
         has_giants_alone=st.booleans(),
+        sections=st.sampled_from([1, 1, 2, 4]),
     )
 
 

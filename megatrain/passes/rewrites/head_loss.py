@@ -132,7 +132,9 @@ def chunk_head_loss(traced: TracedModule, *, rows: int | None = None, divisor: i
     """
     losses = [node for node in traced.graph.nodes if node.target in (F.cross_entropy, F.nll_loss)]
     found = [pattern for pattern in map(_pattern, losses) if pattern is not None]
-    chunked = [(pattern, size) for pattern in found if (size := rows or pattern.usual_rows // divisor) < pattern.num_rows]
+    chunked = [
+        (pattern, size) for pattern in found if (size := rows or pattern.usual_rows // divisor) < pattern.num_rows
+    ]
     if not chunked:
         return traced
     rewriter = Rewriter(traced)

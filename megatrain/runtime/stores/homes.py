@@ -11,7 +11,7 @@ import torch
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import Entry
 from megatrain.memory.host_arena import HostArena
-from megatrain.sizes import aligned
+from megatrain.sizes import Section, aligned
 from megatrain.tracer.spec import TensorSpec
 
 _memories = count()
@@ -87,3 +87,10 @@ def copies_of(entries: Iterable[Entry], homes: Iterable[Home], alignment: int) -
         end = entry.offset + entry.spec.nbytes
     if arena is not None:
         yield OneCopy(start, end, arena.tensor[source : source + end - start], arena)
+
+
+def section_of(entry: Entry, home: Home, section: Section) -> OneCopy:
+    """A section of one tensor, in the order of its memory."""
+    start, stop = (edge * entry.spec.dtype.itemsize for edge in section.of(entry.spec.numel))
+    source = home.arena.tensor[home.offset + start : home.offset + stop]
+    return OneCopy(entry.offset + start, entry.offset + stop, source, home.arena)

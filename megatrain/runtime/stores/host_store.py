@@ -11,11 +11,11 @@ import torch
 from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride, views
 from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena, together
-from megatrain.runtime.stores.homes import Home, OneCopy, copies_of, new_memory, take_in
+from megatrain.runtime.stores.homes import Home, OneCopy, copies_of, new_memory, section_of, take_in
 from megatrain.runtime.stores.moving import check_movable, check_room
 from megatrain.runtime.stores.persisting import Stamp
 from megatrain.runtime.stores.weights import Weights, replace_memory
-from megatrain.sizes import aligned
+from megatrain.sizes import Section, aligned
 from megatrain.tracer.spec import TensorSpec
 
 __all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "image", "stored_stride", "views"]
@@ -182,20 +182,31 @@ class HostStore:
         """Returns how many copies a prefetch of this image takes."""
         return len(self._placed(layout).runs)
 
-    def prefetch(self, layout: BlockImage, out: torch.Tensor, *, without: frozenset[str] = frozenset()) -> None:
+    def prefetch(
+        self,
+        layout: BlockImage,
+        out: torch.Tensor,
+        *,
+        without: frozenset[str] = frozenset(),
+        section: Section | None = None,
+    ) -> None:
         """Copies a block's state into a slot, with one copy for adjacent tensors and one for each tied.
 
         Args:
             layout: An image known to this store.
             out: The slot, `uint8`, at least as large as the image.
             without: Keys of entries that are there.
+            section: Copies only this section of each tensor.
         """
-        runs = self._placed(layout).runs
+        runs: Sequence[OneCopy] = self._placed(layout).runs
+        if section is not None:
+            runs = [section_of(entry, self._home(entry), section) for entry in layout.entries if entry.spec.nbytes]
         if without:
             entries = [entry for entry in layout.entries if entry.key not in without]
-            runs = tuple(copies_of(entries, map(self._home, entries), layout.alignment))
+            runs = list(copies_of(entries, map(self._home, entries), layout.alignment))
         for run in runs:
-            self._bus.to_device(out[run.start : run.end], run.source, run.arena)
+            if run.start < run.end:  # a section of a small tensor may be empty
+                self._bus.to_device(out[run.start : run.end], run.source, run.arena)
 
     def stamp(self, layout: BlockImage, keys: Collection[str]) -> Stamp | None:
         """What changes with each write into entries of an image that torch counts; None where it counts none."""

@@ -11,6 +11,7 @@ from megatrain.garbage import paused_collection
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.budget import choose_draft, first_fit
 from megatrain.scheduler.builder.draft import Builder, Choices
+from megatrain.scheduler.items import MOST_SECTIONS
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import KIND_RULES, StepKind
 from megatrain.scheduler.workload import Workload
@@ -38,6 +39,7 @@ def build(
     activations: str = "auto",
     hardware: Hardware | None = None,
     usual: Hardware | None = None,
+    sections: int = 1,
 ) -> Schedule:
     """Places one step of `workload` on the streams.
 
@@ -53,6 +55,8 @@ def build(
         activations: See there.
         hardware: See there.
         usual: Whose rates weigh compute against copies without `hardware`; None is an RTX 4090.
+        sections: Into how many sections the first block that is updated is divided: where its update is deferred, the
+            copy of each section follows the update of this section.
 
     Returns:
         A schedule that passes `check_schedule`. Ticks count from 0; lifetimes include both ends.
@@ -67,7 +71,9 @@ def build(
     W0@0 F0 W1@0 F1 W2@0 F2 B2 W1@0 G2 B1 W0@0 G1 B0 G0
     """
     workload.check()
-    builder = Builder(workload, kind)
+    if not 1 <= sections <= MOST_SECTIONS:
+        raise ScheduleError(f"{sections} sections are impossible.\n  There are 1 to {MOST_SECTIONS}.\n  Leave it out.")
+    builder = Builder(workload, kind, sections=sections)
     draft = choose_draft(
         builder,
         num_slots=num_slots,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from megatrain.scheduler.books import Lifetime, item_lifetimes, live_bytes, moved_bytes, slab_bytes
 from megatrain.scheduler.builder.host_places import place_gradients
 from megatrain.scheduler.builder.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
-from megatrain.scheduler.builder.order import Rows, assign_ticks
+from megatrain.scheduler.builder.order import Part, Rows, assign_ticks
+from megatrain.scheduler.builder.sections import sections_of
 from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, place_slots, stays_of
 from megatrain.scheduler.effects import Effects, kind_of
 from megatrain.scheduler.items import NO_BLOCK, Stream
@@ -75,20 +76,27 @@ class Draft:
 class _Weights:
     """Where weights lie, and which updates come before them: that depends on slots and resident blocks alone."""
 
-    head: dict[int, int]
+    head: dict[Part, int]
     stays: tuple[Stay, ...]
     slots: tuple[Slot, ...]
     slot_of: tuple[int, ...]
 
 
 class Builder:
-    """Drafts schedules of one workload under different plans, and finishes one."""
+    """Drafts schedules of one workload under different plans, and finishes one.
 
-    def __init__(self, workload: Workload, kind: StepKind) -> None:
+    Args:
+        workload: What runs.
+        kind: The kind of the step.
+        sections: As in `build`.
+    """
+
+    def __init__(self, workload: Workload, kind: StepKind, *, sections: int = 1) -> None:
         self.workload = workload
         self.kind = kind
         self.stages = compute_stages(workload, kind)
         self._deferred = deferred_updates(workload, kind)
+        self._sections = sections_of(workload, kind, sections)
         self._placed: dict[tuple[int, tuple[int, ...], tuple[int, ...], bool], _Weights] = {}
 
     def draft(self, plan: Choices) -> Draft:
@@ -102,7 +110,8 @@ class Builder:
             effects.parked,
             num_slots=plan.num_slots,
             has_late_offloads=plan.has_late_offloads,
-            written=written(self.workload, placed.head),
+            written=written(self.workload, placed.head, self._sections),
+            sections=self._sections,
         )
         host = place_host(self.workload, self.kind, rows.ticks, placed.head)
         # A `W` makes nothing that has a lifetime: its slot exists all the time.
@@ -160,17 +169,17 @@ class Builder:
                 alone=giants(self.workload) if plan.has_giants_alone else (),
             )
             loads = [stay.block for stay in stays]
-            head = head_updates(self.workload, self._deferred, loads)
+            head = head_updates(self.workload, self._deferred, loads, self._sections)
             self._placed[chosen] = _Weights(head, stays, *place_slots(stays))
         return self._placed[chosen]
 
     def _effects(self, plan: Choices) -> Effects:
         parked = parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves)
-        return Effects(self.workload, self.kind, plan.saves, parked, plan.persistent, self._deferred)
+        return Effects(self.workload, self.kind, plan.saves, parked, plan.persistent, self._deferred, self._sections)
 
 
-def _ops(rows: Rows, host: HostTicks) -> Iterator[tuple[Stream, int, tuple[str, int, int]]]:
-    """All ops but `W`: stream, tick, and letter, block and micro-batch."""
+def _ops(rows: Rows, host: HostTicks) -> Iterator[tuple[Stream, int, tuple[str, int, int, int | None]]]:
+    """All ops but `W`: stream, tick, and letter, block, micro-batch and section."""
     for stream, what, ticks in (
         (Stream.H2D, "A", rows.ticks.restore),
         (Stream.COMPUTE, "F", rows.ticks.forward),
@@ -178,18 +187,19 @@ def _ops(rows: Rows, host: HostTicks) -> Iterator[tuple[Stream, int, tuple[str, 
         (Stream.D2H, "A", rows.ticks.park),
         (Stream.D2H, "G", rows.ticks.offload),
     ):
-        yield from ((stream, tick, (what, block, number)) for (block, number), tick in ticks.items())
-    yield from ((Stream.HOST, tick, ("U", block, 0)) for block, tick in host.update.items())
-    yield from ((Stream.HOST, tick, ("S", block, 0)) for block, tick in host.squares.items())
+        yield from ((stream, tick, (what, block, number, None)) for (block, number), tick in ticks.items())
+    yield from ((Stream.HOST, tick, ("U", block, 0, section)) for (block, section), tick in host.update.items())
+    yield from ((Stream.HOST, tick, ("S", block, 0, None)) for block, tick in host.squares.items())
     if host.norm is not None:
-        yield Stream.HOST, host.norm, ("N", NO_BLOCK, 0)
+        yield Stream.HOST, host.norm, ("N", NO_BLOCK, 0, None)
 
 
 def _table(draft: Draft, placed: _Weights, *, has_micro_batches: bool) -> tuple[Tick, ...]:
     cells: list[list[Op]] = [[] for _ in draft.live]
-    for stay, slot, tick in zip(placed.stays, placed.slot_of, draft.rows.loads, strict=True):
-        cells[tick].append(Op(Stream.H2D, "W", stay.block, slot=slot))
-    for stream, tick, (what, block, number) in _ops(draft.rows, draft.host):
+    for stay, slot, loads in zip(placed.stays, placed.slot_of, draft.rows.loads, strict=True):
+        for section, tick in enumerate(loads):
+            cells[tick].append(Op(Stream.H2D, "W", stay.block, slot, section=section if len(loads) > 1 else None))
+    for stream, tick, (what, block, number, section) in _ops(draft.rows, draft.host):
         has_number = has_micro_batches and kind_of(stream, what).per_micro_batch
-        cells[tick].append(Op(stream, what, block, micro_batch=number if has_number else None))
+        cells[tick].append(Op(stream, what, block, None, number if has_number else None, section))
     return tuple(Tick(*ops) for ops in cells)

@@ -9,7 +9,8 @@ from fractions import Fraction
 
 import networkx as nx
 
-from megatrain.scheduler.builder.order import OpTicks, Written
+from megatrain.scheduler.builder.order import OpTicks, Part, Written, parts_of
+from megatrain.scheduler.items import Sections
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
@@ -19,12 +20,12 @@ class HostTicks:
     """The ticks of the host's ops.
 
     Args:
-        update: Of each `U`, by block.
+        update: Of each `U`, by block and section.
         squares: Of each `S`, by block; none without `N`.
         norm: Of `N`; None if there is none.
     """
 
-    update: Mapping[int, int]
+    update: Mapping[Part, int]
     squares: Mapping[int, int]
     norm: int | None
 
@@ -66,34 +67,40 @@ def _sharing_blocks(workload: Workload) -> Sequence[Sequence[int]]:
     return sorted(map(sorted, nx.connected_components(graph)))
 
 
-def head_updates(workload: Workload, deferred: Collection[int], loads: Iterable[int]) -> dict[int, int]:
+def head_updates(
+    workload: Workload, deferred: Collection[int], loads: Iterable[int], sections: Sections | None
+) -> dict[Part, int]:
     """Ticks of updates at the head of a step, each before the first `W` that reads the updated parameters.
 
     Args:
         workload: What runs.
         deferred: The blocks whose updates they are.
         loads: The blocks of the `W` ops, in their order.
+        sections: The block that is divided.
     """
     owners: dict[int, list[int]] = {}
     for block in sorted(deferred):
         for member in workload.update_group(block):
             owners.setdefault(member, []).append(block)
     order = dict.fromkeys(owner for block in loads for owner in owners.get(block, ()))
-    return {block: tick for tick, block in enumerate(order)}
+    parts = (part for block in order for part in parts_of(block, sections))
+    return {part: tick for tick, part in enumerate(parts)}
 
 
-def written(workload: Workload, head: Mapping[int, int]) -> dict[int, Written]:
-    """When the last update at the head writes a block's weights, by block."""
-    found: dict[int, Written] = {}
+def written(workload: Workload, head: Mapping[Part, int], sections: Sections | None) -> dict[Part, Written]:
+    """When the last update at the head writes a block's weights, or a section of them."""
+    found: dict[Part, Written] = {}
     done = 0
-    for block, tick in head.items():
-        done += workload.blocks[block].update_bytes
-        for member in workload.update_group(block):
-            found[member] = Written(tick, done)
+    for (block, section), tick in head.items():
+        nbytes = workload.blocks[block].update_bytes
+        done += nbytes if section is None or sections is None else nbytes // sections.num_sections
+        found[block, section] = found[block, None] = Written(tick, done)
+        for member in workload.blocks[block].shares:
+            found.update(dict.fromkeys([(member, None), *parts_of(member, sections)], Written(tick, done)))
     return found
 
 
-def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping[int, int]) -> HostTicks:
+def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping[Part, int]) -> HostTicks:
     """Gives the ops of the host their ticks: updates in the order in which their gradients leave.
 
     Updates that overlap take the tick of the next `G`. In an earlier one they would release their gradients before
@@ -119,12 +126,13 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
     at_least = at_least if norm is None else norm
     arrivals = sorted(ticks.offload.values())
     placed = dict(head)
+    deferred = {block for block, _ in head}
     for ready, block in _by_readiness(workload, ticks):
-        if block in head:
+        if block in deferred:
             continue
         following = bisect_right(arrivals, ready) + int(kind.updates == "spread")
         overlapped = arrivals[following] if following < len(arrivals) else max(ready, *arrivals[-1:]) + 1
-        placed[block] = free = max(free, overlapped, at_least + 1)
+        placed[block, None] = free = max(free, overlapped, at_least + 1)
         free += 1
     return HostTicks(placed, squares, max(free, last + 1) if kind.reports_norm else norm)
 

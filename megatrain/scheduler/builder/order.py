@@ -8,10 +8,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatrain.scheduler.builder.stays import Stage, Stay
+from megatrain.scheduler.items import Sections
 from megatrain.scheduler.workload import Workload
 
 # A block and a micro-batch.
 Run = tuple[int, int]
+# A block and one of its sections; None is the whole block.
+Part = tuple[int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,12 @@ class Rows:
 
     Args:
         ticks: Of every op but `W`.
-        loads: Tick of the `W` of each stay.
+        loads: Ticks of the `W` of each stay: one, or one for each section.
         num_ticks: Number of rows.
     """
 
     ticks: OpTicks
-    loads: tuple[int, ...]
+    loads: tuple[tuple[int, ...], ...]
     num_ticks: int
 
 
@@ -68,6 +71,7 @@ class _Arrival(NamedTuple):
     is_load: bool
     block: int
     micro_batch: int
+    section: int | None
     stay: int | None
 
 
@@ -86,14 +90,15 @@ class _Placer:
         """The tick of a compute step; -1 before the first."""
         return self.compute[step] if step >= 0 else -1
 
-    def place_arrival(self, arrival: _Arrival, written: Mapping[int, Written]) -> int:
+    def place_arrival(self, arrival: _Arrival, written: Mapping[Part, Written]) -> int:
         """A `W` needs a free slot, and weights that are written; an `A` what was parked before.
 
         A parked value returns at most `num_slots` steps ahead, for it takes memory meanwhile.
         """
         free = self.done(arrival.after)
         if arrival.is_load:
-            writing = written[arrival.block].tick if arrival.block in written else -1
+            part = arrival.block, arrival.section
+            writing = written[part].tick if part in written else -1
             self.h2d = max(self.h2d, free, writing) + 1
         else:
             run = (arrival.block, arrival.micro_batch)
@@ -138,7 +143,8 @@ def assign_ticks(
     *,
     num_slots: int,
     has_late_offloads: bool,
-    written: Mapping[int, Written],
+    written: Mapping[Part, Written],
+    sections: Sections | None = None,
 ) -> Rows:
     """Places all ops; the order of each stream is fixed, so one pass in the order of compute steps does.
 
@@ -153,17 +159,18 @@ def assign_ticks(
         num_slots: As in `Choices`.
         has_late_offloads: See there.
         written: When the host has written a block's weights, where it does.
+        sections: The block whose first `W` is divided.
     """
     placer = _Placer(num_slots)
     steps = [work for stage in stages for work in stage]
-    queue = _first_at_once(_arrivals(stages, stays, parked, num_slots), workload, written)
+    queue = _first_at_once(_arrivals(stages, stays, parked, num_slots, sections), workload, written, sections)
     # How much of the queue a step needs: its own transfers and everything queued before them.
     needs = {arrival.needed: index + 1 for index, arrival in enumerate(queue)}
     parks = _parks_by_producer(workload, parked)
     last_work = {work.block: work for work in steps if work.what == "B"}
     stage_of = [number for number, stage in enumerate(stages) for _ in stage]
     ends = [end - 1 for end in accumulate(map(len, stages))]
-    loads = [0] * len(stays)
+    loads: list[list[int]] = [[] for _ in stays]
     ready = [-1] * len(steps)
     at = 0
     for step, work in enumerate(steps):
@@ -171,7 +178,7 @@ def assign_ticks(
             tick = placer.place_arrival(arrival, written)
             ready[arrival.needed] = tick
             if arrival.stay is not None:
-                loads[arrival.stay] = tick
+                loads[arrival.stay].append(tick)
         at = max(at, needs.get(step, at))
         tick = placer.place_compute(ready[step])
         run = (work.block, work.micro_batch)
@@ -185,13 +192,18 @@ def assign_ticks(
                 beside = ends[min(stage_of[step] + 1, len(ends) - 1)] if has_late_offloads else step
                 placer.leave(placer.ticks.offload, (work.block, 0), beside=beside)
     placer.place_d2h(placer.done(len(steps) - 1))
-    return Rows(placer.ticks, tuple(loads), max([placer.h2d, placer.d2h, *placer.compute[-1:]]) + 1)
+    return Rows(placer.ticks, tuple(map(tuple, loads)), max([placer.h2d, placer.d2h, *placer.compute[-1:]]) + 1)
 
 
 def _arrivals(
-    stages: Sequence[Stage], stays: Sequence[Stay], parked: Mapping[int, Sequence[int]], num_slots: int
+    stages: Sequence[Stage],
+    stays: Sequence[Stay],
+    parked: Mapping[int, Sequence[int]],
+    num_slots: int,
+    sections: Sections | None,
 ) -> list[_Arrival]:
     """All transfers to the device, in the order of their queue."""
+    divided = next((i for i, stay in enumerate(stays) if sections is not None and stay.block == sections.block), None)
     starts = [0, *accumulate(len(stage) for stage in stages)]
     found: list[_Arrival] = []
     free = -len(stages)
@@ -199,15 +211,18 @@ def _arrivals(
         # What is needed sooner comes sooner, even if its bytes are free later.
         free = max(free, stay.needed - stay.ahead - 1)
         after = starts[free + 1] - 1 if free >= 0 else free
-        found.append(_Arrival(after, starts[stay.needed], True, stay.block, 0, index))
+        for _, section in parts_of(stay.block, sections if index == divided else None):
+            found.append(_Arrival(after, starts[stay.needed], True, stay.block, 0, section, index))
     for start, stage in zip(starts, stages, strict=False):
         for step, work in enumerate(stage, start):
             if work.what == "B" and work.block in parked:
-                found.append(_Arrival(step - num_slots, step, False, work.block, work.micro_batch, None))
+                found.append(_Arrival(step - num_slots, step, False, work.block, work.micro_batch, None, None))
     return sorted(found)
 
 
-def _first_at_once(queue: Sequence[_Arrival], workload: Workload, written: Mapping[int, Written]) -> Sequence[_Arrival]:
+def _first_at_once(
+    queue: Sequence[_Arrival], workload: Workload, written: Mapping[Part, Written], sections: Sections | None
+) -> Sequence[_Arrival]:
     """The queue with the transfers that no compute step precedes in the order in which they can run.
 
     What the host writes later lets others go first. No rate is known: bytes are weighed as most machines move them.
@@ -215,14 +230,25 @@ def _first_at_once(queue: Sequence[_Arrival], workload: Workload, written: Mappi
     head = [arrival for arrival in queue if arrival.after < 0 and arrival.is_load]
     rest = [arrival for arrival in queue if arrival not in head]
     begins = {arrival: 0.0 for arrival in head}  # in bytes of the link
-    begins |= {a: written[a.block].host_bytes / HOST_BY_LINK for a in head if a.block in written}
+    parts = {arrival: (arrival.block, arrival.section) for arrival in head}
+    begins |= {a: written[part].host_bytes / HOST_BY_LINK for a, part in parts.items() if part in written}
     begun: list[_Arrival] = []
     moved = 0.0
     for _ in head:
         left = (arrival for arrival in head if arrival not in begun)
         begun.append(min(left, key=lambda arrival: (max(moved, begins[arrival]), arrival.needed)))
-        moved = max(moved, begins[begun[-1]]) + workload.blocks[begun[-1].block].state_bytes
+        nbytes = workload.blocks[begun[-1].block].state_bytes
+        if begun[-1].section is not None and sections is not None:
+            nbytes //= sections.num_sections
+        moved = max(moved, begins[begun[-1]]) + nbytes
     return [*begun, *rest]
+
+
+def parts_of(block: int, sections: Sections | None) -> list[Part]:
+    """The sections of a block, or the block as a whole if it isn't divided."""
+    if sections is None or sections.block != block:
+        return [(block, None)]
+    return [(block, section) for section in range(sections.num_sections)]
 
 
 def _parks_by_producer(workload: Workload, parked: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:

@@ -237,7 +237,9 @@ def _recount_moved(case: Case) -> tuple[int, int]:
             elif op.what in ("W", "G"):
                 block = case.workload.blocks[op.block]
                 there = block.frozen_bytes if op.block in case.schedule.persistent else 0
-                moved[position.stream] += block.state_bytes - there if op.what == "W" else block.gradient_bytes
+                nbytes = block.state_bytes - there if op.what == "W" else block.gradient_bytes
+                # The sections of a divided block add up to the whole.
+                moved[position.stream] += nbytes if not op.section else 0
     return moved[Stream.H2D], moved[Stream.D2H]
 
 

@@ -20,6 +20,7 @@ from megatrain.scheduler.check.memory_rules import (
     check_live_bytes,
     check_releases_come_first,
 )
+from megatrain.scheduler.check.section_rules import check_sections
 from megatrain.scheduler.check.weight_rules import check_persistent, check_weights
 from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.happens import graph_waits
@@ -239,6 +240,7 @@ further_rules: dict[tuple[str, str], Callable[[Case], None]] = {}
 # In this order, because a rule may rely on those before it.
 RULES: tuple[Callable[[Case], None], ...] = (
     check_saves,
+    check_sections,
     check_forward_order,
     check_backward_order,
     check_micro_batches,

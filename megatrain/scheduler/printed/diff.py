@@ -25,6 +25,7 @@ class _Key(NamedTuple):
     what: str
     block: int
     micro_batch: int
+    section: int | None
     nth: int
 
 
@@ -151,14 +152,14 @@ def _places(table: Table) -> str:
 
 def _placed(table: Table) -> dict[_Key, _Standing]:
     """Every op of a schedule with its place, in the order of `Table.ops`."""
-    seen: Counter[tuple[Stream, str, int, int]] = Counter()
+    seen: Counter[tuple[Stream, str, int, int, int | None]] = Counter()
     computes = [(position.tick, op) for position, op in table.positions() if op.stream == Stream.COMPUTE]
     found: dict[_Key, _Standing] = {}
     following = 0
     for position, op in table.positions():
         while following < len(computes) and computes[following][0] < position.tick:
             following += 1
-        same = op.stream, op.what, op.block, op.micro_batch or 0
+        same = op.key
         found[_Key(*same, seen[same])] = _Standing(op, position.tick, *_seen_from(position.tick, computes, following))
         seen[same] += 1
     return found

@@ -1,0 +1,31 @@
+"""may_divide(): whether the updates of a model may come in sections, by its optimizers and their masters."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megatrain.optim.masters.halves import WholeMaster
+from megatrain.optim.masters.registry import Masters
+from megatrain.optim.need import divides_updates
+from megatrain.passes.program import Program
+from megatrain.planning.host_plan import MASTER_OF, OptimizerLike, narrow_entries, over, updates_of
+from megatrain.tracer.inventory import inventory
+
+
+def may_divide(
+    program: Program, model: nn.Module, optimizer: OptimizerLike | None, *, precision: str, masters: Masters | str
+) -> bool:
+    """Tells whether all updates may come in sections; the arguments are those of `host_plan`.
+
+    Raises:
+        OptionError: If the class of an optimizer can't be made over all parameters.
+        OptimizerError: If two optimizers hold the same parameter.
+    """
+    if optimizer is None:
+        return False
+    kind = masters.kind if isinstance(masters, Masters) else masters
+    entries, tensors = inventory(model)
+    entries = narrow_entries(entries) if precision == "bf16" else entries
+    optimizers, parameters = over(optimizer, entries, tensors)
+    master = MASTER_OF[kind] if precision == "bf16" else WholeMaster
+    return divides_updates(optimizers, updates_of((program,), entries, parameters, master))

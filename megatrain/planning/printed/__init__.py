@@ -1,0 +1,1 @@
+"""The printed forms of plans."""
