@@ -19,7 +19,7 @@ from megatrain.optim import need, per_parameter
 from megatrain.optim.need import Updated
 from megatrain.passes.pipeline import lower
 from megatrain.passes.program import Program
-from megatrain.tracer.same_capture import is_same_capture
+from megatrain.tracer.capture.same_capture import is_same_capture
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
 from tests.models import MODELS

@@ -20,6 +20,7 @@ from megatrain.passes.rewrites.loss_only import loss_only
 from megatrain.planning.step_programs import StepPrograms, undisturbed
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments, call_signature
+from megatrain.tracer.capture.same_capture import is_same_capture
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.guards import GuardCheck
 from megatrain.tracer.python.assumptions import AssumptionCheck
@@ -27,7 +28,6 @@ from megatrain.tracer.python.unchanged import ModelWatch
 from megatrain.tracer.recording.attempt import Attempt
 from megatrain.tracer.recording.observer import Observer
 from megatrain.tracer.recording.opaque import Opaque
-from megatrain.tracer.same_capture import is_same_capture
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
 

@@ -22,6 +22,7 @@ from megatrain.torch_features import check_torch
 from megatrain.torch_private import pytree
 from megatrain.tracer.plain_tensors import check_plain_state
 from megatrain.tracer.recording.inputs import is_plain
+from megatrain.tracer.user_dicts import Opened, opened, with_tensors
 
 
 class Walks:
@@ -86,7 +87,7 @@ class Walks:
 
 def narrowed_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns arguments with fp32 tensors as bf16."""
-    return pytree.tree_map_only(torch.Tensor, _narrow, (args, kwargs))
+    return with_tensors(_narrow, (args, kwargs))
 
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,7 +96,7 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
 
 def walks(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_grad: bool) -> bool:
     """Tells whether a call is a walk: no capture can stand for its arguments (a cache), and it needs no gradients."""
-    return not has_grad and not all(map(is_plain, pytree.tree_leaves((args, kwargs), is_leaf=_is_object)))
+    return not has_grad and not all(map(is_plain, pytree.tree_leaves(opened((args, kwargs)), is_leaf=_is_object)))
 
 
 def _is_object(value: object) -> bool:
@@ -103,7 +104,7 @@ def _is_object(value: object) -> bool:
     return not isinstance(value, _CONTAINERS) and not is_dataclass(value)
 
 
-_CONTAINERS = (tuple, list, dict, Mapping, deque)
+_CONTAINERS = (tuple, list, dict, Mapping, deque, Opened)
 _ELSEWHERE = (
     "in a walk, parameters and buffers look as if they were on {device}; all other tensors are where they are.\n"
     "  Move the inputs there. A tensor that the model keeps in a plain attribute must be a buffer, as for .to()."

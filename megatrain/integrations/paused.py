@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megatrain.compiled.calls_here import taken_by
 from megatrain.compiled.inside import Compiled
@@ -25,6 +27,10 @@ from megatrain.torch_private import function_modes
 
 class CallsAgainError(Exception):
     """The code called the model once more, behind the call whose result it got."""
+
+
+class DifferentiatesError(Exception):
+    """The code asks for gradients of what isn't made of the call's result: of parameters, or between two results."""
 
 
 class SpentError(CallsAgainError):
@@ -78,9 +84,10 @@ class PausedCode:
         self._ended: _Ended | None = None
         self._is_alone = False
         self._has_result = False
-        self._events: SimpleQueue[PausedCall | CallsAgainError | _Ended] = SimpleQueue()
+        self._events: SimpleQueue[PausedCall | CallsAgainError | DifferentiatesError | _Ended] = SimpleQueue()
         self._orders: SimpleQueue[Callable[[], Any]] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._with_result = ExitStack()
 
     # -- on the caller's thread -----------------------------------------------------------------------------
 
@@ -91,7 +98,7 @@ class PausedCode:
         def main() -> None:
             try:
                 enter()
-                with torch.device(device), taken_by(self._called):
+                with torch.device(device), taken_by(self._called), self._with_result:
                     ended = _Ended(context.run(self._code), None)
             except BaseException as error:  # it is raised on the caller's thread
                 ended = _Ended(None, error)
@@ -110,6 +117,7 @@ class PausedCode:
 
         Raises:
             CallsAgainError: If it calls the model again; it waits there.
+            DifferentiatesError: If it asks for gradients that the result doesn't lead to; it waits there.
             SpentError: If it has ended already.
         """
         if self._ended is not None:
@@ -120,6 +128,7 @@ class PausedCode:
             work_for(turns)  # the training step waits for this thread: what would wait for the step is refused here
             enter()
             self._has_result = True
+            self._with_result.enter_context(_GradientsOfResults(self._differentiated))
             return result
 
         return self._to_end(go_on)
@@ -151,12 +160,12 @@ class PausedCode:
     def _to_end(self, order: Callable[[], Any]) -> Any:
         self._orders.put(order)
         found = self._next()
-        if isinstance(found, CallsAgainError):
+        if isinstance(found, CallsAgainError | DifferentiatesError):
             raise found
         assert isinstance(found, _Ended), "the code doesn't wait twice"
         return self._value()
 
-    def _next(self) -> PausedCall | CallsAgainError | _Ended:
+    def _next(self) -> PausedCall | CallsAgainError | DifferentiatesError | _Ended:
         found = self._events.get()
         if isinstance(found, _Ended):
             self._ended = found
@@ -182,6 +191,39 @@ class PausedCode:
         else:
             self._events.put(PausedCall(args, kwargs, _modes_here()))
         return self._orders.get()()
+
+    def _differentiated(self) -> None:
+        self._events.put(DifferentiatesError())
+        self._orders.get()()
+
+
+class _GradientsOfResults(TorchFunctionMode):
+    """Tells when code asks for gradients that it can't get from a call's result, which has no history.
+
+    Without `allow_unused` torch would raise; with it, the code would find None.
+
+    Args:
+        tell: Is called then, and doesn't return.
+    """
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.backward and kwargs.get("inputs") is not None:
+            self._tell()
+        if func is not torch.autograd.grad:
+            return func(*args, **kwargs)
+        try:
+            found = func(*args, **kwargs)
+        except RuntimeError:
+            self._tell()
+            raise
+        if any(gradient is None for gradient in found):
+            self._tell()
+        return found
 
 
 def _modes_here() -> str | None:

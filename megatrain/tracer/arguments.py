@@ -18,6 +18,7 @@ from megatrain.torch_private import pytree
 from megatrain.tracer.input_names import input_names
 from megatrain.tracer.plain_tensors import check_plain
 from megatrain.tracer.spec import TensorSpec
+from megatrain.tracer.user_dicts import opened
 
 
 class _TensorMetError(Exception):
@@ -142,7 +143,7 @@ class Arguments:
 
     @staticmethod
     def of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Flattens the arguments of one call; containers are those that `torch.utils._pytree` knows.
+        """Flattens the arguments of one call; containers are those that `torch.utils._pytree` knows, and UserDicts.
 
         Args:
             model: What is called; its signature names the inputs.
@@ -152,6 +153,7 @@ class Arguments:
         Raises:
             TraceError: If one is a sparse, nested or quantized tensor, or of a tensor class of its own.
         """
+        args, kwargs = opened((args, kwargs))
         found, tree = pytree.tree_flatten((args, kwargs))
         leaves, layout = tuple(found), str(tree)
         names = input_names(model, args, kwargs, layout)
@@ -180,7 +182,7 @@ class Arguments:
 
 def tensors_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """Returns the tensors among the arguments of a call, in the order of `Arguments.tensors`."""
-    return tuple(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+    return tuple(x for x in pytree.tree_leaves(opened((args, kwargs))) if isinstance(x, torch.Tensor))
 
 
 def call_signature(arguments: Arguments, device: Device) -> Hashable:

@@ -60,7 +60,7 @@ SCENARIOS: dict[str, tuple[str | None, Scenario]] = {
         Scenario({"optim": "schedule_free_radam", "lr_scheduler_type": "constant"}),
     ),
     "stable adamw": ("optimi", Scenario({"optim": "stable_adamw", **ACCUMULATED})),
-    "ademamix": (None, Scenario({"optim": "ademamix"})),
+    "ademamix": ("bitsandbytes", Scenario({"optim": "ademamix"})),
     "adamw of torchao": ("torchao", Scenario({"optim": "adamw_torch_8bit"})),
     "adafactor, saved": (None, Scenario({"optim": "adafactor", **SAVED, **ACCUMULATED}, rows=RAGGED)),
     "rprop": (None, Scenario(more=lambda model: {"optimizer_cls_and_kwargs": (torch.optim.Rprop, {"lr": 0.01})})),

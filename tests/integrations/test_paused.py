@@ -12,7 +12,7 @@ from torch import nn
 
 import megatrain
 from megatrain.errors import ExecuteError
-from megatrain.integrations.paused import CallsAgainError, PausedCode, SpentError
+from megatrain.integrations.paused import CallsAgainError, DifferentiatesError, PausedCode, SpentError
 from megatrain.torch_private import FakeTensor
 
 X = torch.ones(2, 4)
@@ -67,6 +67,51 @@ def test_code_that_never_calls_the_model_runs_to_its_end():
     waiting = paused(compiled(), lambda: 5)
     assert waiting.call is None
     assert waiting.run_alone() == 5
+
+
+def of_parameter(model: Any, result: torch.Tensor) -> Any:
+    return torch.autograd.grad(result.sum(), [model[0].weight])
+
+
+def of_parameter_if_used(model: Any, result: torch.Tensor) -> Any:
+    return torch.autograd.grad(result.sum(), [model[0].weight], allow_unused=True)
+
+
+def into_parameter(model: Any, result: torch.Tensor) -> Any:
+    return result.sum().backward(inputs=[model[0].weight])
+
+
+@pytest.mark.parametrize("ask", [of_parameter, of_parameter_if_used, into_parameter])
+def test_code_that_asks_for_gradients_through_the_model_is_told_and_can_be_ended(ask: Any):
+    model, ended = compiled(), list[str]()
+
+    def code() -> Any:
+        try:
+            return ask(model, model(X))
+        except Exception:
+            ended.append("it went on")
+            raise
+        finally:
+            ended.append("ended")
+
+    waiting = paused(model, code)
+    with pytest.raises(DifferentiatesError):
+        waiting.give(torch.ones(2, 1, requires_grad=True))
+    assert ended == []
+    waiting.abandon()
+    assert ended == ["ended"]
+
+
+def test_code_may_ask_for_gradients_of_its_result():
+    model = compiled()
+
+    def code() -> Any:
+        result = model(X)
+        [found] = torch.autograd.grad(result.square().sum(), result)
+        return found
+
+    result = torch.ones(2, 1, requires_grad=True)
+    assert torch.equal(paused(model, code).give(result), 2 * torch.ones(2, 1))
 
 
 def test_a_second_call_is_told_and_the_code_can_be_ended():

@@ -32,6 +32,7 @@ def trainer(folder: Path, kind: Any = Trainer, arguments: Any = None, **keywords
     [
         ({"torch_compile": True}, {}, "can't use torch_compile"),
         ({"bf16_full_eval": True}, {}, "can't use bf16_full_eval"),
+        ({"debug": "underflow_overflow"}, {}, "can't use debug='underflow_overflow'"),
         ({}, {"megatrain_memroy": "1GiB"}, "megatrain_memroy= isn't an option"),
         ({}, {"megatrain_memory": "10 quux"}, "quux"),
     ],
@@ -69,6 +70,16 @@ def test_another_transformers_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delattr(StockTrainer, "_clip_grad_norm")
     with pytest.raises(TorchError, match=r"has no Trainer\._clip_grad_norm"):
         trainer(tmp_path)
+
+
+def test_a_model_that_takes_the_place_of_the_streaming_one_is_refused(tmp_path: Path):
+    """It would train without megatrain."""
+    made = trainer(tmp_path)
+    made.model = made.model_wrapped = llama()
+    before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    with pytest.raises(ExecuteError, match="the trainer's model isn't the one that streams"):
+        made.train()
+    assert_same({name: p.detach() for name, p in made.model.named_parameters()}, before)
 
 
 class Parts(StockTrainer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from accelerate.state import AcceleratorState
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel
 
 import megatrain
-from megatrain.errors import TraceError
 from megatrain.integrations.hf import Streamed
 from tests.comparing import assert_same
 from tests.integrations.test_trainer import REASSOCIATED
@@ -131,26 +131,88 @@ def test_a_loss_of_sentence_transformers(name: str, count: int, tmp_path: Path) 
     assert_same(found[1], found[0])
 
 
-def test_a_loss_that_replaces_the_forward_is_refused(tmp_path: Path) -> None:
-    losses: list[Any] = [
-        of("sentence_transformer", name) for name in ("MatryoshkaLoss", "MultipleNegativesRankingLoss")
-    ]
-    loss = lambda model: losses[0](model, losses[1](model), matryoshka_dims=[16, 8])  # noqa: E731
+NESTED: dict[str, tuple[str, str, dict[str, Any], int, dict[str, Any], str | None]] = {
+    "one call": ("MatryoshkaLoss", "BatchAllTripletLoss", LABELLED, 1, {}, None),
+    "one call, accumulation": (
+        "MatryoshkaLoss", "BatchAllTripletLoss", LABELLED, 2, {}, "the loss replaces the model's forward",
+    ),
+    "several calls": (
+        "MatryoshkaLoss", "MultipleNegativesRankingLoss", PAIRS, 1, {}, "the loss calls the model more than once",
+    ),
+    "some widths": (
+        "MatryoshkaLoss", "CoSENTLoss", SCORED, 1, {"n_dims_per_step": 2}, "the loss calls the model more than once",
+    ),
+    "cached": (
+        "MatryoshkaLoss", "CachedMultipleNegativesRankingLoss", PAIRS, 1, {},
+        "the loss calls the model more than once",
+    ),
+    "of some layers": (
+        "Matryoshka2dLoss", "MultipleNegativesRankingLoss", PAIRS, 1, {}, "the loss calls the model more than once",
+    ),
+}  # fmt: skip
+"""Outer and inner loss, rows, micro-batches, options, and why an update isn't one training step."""
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_loss_that_replaces_the_forward(name: str, tmp_path: Path) -> None:
+    outer, inner, rows, count, options, expected = NESTED[name]
+    losses: list[Any] = [of("sentence_transformer", each) for each in (outer, inner)]
+    loss = lambda model: losses[0](model, losses[1](model), matryoshka_dims=[16, 8, 4], **options)  # noqa: E731
     kinds = sentences.SentenceTransformerTrainer, sentences.SentenceTransformerTrainingArguments
-    with pytest.raises(TraceError, match=r"keeps a tensor with a history in the attribute `forward\.cache"):
-        train(tmp_path, *kinds, encoder(tmp_path / "bert"), loss, PAIRS, streams=True)
+    found: list[Any] = []
+    for streams in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        model = encoder(tmp_path / "bert")
+        random.seed(0)
+        folder = tmp_path / str(streams)
+        ran, reason = train(folder, *kinds, model, loss, rows, streams=streams, gradient_accumulation_steps=count)
+        found.append(ran)
+        assert (reason or "").startswith(expected or "") if streams else reason is None
+        assert bool(reason) == bool(streams and expected)
+    assert_same(found[1], found[0])
 
 
-def test_a_cross_encoder_is_refused_for_its_batches(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    BertForSequenceClassification(BertConfig(**{**CONFIG, "num_labels": 1})).save_pretrained(tmp_path / "bert")
-    tokenizer().save_pretrained(tmp_path / "bert")
-    model = sentences.CrossEncoder(str(tmp_path / "bert"), device="cpu")
+LISTED = {
+    "query": PAIRS["one"], "docs": [[text(i + j, 4) for j in range(3)] for i in range(12)],
+    "labels": [[i % 2, 1 - i % 2, 0] for i in range(12)],
+}  # fmt: skip
+CROSSED: dict[str, tuple[dict[str, Any], int, str | None]] = {
+    "BinaryCrossEntropyLoss": (SCORED, 1, None),
+    "CrossEntropyLoss": (CLASSED, 3, None),
+    "MSELoss": (SCORED, 1, None),
+    "MarginMSELoss": (TRIPLES | {"score": [i / 6 for i in range(12)]}, 1, "the loss calls the model more than once"),
+    "MultipleNegativesRankingLoss": (PAIRS, 1, "the loss calls the model more than once"),
+    "LambdaLoss": (LISTED, 1, "the loss calls the model more than once"),
+}
+"""Rows, labels of the model, and why an update isn't one training step."""
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [(name, count) for name, (_, _, reason) in CROSSED.items() for count in (1, 2) if count == 1 or reason is None],
+)
+def test_a_cross_encoder(name: str, count: int, tmp_path: Path) -> None:
     module: Any = importlib.import_module("sentence_transformers.cross_encoder")
-    loss = importlib.import_module("sentence_transformers.cross_encoder.losses").BinaryCrossEntropyLoss
+    losses: Any = importlib.import_module("sentence_transformers.cross_encoder.losses")
     kinds = module.CrossEncoderTrainer, module.CrossEncoderTrainingArguments
-    with pytest.raises(TraceError, match="is a BatchEncoding with tensors in it"):
-        train(tmp_path, *kinds, model, loss, SCORED, streams=True)
+    rows, labels, expected = CROSSED[name]
+    found: list[Any] = []
+    for streams in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.manual_seed(0)
+        BertForSequenceClassification(BertConfig(**{**CONFIG, "num_labels": labels})).save_pretrained(tmp_path / "bert")
+        tokenizer().save_pretrained(tmp_path / "bert")
+        model = sentences.CrossEncoder(str(tmp_path / "bert"), device="cpu")
+        torch.manual_seed(1)
+        folder = tmp_path / str(streams)
+        ran, reason = train(
+            folder, *kinds, model, getattr(losses, name), rows, streams=streams, gradient_accumulation_steps=count
+        )
+        again = sentences.CrossEncoder(str(folder / "saved"), device="cpu")
+        asked = [(text(1, 4), text(2, 5)), (text(3, 3), text(4, 4))]
+        found.append([*ran, [torch.as_tensor(each.predict(asked)) for each in (model, again)]])
+        assert reason == (expected if streams else None)
+    assert_same(found[1], found[0])
 
 
 def test_a_sparse_encoder(tmp_path: Path) -> None:

@@ -215,6 +215,13 @@ class OwnLoader(Trainer):
         return torch.utils.data.DataLoader(self.train_dataset, batch_size=3, shuffle=False)  # pyright: ignore
 
 
+class OwnClipping(Trainer):
+    """Clips values in place of the norm."""
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
 class OwnPrediction(Trainer):
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         with torch.no_grad():
@@ -281,6 +288,30 @@ class Penalizes(Trainer):
     ) -> Any:
         outputs = model(**inputs)
         loss = outputs.loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+        return (loss, outputs) if return_outputs else loss
+
+
+class DividesByNorm(Trainer):
+    """The loss has a weight by the norm of its own gradient."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        found: Any = torch.autograd.grad(outputs.loss, list(model.parameters()), retain_graph=True, allow_unused=True)
+        loss = outputs.loss * (1 + sum(g.detach().square().sum() for g in found if g is not None))
+        return (loss, outputs) if return_outputs else loss
+
+
+class SharpensLogits(Trainer):
+    """A penalty of a gradient by the model's result, which is differentiated itself."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        [found] = torch.autograd.grad(outputs.logits.logsumexp(-1).sum(), outputs.logits, create_graph=True)
+        loss = outputs.loss + found.square().sum()
         return (loss, outputs) if return_outputs else loss
 
 
@@ -427,6 +458,9 @@ SCENARIOS: dict[str, Scenario] = {
         reason="the callback LooksBehindTheStep may read gradients behind",
     ),
     "a bar": Scenario({"disable_tqdm": False}, more=callbacks(ProgressCallback)),
+    "clipping of one's own": Scenario(
+        ACCUMULATED, kind=OwnClipping, reason="OwnClipping has a _clip_grad_norm of its own"
+    ),
     "a loader of one's own": Scenario(ACCUMULATED, kind=OwnLoader),
     "predictions of one's own": Scenario(EVAL, kind=OwnPrediction, more=lambda model: {"compute_metrics": mean_of}),
     "logs more": Scenario({**ACCUMULATED, "logging_steps": 2, "max_steps": 4}, kind=LogsMore),
@@ -435,6 +469,10 @@ SCENARIOS: dict[str, Scenario] = {
         {**ACCUMULATED, "remove_unused_columns": False}, kind=Weighted,
         rows=[{**row, "weight": torch.tensor(1.0 + i)} for i, row in enumerate(FULL)],
     ),
+    "divides by a norm": Scenario(
+        ACCUMULATED, kind=DividesByNorm, reason="the loss asks for gradients that go through the model"
+    ),
+    "sharpens logits": Scenario(ACCUMULATED, kind=SharpensLogits),
     "hidden states": Scenario(ACCUMULATED, kind=HiddenStates, model=lambda: llama(attn_implementation="eager")),
     "evaluated first": Scenario(EVAL, more=lambda model: {}, after=lambda t: [t.evaluate(RAGGED)["eval_loss"]]),
     "saved and read again": Scenario({"save_strategy": "no"}, after=saved_again),

@@ -55,7 +55,7 @@ def test_a_trainers_code_has_eagers_bits_in_every_order_of_the_streams(sim: Simu
     def make(loss: Any) -> megatrain.TrainStep:
         return megatrain.TrainStep(compiled, found, loss=loss, reduce="sum", max_grad_norm=0.1)
 
-    one_step = OneStep(compiled, make, lambda: (found,), lambda: False, {})
+    one_step = OneStep(compiled, make, lambda: (found,), lambda: False, {}, compiled)
     if calls_again:
         with pytest.warns(megatrain.StreamedCallsWarning):
             one_step.fall_back("this test says so")

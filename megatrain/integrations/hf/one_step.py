@@ -12,14 +12,17 @@ import torch
 
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import DrawsError, MicroBatchError, OptimizerError, ReadsParameterError, StreamedCallsWarning
+from megatrain.integrations.hf.for_losses import has_forward_replaced
 from megatrain.integrations.hf.whole_calls import check_streamed, gradients_of, streaming_code
-from megatrain.integrations.paused import CallsAgainError, PausedCall, PausedCode, SpentError
+from megatrain.integrations.paused import CallsAgainError, DifferentiatesError, PausedCall, PausedCode, SpentError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
 from megatrain.runtime.draws import only_as_a_loop
 from megatrain.runtime.rng import GlobalGenerators
-from megatrain.torch_private import FakeTensor, pytree
+from megatrain.torch_private import FakeTensor
+from megatrain.tracer.arguments import tensors_given
 from megatrain.tracer.equal import is_equal
+from megatrain.tracer.recording.opaque import tensors_in
 from megatrain.training.batch import Differentiated, MicroBatch
 from megatrain.training.step import TrainStep
 
@@ -43,6 +46,7 @@ class _DrawsBehindError(Exception):
 
 _AGAIN: dict[type[Exception], str] = {
     CallsAgainError: "the loss calls the model more than once",
+    DifferentiatesError: "the loss asks for gradients that go through the model",
     DrawsError: "nothing tells ahead how many random numbers the model draws (a module runs its own code, say)",
     _DrawsBehindError: "the loss draws random numbers behind its call of the model",
 }
@@ -61,8 +65,11 @@ class OneStep:
         is_models_own: Tells whether the loss is the one that the model returns, so that it takes no memory of its own.
         attributes: The trainer's attributes. Code that sets one ahead of its call of the model would find the value of
             the last micro-batch behind the call.
+        of_losses: The model as losses hold it. Code that replaces its `forward` around the call would find the
+            replacement of another micro-batch.
 
     Attributes:
+        compiled: See above.
         step: The training step; None before the first, and if there can be none.
         reason: Why updates aren't training steps; None if they are.
         has_updated: The update was taken within the training step, and the trainer's own has nothing left to do.
@@ -75,16 +82,18 @@ class OneStep:
         settings: Callable[[], tuple[Any, ...]],
         is_models_own: Callable[[], bool],
         attributes: Mapping[str, Any],
+        of_losses: CompiledModule,
     ) -> None:
         self.step: TrainStep | None = None
         self.reason: str | None = None
         self.has_updated = False
-        self._compiled = compiled
+        self.compiled = compiled
         self._make_step = make_step
         self._settings = settings
         self._made_for: tuple[Any, ...] = ()
         self._is_models_own = is_models_own
         self._attributes = attributes
+        self._of_losses = of_losses
         self._waiting: list[_Waiting] = []
         self._has_none = False
         self._said: set[str] = set()
@@ -107,7 +116,7 @@ class OneStep:
             time, if the update is no training step.
         """
         if self.reason is not None or self.known_step() is None:
-            return [streaming_code(self._compiled.megatrain, code)]
+            return [streaming_code(self.compiled.megatrain, code)]
         try:
             return self._taken(code)
         except BaseException:
@@ -160,7 +169,7 @@ class OneStep:
         Raises:
             OptimizerError: If the optimizer can't update block by block: its own step would update the bf16 values.
         """
-        compiled = self._compiled.megatrain
+        compiled = self.compiled.megatrain
         if compiled.options.precision == "fp32":
             return False
         parameters = [[p] for group in optimizer.param_groups for p in group["params"]]
@@ -177,19 +186,21 @@ class OneStep:
 
     def _taken(self, code: Code) -> Sequence[torch.Tensor]:
         before, attributes = self._generators(), _noted(self._attributes)
-        gradients = gradients_of(self._compiled.megatrain)
+        gradients = gradients_of(self.compiled.megatrain)
         if not self._waiting:
             self._start = before
-        paused = PausedCode(self._compiled.megatrain, code)
+        paused = PausedCode(self.compiled.megatrain, code)
         self._waiting.append(_Waiting(code, paused))
         paused.start()
         if paused.call is None:
-            check_streamed(self._compiled.megatrain, gradients)
+            check_streamed(self.compiled.megatrain, gradients)
         obstacle = _obstacle(paused.call)
         if obstacle is None and self._expected > 1:
             now = _noted(self._attributes)
             changed = [name for name in now if name not in attributes or not _is_same(attributes[name], now[name])]
-            if changed:
+            if has_forward_replaced(self._of_losses):
+                obstacle = "the loss replaces the model's forward around its call"
+            elif changed:
                 obstacle = f"the code ahead of the call of the model changes `{changed[0]}` of the trainer"
             elif not before.is_same(self._generators()):
                 obstacle = "the loss draws random numbers before it calls the model"
@@ -205,11 +216,11 @@ class OneStep:
 
     def _outside_model(self) -> list[torch.Tensor]:
         """What the optimizer trains besides the model (a loss's own parameters)."""
-        own = set(self._compiled.megatrain.model.parameters())
+        own = set(self.compiled.megatrain.model.parameters())
         return [p for group in self._made_for[0].param_groups for p in group["params"] if p not in own]
 
     def _generators(self) -> GlobalGenerators:
-        return GlobalGenerators.now(self._compiled.megatrain.options.device)
+        return GlobalGenerators.now(self.compiled.megatrain.options.device)
 
     def _run(self) -> Sequence[torch.Tensor]:
         assert self.step is not None
@@ -227,12 +238,12 @@ class OneStep:
         except MicroBatchError:  # found ahead of the first operation: the code still waits
             self._say("the micro-batches of an update run other layers (the model leaves out some at random, say)")
             return self.run_waiting()
-        except (CallsAgainError, DrawsError, _DrawsBehindError, ReadsParameterError) as error:
+        except (*_AGAIN, ReadsParameterError) as error:
             # The step is undone. What the code did besides (a list of metrics, say) it does once more.
             waiting = list(self._waiting)
             self.abandon()
             assert self._start is not None
-            self._start.restore(self._compiled.megatrain.options.device)
+            self._start.restore(self.compiled.megatrain.options.device)
             self._put_gradients(start)
             if not isinstance(error, SpentError):
                 self.fall_back(_AGAIN.get(type(error)) or str(error).splitlines()[0].rstrip("."))
@@ -244,8 +255,7 @@ class OneStep:
         return losses
 
     def _loss(self, result: Any, waiting: Any) -> Any:
-        leaves = pytree.tree_leaves(result)
-        if any(isinstance(leaf, FakeTensor) for leaf in leaves):
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(result)):
             if not self._is_models_own():
                 raise _LossUnknownError
             return result["loss"] if isinstance(result, dict) else result[0]
@@ -265,9 +275,7 @@ class OneStep:
 def _obstacle(call: PausedCall | None) -> str | None:
     if call is None:
         return "the loss doesn't call the model with gradients"
-    if any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((call.args, call.kwargs))
-    ):
+    if any(tensor.requires_grad for tensor in tensors_given(call.args, call.kwargs)):
         return "the loss gives the model an input that has gradients itself"
     return None if call.modes is None else f"the loss calls the model under {call.modes}"
 

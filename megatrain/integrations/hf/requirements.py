@@ -14,6 +14,10 @@ _NAMES = (
     "call_model_init", "compute_loss", "create_scheduler", "get_batch_samples", "training_step",
 )  # fmt: skip
 """The methods of `transformers.Trainer` that `Streamed` takes over."""
+_IN_STEP = ("training_step", "_clip_grad_norm", "_get_grad_norm")
+"""Those among them that a training step does without."""
+_KNOWN = ("transformers", "trl", "sentence_transformers", "axolotl")
+"""Libraries where these do no more than to compute a loss, run its backward, and clip and return the norm."""
 
 
 def refuse(arguments: Any) -> None:
@@ -27,10 +31,14 @@ def refuse(arguments: Any) -> None:
     several = "It trains on one device, in one process."
     own = "megatrain makes its own graphs of the model."
     stays = "The parameters stay in host memory, in the dtype in which the model was compiled."
+    looks = (
+        "It looks at the values that pass through each module, and at weights, which aren't where the model computes."
+    )
     refused = {
         "fsdp": (bool(arguments.fsdp), several),
         "deepspeed": (bool(arguments.deepspeed), several),
         "several processes": (arguments.world_size > 1, several),
+        "debug='underflow_overflow'": ("underflow_overflow" in str(arguments.debug), looks),
         "torch_compile": (arguments.torch_compile, own),
         "fp16_full_eval": (arguments.fp16_full_eval, stays),
         "bf16_full_eval": (arguments.bf16_full_eval, stays),
@@ -43,6 +51,20 @@ def refuse(arguments: Any) -> None:
             )
     if arguments.n_gpu > 1:
         vars(arguments)["_n_gpu"] = 1  # as the trainer does for a model that it must not replicate
+
+
+def own_method(kind: type, mixin: type) -> str | None:
+    """Says which method that a training step does without is a user's own; None if there is none.
+
+    Args:
+        kind: The trainer's class.
+        mixin: Its class that streams.
+    """
+    for method in _IN_STEP:
+        owner = next(each for each in kind.__mro__ if each is not mixin and method in vars(each))
+        if owner.__module__.partition(".")[0] not in _KNOWN:
+            return f"{owner.__name__} has a {method} of its own"
+    return None
 
 
 def refuse_trainer(trainer: Any) -> None:

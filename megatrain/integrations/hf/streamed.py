@@ -30,12 +30,12 @@ from megatrain.compiled.module import CompiledModule
 from megatrain.errors import ExecuteError, OptionError, ScheduleError
 from megatrain.integrations.hf.newest_whole import STATE, newest_whole
 from megatrain.integrations.hf.one_step import OneStep
-from megatrain.integrations.hf.requirements import check_transformers, refuse, refuse_trainer
+from megatrain.integrations.hf.requirements import check_transformers, own_method, refuse, refuse_trainer
 from megatrain.integrations.hf.stream_options import StreamOptions
 from megatrain.integrations.hf.trainer_copies import with_quiet
 from megatrain.integrations.hf.trainer_report import TrainerReport
 from megatrain.integrations.hf.trainer_sides import verified
-from megatrain.integrations.hf.whole_calls import first_hooked, give_losses, note_where_parts_run
+from megatrain.integrations.hf.whole_calls import check_streams, first_hooked, give_losses, note_where_parts_run
 from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.optim.grad_scaler import host_scaler
 from megatrain.training.step import TrainStep
@@ -43,8 +43,6 @@ from megatrain.verification.run_script import UPDATES, asked, end_script
 
 FOLDER = "megatrain"
 """Within a trainer's checkpoint: all that the next training step depends on besides the weights."""
-_KNOWN = ("transformers", "trl", "sentence_transformers", "axolotl")
-"""Libraries whose `training_step` does no more than to compute a loss and run its backward."""
 _Base: Any = object
 
 
@@ -105,9 +103,9 @@ class Streamed(_Base):
             compiled, self._is_given_compiled = model, True
         else:
             compiled = megatrain.compile(model, **{"device": self.args.device, **self._stream_options.compile})
-        give_losses(vars(self).get("loss"), compiled)
+        of_losses = give_losses(vars(self).get("loss"), compiled)
         make = functools.partial(self._make_step, compiled)
-        self._one_step = OneStep(compiled, make, self._settings, self._is_models_own_loss, vars(self))
+        self._one_step = OneStep(compiled, make, self._settings, self._is_models_own_loss, vars(self), of_losses)
         return compiled
 
     # -- where the model is ----------------------------------------------------------------------------------
@@ -130,6 +128,7 @@ class Streamed(_Base):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of the next update, as the trainer collects them."""
+        check_streams(self.model, self._known().compiled)
         found = super().get_batch_samples(*args, **kwargs)
         one_step = self._known()
         reason = self._why_not(len(found[0]))
@@ -241,11 +240,7 @@ class Streamed(_Base):
                 return f"the callback {kind.__name__} may read gradients behind the optimizer's step"
         if count > 1 and (name := first_hooked(self.model)) is not None:
             return f"`{name}` has a hook that gets the gradient of each micro-batch"
-        kinds = (kind for kind in type(self).__mro__ if kind is not Streamed)
-        owner = next(kind for kind in kinds if "training_step" in vars(kind))
-        if owner.__module__.partition(".")[0] not in _KNOWN:
-            return f"{owner.__name__} has a training_step of its own"
-        return None
+        return own_method(type(self), Streamed)
 
     # -- verification ------------------------------------------------------------------------------------------
 

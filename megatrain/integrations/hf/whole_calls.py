@@ -12,6 +12,7 @@ from megatrain.compiled.calls_here import taken_by
 from megatrain.compiled.inside import Compiled
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import ExecuteError
+from megatrain.integrations.hf.for_losses import for_losses
 from megatrain.torch_private import DisableTorchFunctionSubclass
 
 _NOTE = (
@@ -20,18 +21,37 @@ _NOTE = (
 )
 
 
-def give_losses(losses: Any, compiled: CompiledModule) -> None:
+def give_losses(losses: Any, compiled: CompiledModule) -> CompiledModule:
     """Gives the compiled model to modules of losses that hold the plain one (sentence-transformers' do).
 
     Args:
         losses: The trainer's: a module, several by name, or anything else, in which nothing is looked for.
         compiled: Takes the place of its plain model.
+
+    Returns:
+        What they hold now; see `for_losses`.
     """
+    given = for_losses(compiled)
     for loss in losses.values() if isinstance(losses, dict) else [losses]:  # pyright: ignore[reportUnknownVariableType]
         for module in loss.modules() if isinstance(loss, nn.Module) else ():
             for name, child in list(module.named_children()):
                 if child is compiled.megatrain.model and module is not child:
-                    setattr(module, name, compiled)
+                    setattr(module, name, given)
+    return given
+
+
+def check_streams(model: nn.Module, compiled: CompiledModule) -> None:
+    """Looks whether a trainer still trains the model that its constructor has compiled, or one around that.
+
+    Raises:
+        ExecuteError: If it trains another.
+    """
+    if model is not compiled and all(module is not compiled for module in model.modules()):
+        raise ExecuteError(
+            "the trainer's model isn't the one that streams: its `model` was set after it was made.\n"
+            "  The constructor compiles the model that it is given. Another one would train without megatrain.\n"
+            "  Give the constructor this model: make a trainer for it."
+        )
 
 
 def first_hooked(model: nn.Module) -> str | None:

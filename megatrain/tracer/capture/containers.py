@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from megatrain.errors import TraceError
 from megatrain.torch_private import pytree
 from megatrain.tracer.returned_argument import ReturnedArgument
+from megatrain.tracer.user_dicts import attributes, contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,8 @@ class Containers:
     """The arguments of a call, each with what was in it.
 
     A call of the capture gives the model's code new containers, so that a change of the caller's would be lost. A
-    dictionary that is changed and returned is known by the result, and each call changes the caller's in the same way.
+    dictionary (a dict or a UserDict) that is changed and returned is known by the result, and each call changes the
+    caller's in the same way.
 
     Args:
         held: Place among the arguments, the argument, its leaves and their layout.
@@ -30,7 +33,7 @@ class Containers:
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Containers:
         """Looks into the arguments."""
         placed: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        return Containers([(place, value, *pytree.tree_flatten(value)) for place, value in placed])
+        return Containers([(place, value, *pytree.tree_flatten(contents(value))) for place, value in placed])
 
     def check(self, result: Any) -> ReturnedArgument | None:
         """Checks that all of them hold what they held, except for a dictionary that is the model's result.
@@ -43,10 +46,12 @@ class Containers:
         """
         returned: ReturnedArgument | None = None
         for name, value, leaves, layout in self.held:
-            now, layout_now = pytree.tree_flatten(value)
+            now, layout_now = pytree.tree_flatten(contents(value))
             if layout_now != layout or not all(map(_is_same, now, leaves)):
-                if value is result and type(value) is dict:
-                    returned = ReturnedArgument.of(name, pytree.tree_unflatten(leaves, layout), value)
+                before = pytree.tree_unflatten(leaves, layout)
+                entries = _entries(value, before) if value is result else None
+                if entries is not None:
+                    returned = ReturnedArgument.of(name, *entries)
                     continue
                 raise TraceError(
                     f"the model changes its argument `{name}`, a {type(value).__qualname__}.\n"
@@ -55,6 +60,17 @@ class Containers:
                     "with torch.no_grad(), compiled.megatrain.walk()."
                 )
         return returned
+
+
+def _entries(value: Any, before: Any) -> tuple[Mapping[Any, Any], Mapping[Any, Any]] | None:
+    """The entries of a dictionary before the forward and after it; None if something else of it differs, or is it."""
+    if type(value) is dict:  # pyright: ignore[reportUnknownArgumentType]
+        return before, value  # pyright: ignore[reportUnknownVariableType]
+    others = attributes(value)
+    if not isinstance(value, UserDict) or {*others, "data"} != {*before}:
+        return None
+    is_same = all(_is_same(now, before[name]) for name, now in others.items())
+    return (before["data"], value.data) if is_same else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -16,17 +16,12 @@ from megatrain.tracer.recording.attempt import Attempt
 from megatrain.tracer.recording.effect_watch import storage_key
 from megatrain.tracer.recording.recorder import Recorder
 from megatrain.tracer.spec import TensorSpec
-
-# Values of these types never change, and equal ones make equal captures.
-_IMMUTABLE = (
-    type(None), bool, int, float, complex, str, bytes, range, slice, type(...), torch.dtype, torch.device,
-    torch.layout, torch.memory_format, torch.Size, frozenset, type,
-)  # fmt: skip
+from megatrain.tracer.user_dicts import IMMUTABLE
 
 
 def is_plain(leaf: object) -> bool:
     """Tells whether a capture can stand for calls with this argument: a tensor, or a value that never changes."""
-    return isinstance(leaf, (torch.Tensor, Enum, *_IMMUTABLE))
+    return isinstance(leaf, (torch.Tensor, Enum, *IMMUTABLE))
 
 
 def check_arguments(arguments: Arguments) -> None:
@@ -41,7 +36,7 @@ def check_arguments(arguments: Arguments) -> None:
         if holds_tensors(leaf):
             raise TraceError(
                 f"the argument `{name}` is a {type(leaf).__qualname__} with tensors in it.\n"
-                "  Inputs are found in tuples, lists, dicts and classes known to torch.utils._pytree.\n"
+                "  Inputs are found in tuples, lists, dicts, UserDicts and classes known to torch.utils._pytree.\n"
                 "  Pass the tensors themselves, or register the class. Under torch.no_grad() a compiled model takes "
                 "any object, such as a cache."
             )
