@@ -18,7 +18,7 @@ from megatrain.runtime.block import outer_hooks_off
 from megatrain.tracer.traced import TracedModule
 
 # Chunks of as many rows as cost no time, and of few. Each chunk has kernels of its own, so none is smaller.
-_SMALLER = (chunk_head_loss, partial(chunk_head_loss, divisor=8))
+_SMALLER = (chunk_head_loss, partial(chunk_head_loss, divisor=4))
 
 _Made = TypeVar("_Made")
 

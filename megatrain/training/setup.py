@@ -177,12 +177,9 @@ class Setup:
         def loss_bytes() -> int:
             if self._loss is None:
                 return 0  # it is in the program
-            given = {
-                id(c): (c.at(0), t, a.tensors, b.given)
-                for c, t, a, b in zip(captures, traced, own, batches, strict=True)
-            }
-            device = self._compiled.options.device
-            return max(measure_loss(*each, self._loss, device) for each in given.values())
+            parts = zip(captures, traced, own, batches, strict=True)
+            given = {id(c): (c.at(0), t, a.tensors, b.given) for c, t, a, b in parts}
+            return max(measure_loss(*each, self._loss, self._compiled.options.device) for each in given.values())
 
         programs, schedule = self._tables.schedule(captures, kind, loss_bytes, lambda: self._divides(captures))
         return Setting(batches, own, arguments, variants, traced, captures, programs, kind, schedule)

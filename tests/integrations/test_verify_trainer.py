@@ -211,11 +211,11 @@ def deferred_alone(patch: pytest.MonkeyPatch) -> None:
     """Only updates that run within the next step are wrong."""
     update = Running.update
 
-    def wrong(running: Any, block: int) -> None:
+    def wrong(running: Any, block: int, *section: Any) -> None:
         if running.kind.updates == "deferred":
             with torch.no_grad():
                 running._parameters["layers.4.bias"].add_(0.125)
-        update(running, block)
+        update(running, block, *section)
 
     patch.setattr(Running, "update", wrong)
 

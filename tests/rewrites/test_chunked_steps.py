@@ -52,8 +52,8 @@ def step_of(model: nn.Module, *, clip: float | None = None, spread: bool = False
     return megatrain.TrainStep(compiled, optimizer, max_grad_norm=clip, spread=spread)
 
 
-# Plain logits take 3.2 MB a time; 256 rows of them 1 MB, 32 rows 0.13 MB.
-BUDGETS = {"20MiB": [], "5MiB": [256], "1MiB": [32]}
+# Plain logits take 3.2 MB a time; 128 rows of them 0.5 MB, 32 rows 0.13 MB.
+BUDGETS = {"20MiB": [], "5MiB": [128], "1MiB": [32]}
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
@@ -102,7 +102,7 @@ def test_never_is_refused_and_always_needs_no_budget():
         step_of(Model(), memory="5MiB", chunking="never").prepare(batch(0))
     step = step_of(Model(), chunking="always")
     step.prepare(batch(0))
-    assert rows_of(step.program) == [256]
+    assert rows_of(step.program) == [128]
     step = step_of(Model(), memory="1MiB", chunking="always")
     step.prepare(batch(0))
     assert rows_of(step.program) == [32]
@@ -113,20 +113,20 @@ def test_always_chunks_calls_whose_logits_nobody_gets():
         def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
             return super().forward(ids, labels)["loss"]
 
-    for kind, rows in ((Alone, [256]), (Model, [])):
+    for kind, rows in ((Alone, [128]), (Model, [])):
         compiled = megatrain.compile(kind(), device="cpu", chunking="always", example_kwargs=batch(0))
         assert rows_of(compiled.program) == rows
 
 
 def test_a_batch_of_another_shape_is_planned_by_itself():
     step = step_of(Model(), memory="5MiB")
-    for length, rows in ((400, [256]), (20, []), (400, [256])):
+    for length, rows in ((400, [128]), (20, []), (400, [128])):
         step(batch(0, length))
         assert rows_of(step.program) == rows
     # A step of both, in any order, is one schedule.
     step([batch(0, 20), batch(1, 400)])
     step([batch(0, 400), batch(1, 20)])
-    assert rows_of(step.program) == [256]
+    assert rows_of(step.program) == [128]
 
 
 def test_a_chunked_capture_stays_chunked():

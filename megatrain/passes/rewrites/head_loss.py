@@ -23,7 +23,7 @@ _POINTWISE = frozenset(
 # Each changes the shape of the leading dimensions alone, if the last one stays.
 _RESHAPING = frozenset("view reshape flatten unflatten squeeze unsqueeze contiguous clone".split())
 # Products of fewer rows with a large matrix take longer than one of all rows (docs/benchmarks.md).
-_FEWEST = 256
+_FEWEST = 128
 # Of a loss, where no row is ignored: any index that is no word's.
 _NO_WORD = -100
 
