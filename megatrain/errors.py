@@ -64,7 +64,16 @@ class ScheduleError(MegatrainError):
 
 
 class TooSmallError(ScheduleError):
-    """A budget of the device's memory is smaller than what a schedule needs at least."""
+    """A budget of the device's memory is smaller than what a schedule needs at least.
+
+    Args:
+        text: Of the error.
+        least_bytes: What is needed at least.
+    """
+
+    def __init__(self, text: str, least_bytes: int) -> None:
+        super().__init__(text)
+        self.least_bytes = least_bytes
 
 
 class MicroBatchError(ScheduleError):

@@ -235,9 +235,9 @@ class Planner:
             try:
                 _, programs, table = first_that_fits(captures, fits)
             except TooSmallError as error:
-                smallest = [found.programs.smallest] * kind.micro_batches
-                table = made(smallest, num_slots=1, activations=_LEAST.get(activations, activations))
-                return smallest[0], table, str(error)
+                least = partial(made, num_slots=1, activations=_LEAST.get(activations, activations))
+                tables = [(program, least([program] * kind.micro_batches)) for program in found.programs.all]
+                return (*min(tables, key=lambda pair: pair[1].device_bytes), str(error))
             return programs[0], table, None
 
         def checked_schedule() -> tuple[Program, Schedule, str | None]:

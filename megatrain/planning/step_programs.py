@@ -20,7 +20,7 @@ from megatrain.tracer.traced import TracedModule
 # Chunks of as many rows as cost no time, and of few. Each chunk has kernels of its own, so none is smaller.
 _SMALLER = (chunk_head_loss, partial(chunk_head_loss, divisor=4))
 
-_Made = TypeVar("_Made")
+_Plan = TypeVar("_Plan")
 
 
 class StepPrograms:
@@ -32,6 +32,10 @@ class StepPrograms:
         chunking: The option of `compile`. With `"always"` level 0 is chunked already; with `"never"` there is no other.
         lower: Lowers the capture with a further rewrite, or with None without.
         plain: The program of level 0, where there is one already.
+
+    Attributes:
+        least: The first level that is tried. A capture that was rewritten stays so: its numbers would differ from one
+            training step to the next.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class StepPrograms:
         self._plain = plain or partial(lower, None)
         self._smaller = {"auto": _SMALLER, "always": _SMALLER[1:], "never": ()}[chunking]
         self._made: dict[int, Program | None] = {}
+        self.least = 0
 
     def at(self, level: int) -> Program:
         """The program of a level, or of the last there is."""
@@ -49,9 +54,9 @@ class StepPrograms:
         return found
 
     @property
-    def smallest(self) -> Program:
-        """The program that takes the least memory."""
-        return self.at(len(self._smaller))
+    def all(self) -> Sequence[Program]:
+        """The programs of all levels."""
+        return [self.at(level) for level in range(1 + len(self._smaller)) if self.has(level)]
 
     def has(self, level: int) -> bool:
         """Whether there is such a level."""
@@ -70,30 +75,30 @@ class StepPrograms:
 
 
 def first_that_fits(
-    programs: Sequence[StepPrograms], plan: Callable[[Sequence[Program]], _Made], least: int = 0
-) -> tuple[int, Sequence[Program], _Made]:
+    programs: Sequence[StepPrograms], plan: Callable[[Sequence[Program]], _Plan]
+) -> tuple[int, Sequence[Program], _Plan]:
     """Plans a step, and rewrites its programs as little as it needs to fit.
 
     Args:
         programs: One per micro-batch; all are rewritten at the same level.
         plan: Makes a plan of programs.
-        least: The first level that is tried.
 
     Returns:
         The level, its programs, and their plan.
 
     Raises:
-        TooSmallError: If none fits: of the programs that take the least.
+        TooSmallError: If none fits: of the programs that need the least.
     """
-    level = least
-    while True:
+    level = max(each.least for each in programs)
+    errors: list[TooSmallError] = []
+    while not errors or any(each.has(level) for each in programs):
         chosen = [each.at(level) for each in programs]
         try:
             return level, chosen, plan(chosen)
-        except TooSmallError:
+        except TooSmallError as error:
+            errors.append(error)
             level += 1
-            if not any(each.has(level) for each in programs):
-                raise
+    raise min(errors, key=lambda error: error.least_bytes)
 
 
 def lowered_for(

@@ -59,7 +59,6 @@ class StepTables:
         self._budget = budget
         self._arena: LandingArena | None = None
         self._tables: OrderedDict[tuple[frozenset[int], StepKind], _Table] = OrderedDict()
-        self._levels: dict[frozenset[int], int] = {}
 
     def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""
@@ -92,9 +91,9 @@ class StepTables:
         if key not in self._tables:
             nbytes = self._loss_bytes(key[0], loss_bytes)
             plan = partial(self._planned, kind=kind, loss_bytes=nbytes, divides=divides)
-            # A capture that was rewritten stays so: its numbers would differ from step to step.
-            level, programs, planned = first_that_fits(captures, plan, self._levels.get(key[0], 0))
-            self._levels[key[0]] = level
+            level, programs, planned = first_that_fits(captures, plan)
+            for capture in captures:
+                capture.least = level
             self._tables[key] = _Table(tuple(captures), programs, planned)
             while len(self._tables) > _MOST:
                 self._tables.popitem(last=False)

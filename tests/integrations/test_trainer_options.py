@@ -315,6 +315,20 @@ class SharpensLogits(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class SetsItsLoss(Trainer):
+    """A script sets another compute_loss on the object, which reads logits."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compute_loss = self.entropy  # pyright: ignore[reportAttributeAccessIssue]
+
+    def entropy(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        """Returns the loss, and a part of the entropy of all predictions."""
+        outputs = model(**inputs)
+        loss = outputs.loss - 0.1 * torch.distributions.Categorical(logits=outputs.logits).entropy().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
 class HiddenStates(Trainer):
     """A loss of the hidden states and the attention weights."""
 

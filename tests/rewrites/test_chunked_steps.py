@@ -14,6 +14,7 @@ import megatrain
 from megatrain.errors import TooSmallError
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.passes.rewrites.head_loss import HeadLoss
+from megatrain.planning.step_programs import first_that_fits
 from megatrain.sizes import parse_bytes
 
 WORDS, WIDTH = 1000, 16
@@ -152,6 +153,29 @@ def test_the_plan_is_that_of_the_step(memory: str):
     assert str(step.prepare(batch(0))) == str(plan.schedule)
     line = f"chunked: logits of {BUDGETS[memory][0]} of 800 rows at a time" if BUDGETS[memory] else "chunked"
     assert (line in str(plan)) == bool(BUDGETS[memory])
+
+
+def test_an_error_names_the_least_that_would_do():
+    """Sums over chunks in fp32 may take more than the logits that they save: another level needs the least then."""
+    variant = step_of(Model(), memory="5MiB")._compiled.prepare(**batch(0))
+    _, programs = variant.for_step(is_own_loss=True)
+    assert len(programs.all) == 3
+    needs = iter([300, 100, 200])
+
+    def refuse(_: Any) -> None:
+        raise TooSmallError("too small", next(needs))
+
+    with pytest.raises(TooSmallError) as error:
+        first_that_fits([programs, programs], refuse)
+    assert error.value.least_bytes == 100
+    assert next(needs, None) is None
+
+
+@pytest.mark.parametrize("chunking", ["auto", "never"])
+def test_an_error_has_the_bytes_that_it_names(chunking: str):
+    with pytest.raises(TooSmallError) as error:
+        step_of(Model(), memory="64KiB", chunking=chunking).prepare(batch(0))
+    assert f"at least {error.value.least_bytes} B are needed" in str(error.value)
 
 
 def test_a_refused_plan_is_that_of_the_smallest_chunks():

@@ -158,6 +158,15 @@ def test_any_number_of_rows_makes_a_chunk(rows: int):
     assert_chunked_equals_whole(Reader(flat), rows, is_exact=rows > 32)
 
 
+@pytest.mark.parametrize("frozen", ["head", "body"])
+def test_what_is_frozen_gets_no_gradient(frozen: str):
+    model = Reader(flat)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("head") == (frozen == "body"))
+    assert_chunked_equals_whole(model)
+    assert all((p.grad is None) for p in model.parameters())
+
+
 def test_sums_over_chunks_are_rounded_once():
     """In bf16 the head's gradient is as near to that of fp64 as the whole one; rounding each chunk's isn't."""
     model = Reader(flat, bias=False).bfloat16()

@@ -153,6 +153,7 @@ READS: dict[str, Any] = {
     "a cast first": lambda r: r.logits.float().detach().argmax(-1),
     "a comparison": lambda r: bool((r.logits > 0).any()),
     "numpy": lambda r: r.logits.numpy(),
+    "a move": lambda r: r.logits.to("cpu"),
 }
 
 

@@ -221,7 +221,8 @@ class Streamed(_Base):
         return {"loss": loss, "reads": reads, "reduce": "sum", **norm, **self._stream_options.step}
 
     def _is_models_own_loss(self) -> bool:
-        is_own = type(self).compute_loss is transformers.Trainer.compute_loss
+        # A script may set another one on the object.
+        is_own = getattr(self.compute_loss, "__func__", None) is transformers.Trainer.compute_loss
         return is_own and self.compute_loss_func is None and self.label_smoother is None
 
     def _known(self) -> OneStep:

@@ -1,4 +1,4 @@
-"""ChunkedLogProbs: the log-probabilities of labels under a linear head, without all logits at once."""
+"""chunked_log_probs(): the log-probabilities of labels under a linear head, without all logits at once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatrain.device import find
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Stands for the logits among the arguments of a step."""
+    """Stands for the logits among the arguments of a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Stands for another tensor among the arguments of a step, such as a bias.
+    """Stands for another tensor among the arguments of a call, such as a bias.
 
     Args:
         index: Of the tensor, among the operands.
@@ -30,7 +30,7 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RowCall:
     """A call that computes each row of logits from this row alone.
 
     Args:
@@ -54,33 +54,30 @@ class Step:
             return logits if isinstance(argument, Logits) else argument
 
         args, kwargs = tuple(map(filled, self.args)), {name: filled(value) for name, value in self.kwargs}
-        return (
-            getattr(args[0], self.target)(*args[1:], **kwargs)
-            if isinstance(self.target, str)
-            else self.target(*args, **kwargs)
-        )
+        function: Any = getattr(torch.Tensor, self.target) if isinstance(self.target, str) else self.target
+        return function(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How log-probabilities come of hidden states: a linear layer, some steps, a softmax.
+    """How log-probabilities come of hidden states: a linear layer, some calls, a softmax.
 
     Args:
-        steps: Between the linear layer and the softmax.
+        calls: Between the linear layer and the softmax.
         dtype: Of the log-probabilities; None for that of the logits.
         rows: Of a chunk, at most.
         sums: Whether each row's log-probabilities are summed, too, as label smoothing needs.
     """
 
-    steps: tuple[Step, ...]
+    calls: tuple[RowCall, ...]
     dtype: torch.dtype | None
     rows: int
     sums: bool
 
     def log_probs(self, logits: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the log-probabilities of all words, for the result of the linear layer."""
-        for step in self.steps:
-            logits = step(logits, operands)
+        for call in self.calls:
+            logits = call(logits, operands)
         return torch.log_softmax(logits, -1, dtype=self.dtype)
 
     def chunks(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -115,7 +112,7 @@ def chunked_log_probs(
         weight: Of the linear layer, of shape [words, width].
         bias: Likewise, of shape [words]; or None.
         class_weight: Factors of the words in the sums of rows, of shape [words]; None for 1.
-        operands: Further tensors that the steps read, each broadcast along rows.
+        operands: Further tensors that the calls between read, each broadcast along rows.
 
     Returns:
         The log-probabilities, of shape [rows], and those of all words summed, of shape [rows], or None.

@@ -12,7 +12,7 @@ from megatrain.tracer.calls import call_name, is_property_get
 from megatrain.tracer.spec import TensorSpec
 
 # They look at a tensor without its values, or give back one with the same values.
-_HARMLESS = frozenset("size dim numel element_size is_floating_point is_complex to float half bfloat16 detach".split())
+_HARMLESS = frozenset("size dim numel element_size is_floating_point is_complex float half bfloat16 detach".split())
 
 
 class DeadOutput(torch.Tensor):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from megatrain.passes.rewrite import Rewriter
-from megatrain.passes.rewrites.chunked_log_probs import Head, Logits, Operand, Step, chunked_log_probs
+from megatrain.passes.rewrites.chunked_log_probs import Head, Logits, Operand, RowCall, chunked_log_probs
 from megatrain.tracer.calls import call_name, literal_text
 from megatrain.tracer.node_meta import CALLS
 from megatrain.tracer.traced import TracedModule
@@ -60,7 +60,7 @@ class HeadLoss:
         class_weight: torch.Tensor | None,
         *operands: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes the loss, step by step as torch's `cross_entropy` does."""
+        """Computes the loss by the operations of torch's `cross_entropy`, in their order."""
         labels = labels.reshape(-1)
         is_ignored = labels == self.ignore_index
         words = labels.masked_fill(is_ignored, 0)
@@ -97,8 +97,8 @@ class HeadLoss:
 
     def call_text(self, arguments: str) -> str:
         """Prints the call on arguments that are printed already."""
-        steps = "".join(f"{step.text}, " for step in self.head.steps)
-        return f"chunked({arguments}: linear, {steps}{self._loss_text()}; {self.head.rows} rows at a time)"
+        calls = "".join(f"{call.text}, " for call in self.head.calls)
+        return f"chunked({arguments}: linear, {calls}{self._loss_text()}; {self.head.rows} rows at a time)"
 
     def _loss_text(self) -> str:
         told: dict[str, tuple[Any, Any]] = {
@@ -174,12 +174,12 @@ class _Pattern:
     def rewrite(self, rewriter: Rewriter, rows: int) -> None:
         """Replaces the loss; nothing reads the logits then, so that they go."""
         hidden, weight, bias = (*self.linear.args, None)[:3]
-        steps: list[Step] = []
+        calls: list[RowCall] = []
         operands: list[Any] = []
         for node in self.between:
             logits: Any = node.args[0]
             if _is_pointwise(node, logits):
-                steps.append(self._step(rewriter, node, logits, operands))
+                calls.append(self._row_call(rewriter, node, logits, operands))
             elif node.target == "__getitem__":  # rows of hidden states are moved as rows of logits were
                 hidden = rewriter.call(self.loss, "__getitem__", hidden, node.args[1])
             elif _shape(node) != _shape(logits):
@@ -189,7 +189,7 @@ class _Pattern:
         reduction: Any = options.get("reduction", "mean")
         ignore_index: Any = options.get("ignore_index", -100)
         target = HeadLoss(
-            Head(tuple(steps), self.dtype, rows, sums=smoothing > 0),
+            Head(tuple(calls), self.dtype, rows, sums=smoothing > 0),
             reduction,
             ignore_index,
             float(smoothing),
@@ -198,7 +198,7 @@ class _Pattern:
         made = rewriter.call(self.loss, target, hidden, labels, weight, bias, options.get("weight"), *operands)
         rewriter.replace(self.loss, made)
 
-    def _step(self, rewriter: Rewriter, node: fx.Node, before: fx.Node, operands: list[Any]) -> Step:
+    def _row_call(self, rewriter: Rewriter, node: fx.Node, before: fx.Node, operands: list[Any]) -> RowCall:
         def without_nodes(argument: Any) -> Any:
             if argument is before:
                 return Logits()
@@ -216,7 +216,7 @@ class _Pattern:
         given += [f"{name}={literal_text(value)}" for name, value in node.kwargs.items()]
         text = f"{_name(node)}({', '.join(given)})" if given else _name(node)
         target: Any = node.target
-        return Step(target, args, kwargs, text)
+        return RowCall(target, args, kwargs, text)
 
 
 def _pattern(loss: fx.Node) -> _Pattern | None:

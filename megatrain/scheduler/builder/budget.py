@@ -127,5 +127,6 @@ def _too_small(builder: Builder, tried: Sequence[Draft], memory: int, *, can_par
     return TooSmallError(
         f"a memory of {memory} B is too small: at least {best.device_bytes} B are needed{where}.\n"
         f"  At its {peak.op} (tick {peak.tick}, {slots}): {parts}.\n"
-        f"  What helps: {', '.join(helps[:-1])} or {helps[-1]}."
+        f"  What helps: {', '.join(helps[:-1])} or {helps[-1]}.",
+        best.device_bytes,
     )
