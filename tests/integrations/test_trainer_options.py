@@ -487,6 +487,7 @@ SCENARIOS: dict[str, Scenario] = {
         ACCUMULATED, kind=DividesByNorm, reason="the loss asks for gradients that go through the model"
     ),
     "sharpens logits": Scenario(ACCUMULATED, kind=SharpensLogits),
+    "sets its loss": Scenario(ACCUMULATED, kind=SetsItsLoss),
     "hidden states": Scenario(ACCUMULATED, kind=HiddenStates, model=lambda: llama(attn_implementation="eager")),
     "evaluated first": Scenario(EVAL, more=lambda model: {}, after=lambda t: [t.evaluate(RAGGED)["eval_loss"]]),
     "saved and read again": Scenario({"save_strategy": "no"}, after=saved_again),
