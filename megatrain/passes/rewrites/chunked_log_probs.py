@@ -12,6 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from megatrain.device import find
 
+# Ignored rows have been given a word; no other label is ignored.
+_NO_INDEX = -(1 << 62)
+
 
 @dataclass(frozen=True, slots=True)
 class Logits:
@@ -200,7 +203,8 @@ class _Sum:
 
 
 def _of(words: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
-    return log_probs.gather(1, words.unsqueeze(1)).squeeze(1)
+    # A label that is no word is the same error as without chunks.
+    return -F.nll_loss(log_probs, words, ignore_index=_NO_INDEX, reduction="none")
 
 
 def _summed(log_probs: torch.Tensor, class_weight: torch.Tensor | None) -> torch.Tensor:
