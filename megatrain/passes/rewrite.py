@@ -144,6 +144,7 @@ class Rewriter:
             LowerError: As `call`.
         """
         check_target(target)
+        site = dataclasses.replace(site, after=self._own(site.after))
         args, kwargs = fx.map_arg((tuple(args), dict(kwargs or {})), self._own)  # pyright: ignore[reportAssignmentType]
         end = self._last_after.get(site.after, site.after)
         operands = operands_of(target, args, kwargs, site, end)

@@ -64,6 +64,7 @@ def test_as_little_is_chunked_as_fits(memory: str):
     step = step_of(model, memory=memory)
     schedule = step.prepare(batch(0))
     assert rows_of(step.program) == BUDGETS[memory]
+    assert step.program.blocks[-1].name == "head"
     for number in range(2):
         step(batch(number))
     step.flush()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
+from megatrain.passes.call_trial import Site
 from megatrain.passes.rewrite import Rewriter
 from megatrain.passes.rewrites.chunked_log_probs import Head, Logits, Operand, RowCall, chunked_log_probs
 from megatrain.tracer.calls import call_name, literal_text
@@ -22,7 +23,7 @@ _POINTWISE = frozenset(
 )
 # Each changes the shape of the leading dimensions alone, if the last one stays.
 _RESHAPING = frozenset("view reshape flatten unflatten squeeze unsqueeze contiguous clone".split())
-# Products of fewer rows with a large matrix take longer than one of all rows (docs/benchmarks.md).
+# A quarter of these takes no longer than all rows at once, 16 rows do (docs/benchmarks.md).
 _FEWEST = 128
 # Of a loss, where no row is ignored: any index that is no word's.
 _NO_WORD = -100
@@ -126,8 +127,7 @@ def chunk_head_loss(traced: TracedModule, *, rows: int | None = None, divisor: i
 
     Args:
         traced: The capture.
-        rows: Of a chunk; None takes as many as make its logits about as large as all hidden states, but no fewer than
-            cost no time.
+        rows: Of a chunk; None takes as many as make its logits about as large as all hidden states, and at least 128.
         divisor: Without `rows`: so many times fewer than these.
     """
     losses = [node for node in traced.graph.nodes if node.target in (F.cross_entropy, F.nll_loss)]
@@ -195,7 +195,9 @@ class _Pattern:
             float(smoothing),
             torch.Size(_shape(labels)),
         )
-        made = rewriter.call(self.loss, target, hidden, labels, weight, bias, options.get("weight"), *operands)
+        # The call stands for the head, and blocks are named for their modules.
+        site = replace(Site.of(self.loss), modules=self.linear.meta["modules"])
+        made = rewriter.add(site, target, (hidden, labels, weight, bias, options.get("weight"), *operands))
         rewriter.replace(self.loss, made)
 
     def _row_call(self, rewriter: Rewriter, node: fx.Node, before: fx.Node, operands: list[Any]) -> RowCall:
