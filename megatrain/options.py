@@ -61,7 +61,7 @@ class Options:
         opaque: What happens if the model is one opaque block: `"warn"`, `"refuse"` or `"allow"`.
         passes: The user's own rewrites of captured graphs.
         hardware: The machine for which training steps are planned; None weighs copies and compute as a usual one does.
-        chunking: When heads compute their losses in chunks of rows.
+        chunking: When heads compute their losses in chunks of rows, and other calls run in tiles of tokens.
     """
 
     device: Device

@@ -76,9 +76,10 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             against compute as the card does, if its name is known, or as an RTX 4090. To compare plans takes up to
             some seconds for each new shape of batches.
         chunking: When a head (`linear`, then `cross_entropy`) computes its loss in chunks of rows, so that its logits
-            never exist whole (chunked cross-entropy): `"auto"` in training steps that don't fit the memory otherwise,
-            `"always"` wherever nobody else reads the logits, or `"never"`. Gradients of the head's weights are then
-            sums over chunks; all else has the same bits. See docs/tasks/long-documents.md.
+            never exist whole (chunked cross-entropy), and calls that treat each token alone run tile by tile of tokens
+            (token tiling): `"auto"` in training steps that don't fit the memory otherwise, `"always"` wherever they
+            can, or `"never"`. Gradients of weights, and of what all tokens share, are then sums over chunks and tiles;
+            all else has the same bits. See docs/tasks/long-documents.md.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects the operations that the executor issued; for tests.
 

@@ -7,9 +7,9 @@ from functools import cached_property, partial
 from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
-from megatrain.passes.pipeline import AfterPass, Rewrite
+from megatrain.passes.pipeline import AfterPass
 from megatrain.passes.program import Program
-from megatrain.planning.step_programs import StepPrograms, lowered_for
+from megatrain.planning.step_programs import Pieces, StepPrograms, lowered_for
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
@@ -90,9 +90,9 @@ class Lowered:
 def lowered(
     traced: TracedModule,
     options: Options,
-    more: Rewrite | None = None,
+    pieces: Pieces | None = None,
     after_pass: AfterPass | None = None,
 ) -> Program:
-    """Lowers a capture by the options of `compile`, with one `more` rewrite behind the user's passes."""
+    """Lowers a capture by the options of `compile`, in pieces behind the user's passes."""
     given = options.block_bytes, options.passes, options.chunking, options.device.alignment
-    return lowered_for(traced, *given, more, after_pass)
+    return lowered_for(traced, *given, pieces, after_pass)

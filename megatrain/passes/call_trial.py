@@ -99,7 +99,7 @@ def tried(
     with Interrupts(), ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(scripts_on_values())
-        _enter_modes(stack, site)
+        enter_modes(stack, site)
 
         def stand_in(node: fx.Node) -> Any:
             if node not in stand_ins:
@@ -109,7 +109,7 @@ def tried(
         given: Any = fx.map_arg((args, dict(kwargs)), stand_in)
         try:
             with watch:
-                result = _called(target, *given)
+                result = called(target, *given)
         except Exception as error:  # a call that raises any error with these arguments can't be part of a graph
             first_line = str(error).partition("\n")[0].rstrip(".")
             refuse_call(
@@ -126,7 +126,7 @@ def tried(
     return Outcome(result, operands, same, watch.is_random)
 
 
-def _enter_modes(stack: ExitStack, site: Site) -> None:
+def enter_modes(stack: ExitStack, site: Site) -> None:
     """Enters the modes that a step enters around the call; the caller's present modes don't count in either."""
     stack.enter_context(torch.set_grad_enabled(site.grad))
     for kind, _ in autocast_state():
@@ -153,7 +153,8 @@ def _draw(call: Callable[[], Any]) -> tuple[Any, bool]:
     return watch.draw(call)
 
 
-def _called(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def called(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Makes a call of a function, or of a method by its name."""
     if isinstance(target, str):
         return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)

@@ -33,35 +33,40 @@ def dedup(program: Program) -> Program:
 
 def template_key(template: Template) -> Any:
     """Returns a hashable description of everything that a template's results depend on; names don't count."""
-    number = {node: i for i, node in enumerate(template.graph.nodes)}
+    return graph_key(template.graph), len(template.inputs)
+
+
+def graph_key(graph: fx.Graph) -> Any:
+    """Returns a hashable description of everything that a graph computes."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
     rows: list[Any] = []
-    for node in template.graph.nodes:
+    for node in graph.nodes:
         meta = node.meta
         target = node.target if node.op in ("call_function", "call_method") else None
         rows.append(
             (
                 node.op,
                 target,
-                _frozen(node.args, number),
-                _frozen(node.kwargs, number),
+                frozen(node.args, number),
+                frozen(node.kwargs, number),
                 meta.get("spec"),
                 meta.get("grad"),
                 meta.get("autocast"),
             )
         )
-    return tuple(rows), len(template.inputs)
+    return tuple(rows)
 
 
-def _frozen(value: Any, number: dict[fx.Node, int]) -> Any:
+def frozen(value: Any, number: dict[fx.Node, int]) -> Any:
     """Makes an argument hashable; equal results mean equal arguments."""
     if isinstance(value, fx.Node):
         return ("node", number[value])
     if isinstance(value, tuple | list):
-        return (type(value).__name__, *(_frozen(v, number) for v in value))
+        return (type(value).__name__, *(frozen(v, number) for v in value))
     if isinstance(value, dict):
-        return ("dict", *((k, _frozen(v, number)) for k, v in value.items()))
+        return ("dict", *((k, frozen(v, number)) for k, v in value.items()))
     if isinstance(value, slice):
-        return ("slice", *(_frozen(v, number) for v in (value.start, value.stop, value.step)))
+        return ("slice", *(frozen(v, number) for v in (value.start, value.stop, value.step)))
     try:
         hash(value)
     except TypeError:

@@ -10,7 +10,8 @@ from torch import nn
 
 from megatrain.device import Device
 from megatrain.interrupts import Interrupts
-from megatrain.passes.measuring.live_bytes import ExactFakes, LiveBytes
+from megatrain.passes.exact_fakes import ExactFakes
+from megatrain.passes.measuring.live_bytes import LiveBytes
 from megatrain.passes.program import Program
 from megatrain.runtime.rng import OwnGenerators
 from megatrain.torch_private import pytree

@@ -11,7 +11,8 @@ from megatrain.planning.alternatives import Alternatives, alternatives
 from megatrain.planning.largest import MOST_OF_A_SIZE, Largest, largest
 from megatrain.planning.model_sizes import DEPTH, MICRO_BATCH, SEQUENCE
 from megatrain.planning.planned_step import UNBOUNDED, PlannedStep
-from megatrain.planning.printed.plan_text import chunk_lines, device_lines, time_text, verdict
+from megatrain.planning.printed.pieces_text import piece_lines
+from megatrain.planning.printed.plan_text import device_lines, time_text, verdict
 from megatrain.planning.printed.reasons import reasons
 from megatrain.planning.ways_out import refusal
 
@@ -107,7 +108,7 @@ class Plan(PlannedStep):
             [
                 f"plan: {model}; {self.precision}, {batches}, {updates}",
                 f"device: {verdict(table.device_bytes, self.device_memory)}",
-                *(f"  {line}" for line in (*device_lines(table), *chunk_lines(self.program))),
+                *(f"  {line}" for line in (*device_lines(table), *piece_lines(self.program))),
                 *([f"  reserve: {self.reserve}"] if self.reserve else []),
                 f"host: {verdict(self.host.total_bytes, None if self.host_memory == UNBOUNDED else self.host_memory)}",
                 *(f"  {line}" for line in self.host.lines()),

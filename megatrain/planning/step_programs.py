@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -14,11 +15,39 @@ from megatrain.garbage import paused_collection
 from megatrain.passes.pipeline import AfterPass, Rewrite, lower
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.head_loss import HeadLoss, chunk_head_loss
+from megatrain.passes.rewrites.tile_tokens import tile_tokens
+from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.runtime.block import outer_hooks_off
 from megatrain.tracer.traced import TracedModule
 
-# Chunks of as many rows as cost no time, and of few. Each chunk has kernels of its own, so none is smaller.
-_SMALLER = (chunk_head_loss, partial(chunk_head_loss, divisor=4))
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """How small the pieces are in which a program is computed, each of them with kernels of its own.
+
+    Args:
+        chunks: Of a head's loss: as many rows as cost no time, or so many times fewer.
+        tiles: Of all else that treats each token alone: a sixteenth of the tokens, or so many times fewer; None for
+            all tokens at once.
+    """
+
+    chunks: int = 1
+    tiles: int | None = None
+
+    def rewrites(self, block_bytes: int | None) -> tuple[Rewrite, ...]:
+        """The passes that make them."""
+        chunked = partial(chunk_head_loss, divisor=self.chunks)
+        if self.tiles is None:
+            return (chunked,)
+        return chunked, partial(tile_tokens, divisor=self.tiles, block_bytes=block_bytes)
+
+
+_ALWAYS = Pieces(tiles=1)
+_LEVELS = {
+    "auto": (Pieces(), Pieces(chunks=4), Pieces(chunks=4, tiles=1), Pieces(chunks=4, tiles=4)),
+    "always": (Pieces(chunks=4, tiles=1), Pieces(chunks=4, tiles=4)),
+    "never": (),
+}
 
 _Plan = TypeVar("_Plan")
 
@@ -26,11 +55,13 @@ _Plan = TypeVar("_Plan")
 class StepPrograms:
     """Makes programs of one capture when they are asked for, and keeps them.
 
-    Level 0 is the capture as it is. At each further level, losses of linear heads are computed in smaller chunks.
+    Level 0 is the capture as it is. At each further level losses of linear heads are computed in smaller chunks, or
+    parts of blocks in smaller tiles of tokens. A level at which nothing gets smaller has the program of the one before.
 
     Args:
-        chunking: The option of `compile`. With `"always"` level 0 is chunked already; with `"never"` there is no other.
-        lower: Lowers the capture with a further rewrite, or with None without.
+        chunking: The option of `compile`. With `"always"` level 0 has chunks and tiles already; with `"never"` there is
+            no other.
+        lower: Lowers the capture in pieces, or with None as it is.
         plain: The program of level 0, where there is one already.
 
     Attributes:
@@ -39,39 +70,35 @@ class StepPrograms:
     """
 
     def __init__(
-        self, chunking: str, lower: Callable[[Rewrite | None], Program], plain: Callable[[], Program] | None = None
+        self, chunking: str, lower: Callable[[Pieces | None], Program], plain: Callable[[], Program] | None = None
     ):
         self._lower = lower
         self._plain = plain or partial(lower, None)
-        self._smaller = {"auto": _SMALLER, "always": _SMALLER[1:], "never": ()}[chunking]
-        self._made: dict[int, Program | None] = {}
+        self._levels = _LEVELS[chunking]
+        self._made: dict[int, Program] = {}
         self.least = 0
 
     def at(self, level: int) -> Program:
         """The program of a level, or of the last there is."""
-        while (found := self._at(level)) is None:
-            level -= 1
-        return found
+        level = min(level, self.last)
+        if level not in self._made:
+            self._made[level] = self._plain() if level == 0 else self._smaller(level)
+        return self._made[level]
+
+    @property
+    def last(self) -> int:
+        """The last level."""
+        return len(self._levels)
 
     @property
     def all(self) -> Sequence[Program]:
-        """The programs of all levels."""
-        return [self.at(level) for level in range(1 + len(self._smaller)) if self.has(level)]
+        """The programs of all levels, each once."""
+        return list({id(program): program for program in map(self.at, range(1 + self.last))}.values())
 
-    def has(self, level: int) -> bool:
-        """Whether there is such a level."""
-        return self._at(level) is not None
-
-    def _at(self, level: int) -> Program | None:
-        if level not in self._made:
-            self._made[level] = self._plain() if level == 0 else self._rewritten(level)
-        return self._made[level]
-
-    def _rewritten(self, level: int) -> Program | None:
-        if level > len(self._smaller) or (level > 1 and self._at(level - 1) is None):
-            return None
-        made = self._lower(self._smaller[level - 1])
-        return made if _is_chunked(made) else None
+    def _smaller(self, level: int) -> Program:
+        before = self.at(level - 1)
+        made = self._lower(self._levels[level - 1])
+        return made if _in_pieces(made) != _in_pieces(before) else before
 
 
 def first_that_fits(
@@ -89,15 +116,17 @@ def first_that_fits(
     Raises:
         TooSmallError: If none fits: of the programs that need the least.
     """
-    level = max(each.least for each in programs)
     errors: list[TooSmallError] = []
-    while not errors or any(each.has(level) for each in programs):
+    tried: Sequence[Program] = ()
+    for level in range(max(each.least for each in programs), 1 + max(each.last for each in programs)):
         chosen = [each.at(level) for each in programs]
+        if tried and all(one is other for one, other in zip(chosen, tried, strict=True)):
+            continue
+        tried = chosen
         try:
             return level, chosen, plan(chosen)
         except TooSmallError as error:
             errors.append(error)
-            level += 1
     raise min(errors, key=lambda error: error.least_bytes)
 
 
@@ -107,12 +136,12 @@ def lowered_for(
     passes: Sequence[Rewrite],
     chunking: str,
     alignment: int,
-    more: Rewrite | None = None,
+    pieces: Pieces | None = None,
     after_pass: AfterPass | None = None,
 ) -> Program:
-    """Lowers a capture by options of `compile`, with one `more` rewrite behind the user's `passes`; see `lower`."""
-    more = chunk_head_loss if more is None and chunking == "always" else more
-    rewrites = passes if more is None else (*passes, more)
+    """Lowers a capture by options of `compile`, in pieces behind the user's `passes`; see `lower`."""
+    pieces = _ALWAYS if pieces is None and chunking == "always" else pieces
+    rewrites = passes if pieces is None else (*passes, *pieces.rewrites(block_bytes))
     with undisturbed():
         return lower(traced, block_bytes=block_bytes, rewrites=rewrites, after_pass=after_pass, alignment=alignment)
 
@@ -124,5 +153,7 @@ def undisturbed() -> Generator[None]:
         yield
 
 
-def _is_chunked(program: Program) -> bool:
-    return any(isinstance(node.target, HeadLoss) for t in program.templates.values() for node in t.graph.nodes)
+def _in_pieces(program: Program) -> list[HeadLoss | TiledRegion]:
+    """What is computed in pieces."""
+    targets = [node.target for template in program.templates.values() for node in template.graph.nodes]
+    return [target for target in targets if isinstance(target, HeadLoss | TiledRegion)]

@@ -1,4 +1,4 @@
-"""Runs one template: forward, forward with its graph retained, and backward."""
+"""Runs one template: forward, and forward with its graph retained."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Template
+from megatrain.passes.rewrites.tiled_region import without_results
+from megatrain.runtime.local_graph import OVERWRITTEN, LocalGraph
 from megatrain.runtime.rng import RngState, repeated_rng
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.packed.packing import Packing, is_wrapper
@@ -23,68 +24,6 @@ from megatrain.tracer.recording.effect_watch import has_hooks
 
 Tensors = Sequence[torch.Tensor]
 StateReader = Callable[[], Sequence[torch.Tensor]]
-
-
-@dataclass(slots=True, eq=False)
-class LocalGraph:
-    """A block's own autograd graph, from leaves that stand for its inputs and state to its outputs.
-
-    Args:
-        inputs: Leaves, in the order of the template's inputs.
-        state: Leaves, in the order of the template's state.
-        carries: Aliases of the inputs, made last. The gradient that later blocks left for an input enters here:
-            the engine runs nodes in reverse order of creation, so it is the first term of the sum, as in eager.
-        outputs: Results with their history.
-        saved: The tensors that autograd keeps for the backward, besides state.
-    """
-
-    inputs: list[torch.Tensor]
-    state: list[torch.Tensor]
-    carries: list[torch.Tensor | None]
-    outputs: tuple[torch.Tensor, ...]
-    saved: list[weakref.ref[torch.Tensor]]
-
-    def saved_tensors(self) -> list[torch.Tensor]:
-        """Returns what is saved now; what a dead branch saved is gone, and the backward frees one by one."""
-        return [t for t in (ref() for ref in self.saved) if t is not None]
-
-    def gradients(
-        self, output_gradients: Sequence[torch.Tensor | None], carried: Sequence[torch.Tensor | None]
-    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Returns the gradients of inputs and of state; None where nothing flows.
-
-        Args:
-            output_gradients: One per output; None where the output got no gradient.
-            carried: One per input: the sum that later blocks already gave it, or None.
-        """
-        pairs = [
-            (root, gradient)
-            for root, gradient in (
-                *zip(self.outputs, output_gradients, strict=True),
-                *zip(self.carries, carried, strict=True),
-            )
-            # A view of a weight made under no_grad says that it requires grad, but has no history.
-            if root is not None and gradient is not None and root.grad_fn is not None
-        ]
-        everything = [*self.inputs, *self.state]
-        leaves = [t for t in everything if t.requires_grad]
-        if not pairs or not leaves:
-            return [None] * len(self.inputs), [None] * len(self.state)
-        roots, known = zip(*pairs, strict=True)
-        try:
-            found: list[torch.Tensor | None] = list(torch.autograd.grad(roots, leaves, known, allow_unused=True))
-        except RuntimeError as error:
-            if "modified by an inplace operation" in str(error):
-                raise ExecuteError(_OVERWRITTEN) from error
-            if "on the same device" in str(error):  # all that the program computes is on one
-                raise ExecuteError(_ELSEWHERE.format(str(error).splitlines()[0])) from error
-            raise
-        num_inputs = sum(t.requires_grad for t in self.inputs)
-        for index, leaf in enumerate(leaves):  # each copy takes the place of the original at once
-            found[index] = _compact(found[index]) if index < num_inputs else _as_stored(found[index], leaf)
-        rest = iter(found)
-        gradients = [next(rest) if t.requires_grad else None for t in everything]
-        return gradients[: len(self.inputs)], gradients[len(self.inputs) :]
 
 
 class BlockRunner:
@@ -97,11 +36,18 @@ class BlockRunner:
 
     def __init__(self, template: Template, device: Device):
         self._code = Code(template.graph)
+        for_backward = without_results(template.graph)
+        self._repeated = self._code if for_backward is template.graph else Code(for_backward)
         self._device = device
         self._is_random = template.is_random
         self._hides_draws = template.hides_draws
         self._held = set[int]() if template.cost is None else set(template.cost.held_state)
         self._ends = [(port.name, port.spec.shape) for port in template.outputs]
+
+    @property
+    def repeats_outputs(self) -> bool:
+        """Whether a repeated forward computes the outputs again, and not only their history."""
+        return self._repeated is self._code
 
     def rng_state(self) -> RngState | None:
         """The generators' state, if the template draws from them."""
@@ -131,13 +77,13 @@ class BlockRunner:
             outputs = self._run(leaves)
         return tuple(t.detach() for t in outputs)
 
-    def _run(self, arguments: Sequence[torch.Tensor], *, is_checked: bool = True) -> tuple[torch.Tensor, ...]:
+    def _run(self, arguments: Sequence[torch.Tensor], *, is_repeated: bool = False) -> tuple[torch.Tensor, ...]:
         """Runs the code and compares the shapes of its outputs, because a shape may depend on values.
 
         Raises:
             GuardFailedError: If a shape differs: this call needs another capture.
         """
-        outputs = self._code(arguments, is_checked=is_checked)
+        outputs = (self._repeated if is_repeated else self._code)(arguments, is_checked=not is_repeated)
         for tensor, (name, shape) in zip(outputs, self._ends, strict=True):
             if tensor.shape != shape:
                 raise GuardFailedError(f"`{name}` has the shape {list(shape)}", str(list(tensor.shape)), ("",))
@@ -158,7 +104,7 @@ class BlockRunner:
         read_state: StateReader,
         *,
         is_repeated: bool = False,
-    ) -> LocalGraph:
+    ) -> tuple[LocalGraph, tuple[torch.Tensor, ...]]:
         """Runs the code under autograd, from fresh leaves.
 
         Args:
@@ -169,6 +115,9 @@ class BlockRunner:
             read_state: Returns the block's state again when its backward runs, wherever it lies by then.
             is_repeated: A forward that has run is repeated, and its backward follows at once: its values aren't
                 compared with the capture's again, and its state stays where it is.
+
+        Returns:
+            The graph, and the outputs without it.
         """
         is_own = any(call.needs_own_state for call in self._code.opaque)
         copied = set(range(len(state))) if is_own else set[int]() if is_repeated else self._held
@@ -177,13 +126,15 @@ class BlockRunner:
         with torch.enable_grad(), self._device.without_autocast():
             saved = [] if is_own else [weakref.ref(leaves[len(inputs) + index]) for index in sorted(copied)]
             with self._saving(leaves[len(inputs) :], read_state, saved, is_own=is_own, is_repeated=is_repeated):
-                outputs = self._run(leaves, is_checked=not is_repeated)
+                outputs = self._run(leaves, is_repeated=is_repeated)
             own = leaves[: len(inputs)]
             carries = [
-                torch.ops.aten.alias.default(t) if c and t.requires_grad else None
+                get_gradient_edge(torch.ops.aten.alias.default(t)) if c and t.requires_grad else None
                 for t, c in zip(own, is_carried, strict=True)
             ]
-        return LocalGraph(own, leaves[len(inputs) :], carries, outputs, saved)
+        # A view of a weight made under no_grad says that it requires grad, but has no history.
+        roots = [None if t.grad_fn is None else get_gradient_edge(t) for t in outputs]
+        return LocalGraph(own, leaves[len(inputs) :], roots, carries, saved), tuple(t.detach() for t in outputs)
 
     def _saving(
         self, state: Tensors, read_state: StateReader, saved: list[Any], *, is_own: bool, is_repeated: bool
@@ -232,7 +183,7 @@ def rebound_state(state: Tensors, read_state: StateReader, saved: list[weakref.r
         if len(packed) == 2:
             kept, before = packed
             if kept._version != before:
-                raise ExecuteError(_OVERWRITTEN)
+                raise ExecuteError(OVERWRITTEN)
             return kept
         index, dtype, shape, stride, offset = packed
         now = read_state()[index].detach()
@@ -275,30 +226,6 @@ HIDDEN_DRAWS = (
     "  A second run draws other numbers than the forward, so gradients of a recomputed forward would be wrong.\n"
     '  Keep the graph: activations="keep", with enough memory. Or give the RNN dropout=0, and its layers nn.Dropout.'
 )
-_ELSEWHERE = (
-    "a backward that the model defines itself reads tensors of another device: {}\n"
-    "  Parameters stay in host memory; on the device such a backward finds what its forward has saved.\n"
-    "  Pass the parameters that the backward reads to the autograd.Function, whose forward saves them."
-)
-_OVERWRITTEN = (
-    "a tensor that the backward needs was modified in place by the model's own forward.\n"
-    "  Eager autograd refuses the same model.\n"
-    "  Where the forward writes into a tensor that an earlier call saved, use the call that returns a new tensor."
-)
-
-
-def _compact(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Copies a gradient that is a small view of a large buffer (an LSTM's are), so that the buffer is freed."""
-    if gradient is None or gradient.layout != torch.strided:
-        return gradient
-    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
-
-
-def _as_stored(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Gives a parameter's gradient its strides here, as autograd does: a transfer would take memory for that."""
-    if gradient is None or gradient.dtype != parameter.dtype or has_strides_of(gradient, parameter):
-        return _compact(gradient)
-    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
 
 def _refuse_unpack(_: Any) -> torch.Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from megatrain.passes.program import Block
-from megatrain.runtime.block import LocalGraph
 from megatrain.runtime.call import Call
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
@@ -16,6 +15,7 @@ from megatrain.runtime.gradients.landing import Landing, LandingArena, PlainLand
 from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.runtime.gradients.sums import added, marked
 from megatrain.runtime.loaded import Loaded
+from megatrain.runtime.local_graph import LocalGraph
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.runtime.streams.stream_set import Event
@@ -199,10 +199,9 @@ class Operations:
             if instruction.recomputes or call.can_repeat:
                 call.rng[block.index] = runner.rng_state()
             if instruction.retains:
-                graph = self._graph(call, block, instruction, inputs, state)
+                graph, outputs = self._graph(call, block, instruction, inputs, state)
                 call.graphs[block.index] = graph
                 saved = graph.saved_tensors()
-                outputs: Sequence[torch.Tensor] = [t.detach() for t in graph.outputs]
             else:
                 saved = []
                 outputs = runner.forward(inputs, state, loaded.facts.needs_grad[block.index])
@@ -214,7 +213,7 @@ class Operations:
 
     def _graph(
         self, call: Call, block: Block, instruction: Instruction, inputs: Any, state: Any, *, is_repeated: bool = False
-    ) -> LocalGraph:
+    ) -> tuple[LocalGraph, Sequence[torch.Tensor]]:
         # The graph keeps this function; it must not keep the call, which keeps the graph.
         states = call.state_of
         states[block.index] = instruction.state
@@ -262,7 +261,7 @@ class Operations:
         inputs = call.backward_inputs(block.inputs)
         with call.loaded.runners[block.index].repeated(call.rng.get(block.index)):
             state = self._slots.state(block.index, instruction.state)
-            return self._graph(call, block, instruction, inputs, state, is_repeated=True)
+            return self._graph(call, block, instruction, inputs, state, is_repeated=True)[0]
 
     def _added(self, taken: Taken, block: Block, gradients: Sequence[torch.Tensor | None]) -> Callable[[], None]:
         """Adds one micro-batch's gradients of a block's parameters to those before.

@@ -31,6 +31,13 @@ def call_name(func: Callable[..., Any]) -> str:
     return name
 
 
+def target_name(node: fx.Node) -> str:
+    """Returns the bare name of the function or method that a node calls, `getitem` for `__getitem__`; else nothing."""
+    if node.op == "call_method":
+        return str(node.target).removeprefix("__").removesuffix("__")
+    return call_name(node.target) if callable(node.target) else ""
+
+
 def is_property_get(func: Callable[..., Any]) -> bool:
     """Tells whether `func` reads a tensor's property (`x.shape`)."""
     return getattr(func, "__name__", "") == "__get__"

@@ -97,9 +97,10 @@ class _WatchedRunner:
 
     def forward_with_graph(self, inputs: Any, state: Any, *rest: Any, **options: Any) -> Any:
         phase = self._enter(inputs, state)
-        graph = self._runner.forward_with_graph(inputs, state, *rest, **options)
-        self._watch.see(phase, self._block, "output", self._block.outputs, graph.outputs)
-        return _WatchedGraph(graph, self._block, self._watch)
+        graph, outputs = self._runner.forward_with_graph(inputs, state, *rest, **options)
+        if phase == "forward" or self._runner.repeats_outputs:
+            self._watch.see(phase, self._block, "output", self._block.outputs, outputs)
+        return _WatchedGraph(graph, self._block, self._watch), outputs
 
     def _enter(self, inputs: Any, state: Any) -> str:
         phase = "recompute" if self._has_run else "forward"

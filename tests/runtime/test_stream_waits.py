@@ -79,11 +79,12 @@ def interrupt_asleep(streams: StreamSet, go: threading.Event) -> threading.Threa
 @pytest.mark.parametrize("place", ["compute", "wait", "finish"])
 def test_an_interrupt_in_a_wait_leaves_the_set_usable(streams: StreamSet, place: str):
     for _ in range(3):
-        go = threading.Event()
+        go, begun = threading.Event(), threading.Event()
         dropped: list[Event] = []
 
-        def body(go: threading.Event = go, dropped: list[Event] = dropped) -> None:
-            slow = issue(streams, "h2d", "W0", lambda: go.wait(TIMEOUT_S))
+        def body(go: threading.Event = go, begun: threading.Event = begun, dropped: list[Event] = dropped) -> None:
+            slow = issue(streams, "h2d", "W0", lambda: (begun.set(), go.wait(TIMEOUT_S)))
+            assert begun.wait(TIMEOUT_S)  # an operation that the interrupt finds in the queue would be dropped
             dropped.append(issue(streams, "h2d", "W1", nothing))
             thread = interrupt_asleep(streams, go)
             if place == "compute":

@@ -15,7 +15,7 @@ from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import DEVICE, ORDERS, choose
 from tests.training.parity import MODES, generator_of, sgd
 
-WIDTH, ROWS = 128, 8  # each tensor is a multiple of the 512 bytes to which the allocator rounds
+WIDTH, ROWS, TOKENS = 128, 8, 1024  # each tensor is a multiple of the 512 bytes to which the allocator rounds
 
 
 class Block(nn.Module):
@@ -81,6 +81,32 @@ def test_steps_run_in_exactly_the_memory_of_the_schedule(
 
     taken()
     taken()
+    sim.configure(capacity=plain + step.schedule.device_bytes)
+    for seed, order in enumerate(("early", *ORDERS)):
+        choose(sim, order, compiled, seed)
+        held_bytes()
+        taken()
+        assert torch.accelerator.max_memory_reserved() <= plain + step.schedule.device_bytes, order
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("micro_batches", "activations"), [(1, "recompute"), (2, "offload"), (2, "keep")])
+def test_tiled_steps_run_in_exactly_the_memory_of_the_schedule(
+    sim: Simulator, plain: int, mode: str, micro_batches: int, activations: str
+):
+    model = Blocks()
+    compiled = megatrain.compile(model, device=DEVICE, chunking="always", activations=activations)
+    step = megatrain.TrainStep(compiled, sgd(model), loss=loss_of, **MODES[mode])
+    dice = generator_of(0)
+
+    def taken() -> None:
+        torch.accelerator.reset_peak_memory_stats()
+        step([torch.randn(TOKENS, WIDTH, generator=dice).to(DEVICE) for _ in range(micro_batches)])
+        torch.accelerator.synchronize()
+
+    taken()
+    taken()
+    assert "tiled(" in str(step.program)
     sim.configure(capacity=plain + step.schedule.device_bytes)
     for seed, order in enumerate(("early", *ORDERS)):
         choose(sim, order, compiled, seed)

@@ -14,9 +14,10 @@ import megatrain
 import megatrain.planning.step_programs
 from megatrain.passes.interpret import Code
 from megatrain.runtime import operations
-from megatrain.runtime.block import BlockRunner, LocalGraph
+from megatrain.runtime.block import BlockRunner
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.gradients.sink import GradientSink
+from megatrain.runtime.local_graph import LocalGraph
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.run import Run
 from megatrain.runtime.slots import Slots
@@ -74,11 +75,27 @@ def test_a_wrong_forward_names_its_block(block, monkeypatch):
     assert found.relative == pytest.approx(0.01, rel=1e-3)
 
 
+class WrongGraph:
+    """A graph whose gradients of inputs (0) or of state (1) are 1 % too large."""
+
+    def __init__(self, graph: LocalGraph, part: int):
+        self._graph = graph
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
+
+    def gradients(self, *args: Any) -> Any:
+        found = list(self._graph.gradients(*args))
+        found[self._part] = [g if g is None else g * 1.01 for g in found[self._part]]
+        return tuple(found)
+
+
 @pytest.mark.parametrize("block", one_in(2, range(4), first=1))
 def test_a_wrong_recompute_is_told_from_a_wrong_forward(block, monkeypatch):
-    def change(graph):
-        graph.outputs = tuple(t * 1.01 for t in graph.outputs)
-        return graph
+    def change(made):
+        graph, outputs = made
+        return WrongGraph(graph, 1), tuple(t * 1.01 for t in outputs)
 
     broken_runner(monkeypatch, "forward_with_graph", block, change)
     found = first(report_of("stack", activations="recompute"))
@@ -87,19 +104,7 @@ def test_a_wrong_recompute_is_told_from_a_wrong_forward(block, monkeypatch):
 
 @pytest.mark.parametrize(("block", "part"), checkered(range(5), [0, 1]))
 def test_a_wrong_backward_names_its_block(block, part, monkeypatch):
-    class Wrong:
-        def __init__(self, graph: LocalGraph):
-            self._graph = graph
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._graph, name)
-
-        def gradients(self, *args: Any) -> Any:
-            found = list(self._graph.gradients(*args))
-            found[part] = [g if g is None else g * 1.01 for g in found[part]]
-            return tuple(found)
-
-    broken_runner(monkeypatch, "forward_with_graph", block, Wrong)
+    broken_runner(monkeypatch, "forward_with_graph", block, lambda made: (WrongGraph(made[0], part), made[1]))
     report = report_of("input_requires_grad")
     found = first(report)
     assert (found.culprit, found.block, found.phase) == ("runtime", block, "backward")

@@ -1,8 +1,7 @@
-"""Runs without memory: tensors that have no values, and the bytes of a device that they would take."""
+"""LiveBytes: the bytes of a device that a run without memory would take."""
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
@@ -10,29 +9,8 @@ import torch
 
 from megatrain.device import is_on_host
 from megatrain.passes.measuring.kernel_buffers import private_bytes
-from megatrain.torch_private import FakeTensorMode, TorchDispatchMode
+from megatrain.torch_private import TorchDispatchMode
 from megatrain.tracer.packed.packing import has_wrappers
-
-
-class ExactFakes(FakeTensorMode):
-    """A mode of fake tensors that share storages just as real ones would; torch's cache serves it where it can.
-
-    From the cache, a kernel that returns one tensor twice gives two, so that figures would depend on earlier runs in
-    the process. Only kernels of one result are looked up there, which halves the time of a run.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before, self.cache_enabled = self.cache_enabled, _has_one_result(func)
-        try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        finally:
-            self.cache_enabled = before
-
-
-@functools.cache
-def _has_one_result(func: Any) -> bool:
-    found = func._schema.returns
-    return len(found) == 1 and isinstance(found[0].real_type, torch.TensorType)
 
 
 class LiveBytes(TorchDispatchMode):

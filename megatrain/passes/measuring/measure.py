@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd.graph import get_gradient_edge
 
 from megatrain.errors import LowerError
 from megatrain.hardware.work import Kernels, Works
@@ -16,10 +17,12 @@ from megatrain.interrupts import Interrupts
 from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.cost import TemplateCost
+from megatrain.passes.exact_fakes import ExactFakes
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.measuring.kernel_work import KernelWork
-from megatrain.passes.measuring.live_bytes import ExactFakes, LiveBytes, is_on
+from megatrain.passes.measuring.live_bytes import LiveBytes, is_on
 from megatrain.passes.program import Program, Template
+from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.torch_private import pytree
 from megatrain.tracer.calls import call_text
 from megatrain.tracer.capture.scripts import scripts_on_values
@@ -77,9 +80,11 @@ def _measured(template: Template, needs: list[_Needs], program: Program) -> Temp
         # A Function's backward is the user's own code, which must run when their backward does, not before. That of
         # packed weights is their library's: only a run shows the weights that it makes in full.
         runs_backward = all(isinstance(node.target, PackedCall) for node in _functions(template))
-        saved, backward_peak, backward = _measure_backward(
-            watched, leaves, len(template.inputs), device, runs_backward=runs_backward
-        )
+        measure_with = partial(_measure_backward, num_inputs=len(template.inputs), device=device)
+        repeated = _repeated(template.graph, device)
+        saved, backward_peak, backward = measure_with(watched, leaves, runs_backward=runs_backward)
+        if repeated is not None:
+            _, backward_peak, backward = measure_with(repeated, leaves, runs_backward=runs_backward)
         others = [each for each in needs if each != all_needs and runs_backward]
         backwards = tuple((each, _backward_kernels(code, _leaves(arguments, each), device)) for each in others)
     if backward_peak is None:
@@ -90,6 +95,12 @@ def _measured(template: Template, needs: list[_Needs], program: Program) -> Temp
     return TemplateCost(
         saved_bytes, forward_peak, backward_peak, forward, backward, held_state=held, backwards=backwards
     )
+
+
+def _repeated(graph: fx.Graph, device: torch.device) -> Code | None:
+    """The code of a forward that is repeated for its backward, if it isn't that of the first."""
+    changed = without_results(graph)
+    return None if changed is graph else Code(_with_known_shapes(changed, device))
 
 
 def _leaves(arguments: list[torch.Tensor], needs: _Needs) -> list[torch.Tensor]:
@@ -200,9 +211,11 @@ def _measure_backward(
         saved_bytes = _storage_bytes(alive, beyond=[*arguments, *outputs])
         del alive
         # A view of a weight made under no_grad says that it requires grad, but has no history.
-        roots = [o for o in outputs if o.grad_fn is not None]
+        with_history = [o for o in outputs if o.grad_fn is not None]
+        seeds = [torch.ones_like(r) for r in with_history]
+        roots = [get_gradient_edge(r) for r in with_history]
+        # They are gone when a backward runs. Counted all the same, they leave room for what an allocator rounds up.
         leaves = [a for a in arguments if a.requires_grad]
-        seeds = [torch.ones_like(r) for r in roots]
         gradients: Any = ()
         if not runs_backward:
             return saved_bytes, None, ()

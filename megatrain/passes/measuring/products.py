@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megatrain.hardware.measuring.kernels_alone import DTYPES
+from megatrain.passes.exact_fakes import ExactFakes
 from megatrain.passes.interpret import Code, opaque_calls
-from megatrain.passes.measuring.live_bytes import ExactFakes
 from megatrain.passes.program import Program
 from megatrain.torch_private import TorchDispatchMode
 from megatrain.tracer.packed.packing import has_wrappers

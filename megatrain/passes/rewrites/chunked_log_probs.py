@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megatrain.device import find
+from megatrain.passes.rewrites.gradient_sum import GradientSum
 
 # Ignored rows have been given a word; no other label is ignored.
 _NO_INDEX = -(1 << 62)
@@ -157,9 +157,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
         _, needs_hidden, _, needs_weight, needs_bias, _, *needs_operands = ctx.needs_input_grad
         head: Head = ctx.head
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
-        of_weight = _Sum(weight) if needs_weight else None
-        of_bias = _Sum(bias) if needs_bias else None
-        of_operands = [_Sum(tensor) if needs else None for tensor, needs in zip(operands, needs_operands, strict=True)]
+        of_weight = GradientSum(weight) if needs_weight else None
+        of_bias = GradientSum(bias) if needs_bias else None
+        of_operands = [
+            GradientSum(tensor) if needs else None for tensor, needs in zip(operands, needs_operands, strict=True)
+        ]
         leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(operands, needs_operands, strict=True)]
         start = 0
         for rows, words, *of_results in head.chunks(hidden, labels, *gradients[: 1 + head.sums]):
@@ -176,30 +178,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if of_weight is not None:
                 of_weight.add_product(of_logits.t(), rows)
             if of_bias is not None:
-                of_bias.add(of_logits.sum(0, dtype=of_bias.total.dtype))
+                of_bias.add_rows(of_logits)
             for total, part in zip((total for total in of_operands if total is not None), others, strict=True):
                 total.add(part)
             start += len(rows)
             del of_logits, others
         sums = [None if total is None else total.rounded() for total in (of_weight, of_bias, *of_operands)]
         return None, of_hidden, None, *sums[:2], None, *sums[2:]
-
-
-class _Sum:
-    """A sum over chunks in fp32 or wider, of a gradient of another dtype."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._dtype = tensor.dtype
-        self.total = torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
-
-    def add(self, part: torch.Tensor) -> None:
-        self.total.add_(part)
-
-    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        find(left.device).add_product(self.total, left, right)
-
-    def rounded(self) -> torch.Tensor:
-        return self.total.to(self._dtype)
 
 
 def _of(words: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import fx
 from megatrain.passes.call_trial import Site
 from megatrain.passes.rewrite import Rewriter
 from megatrain.passes.rewrites.chunked_log_probs import Head, Logits, Operand, RowCall, chunked_log_probs
-from megatrain.tracer.calls import call_name, literal_text
+from megatrain.tracer.calls import literal_text, target_name
 from megatrain.tracer.node_meta import CALLS
 from megatrain.tracer.traced import TracedModule
 
@@ -216,7 +216,7 @@ class _Pattern:
         kwargs = tuple((name, without_nodes(value)) for name, value in node.kwargs.items())
         given = [*(literal_text(a) for a in node.args if a is not before)]
         given += [f"{name}={literal_text(value)}" for name, value in node.kwargs.items()]
-        text = f"{_name(node)}({', '.join(given)})" if given else _name(node)
+        text = f"{target_name(node)}({', '.join(given)})" if given else target_name(node)
         target: Any = node.target
         return RowCall(target, args, kwargs, text)
 
@@ -271,7 +271,7 @@ def _is_softmax(node: fx.Node) -> bool:
 
 def _is_pointwise(node: fx.Node, logits: fx.Node) -> bool:
     """Tells whether a call computes each row from this row, from numbers and from what all rows share."""
-    name = _name(node)
+    name = target_name(node)
     if name not in _POINTWISE or node.target not in (name, getattr(torch, name, None)):
         return False
     if _shape(node) != _shape(logits):
@@ -283,13 +283,13 @@ def _is_pointwise(node: fx.Node, logits: fx.Node) -> bool:
 def _moves_rows(node: fx.Node, logits: fx.Node) -> bool:
     """Tells whether a call leaves rows whole and in their order; it may leave out some."""
     before, after = logits.meta["spec"], node.meta["spec"]
-    if node.op != "call_method" and node.target is not getattr(torch, _name(node), None):
+    if node.op != "call_method" and node.target is not getattr(torch, target_name(node), None):
         return False
     if before.dtype != after.dtype or not after.shape or before.shape[-1] != after.shape[-1]:
         return False
     if node.target == "__getitem__":
         return len(node.args) == 2 and _leaves_words(node.args[1], len(before.shape))
-    return _name(node) in _RESHAPING and math.prod(before.shape) == math.prod(after.shape)
+    return target_name(node) in _RESHAPING and math.prod(before.shape) == math.prod(after.shape)
 
 
 def _leaves_words(index: Any, ndim: int) -> bool:
@@ -302,10 +302,6 @@ def _leaves_words(index: Any, ndim: int) -> bool:
     behind = items[items.index(Ellipsis) + 1 :] if Ellipsis in items else items
     reaches_words = bool(behind) if Ellipsis in items else len(items) == ndim
     return not reaches_words or items[-1] == slice(None)
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else call_name(node.target) if callable(node.target) else ""
 
 
 def _shape(node: Any) -> tuple[int, ...]:

@@ -7,8 +7,6 @@ from itertools import groupby
 
 from megatrain.device import Device
 from megatrain.device.reserve import beside
-from megatrain.passes.program import Program
-from megatrain.passes.rewrites.head_loss import HeadLoss
 from megatrain.planning.host_plan import in_columns
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.scheduler.books import find_peak
@@ -61,22 +59,6 @@ def device_lines(table: Schedule) -> list[str]:
         f"keeps: {kept}; parks {num_parked} activations",
         f"moves: {format_bytes(table.h2d_bytes)} to the device, {format_bytes(table.d2h_bytes)} to the host",
     ]
-
-
-def chunk_lines(program: Program) -> list[str]:
-    """A line for each head whose loss is computed in chunks of rows."""
-    blocks = [(block, program.templates[block.template].graph) for block in program.blocks]
-    heads = [(block, node) for block, graph in blocks for node in graph.nodes if isinstance(node.target, HeadLoss)]
-    lines: list[str] = []
-    for block, node in heads:
-        target: HeadLoss = node.target
-        weight = node.args[2].meta["spec"]
-        rows, num_rows = target.head.rows, target.shape.numel()
-        row_bytes = weight.shape[0] * weight.nbytes // max(1, weight.numel)
-        sizes = f"{format_bytes(rows * row_bytes)} instead of {format_bytes(num_rows * row_bytes)}"
-        where = f"in block {block.index} ({block.name})"
-        lines.append(f"chunked: logits of {rows} of {num_rows} rows at a time {where}, {sizes}")
-    return lines
 
 
 def time_text(plan: PlannedStep) -> list[str]:

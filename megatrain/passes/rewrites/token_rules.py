@@ -1,0 +1,282 @@
+"""What each of torch's operators does with the axis of tokens."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatrain.torch_private import pytree
+
+Axes = int | None | tuple[int | None, ...]
+"""Of a result: the dimension along which tokens lie; None where each token sees the same; one each of several."""
+
+
+class MixesTokensError(Exception):
+    """An operator isn't known to treat each token alone."""
+
+
+class OperatorCall:
+    """A call of an operator: its arguments by name, its results, and the axes of its operands.
+
+    Attributes:
+        groups: How often all tokens come along the axis of each operand; then along that of each result.
+    """
+
+    def __init__(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        axis_of: Callable[[torch.Tensor], int | None],
+    ):
+        names = [argument.name for argument in func._schema.arguments]
+        self.given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        self.operands = tensors_in((args, kwargs))
+        self.results = tensors_in(result)
+        self.axis_of = axis_of
+        self.groups = 1
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The first operand."""
+        return self.operands[0]
+
+    def only_first(self) -> int:
+        """The axis of the first operand, where all others are shared."""
+        if any(self.axis_of(other) is not None for other in self.operands[1:]):
+            raise MixesTokensError("several operands have tokens")
+        axis = self.axis_of(self.first)
+        if axis is None:
+            raise MixesTokensError("the first operand has no tokens")
+        return axis
+
+    def dims(self, name: str, ndim: int) -> list[int]:
+        """The dimensions that an argument names, counted from the front; all of them where it names none."""
+        dims = self.given.get(name)
+        dims = [dims] if isinstance(dims, int) else list(dims or ())
+        return [dim % max(1, ndim) for dim in dims] or list(range(ndim))
+
+
+def axes_of_results(func: Any, call: OperatorCall) -> Axes:
+    """The axes of a call's results; sets its `groups` to theirs.
+
+    Raises:
+        MixesTokensError: If the operator isn't known to treat each token alone.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        raise MixesTokensError(f"{name} writes or draws")
+    rule = _RULES.get(name) or (_of_elements if torch.Tag.pointwise in func.tags else None)
+    if rule is None or not call.results:
+        raise MixesTokensError(f"{name} has no rule")
+    if call.groups > 1 and rule not in (_of_elements, _of_view, _of_product):
+        raise MixesTokensError(f"{name} has no rule for tokens in groups")
+    return rule(call)
+
+
+def _of_elements(call: OperatorCall) -> int:
+    """Each element of the result comes from the elements at its place; what has one element there is shared."""
+    places = {t.dim() - axis for t in call.operands if (axis := call.axis_of(t)) is not None}
+    if len(places) != 1:
+        raise MixesTokensError("tokens lie along different dimensions")
+    place = places.pop()
+    for tensor in call.operands:
+        if call.axis_of(tensor) is None and tensor.dim() >= place and tensor.shape[-place] != 1:
+            raise MixesTokensError("an operand differs along the axis of tokens")
+    return call.results[0].dim() - place
+
+
+def _of_view(call: OperatorCall) -> int:
+    """Elements stay in order: as many must come before a group of all tokens as did, and as many behind each token.
+
+    The dimensions before the axis may be merged with it, which makes groups, and parted again.
+    """
+    axis = call.only_first()
+    before, size = math.prod(call.first.shape[:axis]), call.first.shape[axis]
+    before, tokens = before * call.groups, size // call.groups
+    shape = call.results[0].shape
+    for dim, size in enumerate(shape):
+        outer = math.prod(shape[:dim])
+        groups = before // outer if outer else 0
+        if groups and outer * groups == before and size == groups * tokens:
+            call.groups = groups
+            return dim
+    raise MixesTokensError("the axis of tokens is merged with what lies behind it")
+
+
+def _of_permutation(call: OperatorCall) -> int:
+    axis, ndim = call.only_first(), call.first.dim()
+    given = call.given
+    if "dims" in given:
+        return [dim % ndim for dim in given["dims"]].index(axis)
+    if ndim < 2:
+        return axis
+    one, other = (given["dim0"] % ndim, given["dim1"] % ndim) if "dim0" in given else (0, 1)
+    return {one: other, other: one}.get(axis, axis)
+
+
+def _of_unsqueezed(call: OperatorCall) -> int:
+    axis = call.only_first()
+    return axis + (call.given["dim"] % call.results[0].dim() <= axis)
+
+
+def _of_squeezed(call: OperatorCall) -> int:
+    axis, shape = call.only_first(), call.first.shape
+    dims = call.dims("dim", len(shape))
+    if shape[axis] == 1:
+        raise MixesTokensError("one token can't be told from a dimension that goes")
+    return axis - sum(shape[dim] == 1 for dim in dims if dim < axis)
+
+
+def _of_expanded(call: OperatorCall) -> int:
+    axis = call.only_first()
+    return call.results[0].dim() - (call.first.dim() - axis)
+
+
+def _of_repeated(call: OperatorCall) -> int:
+    axis = _of_expanded(call)
+    if call.given["repeats"][axis] != 1:
+        raise MixesTokensError("tokens are repeated")
+    return axis
+
+
+def _of_slice(call: OperatorCall) -> int:
+    axis, given = call.only_first(), call.given
+    if given.get("dim", 0) % call.first.dim() == axis:
+        end = given.get("end")
+        is_whole = not given.get("start") and (end is None or end == sys.maxsize) and given.get("step", 1) == 1
+        if not is_whole:
+            raise MixesTokensError("some tokens are left out")
+    return axis
+
+
+def _of_removed(call: OperatorCall) -> int:
+    """One dimension goes: `select`, `unbind`."""
+    axis, dim = call.only_first(), call.given.get("dim", 0) % call.first.dim()
+    if dim == axis:
+        raise MixesTokensError("one token is taken")
+    return axis - (dim < axis)
+
+
+def _of_kept(call: OperatorCall) -> int:
+    """The dimensions that are named mix, and all stay where they are: `softmax`, `cumsum`, `flip`."""
+    axis = call.only_first()
+    if axis in call.dims("dims" if "dims" in call.given else "dim", call.first.dim()):
+        raise MixesTokensError("tokens are mixed")
+    return axis
+
+
+def _of_split(call: OperatorCall) -> int:
+    axis = call.only_first()
+    if call.given.get("dim", 0) % call.first.dim() == axis:
+        raise MixesTokensError("tokens are taken apart")
+    return axis
+
+
+def _of_last(call: OperatorCall) -> int:
+    """Like `_of_kept`, where the last dimension is the default: `topk`, `sort`, `glu`."""
+    axis = call.only_first()
+    if call.given.get("dim", -1) % call.first.dim() == axis:
+        raise MixesTokensError("tokens are mixed")
+    return axis
+
+
+def _of_reduced(call: OperatorCall) -> int:
+    """The dimensions that are named are summed up: `sum`, `mean`, `amax`, `var`; all of them if none is."""
+    axis, ndim = call.only_first(), call.first.dim()
+    dims = call.dims("dim", ndim)
+    if axis in dims:
+        raise MixesTokensError("tokens are summed up")
+    return axis if call.results[0].dim() == ndim else axis - sum(dim < axis for dim in dims)
+
+
+def _of_joined(call: OperatorCall) -> int:
+    """`cat` and `stack`: all parts have tokens, along one axis."""
+    axes = {call.axis_of(part) for part in call.operands}
+    axis = axes.pop()
+    ndim = call.results[0].dim()
+    dim = call.given.get("dim", 0) % ndim
+    is_new = ndim > call.first.dim()
+    if axes or axis is None or (dim == axis and not is_new):
+        raise MixesTokensError("parts differ along the axis of tokens")
+    return axis + (is_new and dim <= axis)
+
+
+def _of_product(call: OperatorCall) -> int:
+    """A product of matrices, or of batches of them: tokens are rows of the first or columns of the second."""
+    one, other = call.operands[-2:]
+    bias = call.operands[:-2]
+    row, column = call.axis_of(one), call.axis_of(other)
+    if any(call.axis_of(each) is not None for each in bias):
+        raise MixesTokensError("tokens are in the sum that a product is added to")
+    ndim = call.results[0].dim()
+    if call.groups > 1 and (row is None or ndim > 2):
+        raise MixesTokensError("tokens in groups are no rows of a matrix")
+    if row is not None and column is not None:
+        if row == column == 0 and ndim == 3 and not bias:
+            return 0
+        raise MixesTokensError("both factors have tokens")
+    if column is not None and column == ndim - 1 and not bias:
+        return column
+    if row is not None and row == ndim - 2 and not (bias and bias[0].dim() > 1 and bias[0].shape[-2] != 1):
+        return row
+    raise MixesTokensError("tokens are summed up")
+
+
+def _of_linear(call: OperatorCall) -> int:
+    axis = call.only_first()
+    if axis == call.first.dim() - 1:
+        raise MixesTokensError("tokens are summed up")
+    return axis
+
+
+def _of_norm(call: OperatorCall) -> Axes:
+    """Layer norm and RMS norm: over the last dimensions; statistics have one element for each of the others."""
+    axis = call.only_first()
+    if axis >= call.first.dim() - len(call.given["normalized_shape"]):
+        raise MixesTokensError("tokens are normalized together")
+    return axis
+
+
+def _of_same_place(call: OperatorCall) -> int:
+    """`gather` and the like: tokens lie along one axis of all operands, and indices are for another dimension."""
+    axes = {call.axis_of(tensor) for tensor in call.operands}
+    axis = axes.pop()
+    if axes or axis is None or call.given["dim"] % call.first.dim() == axis:
+        raise MixesTokensError("indices choose tokens")
+    return axis
+
+
+_RULES: dict[str, Callable[[OperatorCall], Axes]] = {
+    **dict.fromkeys(("_to_copy", "alias", "detach", "lift_fresh", "hardswish"), _of_elements),
+    **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "view_as_complex", "view_as_real"), _of_view),
+    **dict.fromkeys(("permute", "transpose", "t"), _of_permutation),
+    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "cumprod", "flip"), _of_kept),
+    **dict.fromkeys(("split", "split_with_sizes"), _of_split),
+    **dict.fromkeys(("select", "unbind"), _of_removed),
+    **dict.fromkeys(("topk", "sort", "glu"), _of_last),
+    **dict.fromkeys(
+        ("sum", "mean", "amax", "amin", "argmax", "argmin", "var", "std", "var_mean", "std_mean"), _of_reduced
+    ),
+    **dict.fromkeys(("logsumexp", "linalg_vector_norm", "norm", "any", "all", "prod", "max", "min"), _of_reduced),
+    **dict.fromkeys(("cat", "stack"), _of_joined),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _of_product),
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _of_norm),
+    **dict.fromkeys(("gather",), _of_same_place),
+    "linear": _of_linear,
+    "unsqueeze": _of_unsqueezed,
+    "squeeze": _of_squeezed,
+    "expand": _of_expanded,
+    "repeat": _of_repeated,
+    "slice": _of_slice,
+}
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors among arguments or results."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]

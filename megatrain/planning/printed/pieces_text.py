@@ -1,0 +1,53 @@
+"""What a step computes piece by piece: heads in chunks of rows, all else in tiles of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from megatrain.passes.program import Block, Program
+from megatrain.passes.rewrites.head_loss import HeadLoss
+from megatrain.passes.rewrites.tiled_region import TiledRegion
+from megatrain.scheduler.printed.table_text import ranges
+from megatrain.sizes import format_bytes
+
+
+def piece_lines(program: Program) -> list[str]:
+    """A line for each head whose loss is computed in chunks, and for the tiles of each template."""
+    return [*_chunks(program), *_tiles(program)]
+
+
+def _chunks(program: Program) -> Iterator[str]:
+    for block, node in _calls_of(program, HeadLoss):
+        target: HeadLoss = node.target  # pyright: ignore[reportAssignmentType]
+        weight = node.args[2].meta["spec"]  # pyright: ignore
+        rows, num_rows = target.head.rows, target.shape.numel()
+        row_bytes = weight.shape[0] * weight.nbytes // max(1, weight.numel)
+        sizes = f"{format_bytes(rows * row_bytes)} instead of {format_bytes(num_rows * row_bytes)}"
+        where = f"in block {block.index} ({block.name})"
+        yield f"chunked: logits of {rows} of {num_rows} rows at a time {where}, {sizes}"
+
+
+def _tiles(program: Program) -> Iterator[str]:
+    regions: dict[tuple[str, int, int], list[TiledRegion]] = {}
+    blocks: dict[tuple[str, int, int], dict[int, None]] = {}
+    for block, node in _calls_of(program, TiledRegion):
+        region: TiledRegion = node.target  # pyright: ignore[reportAssignmentType]
+        key = block.template, region.rows, region.num_tokens
+        if region not in regions.setdefault(key, []):
+            regions[key].append(region)
+        blocks.setdefault(key, {})[block.index] = None
+    for key, found in regions.items():
+        _, rows, tokens = key
+        calls, inner = sum(each.num_calls for each in found), sum(each.inner_bytes for each in found)
+        sizes = f"{format_bytes(inner * rows // tokens)} instead of {format_bytes(inner)} between them"
+        where = f"in block{'s' * (len(blocks[key]) > 1)} {', '.join(ranges(list(blocks[key])))}"
+        yield f"tiled: {calls} calls on {rows} of {tokens} tokens at a time {where}, {sizes}"
+
+
+def _calls_of(program: Program, kind: type) -> Iterator[tuple[Block, fx.Node]]:
+    for block in program.blocks:
+        for node in program.templates[block.template].graph.nodes:
+            if isinstance(node.target, kind):
+                yield block, node
