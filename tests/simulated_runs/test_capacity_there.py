@@ -60,6 +60,31 @@ def plain(sim: Simulator) -> int:
     return held_bytes()
 
 
+def runs_in_its_memory(
+    sim: Simulator,
+    plain: int,
+    trained: tuple[megatrain.CompiledModule, megatrain.TrainStep],
+    shape: tuple[int, int, int],
+) -> None:
+    """Takes steps of `shape[0]` micro-batches on a card of the schedule's bytes, in each order of the streams."""
+    compiled, step = trained
+    dice = generator_of(0)
+
+    def taken() -> None:
+        torch.accelerator.reset_peak_memory_stats()
+        step([torch.randn(shape[1:], generator=dice).to(DEVICE) for _ in range(shape[0])])
+        torch.accelerator.synchronize()
+
+    taken()
+    taken()
+    sim.configure(capacity=plain + step.schedule.device_bytes)
+    for seed, order in enumerate(("early", *ORDERS)):
+        choose(sim, order, compiled, seed)
+        held_bytes()
+        taken()
+        assert torch.accelerator.max_memory_reserved() <= plain + step.schedule.device_bytes, order
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("micro_batches", "options"), [
     (3, {"activations": "offload"}), (3, {"activations": "keep"}), (1, {"memory": "700KiB"}), (3, {"memory": "900KiB"}),
@@ -72,21 +97,7 @@ def test_steps_run_in_exactly_the_memory_of_the_schedule(
     model = Blocks()
     compiled = megatrain.compile(model, device=DEVICE, **options)
     step = megatrain.TrainStep(compiled, sgd(model), loss=loss_of, **MODES[mode])
-    dice = generator_of(0)
-
-    def taken() -> None:
-        torch.accelerator.reset_peak_memory_stats()
-        step([torch.randn(ROWS, WIDTH, generator=dice).to(DEVICE) for _ in range(micro_batches)])
-        torch.accelerator.synchronize()
-
-    taken()
-    taken()
-    sim.configure(capacity=plain + step.schedule.device_bytes)
-    for seed, order in enumerate(("early", *ORDERS)):
-        choose(sim, order, compiled, seed)
-        held_bytes()
-        taken()
-        assert torch.accelerator.max_memory_reserved() <= plain + step.schedule.device_bytes, order
+    runs_in_its_memory(sim, plain, (compiled, step), (micro_batches, ROWS, WIDTH))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -97,22 +108,8 @@ def test_tiled_steps_run_in_exactly_the_memory_of_the_schedule(
     model = Blocks()
     compiled = megatrain.compile(model, device=DEVICE, chunking="always", activations=activations)
     step = megatrain.TrainStep(compiled, sgd(model), loss=loss_of, **MODES[mode])
-    dice = generator_of(0)
-
-    def taken() -> None:
-        torch.accelerator.reset_peak_memory_stats()
-        step([torch.randn(TOKENS, WIDTH, generator=dice).to(DEVICE) for _ in range(micro_batches)])
-        torch.accelerator.synchronize()
-
-    taken()
-    taken()
+    runs_in_its_memory(sim, plain, (compiled, step), (micro_batches, TOKENS, WIDTH))
     assert "tiled(" in str(step.program)
-    sim.configure(capacity=plain + step.schedule.device_bytes)
-    for seed, order in enumerate(("early", *ORDERS)):
-        choose(sim, order, compiled, seed)
-        held_bytes()
-        taken()
-        assert torch.accelerator.max_memory_reserved() <= plain + step.schedule.device_bytes, order
 
 
 def test_batches_of_other_sizes_share_one_budget(sim: Simulator, plain: int):

@@ -211,10 +211,10 @@ def _measure_backward(
         saved_bytes = _storage_bytes(alive, beyond=[*arguments, *outputs])
         del alive
         # A view of a weight made under no_grad says that it requires grad, but has no history.
+        # A step's backward runs without the outputs. Here they stay and count: an allocator's rounding needs room.
         with_history = [o for o in outputs if o.grad_fn is not None]
-        seeds = [torch.ones_like(r) for r in with_history]
-        roots = [get_gradient_edge(r) for r in with_history]
-        # They are gone when a backward runs. Counted all the same, they leave room for what an allocator rounds up.
+        seeds = [torch.ones_like(o) for o in with_history]
+        roots = [get_gradient_edge(o) for o in with_history]
         leaves = [a for a in arguments if a.requires_grad]
         gradients: Any = ()
         if not runs_backward:

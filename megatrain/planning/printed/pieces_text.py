@@ -30,17 +30,16 @@ def _chunks(program: Program) -> Iterator[str]:
 
 
 def _tiles(program: Program) -> Iterator[str]:
-    regions: dict[tuple[str, int, int], list[TiledRegion]] = {}
+    regions: dict[tuple[str, int, int], dict[fx.Node, TiledRegion]] = {}
     blocks: dict[tuple[str, int, int], dict[int, None]] = {}
     for block, node in _calls_of(program, TiledRegion):
         region: TiledRegion = node.target  # pyright: ignore[reportAssignmentType]
         key = block.template, region.rows, region.num_tokens
-        if region not in regions.setdefault(key, []):
-            regions[key].append(region)
+        regions.setdefault(key, {})[node] = region  # blocks of one template share its nodes
         blocks.setdefault(key, {})[block.index] = None
     for key, found in regions.items():
         _, rows, tokens = key
-        calls, inner = sum(each.num_calls for each in found), sum(each.inner_bytes for each in found)
+        calls, inner = sum(r.num_calls for r in found.values()), sum(r.inner_bytes for r in found.values())
         sizes = f"{format_bytes(inner * rows // tokens)} instead of {format_bytes(inner)} between them"
         where = f"in block{'s' * (len(blocks[key]) > 1)} {', '.join(ranges(list(blocks[key])))}"
         yield f"tiled: {calls} calls on {rows} of {tokens} tokens at a time {where}, {sizes}"
