@@ -4,36 +4,37 @@ Run it from the folder of the repository: python examples/your_own_pass.py
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import megatrain
+from megatrain.passes import Rewriter, check_rewrite
 
 WORDS = 8192
 
 
+def head_loss(hidden, weight, labels, ignored):
+    """The pattern: a cross-entropy of the result of a linear layer without a bias."""
+    return F.cross_entropy(F.linear(hidden, weight), labels, ignore_index=ignored)
+
+
 def chunked_cross_entropy(traced, *, rows=64):
-    """Replaces cross_entropy(linear(hidden, weight), labels) by sums over chunks of `rows` tokens."""
-    rewriter = megatrain.Rewriter(traced)
-    for loss in rewriter.calls(F.cross_entropy):
-        logits: Any = loss.args[0]
-        labels, options = loss.args[1], loss.kwargs
-        while logits.target in ("view", "reshape", "flatten"):
-            logits = logits.args[0]
-        is_plain = options["reduction"] == "mean" and options["weight"] is None and not options["label_smoothing"]
-        if logits.target is not F.linear or not is_plain:
-            continue
-        add, ignored = partial(rewriter.call, loss), options["ignore_index"]
-        hidden = add("flatten", logits.args[0], 0, -2)
-        sums = []
-        for chunk, target in zip(add("split", hidden, rows), add("split", labels, rows), strict=True):
-            part = add(F.linear, chunk, *logits.args[1:])
-            sums.append(add(F.cross_entropy, part, target, ignore_index=ignored, reduction="sum"))
-        num_counted = add("sum", add("ne", labels, ignored))
-        rewriter.replace(loss, add("div", add("sum", add(torch.stack, sums)), num_counted))
+    """Replaces the mean loss of a head by sums over chunks of `rows` tokens."""
+    rewriter = Rewriter(traced)
+    for match in rewriter.matches(head_loss, through=("view", "reshape", "flatten")):
+        hidden, weight, labels, ignored = match.given.values()
+        spec = hidden.meta["spec"]
+        if labels.meta["spec"].shape != (spec.numel // spec.shape[-1],):
+            continue  # labels that are probabilities, or logits that were regrouped: not this loss
+        add, sums = partial(rewriter.call, match.result), []
+        chunks, targets = add("split", add("flatten", hidden, 0, -2), rows), add("split", labels, rows)
+        for chunk, target in zip(chunks, targets, strict=True):
+            part = add(F.cross_entropy, add(F.linear, chunk, weight), target, ignore_index=ignored, reduction="sum")
+            sums.append(part)
+        counted = add("sum", add("ne", labels, ignored))
+        rewriter.replace(match.result, add("div", add("sum", add(torch.stack, sums)), counted))
     return rewriter.done()
 
 
@@ -48,12 +49,11 @@ class Model(nn.Module):
 
     def forward(self, ids, labels):
         """Returns the mean loss of the labels."""
-        logits = self.head(self.layers(self.embed(ids)))
-        return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1))
+        return F.cross_entropy(self.head(self.layers(self.embed(ids))).view(-1, WORDS), labels.view(-1))
 
 
 if __name__ == "__main__":
     model, ids = Model(), torch.randint(WORDS, (4, 64))
     compiled = megatrain.compile(model, device="cpu", passes=[chunked_cross_entropy], example_args=(ids, ids))
-    print(compiled.program)
+    print(compiled.program, check_rewrite(model, chunked_cross_entropy, (ids, ids)), sep="\n")
     print(megatrain.verify(model, ids, ids, device="cpu", compile_options={"passes": [chunked_cross_entropy]}))

@@ -13,7 +13,7 @@ from torch import nn
 
 import megatrain
 from megatrain.hardware.work import products
-from megatrain.passes.call_trial import Site
+from megatrain.passes.rewriting.call_trial import Site
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.timed_run import TimedRun
 

@@ -100,9 +100,7 @@ def _run(
     provenance: list[str] = []
     for step in passes:
         name = pass_name(step)
-        made = step(value)
-        _check_kind(name, made, value, is_rewrite=any(step is rewrite for rewrite in rewrites))
-        _check(name, made, value)
+        made = run_pass(step, value, is_rewrite=any(step is rewrite for rewrite in rewrites))
         provenance.append(name)
         value = made
         if isinstance(made, Program):
@@ -110,6 +108,18 @@ def _run(
         if after_pass is not None:
             after_pass(name, value)
     return value
+
+
+def run_pass(step: Pass, value: TracedModule | Program, *, is_rewrite: bool) -> TracedModule | Program:
+    """Runs one pass, and the checker on what it returns.
+
+    Raises:
+        LowerError: Naming the pass and the rule that it broke.
+    """
+    name, made = pass_name(step), step(value)
+    _check_kind(name, made, value, is_rewrite=is_rewrite)
+    _check(name, made, value)
+    return made
 
 
 def pass_name(step: Pass) -> str:

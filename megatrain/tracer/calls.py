@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -129,6 +129,19 @@ def told_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     while args and _is_default(args[-1], by_place[len(args) - 1] if len(args) <= len(by_place) else _NONE):
         args.pop()
     return tuple(args), kwargs
+
+
+def named_arguments(node: fx.Node) -> tuple[dict[str | int, Any], Mapping[str | int, Any]]:
+    """Returns the arguments of a call but those that are defaults, and the defaults.
+
+    Arguments go by name where the function is written in Python, else by place, or by name if they were given so.
+    """
+    defaults = _defaults(node)
+    names = list(defaults)
+    by_place = {names[i] if i < len(names) else i: value for i, value in enumerate(node.args)}
+    given: dict[str | int, Any] = {**by_place, **node.kwargs}
+    told = {k: v for k, v in given.items() if not _is_default(v, defaults.get(str(k), _NONE))}
+    return told, {name: value for name, value in defaults.items() if value is not _NONE}
 
 
 _NONE = object()

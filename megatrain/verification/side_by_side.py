@@ -16,12 +16,13 @@ from megatrain.checks import Rule, checked, count, mapping_of, number, one_of, o
 from megatrain.compiled.compiling import compile as compile_model
 from megatrain.device import Device
 from megatrain.errors import OptionError
+from megatrain.passes.distance import has_nan
 from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.given import MODEL
 from megatrain.tracer.recording.own_code import original
 from megatrain.tracer.recording.random_numbers import kept_rng
 from megatrain.verification.bisect import find_first_difference
-from megatrain.verification.compare import Tolerance, compare, has_nan
+from megatrain.verification.compare import Tolerance, compare
 from megatrain.verification.owners import Owners
 from megatrain.verification.report import Difference, FirstDifference, Report
 from megatrain.verification.trial import Observation, Trial, update

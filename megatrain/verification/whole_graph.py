@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Program
+from megatrain.passes.stateless import Stateless, stateless
 from megatrain.tracer.arguments import tensors_given
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.traced import TracedModule
@@ -40,11 +40,11 @@ class WholeGraph:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward and returns the model's output."""
-        graph, keys = self._lifted()
+        lifted = self._lifted()
         written = {key for key, _ in self._traced.writes_back}
         inputs = list(tensors_given(args, kwargs))
-        state = [self._state(key).clone() if key in written else self._state(key) for key in keys]
-        found = Code(graph)([*inputs, *state])
+        state = [self._state(key).clone() if key in written else self._state(key) for key in lifted.keys]
+        found = Code(lifted.graph)([*inputs, *state])
         num_outputs = len(found) - len(self._traced.writes_back)
         with torch.no_grad():
             for (key, _), tensor in zip(self._traced.writes_back, found[num_outputs:], strict=True):
@@ -74,40 +74,20 @@ class WholeGraph:
         hidden = {n for n in inside if n.users and inside.issuperset(n.users)}
         return set().union(*(self._prints[n.name] for n in nodes if n not in hidden))
 
-    def _lifted(self) -> tuple[fx.Graph, list[str]]:
-        """Makes state an input and adds written buffers to the outputs; returns the keys of the state too."""
-        graph, copies = copied_graph(self._traced.graph)
-        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        keys: list[str] = []
-        lifted: dict[fx.Node, fx.Node] = {}
-        last: fx.Node | None = placeholders[-1] if placeholders else None
-        for node in [n for n in graph.nodes if n.op == "get_attr"]:
-            place = graph.inserting_after(last) if last else graph.inserting_before(next(iter(graph.nodes)))
-            with place:
-                last = graph.placeholder(f"{node.name}_state")
-            last.meta.update(node.meta)
-            node.replace_all_uses_with(last)
-            graph.erase_node(node)
-            lifted[node] = last
-            keys.append(str(node.target))
-        results: Any = graph.output_node().args[0]
-        end = graph.output_node()
-        end.args = ((*results, *(lifted.get(copies[n], copies[n]) for _, n in self._traced.writes_back)),)
-        self._set_probes(graph, lifted)
-        return graph, keys
-
-    def _set_probes(self, graph: fx.Graph, lifted: dict[fx.Node, fx.Node]) -> None:
-        """Puts a probe behind every input and call, for its result and for what it writes into."""
-        kept = set(self._kept.values())
-        names: dict[fx.Node, str] = {placeholder: node.name for node, placeholder in lifted.items()}
+    def _lifted(self) -> Stateless:
+        """Makes state an input, and puts a probe behind every input and call, for its result and for what it writes."""
+        lifted = stateless(self._traced)
+        graph, kept = lifted.graph, set(self._kept.values())
+        names = {placeholder: name for name, placeholder in lifted.placeholders.items()}
         last_input = [n for n in graph.nodes if n.op == "placeholder"][-1:]
         for node in [n for n in graph.nodes if n.op != "output"]:
             after = last_input[0] if node.op == "placeholder" else node
             for seen in (node, *(w for w in node.meta.get("writes", ()) if w.name in kept and w is not node)):
                 name = names[seen] if seen in names else str(seen.name)
                 with graph.inserting_after(after):
-                    after = graph.call_function(self._probe(name, name in kept), (lifted.get(seen, seen),))
+                    after = graph.call_function(self._probe(name, name in kept), (lifted.placeholders.get(name, seen),))
                 after.meta.update(_MODES)
+        return lifted
 
     def _probe(self, name: str, keeps: bool) -> Callable[[Any], None]:
         def probe(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""What docs/extending.md shows is what happens, and the examples run."""
+"""What docs/extending.md and docs/passes.md show is what happens, and the examples run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "extending.md").read_text()
-SECTIONS = [section.split("\n", 1) for section in PAGE.split("\n## ")[1:]]
+PAGES = [(ROOT / "docs" / name).read_text() for name in ("extending.md", "passes.md")]
+SECTIONS = [section.split("\n", 1) for page in PAGES for section in page.split("\n## ")[1:]]
 
 
 @pytest.mark.parametrize(("title", "text"), SECTIONS, ids=[title for title, _ in SECTIONS])
@@ -20,24 +20,22 @@ def test_the_python_of_a_section_runs(title: str, text: str, capsys, monkeypatch
     namespace: dict[str, object] = {"__name__": "extending"}
     # One namespace for a section: a later block goes on where an earlier one ended, as a reader would.
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)):
-        exec(compile(block, f"extending.md, {title}, block {number}", "exec"), namespace)
-    shown = re.findall(r'# "\.\.\. (.*)"$', text, re.MULTILINE)
+        exec(compile(block, f"{title}, block {number}", "exec"), namespace)
+    shown = re.findall(r'# "(?:\.\.\. )?(.*?)(?: \.\.\.)?"$', text, re.MULTILINE)
     printed = capsys.readouterr().out
     assert [line for line in shown if line not in printed] == []
 
 
 def test_the_pass_of_the_page_is_that_of_the_example():
     source = (ROOT / "examples" / "your_own_pass.py").read_text()
-    function = re.search(
-        r"^def chunked_cross_entropy.*?^    return rewriter\.done\(\)\n", source, re.DOTALL | re.MULTILINE
-    )
+    function = re.search(r"^def head_loss.*?^    return rewriter\.done\(\)\n", source, re.DOTALL | re.MULTILINE)
     assert function is not None
-    assert function[0] in PAGE
+    assert function[0] in PAGES[1]
     assert len(function[0].splitlines()) <= 25
 
 
-def test_the_links_of_the_page_lead_to_files():
-    links = re.findall(r"\]\(([^):#]+)\)", PAGE)
+def test_the_links_of_the_pages_lead_to_files():
+    links = re.findall(r"\]\(([^):#]+)\)", "".join(PAGES))
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
 
 

@@ -281,6 +281,27 @@ def test_what_isnt_the_pattern_stays(form: Any):
     assert chunk_head_loss(traced, rows=4) is traced
 
 
+class WritesLater(Reader):
+    """Writes into its hidden states once a head that saves nothing has read them."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(self.embed(ids))
+        logits = self.head(hidden)
+        hidden.mul_(0.5)
+        return self.form(self, logits, ids) + hidden.sum()
+
+
+def test_hidden_states_that_are_written_after_the_head_has_read_them_stay():
+    """The loss is called last: chunks would read what was written meanwhile."""
+    model = WritesLater(flat)
+    model.head.requires_grad_(False)
+    assert chunk_head_loss(traced := megatrain.trace(model, (ids_of(0),)), rows=4) is traced
+    expected = WritesLater(flat)(ids_of(0)).item()
+    compiled = megatrain.compile(model, device="cpu", chunking="always")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert megatrain.TrainStep(compiled, torch.optim.SGD(trained, lr=0.1))(ids_of(0)).item() == expected
+
+
 def test_fewer_rows_than_a_chunk_stay():
     traced = megatrain.trace(Reader(flat), (ids_of(0),))
     assert chunk_head_loss(traced) is traced

@@ -11,7 +11,7 @@ from torch import nn
 
 import megatrain
 from megatrain import ExecuteError, LowerError, OptionError
-from megatrain.passes.rewrite import Rewriter
+from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.scheduler.printed.workload_text import workload_text
 from tests.models import Gpt
 

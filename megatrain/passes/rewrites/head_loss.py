@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from megatrain.passes.call_trial import Site
-from megatrain.passes.rewrite import Rewriter
 from megatrain.passes.rewrites.chunked_log_probs import Head, Logits, Operand, RowCall, chunked_log_probs
+from megatrain.passes.rewriting.call_trial import Site
+from megatrain.passes.rewriting.replacing import is_written_after
+from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.tracer.calls import literal_text, target_name
 from megatrain.tracer.node_meta import CALLS
 from megatrain.tracer.traced import TracedModule
@@ -160,6 +161,11 @@ class _Pattern:
     dtype: torch.dtype | None
 
     @property
+    def operands(self) -> set[fx.Node]:
+        """All that its calls read."""
+        return {operand for node in (self.linear, *self.between, self.loss) for operand in node.all_input_nodes}
+
+    @property
     def num_rows(self) -> int:
         """Of the logits that count."""
         return math.prod(_shape(self.loss.args[1]))
@@ -232,7 +238,8 @@ def _pattern(loss: fx.Node) -> _Pattern | None:
     while isinstance(node, fx.Node) and node.op in CALLS and set(node.users) == {reader} and _is_plain(node):
         before = node.args[0] if node.args else None
         if node.target is F.linear and not needs_softmax and not node.kwargs and len(_shape(node.args[1])) == 2:
-            return _Pattern(loss, node, tuple(reversed(between)), dtype)
+            found = _Pattern(loss, node, tuple(reversed(between)), dtype)
+            return None if is_written_after(node, found.operands) else found
         if not isinstance(before, fx.Node) or "spec" not in before.meta:
             return None
         if needs_softmax and _is_softmax(node):

@@ -9,13 +9,13 @@ from typing import Any
 from torch import fx
 
 from megatrain.errors import LowerError
-from megatrain.passes.call_trial import Site
 from megatrain.passes.dedup import graph_key
-from megatrain.passes.rewrite import Rewriter
 from megatrain.passes.rewrites.tiled_region import TiledRegion
 from megatrain.passes.rewrites.token_regions import TokenRegion, token_regions
 from megatrain.passes.rewrites.token_trials import is_sized, sized_arguments
 from megatrain.passes.rewrites.unread_values import unread_linears
+from megatrain.passes.rewriting.call_trial import Site
+from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.tracer.traced import TracedModule
 
 # What the calls of a layer make takes about 14 times the memory of its hidden states (an MLP's gate, up and product,

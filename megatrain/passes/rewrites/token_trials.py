@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from megatrain.interrupts import Interrupts
-from megatrain.passes.call_trial import Site, called, enter_modes
 from megatrain.passes.dedup import frozen
 from megatrain.passes.exact_fakes import ExactFakes
 from megatrain.passes.rewrites.token_axis import TokenAxes
 from megatrain.passes.rewrites.token_rules import Axes
+from megatrain.passes.rewriting.call_trial import Site, called, enter_modes
 from megatrain.tracer.calls import target_name
 
 FEW = 61

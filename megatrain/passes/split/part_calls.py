@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from megatrain.passes.call_trial import Site, Target
 from megatrain.passes.canonicalize import is_erased
-from megatrain.passes.rewrite import Rewriter
+from megatrain.passes.rewriting.call_trial import Site, Target
+from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.passes.split.rows import known_name, memory_order, operands, resized
 from megatrain.passes.split.uses import Batch, Cut, Grouped, Row, Selection, Use
 from megatrain.tracer.calls import call_name

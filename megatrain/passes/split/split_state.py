@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from megatrain.passes.rewrite import Rewriter
+from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.passes.split.part_calls import Part, PartWriter
 from megatrain.passes.split.rows import Act, act_on, gather_of, grouped_of, operands, resized, row_of
 from megatrain.passes.split.uses import Batch, Cut, Grouped, Row, Selection, Use

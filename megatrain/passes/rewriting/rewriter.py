@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from operator import getitem
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 from torch import fx
 
 from megatrain.checks import checked, count, optional, shown
-from megatrain.passes.call_trial import Site, Target, check_target, operands_of, refuse_call, tried
 from megatrain.passes.canonicalize import copied_graph, is_erased, without_dead
-from megatrain.passes.replacing import check_alike, refuse_rewrite, take_over_memory
+from megatrain.passes.rewriting.call_trial import Site, Target, check_target, operands_of, refuse_call, tried
+from megatrain.passes.rewriting.pattern import Match, Pattern
+from megatrain.passes.rewriting.replacing import check_alike, refuse_rewrite, take_over_memory
 from megatrain.torch_private import FakeTensorMode, pytree
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateEntry
@@ -84,6 +85,32 @@ class Rewriter:
         """
         check_target(target)
         return [n for n in self.graph.nodes if n.op in CALLS and n.target == target]
+
+    def matches(self, pattern: Callable[..., Any], *, through: Collection[Target] = ()) -> list[Match]:
+        """Lists where a few calls follow each other as in `pattern`, in execution order.
+
+        >>> import torch.nn.functional as F
+        >>> def head_loss(hidden, weight, labels, ignored):
+        ...     return F.cross_entropy(F.linear(hidden, weight), labels, ignore_index=ignored)
+
+        finds each cross-entropy of a linear layer's result. `match["hidden"]` is the node of the hidden states,
+        `match["ignored"]` a number, `match.result` the call of the loss, which `replace` can replace.
+
+        Args:
+            pattern: A plain function that makes the calls. Its parameters stand for any tensors or values; other
+                arguments must be those of the graph, and what it doesn't give must be the default there.
+            through: Calls that may stand between those of the pattern, such as `("view", "reshape")`.
+
+        Returns:
+            The matches: what they make on the way is read by nothing else, and no memory that they read is written
+            into once they have begun. No call is in two of them.
+
+        Raises:
+            LowerError: If the pattern asks for values or shapes, or doesn't return the result of a call.
+        """
+        for target in through:
+            check_target(target)
+        return Pattern(pattern, through).matches(self.graph, self.kept)
 
     def call(self, like: fx.Node, target: Target, /, *args: Any, **kwargs: Any) -> Any:
         """Adds a call after `like` and after earlier additions there, and fills in its meta.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 from torch import fx
@@ -65,6 +65,16 @@ def take_over_memory(
     for view in views:
         if view is not old and "storage" in view.meta:
             view.meta.update(storage=new.meta["storage"], storage_bytes=new.meta["storage_bytes"])
+
+
+def is_written_after(first: fx.Node, nodes: Iterable[fx.Node]) -> bool:
+    """Tells whether `first` or a later call writes into memory of one of these tensors.
+
+    What a pass puts in place of calls reads their operands later than they did, and again in the backward.
+    """
+    memory = {node.meta["storage"] for node in nodes if "storage" in node.meta}
+    writers = (node for node in first.graph.nodes if node.meta.get("writes") and not node < first)
+    return any(written.meta.get("storage") in memory for node in writers for written in node.meta["writes"])
 
 
 def _views(node: fx.Node, added: Collection[fx.Node]) -> dict[fx.Node, None]:
