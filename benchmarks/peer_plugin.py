@@ -14,8 +14,10 @@ import torch
 
 import megatrain
 
+_Trainer = tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any]]
 
-def train(ctx: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any]]:
+
+def train(ctx: Any, kernels: str = "eager") -> _Trainer:
     """Returns the step function and facts about the run.
 
     Raises:
@@ -27,7 +29,7 @@ def train(ctx: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, A
     precision = precisions[ctx.compute]
     model = ctx.model(torch.float32)
     compiled = megatrain.compile(
-        model, device=ctx.device, transfer="copy", activations="recompute", precision=precision
+        model, device=ctx.device, transfer="copy", activations="recompute", precision=precision, kernels=kernels
     )
     optimizer = torch.optim.AdamW(compiled.parameters(), fused=True, **ctx.adamw)
     train_step = megatrain.TrainStep(compiled, optimizer, max_grad_norm=ctx.clip or None)
@@ -37,3 +39,36 @@ def train(ctx: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, A
         return train_step({"input_ids": on_device, "labels": on_device, "use_cache": False})
 
     return step, {"optimizer": "torch AdamW fused, block by block", "megatrain": megatrain.__version__}
+
+
+def train_inductor(ctx: Any) -> _Trainer:
+    """The same with kernels that torch.compile makes."""
+    return train(ctx, "inductor")
+
+
+def train_eager_inductor(ctx: Any) -> _Trainer:
+    """Eager PyTorch with each layer checkpointed and compiled, all on the device.
+
+    Raises:
+        ValueError: If the harness asks for another dtype than fp32.
+    """
+    if ctx.compute != torch.float32:
+        raise ValueError("this trainer computes in fp32")
+    model = ctx.model(torch.float32)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        layer.compile()
+    model.train()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, fused=True, **ctx.adamw)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        if ctx.clip:
+            torch.nn.utils.clip_grad_norm_(parameters, ctx.clip)
+        optimizer.step()
+        return loss.detach()
+
+    return step, {"optimizer": "torch AdamW fused", "torch": torch.__version__}

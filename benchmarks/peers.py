@@ -18,13 +18,17 @@ from typing import Any
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-PEERS = ("eager", "fsdp2", "deepspeed", "ours")
-OURS = ("--plugin", "benchmarks.peer_plugin:train", "--plugin-path", str(ROOT), "--label", "ours")
+PLUGINS = {"ours": "train", "ours-inductor": "train_inductor", "eager-inductor": "train_eager_inductor"}
+"""What `peer_plugin.py` trains: megatrain, and both sides under torch.compile."""
+PEERS = ("eager", "fsdp2", "deepspeed", *PLUGINS)
 
 
 def command(harness: Path, peer: str, arguments: list[str]) -> list[str]:
     """The command that trains a peer for some steps."""
-    chosen = ["plugin", *OURS] if peer == "ours" else [peer]
+    chosen = [peer]
+    if peer in PLUGINS:
+        plugin = f"benchmarks.peer_plugin:{PLUGINS[peer]}"
+        chosen = ["plugin", "--plugin", plugin, "--plugin-path", str(ROOT), "--label", peer]
     return [sys.executable, str(harness / "bench_peer.py"), "--peer", *chosen, *arguments]
 
 
@@ -50,11 +54,11 @@ def train(harness: Path, peer: str, arguments: list[str], limit: float) -> dict[
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
     """Lists medians over rounds; a ratio divides a round's median by eager's or, without eager, by the first peer's."""
     base = found.get("eager") or next(iter(found.values()))
-    lines = [f"{'':<12}{'step':>10}{'ratio':>8}{'processor':>11}{'peak of process':>17}{'last loss':>12}  optimizer"]
+    lines = [f"{'':<16}{'step':>10}{'ratio':>8}{'processor':>11}{'peak of process':>17}{'last loss':>12}  optimizer"]
     for peer, rounds in found.items():
         failed = next((r["error"] for r in rounds if "error" in r), None)
         if failed is not None:
-            lines.append(f"{peer:<12}{failed}")
+            lines.append(f"{peer:<16}{failed}")
             continue
         step, processor = (statistics.median(r[key] for r in rounds) for key in ("median_step_s", "median_cpu_s"))
         pairs = [(r, b) for r, b in zip(rounds, base, strict=True) if "error" not in b]
@@ -62,7 +66,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
         peak = max(r["peak_host_rss"] for r in rounds) / 2**30
         last = rounds[-1]
         lines.append(
-            f"{peer:<12}{step:>8.3f} s{ratio:>8.3f}{processor:>9.2f} s{peak:>13.2f} GiB{last['losses'][-1]:>12.6f}"
+            f"{peer:<16}{step:>8.3f} s{ratio:>8.3f}{processor:>9.2f} s{peak:>13.2f} GiB{last['losses'][-1]:>12.6f}"
             f"  {last.get('optimizer', '')}"
         )
     return "\n".join(lines)
@@ -74,7 +78,7 @@ def main() -> None:
         description=__doc__, epilog="All other arguments go to the harness, such as --model-config and --threads."
     )
     parser.add_argument("--harness", type=Path, required=True, help="the folder with bench_peer.py")
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--peers", nargs="+", default=["eager", "fsdp2", "deepspeed", "ours"], choices=PEERS)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--clips", nargs="+", type=float, default=[0.0, 1.0], help="gradient-norm clips; 0 is none")
     parser.add_argument("--rounds", type=int, default=3)

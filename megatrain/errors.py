@@ -27,6 +27,10 @@ class OpaqueModelWarning(UserWarning):
     """The outermost module runs its own code at each step, as one block."""
 
 
+class EagerKernelsWarning(UserWarning):
+    """A template runs on eager's kernels, although `kernels="inductor"` was asked for."""
+
+
 class PageLockWarning(UserWarning):
     """The system refuses to page-lock as much host memory as transfers use, so they are slower."""
 

@@ -25,6 +25,7 @@ from megatrain.tracer.given import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 PRECISION = one_of("fp32", "bf16")
 TRANSFER = one_of("auto", "copy", "bind")
 CHUNKING = one_of("auto", "always", "never")
+KERNELS = one_of("eager", "inductor")
 COMPILE: Mapping[str, Rule] = {
     "model": MODEL,
     "device": optional(DEVICE),
@@ -40,6 +41,7 @@ COMPILE: Mapping[str, Rule] = {
     "opaque": one_of(*OPAQUE),
     "passes": PASSES,
     "chunking": CHUNKING,
+    "kernels": KERNELS,
     "hardware": optional(HARDWARE),
 }
 """What the options of `compile` may be, one by one."""
@@ -62,6 +64,7 @@ class Options:
         passes: The user's own rewrites of captured graphs.
         hardware: The machine for which training steps are planned; None weighs copies and compute as a usual one does.
         chunking: When heads compute their losses in chunks of rows, and other calls run in tiles of tokens.
+        kernels: What computes a block: `"eager"` or `"inductor"`.
     """
 
     device: Device
@@ -76,6 +79,7 @@ class Options:
     passes: tuple[Rewrite, ...] = ()
     hardware: Hardware | None = None
     chunking: str = "auto"
+    kernels: str = "eager"
 
     @staticmethod
     def read(
@@ -91,6 +95,7 @@ class Options:
         passes: Sequence[Rewrite] = (),
         hardware: Hardware | str | None = None,
         chunking: str = "auto",
+        kernels: str = "eager",
     ) -> Options:
         """Resolves the options of `compile`; each option has been checked alone.
 
@@ -100,6 +105,11 @@ class Options:
         """
         target = usable(device)
         check_masters(masters, precision)
+        if kernels == "inductor" and not target.has_inductor:
+            raise OptionError(
+                f'kernels="inductor" makes no kernels for {target}.\n  Inductor compiles for CPU and CUDA.\n'
+                '  Leave kernels out: "eager" runs everywhere.'
+            )
         if transfer == "bind" and not target.can_bind:
             raise OptionError(
                 f'transfer="bind" needs the compute device to be the host, but it is {target}.\n'
@@ -128,6 +138,7 @@ class Options:
             tuple(passes),
             machine,
             chunking,
+            kernels,
         )
 
 

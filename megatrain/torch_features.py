@@ -106,6 +106,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("torch._C._set_throw_on_mutable_data_ptr", "make data_ptr() raise", probes.memory_can_be_forbidden),
     Feature("torch._fused_adamw_", "take a step of AdamW", probes.fused_adamw_updates),
     Feature("_foreach_utils._group_tensors_by_device_and_dtype", "group by dtype", probes.norms_are_grouped),
+    Feature("torch._functorch.config.patch", "set donated_buffer for a time", probes.donation_can_be_forbidden),
     Feature("torch.Tensor._version", "count writes into all views of a memory", probes.writes_are_counted),
     Feature("torch._C._storage_Use_Count", "count what looks at a memory", probes.memory_is_told),
     Feature("torch.Tag.nondeterministic_seeded", "mark operations that draw", probes.draws_are_tagged),

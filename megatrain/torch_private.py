@@ -51,6 +51,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "keeps_graph",
     "make_subclass",
+    "patch_functorch",
     "pop_function_mode",
     "preserve_dispatch_keys",
     "pytree",
@@ -146,3 +147,5 @@ forbid_memory = _found("torch", "_C._set_throw_on_mutable_data_ptr")
 fused_adamw = _found("torch", "_fused_adamw_")
 # The order in which `clip_grad_norm_` combines norms of several dtypes.
 group_by_dtype = _found("torch.utils._foreach_utils", "_group_tensors_by_device_and_dtype")
+# A backward that was compiled may write into what its forward has saved, unless this says otherwise.
+patch_functorch = _found("torch._functorch.config", "patch")

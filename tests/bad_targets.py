@@ -152,6 +152,7 @@ def _rewriting(made: Made) -> Iterator[Target]:
     yield with_node("add", site=Site.of, target=lambda _: torch.neg, args=lambda node: (node.args[0],))
     yield with_node("replace", old=lambda node: node, new=lambda node: node)
     yield with_node("erase", node=lambda node: node)
+    yield with_node("matches", pattern=lambda _: lambda x: x + 1, through=lambda _: ())
     yield with_node("done")
 
 
@@ -179,6 +180,7 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     template = next(iter(made.program.templates.values()))
     yield "Engine.adopt", engine, {"program": made.program}
     yield "Engine.runner", engine, {"template": template}
+    yield "Engine.eager_templates", engine, {"program": made.program}
     yield "Engine.set_chaos", engine, {"chaos": None}
     yield "Engine.give_slots", engine, {"owner": engine}
     yield "Engine.has_slots", engine, {"owner": engine}

@@ -39,6 +39,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
     passes: Sequence[Rewrite] = (),
     hardware: Hardware | str | None = None,
     chunking: str = "auto",
+    kernels: str = "eager",
     chaos: Chaos | None = None,
     recording: Recording | None = None,
 ) -> CompiledModule:
@@ -80,6 +81,10 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             (token tiling): `"auto"` in training steps that don't fit the memory otherwise, `"always"` wherever they
             can, or `"never"`. Gradients of weights, and of what all tokens share, are then sums over chunks and tiles;
             all else has the same bits. See docs/tasks/long-documents.md.
+        kernels: `"eager"` computes each block by eager PyTorch's own calls, with its bits. `"inductor"` compiles the
+            forward and the backward of each template once, by torch.compile; all blocks of the template share the
+            result. Numbers differ by rounding. A template that can't be compiled runs on eager's kernels:
+            `print(compiled)` says why. See docs/kernels.md.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects the operations that the executor issued; for tests.
 
@@ -111,6 +116,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         passes,
         hardware,
         chunking,
+        kernels,
     )
     compiled = Compiled(model, options, chaos, recording)
     module = compiled_module(compiled)

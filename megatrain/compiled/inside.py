@@ -70,8 +70,9 @@ class Compiled(LatestCapture):
 
     def __str__(self) -> str:
         """Lists the options of the model and its captures; see `megatrain.compiled.printed`."""
-        note = "" if self._engine is None else self._engine.bus.note
-        return compiled_text(self.options, self.budget, list(self._variants), self._latest, note, self.walks.latest)
+        return compiled_text(
+            self.options, self.budget, list(self._variants), self._latest, self._engine, self.walks.latest
+        )
 
     # -- what was compiled --------------------------------------------------------------------------------
 
@@ -280,6 +281,7 @@ class Compiled(LatestCapture):
                 moving=self._masters.moving,
                 turn=self._turn,
                 budget=self.budget,
+                kernels=self.options.kernels,
             )
             self._weights = None
         return self._engine

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megatrain.compiled.variants import Variant
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
+from megatrain.runtime.engine import Engine
 from megatrain.runtime.walk.walk_figures import WalkFigures
 
 NOTHING = "nothing is captured yet: call the model once, or give compile(example_args=..., example_kwargs=...)"
@@ -17,7 +18,7 @@ def compiled_text(
     budget: DeviceBudget,
     variants: Sequence[Variant],
     latest: Variant | None,
-    note: str = "",
+    engine: Engine | None = None,
     walk: WalkFigures | None = None,
 ) -> str:
     """Prints a line for the options, and two for each capture.
@@ -27,7 +28,7 @@ def compiled_text(
         budget: The bound of the device memory that schedules take.
         variants: The captures that are kept, in the order of their making.
         latest: The capture of the latest call.
-        note: What the system refused.
+        engine: Runs the captures; None if nothing has run yet.
         walk: The latest run of the model's own code, which has no capture.
     """
     precision = f"{options.precision}, masters rounded" if options.masters == "rounded" else options.precision
@@ -35,14 +36,16 @@ def compiled_text(
         f"compiled by megatrain for {options.device}, memory {budget}, {precision}, activations {options.activations}"
     )
     first += ", steps planned by their time" if options.hardware is not None else ""
-    first += f"\n  {note}" if note else ""
+    first += f", kernels {options.kernels}" if options.kernels != "eager" else ""
+    first += f"\n  {engine.bus.note}" if engine is not None and engine.bus.note else ""
     first += f"\n  latest {walk}; the model's own code, no schedule" if walk is not None else ""
     if not variants:
         return f"{first}\n  {NOTHING}"
-    return "\n".join([first, *(line for variant in variants for line in _variant_lines(variant, variant is latest))])
+    lines = (line for variant in variants for line in _variant_lines(variant, variant is latest, engine))
+    return "\n".join([first, *lines])
 
 
-def _variant_lines(variant: Variant, is_latest: bool) -> list[str]:
+def _variant_lines(variant: Variant, is_latest: bool, engine: Engine | None) -> list[str]:
     traced, program = variant.traced, variant.program
     given = ", ".join(f"{node.name}: {node.meta['spec']}" for node in traced.inputs)
     parameters = sum(e.spec.nbytes for e in traced.state.values() if e.kind == "parameter")
@@ -58,4 +61,6 @@ def _variant_lines(variant: Variant, is_latest: bool) -> list[str]:
         f"    {len(program.blocks)} blocks, {len(program.templates)} templates; "
         f"parameters {parameters} B, buffers {others} B; {scheduled}",
     ]
+    eager = {} if engine is None else engine.eager_templates(program)
+    lines += [f"    template {name} on eager's kernels: {reason}" for name, reason in eager.items()]
     return lines + [f"    because {reason}" for reason in variant.reasons]

@@ -15,6 +15,7 @@ class Cpu(Device):
     """
 
     can_bind = True
+    has_inductor = True
     lock_bytes = 0
 
     def __init__(self, index: int | None = None) -> None:

@@ -33,6 +33,7 @@ class Cuda(Accelerator):
     name = "cuda"
     # Drivers fail from 512 GiB on: what they note of each page is one array of less than 2 GiB.
     lock_bytes = 64 << 30
+    has_inductor = True
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__(self.name, index)

@@ -83,6 +83,7 @@ class Device:
         kind: See above.
         can_bind: The host's memory is the device's own: weights can be used in place in the host store, and gradients
             may stay where they are made. False where every block's weights must be copied into a slot.
+        has_inductor: torch.compile makes kernels for the device.
         alignment: Tensors of a block's state begin at multiples of so many bytes in the device's memory, and so does
             what `allocate` gives. Kernels may be chosen by the alignment of what they read.
         lock_bytes: Most bytes that one `lock` takes, in whole pages. Larger memory is locked in several pieces, and
@@ -93,6 +94,7 @@ class Device:
     """
 
     can_bind: bool = False
+    has_inductor: bool = False
     alignment: int = 64
     lock_bytes: int = 1 << 62
     repeats_itself: bool = True

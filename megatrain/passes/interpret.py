@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import keyword
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,12 +27,12 @@ class Code:
         graph: Straight-line graph without `get_attr` nodes; its placeholders are the arguments, in order.
     """
 
-    __slots__ = ("_function", "_graph", "_kinds", "_num_inputs", "_see", "has_inner_grad", "opaque")
+    __slots__ = ("_function", "_kinds", "_num_inputs", "_see", "graph", "has_inner_grad", "opaque")
 
     def __init__(self, graph: fx.Graph, *, see: _See | None = None):
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         assert list(graph.nodes)[: len(placeholders)] == placeholders, "placeholders come first"
-        self._graph, self._see = graph, see
+        self.graph, self._see = graph, see
         self._num_inputs = len(placeholders)
         self._function: Callable[..., tuple[torch.Tensor, ...]] | None = None
         self._kinds: tuple[str, ...] = ()
@@ -50,7 +49,7 @@ class Code:
         """
         assert len(arguments) == self._num_inputs
         if self._function is None:
-            self._function = _Text(self._graph, self._see).function()
+            self._function = self._made()
             self._kinds = autocast_kinds()
         # The modes of the capture count, not the caller's present modes.
         outer = [kind for kind in self._kinds if torch.is_autocast_enabled(kind)]
@@ -61,9 +60,13 @@ class Code:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             return self._function(is_checked, *arguments)
 
+    def _made(self) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """Makes the function of the graph: `function(is_checked, *arguments)`."""
+        return _Text(self.graph, self._see).function()
+
     def watched(self, see: _See) -> Code:
         """Returns the same code, which hands each result to `see`, with the node of its call."""
-        return Code(self._graph, see=see)
+        return Code(self.graph, see=see)
 
 
 def opaque_calls(graph: fx.Graph) -> tuple[Opaque, ...]:
@@ -88,7 +91,7 @@ class _Text:
     def __init__(self, graph: fx.Graph, see: _See | None) -> None:
         self._graph, self._see = graph, see
         self._names = {node: f"v{number}" for number, node in enumerate(graph.nodes)}
-        self._objects: dict[str, Any] = {"see": see}
+        self._objects: dict[str, Any] = {"see": see, "torch": torch}
 
     def function(self) -> Callable[..., tuple[torch.Tensor, ...]]:
         """Returns the function: `function(is_checked, *arguments)`."""
@@ -112,17 +115,26 @@ class _Text:
 
     def _call(self, node: fx.Node) -> list[str]:
         name = self._names[node]
-        if not node.meta["grad"] or node.meta["autocast"]:
-            call = self._object(functools.partial(_run_in_modes, _function(node), node.meta))
-            text = f"{call}({self._listed(node.args, node.kwargs)})"
-        elif node.op == "call_method":
+        if node.op == "call_method":
             text = f"{self._literal(node.args[0])}.{node.target}({self._listed(node.args[1:], node.kwargs)})"
         else:
             text = f"{self._object(node.target)}({self._listed(node.args, node.kwargs)})"
         if isinstance(node.target, Expectation):
-            return [f"if is_checked: {text}", f"{name} = None"]
-        lines = [f"{name} = {text}"]
+            lines = [f"if is_checked: {text}", f"{name} = None"]
+        else:
+            lines = [f"{name} = {text}"]
+        modes = ", ".join(self._modes(node))
+        if modes:
+            lines = [f"with {modes}:", *(f"    {line}" for line in lines)]
         return lines if self._see is None else [*lines, f"see({self._object(node)}, {name})"]
+
+    def _modes(self, node: fx.Node) -> Iterator[str]:
+        """Yields the modes of a call, as texts of context managers. The caller may have disabled gradients, too."""
+        if not node.meta["grad"]:
+            yield "torch.no_grad()"
+        for device, dtype in node.meta["autocast"]:
+            # The weight cache would outlive the slot that the cast weight was read from.
+            yield f"torch.autocast({device!r}, dtype={self._object(dtype)}, cache_enabled=False)"
 
     def _listed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         # `from` is the name of an argument of `Tensor.random_`, and no name in a text of Python.
@@ -153,21 +165,3 @@ class _Text:
         name = f"o{len(self._objects)}"
         self._objects[name] = value
         return name
-
-
-def _function(node: fx.Node) -> Callable[..., Any]:
-    target: Any = node.target
-    return functools.partial(_call_method, target) if node.op == "call_method" else target
-
-
-def _call_method(name: str, self: Any, *args: Any, **kwargs: Any) -> Any:
-    return getattr(self, name)(*args, **kwargs)
-
-
-def _run_in_modes(function: Callable[..., Any], meta: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    with ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(meta["grad"] and torch.is_grad_enabled()))
-        for device, dtype in meta["autocast"]:
-            # The weight cache would outlive the slot that the cast weight was read from.
-            stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
-        return function(*args, **kwargs)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatrain.errors import ExecuteError
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Template
 from megatrain.passes.rewrites.tiled_region import without_results
+from megatrain.runtime.inductor_code import InductorCode
 from megatrain.runtime.local_graph import OVERWRITTEN, LocalGraph
 from megatrain.runtime.rng import RngState, repeated_rng
 from megatrain.tracer.expectations import GuardFailedError
@@ -32,17 +34,25 @@ class BlockRunner:
     Args:
         template: The template to run.
         device: Compute device.
+        kernels: `"eager"` or `"inductor"`.
     """
 
-    def __init__(self, template: Template, device: Device):
-        self._code = Code(template.graph)
+    def __init__(self, template: Template, device: Device, kernels: str = "eager"):
+        made = partial(InductorCode, template=template, device=device) if kernels == "inductor" else Code
+        self._code = made(template.graph)
         for_backward = without_results(template.graph)
-        self._repeated = self._code if for_backward is template.graph else Code(for_backward)
+        self._repeated = self._code if for_backward is template.graph else made(for_backward)
         self._device = device
         self._is_random = template.is_random
         self._hides_draws = template.hides_draws
         self._held = set[int]() if template.cost is None else set(template.cost.held_state)
         self._ends = [(port.name, port.spec.shape) for port in template.outputs]
+
+    @property
+    def why_eager(self) -> str:
+        """Why the template runs on eager's kernels, if others were asked for; else empty."""
+        codes = (code for code in (self._code, self._repeated) if isinstance(code, InductorCode))
+        return next((code.why_eager for code in codes if code.why_eager), "")
 
     @property
     def repeats_outputs(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import Rule, checked, count, optional
+from megatrain.checks import Rule, checked, count, one_of, optional
 from megatrain.device import Device, is_on_host, usable
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import image, state_image
@@ -56,9 +56,10 @@ class Engine:
         moving: Entered while parameters get other memory, and while the user's changes are taken over.
         turn: Of the model.
         budget: The bound of the device memory that schedules take; for errors.
+        kernels: What computes a block: `"eager"`, or `"inductor"`.
     """
 
-    @checked(device=_DEVICE)
+    @checked(device=_DEVICE, kernels=one_of("eager", "inductor"))
     def __init__(
         self,
         model: nn.Module,
@@ -70,9 +71,11 @@ class Engine:
         moving: Callable[[], AbstractContextManager[None]] = nullcontext,
         turn: Turn | None = None,
         budget: DeviceBudget | None = None,
+        kernels: str = "eager",
     ):
         self._model = model
         self._budget = budget
+        self._kernels = kernels
         self._moving = moving
         self._weights = weights
         self.tensors: dict[str, torch.Tensor] = {}
@@ -267,11 +270,21 @@ class Engine:
     @checked()
     def runner(self, template: Template) -> BlockRunner:
         """Returns the runner of a template; variants with equal templates share it."""
-        key = template_key(template), () if template.cost is None else template.cost.held_state
+        key = _runner_key(template)
         runner = self._runners.get(key)
         if runner is None:
-            runner = self._runners[key] = BlockRunner(template, self.device)
+            runner = self._runners[key] = BlockRunner(template, self.device, self._kernels)
         return runner
+
+    @checked()
+    def eager_templates(self, program: Program) -> dict[str, str]:
+        """Names the templates that run on eager's kernels though others were asked for, with the reasons."""
+        runners = {name: self._runners.get(_runner_key(template)) for name, template in program.templates.items()}
+        return {name: runner.why_eager for name, runner in runners.items() if runner is not None and runner.why_eager}
+
+
+def _runner_key(template: Template) -> Any:
+    return template_key(template), () if template.cost is None else template.cost.held_state
 
 
 def _holders(

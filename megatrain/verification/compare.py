@@ -25,23 +25,33 @@ class Tolerance:
         given: The user's; None goes by dtype.
         coarsest: At least this much for every floating dtype: that of the autocast regions of the forward. Eager
             casts a weight once and adds its gradients in the coarse dtype, blocks add them after casting back.
+        terms: How many roundings add up.
     """
 
     given: float | None = None
     coarsest: float = 0.0
+    terms: int = 1
 
     @staticmethod
-    def of(given: float | None, program: Program) -> Tolerance:
-        """Reads the autocast regions off a program."""
+    def of(given: float | None, program: Program, kernels: str = "eager") -> Tolerance:
+        """Reads the autocast regions off a program.
+
+        Args:
+            given: See `Tolerance`.
+            program: What runs.
+            kernels: If they aren't eager's own, each block rounds otherwise, and what is allowed is allowed for each.
+        """
         nodes = (node for template in program.templates.values() for node in template.graph.nodes)
         dtypes = {dtype for node in nodes for _, dtype in node.meta.get("autocast", ())}
-        return Tolerance(given, max((TOLERANCES.get(d, 0.0) for d in dtypes), default=0.0))
+        terms = 1 if kernels == "eager" else len(program.blocks)
+        return Tolerance(given, max((TOLERANCES.get(d, 0.0) for d in dtypes), default=0.0), terms)
 
     def of_value(self, value: Any) -> float:
         """Returns what holds for a tensor, or for any other value."""
         if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
             return 0.0
-        return max(TOLERANCES.get(value.dtype, 0.0), self.coarsest) if self.given is None else self.given
+        by_dtype = max(TOLERANCES.get(value.dtype, 0.0), self.coarsest) * self.terms
+        return by_dtype if self.given is None else self.given
 
 
 def compare(

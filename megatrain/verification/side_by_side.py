@@ -203,7 +203,8 @@ def _compared(trial: Trial, steps: int, given: float | None) -> _Compared:
         # Only now, so that compile's errors come before anything moves to the device.
         eager = trial.eager() if eager is None else eager
         expected = trial.observe(eager, eager, step)
-        tolerance = Tolerance.of(given, compiled.megatrain.program)
+        inside = compiled.megatrain
+        tolerance = Tolerance.of(given, inside.program, inside.options.kernels)
         owners = Owners(compiled.megatrain.variant, found.result)
         notes |= dict.fromkeys(_notes(expected))
         here = list(compare(expected.values, found.values, step, tolerance, owners))

@@ -148,20 +148,28 @@ class Trial:
 def update(model: nn.Module, learning_rate: float) -> None:
     """Moves each parameter against its gradient, its largest change being a fraction of its largest value.
 
-    So a step changes every parameter visibly, however large its gradient is, and no parameter diverges.
+    So a step changes every parameter visibly, however large its gradient is, and no parameter diverges. A gradient of
+    less than a hundredth of the model's largest moves its parameter by less: some are zero except for rounding.
     """
     with torch.no_grad():
-        for parameter in model.parameters():
+        slopes = {p: _slope(p) for p in model.parameters()}
+        steepest = max((slope for slope in slopes.values() if slope < float("inf")), default=0.0)
+        for parameter, slope in slopes.items():
             gradient = parameter.grad
-            if gradient is None or not gradient.numel():
-                continue
-            steepest, largest = float(gradient.to_dense().abs().max()), float(parameter.abs().max())
             # If it is infinite or NaN there is no step of that size; all zero needs none.
-            if 0 < steepest < float("inf"):
+            if gradient is not None and 0 < slope < float("inf"):
+                largest = float(parameter.abs().max()) or 1.0
+                scale = max(slope, steepest / 100)
                 # On the host for both: devices round a multiplication and an addition differently.
-                moved = parameter.cpu().add_(gradient.cpu(), alpha=-learning_rate * (largest or 1.0) / steepest)
+                moved = parameter.cpu().add_(gradient.cpu(), alpha=-learning_rate * largest / scale)
                 if not is_on_host(parameter):
                     parameter.copy_(moved)
+
+
+def _slope(parameter: torch.Tensor) -> float:
+    """The largest element of a gradient; 0 if there is none."""
+    gradient = parameter.grad
+    return 0.0 if gradient is None or not gradient.numel() else float(gradient.to_dense().abs().max())
 
 
 def weighted_sum(leaves: Mapping[str, Any]) -> torch.Tensor | None:

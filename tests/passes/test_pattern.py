@@ -179,6 +179,8 @@ def test_memory_that_is_written_before_the_match_begins_is_no_obstacle():
     ("pattern", "words"),
     [
         (lambda x: x, "returns its parameter"),
+        (torch.neg, "have no names"),
+        (lambda *x: x[0] + 1, "have no names"),
         (lambda x: 3, "returns something else than a tensor"),
         (lambda x: (x + 1, x), "returns something else than a tensor"),
         (lambda x: x.view(-1, x.shape[-1]), "asks for `shape`"),

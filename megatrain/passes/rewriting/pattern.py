@@ -55,12 +55,13 @@ class Pattern:
         through: Calls that may stand between those of the pattern, on their first operand: `("view", "reshape")`.
 
     Raises:
-        LowerError: If the function asks for values or shapes, or doesn't return the result of a call.
+        LowerError: If the function asks for values or shapes, has parameters without names, or doesn't return the
+            result of a call.
     """
 
     def __init__(self, function: Callable[..., Any], through: Collection[Target] = ()):
         self._through = through
-        self._names = tuple(inspect.signature(function).parameters)
+        self._names = _parameters(function)
         self._result = _recorded(function, self._names)
 
     def matches(self, graph: fx.Graph, kept: Collection[fx.Node]) -> list[Match]:
@@ -195,6 +196,22 @@ def _nodes(given: Any) -> Iterator[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg(given, lambda node: found.append(node) or node)
     return iter(found)
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names what a pattern leaves open."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # written in C
+        parameters = None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if parameters is None or any(parameter.kind not in by_name for parameter in parameters):
+        refuse_rewrite(
+            "the pattern's parameters have no names",
+            "A match gives what each parameter stands for by its name.",
+            "Write the pattern as a Python function of named parameters, such as `lambda x: torch.neg(x)`.",
+        )
+    return tuple(parameter.name for parameter in parameters)
 
 
 def _recorded(function: Callable[..., Any], names: tuple[str, ...]) -> fx.Node:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
-from megatrain.checks import checked, count, optional, shown
+from megatrain.checks import checked, count, function, optional, sequence_of, shown
 from megatrain.passes.canonicalize import copied_graph, is_erased, without_dead
 from megatrain.passes.rewriting.call_trial import Site, Target, check_target, operands_of, refuse_call, tried
 from megatrain.passes.rewriting.pattern import Match, Pattern
@@ -86,7 +86,8 @@ class Rewriter:
         check_target(target)
         return [n for n in self.graph.nodes if n.op in CALLS and n.target == target]
 
-    def matches(self, pattern: Callable[..., Any], *, through: Collection[Target] = ()) -> list[Match]:
+    @checked(pattern=function(), through=sequence_of(kinds=(tuple, list), what="a tuple"))
+    def matches(self, pattern: Callable[..., Any], *, through: Sequence[Target] = ()) -> list[Match]:
         """Lists where a few calls follow each other as in `pattern`, in execution order.
 
         >>> import torch.nn.functional as F
