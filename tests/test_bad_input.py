@@ -37,6 +37,7 @@ RIGHT = {
     "TracedModule.guards": "tuple",
     "TracedModule.name": TEXTS,
     "Rewriter.done.state": "dict",
+    "Rewriter.matches.through": "list tuple",
     "Program.*": "tuple",
     "Program.templates": "dict",
     "Program.values": "dict",
