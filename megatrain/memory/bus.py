@@ -86,7 +86,7 @@ class Bus:
             self.device.copy(out, source)
 
     def to_host(self, out: torch.Tensor, source: torch.Tensor, arena: HostArena) -> torch.Tensor:
-        """Copies to the host, as work of the current stream; what passes through a ring is there on return.
+        """Copies to the host, as work of the current stream; what passes through a ring is there on return already.
 
         Args:
             out: A tensor of `arena`, without gaps.
@@ -116,7 +116,6 @@ class Bus:
         to, of = _bytes(out), _bytes(source)
         if self._rings is None:
             self.device.copy(to, of)
-            self.device.synchronize()
         elif is_out:
             self._rings[1].to_host(to, of)
         else:

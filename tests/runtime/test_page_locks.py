@@ -85,6 +85,12 @@ def test_memory_is_unlocked_with_its_last_view_when_no_copy_is_under_way(cudart:
     assert cudart.log[1:] == ["settled", ("unregister", 5000)]
 
 
+def test_pages_are_made_resident_before_they_are_locked(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda, "populate", lambda address, nbytes: cudart.log.append(("populated", nbytes)))
+    arena = locked(5000)
+    assert cudart.log == [("populated", 5000), ("register", arena.nbytes, 0)]
+
+
 def test_large_memory_is_locked_in_pieces(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch):
     assert Cuda.lock_bytes == 64 << 30
     monkeypatch.setattr(Cuda, "lock_bytes", 2 * PAGE)

@@ -87,8 +87,6 @@ def test_what_is_queued_behind_a_failure_is_dropped(streams: StreamSet):
         streams.finish()
     assert log == []
     assert all(event.host_done and event.has_failed for event in (bad, *dropped))
-    with pytest.raises(Aborted):
-        bad.wait()
 
 
 def test_an_aborted_step_takes_no_more_compute(streams: StreamSet):

@@ -19,6 +19,7 @@ from megatrain.scheduler.books import Books
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.table import Position
+from megatrain.scheduler.timing.costs import Measured
 from tests.simulated_device.simulator import Simulator
 
 
@@ -52,11 +53,14 @@ class VirtualHosts:
 
     def predicted(self, step: megatrain.TrainStep, batch: Any) -> float:
         """Takes a training step as `TrainStep.measure` does; returns what the simulator of schedules makes of that."""
+        return step.schedule.simulate(self.measured(step, batch)).step_s
+
+    def measured(self, step: megatrain.TrainStep, batch: Any) -> Measured:
+        """Takes a training step as `TrainStep.measure` does."""
         self._read(step.prepare(batch))
         with self._handing_on():
             self._idle()
-            measured = step.measure(batch)
-        return step.schedule.simulate(measured).step_s
+            return step.measure(batch)
 
     def moved_bytes(self, stream: Stream, what: str | None = None) -> int:
         """Bytes that the ops of a stream, or those of one letter, moved in the latest step."""
@@ -87,8 +91,7 @@ class VirtualHosts:
             replaced(StreamThread, "_put", self._submitting)
             replaced(Lane, "perform", self._performing)
             replaced(Event, "settle", self._settling)
-            replaced(Event, "wait", self._waiting)
-            replaced(Session, "wait", self._waiting_in_session)
+            replaced(Session, "wait", self._waiting)
             clock = SimpleNamespace(perf_counter=lambda: self._simulator.host_clock)
             stack.enter_context(patch.object(stopwatch, "time", clock))
             timed = {key: self._timed(HANDLERS[key]) for key in HANDLERS if key[0] == Stream.HOST}
@@ -122,13 +125,6 @@ class VirtualHosts:
         return settle
 
     def _waiting(self, original: Any) -> Any:
-        def wait(event: Event) -> None:
-            original(event)
-            self._at_least(self._known.get(event, 0))
-
-        return wait
-
-    def _waiting_in_session(self, original: Any) -> Any:
         def wait(session: Session, stream: str, label: str, event: Event, **options: Any) -> None:
             original(session, stream, label, event, **options)
             self._at_least(self._known.get(event, 0))

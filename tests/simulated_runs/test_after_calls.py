@@ -10,7 +10,7 @@ from torch import nn
 
 import megatrain
 from tests.simulated_device import Simulator
-from tests.simulated_runs.on_device import DEVICE, compiled_copy, eager_copy
+from tests.simulated_runs.on_device import DEVICE, choose, compiled_copy, eager_copy
 
 ORDERS = ["early", "late", "seeded"]
 
@@ -47,40 +47,47 @@ def test_a_write_into_weights_after_a_forward_comes_after_the_forward(sim: Simul
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_calls_on_streams_that_the_caller_has_not_ordered(sim: Simulator, order):
-    compiled, _, eager = chain()
+    """The weights change between the calls: slots that a later call fills too early hold other ones."""
+    compiled, model, eager = chain()
     module = torch.get_device_module(DEVICE)
     inputs = [torch.randn(4, 32).to(DEVICE) for _ in range(4)]
+    expected, found = list[torch.Tensor](), list[torch.Tensor]()
     with torch.no_grad():
-        expected = [eager(x).cpu() for x in inputs]
-    torch.accelerator.synchronize()
-    sim.order(order)
-    found: list[torch.Tensor] = []
-    with torch.no_grad():
+        for x in inputs:
+            expected.append(eager(x).cpu())
+            for parameter in eager.parameters():
+                parameter.mul_(-2)
+        torch.accelerator.synchronize()
+        sim.order(order)
         for number, x in enumerate(inputs):
             # Allocated on streams of their own, as eager's are.
             with module.stream(torch.Stream(device=DEVICE) if number % 2 else None):
                 found.append(compiled(x))
+            for parameter in model.parameters():
+                parameter.mul_(-2)
     torch.accelerator.synchronize()
     for left, right in zip(expected, found, strict=True):
         assert torch.equal(left, right.cpu())
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_an_arena_that_grows_under_another_stream_takes_nothing_from_the_first(sim: Simulator, order):
-    compiled, _, eager = chain(activations="recompute")
-    module = torch.get_device_module(DEVICE)
-    first, second = torch.randn(4, 32).to(DEVICE), torch.randn(4, 32).to(DEVICE).requires_grad_()
-    torch.accelerator.synchronize()
-    sim.order(order)
-    with torch.no_grad(), module.stream(torch.Stream(device=DEVICE)):
-        one = compiled(first)
-    filler = [torch.full((4096,), float("nan"), device=DEVICE) for _ in range(8)]
-    two = compiled(second)
-    two.sum().backward()
-    torch.accelerator.synchronize()
+@pytest.mark.parametrize("order", [*ORDERS, "late but compute"])
+def test_an_arena_that_grows_while_another_stream_reads_it_takes_nothing_from_that_stream(sim: Simulator, order: str):
+    """Its memory goes back to the stream that allocated it, and is used there at once."""
+    compiled, _, eager = chain()
+    module, engine, x = torch.get_device_module(DEVICE), compiled.megatrain.engine, torch.randn(4, 32).to(DEVICE)
     with torch.no_grad():
-        assert torch.equal(eager(first).cpu(), one.cpu())
-        assert torch.equal(eager(second).cpu(), two.cpu())
+        expected = eager(x).cpu()
+        compiled(x)
+        torch.accelerator.synchronize()
+        choose(sim, order)
+        with module.stream(torch.Stream(device=DEVICE)):
+            found = compiled(x)
+        nbytes = engine.arena.nbytes
+        engine.reserve_slots(2 * nbytes, 2 * nbytes)
+        filler = [torch.full((nbytes // 4,), float("nan"), device=DEVICE) for _ in range(4)]
+    assert engine.arena.nbytes == 2 * nbytes
+    torch.accelerator.synchronize()
+    assert torch.equal(expected, found.cpu())
     assert all(t.isnan().all() for t in filler)
 
 

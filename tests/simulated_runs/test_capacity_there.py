@@ -51,6 +51,11 @@ def held_bytes() -> int:
     return torch.accelerator.memory_allocated()
 
 
+def num_retries() -> int:
+    """How often the allocator has waited for the device, and given back memory, because it had too little."""
+    return torch.accelerator.memory_stats()["num_alloc_retries"]
+
+
 @pytest.fixture
 def plain(sim: Simulator) -> int:
     """An allocator that rounds to 512 bytes and no further; returns what other tests' leftovers hold."""
@@ -81,8 +86,11 @@ def runs_in_its_memory(
     for seed, order in enumerate(("early", *ORDERS)):
         choose(sim, order, compiled, seed)
         held_bytes()
+        before = num_retries()
         taken()
         assert torch.accelerator.max_memory_reserved() <= plain + step.schedule.device_bytes, order
+        # Memory that waits for another stream would be there in the end, when the allocator has waited for the device.
+        assert num_retries() == before, order
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,110 +1,139 @@
-"""Each place where the runtime orders streams, or waits for the device, is needed; or a list says why it isn't.
+"""Each place where the library orders streams, or waits for the device, is needed; or a list says why it isn't.
 
-The place is a line of megatrain that records an event, has a stream wait for one, or has the host wait. A run without
-what this line does must give other numbers in some order of the streams.
+The places are found in the source. A run without what one of them does must give other numbers in some order of the
+streams, fail, or touch memory that it must not.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 
-import megatrain
-from tests.draws import is_wide
+from tests.simulated_device.loading import load
 from tests.simulated_device.simulator import CallName, Simulator
-from tests.simulated_runs.on_device import DEVICE, choose, compiled_copy, on_device
-from tests.simulated_runs.test_after_calls import Chain
-from tests.training.parity import TASKS
+from tests.simulated_runs.on_device import choose
+from tests.simulated_runs.ordering_places import NO_DEVICES, ORDERING, Place, all_places, is_in_library, is_of_no_device
+from tests.simulated_runs.ordering_runs import RUNS
+from tests.tiers import wide
 
-LIBRARY = str(Path(megatrain.__file__).parent)
-KINDS: tuple[CallName, ...] = ("wait", "record", "event", "stream", "device")
-TRIED = "orders nothing: it tries whether the device has events at all"
-LAST = "each transfer is waited for by an op of compute, or blocks its own thread; it is for ops that a program adds"
-REDUNDANT = {
-    "device: accelerator.settle: torch.accelerator.synchronize(self.torch_device)": (
-        "a run ends when nothing uses the host's memory; test_host_memory_there drops memory earlier"
-    ),
-    "event: accelerator._try_event: event.synchronize()": TRIED,
-    "record: accelerator._try_event: event = self.new_stream().record_event()": TRIED,
-    "wait: accelerator._try_event: stream.wait_event(event)": TRIED,
-    "event: stream._wait_for_mark: mark.synchronize()": "a G blocks its own thread until its bytes have arrived",
-    "record: stream_set.finish: compute.wait_event(stream.record_event())": LAST,
-    "wait: stream_set.finish: compute.wait_event(stream.record_event())": LAST,
+NOTICED: dict[str, str] = {
+    "accelerator.seconds_since: each.event.synchronize": "timed",
+    "accelerator.settle: torch.accelerator.synchronize": "measured",
+    "accelerator.moment: event.record": "timed",
+    "cuda.synchronize: event.record": "waited for as CUDA",
+    "cuda.synchronize: event.synchronize": "waited for as CUDA",
+    "interface.synchronize: stream.synchronize": "called",
+    "copies._both_by_streams: before.record_event": "measured",
+    "copies._both_by_streams: stream.wait_event": "measured",
+    "copies._both_by_streams: moment.seconds_since": "measured",
+    "kernels_alone.launch_s: device.moment().seconds_since": "measured",
+    "kernels_alone.launch_s: device.moment().seconds_since (2)": "measured",
+    "measured.copies: device.synchronize": "measured",
+    "timing.seconds_of: device.settle": "measured",
+    "timing.seconds_of: device.moment().seconds_since": "measured",
+    "host_arena._unlock: device.settle": "dropped",
+    "ring.to_host: _arrive": "ringed",
+    "ring.to_host: _arrive (2)": "ringed",
+    "ring._next: end.synchronize": "ringed",
+    "ring._note: stream.record_event": "ringed",
+    "ring._arrive: end.synchronize": "ringed",
+    "engine.reserve_slots: self.streams.settle": "grown",
+    "engine.release_slots: self.streams.settle": "walked",
+    "landing.land: bus.device.synchronize": "spread",
+    "landing.land: self._bus.device.synchronize": "called",
+    "buffer_copies.download: self._device.synchronize": "normed",
+    "stopwatch.run: queue.synchronize": "timed",
+    "stopwatch._zero: moment.seconds_since": "timed",
+    "stopwatch._seconds: moment.seconds_since": "timed",
+    "stream.perform: self._wait_for_mark": "overlap",
+    "stream.perform: self.device_stream.record_event": "overlap",
+    "stream._wait_for_mark: mark.synchronize": "bare",
+    "stream._wait_for_mark: self.device_stream.wait_event": "overlap",
+    "stream_set.begin: compute.wait_event": "evaluated",
+    "stream_set.begin: compute.record_event": "called",
+    "stream_set.begin: stream.wait_event": "called",
+    "stream_set.finish: compute.wait_event": "bare",
+    "stream_set.finish: stream.record_event": "bare",
+    "stream_set.finish: compute.record_event": "evaluated",
+    "stream_set.finish: stream.device_stream.synchronize": "bare",
+    "stream_set.settle: self._end_of_latest.synchronize": "grown",
+    "stream_set._settle_device: self.device.settle": "failed",
+    "loans.borrow: self._wait": "walked",
+    "loans._give_back: self._wait": "walked",
 }
+"""Places, and a run that notices each one that is dropped."""
 
-
-def place_of(kind: str, stack: traceback.StackSummary) -> str:
-    """The innermost line of megatrain; empty if the test's own code made the call."""
-    for frame in reversed(stack):
-        if frame.filename.startswith(LIBRARY):
-            return f"{kind}: {Path(frame.filename).stem}.{frame.name}: {frame.line}"
-        if frame.filename == __file__:
-            break
-    return ""
-
-
-def trained(mode: dict[str, Any]) -> list[torch.Tensor]:
-    task = TASKS["stack"]
-    model = task.build()
-    compiled = megatrain.compile(model, device=DEVICE, activations="offload", block_bytes=1)
-    step = megatrain.TrainStep(compiled, torch.optim.SGD(model.parameters(), lr=0.5), loss=task.loss, **mode)
-    losses = [step([on_device(task.batch(10 * number + m, 2)) for m in range(2)]) for number in range(3)]
-    step.flush()
-    return [*losses, *model.parameters()]
-
-
-def called() -> list[torch.Tensor]:
-    """Calls with a backward, whose gradients the host uses at once."""
-    torch.manual_seed(0)
-    compiled, model = compiled_copy(Chain(), activations="offload", block_bytes=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    losses: list[torch.Tensor] = []
-    for number in range(4):
-        loss = compiled(torch.randn(4, 32).to(DEVICE)).square().mean()
-        loss.backward()
-        losses.append(loss.detach())
-        if number % 2:  # some gradients are added to those before
-            optimizer.step()
-            optimizer.zero_grad()
-    return [*losses, *model.parameters()]
-
-
-def evaluated() -> list[torch.Tensor]:
-    """Calls without a backward on several streams, and writes of the host into weights behind them."""
-    torch.manual_seed(0)
-    compiled, model = compiled_copy(Chain(), block_bytes=1)
-    module, found = torch.get_device_module(DEVICE), list[torch.Tensor]()
-    inputs = [torch.randn(4, 32).to(DEVICE) for _ in range(5)]
-    torch.accelerator.synchronize()
-    with torch.no_grad():
-        for number, x in enumerate(inputs):
-            with module.stream(torch.Stream(device=DEVICE) if number % 2 else None):
-                found.append(compiled(x))
-            for parameter in model.parameters() if number > 1 else ():
-                parameter.mul_(-2)
-    return found
-
-
-RUNS: dict[str, Callable[[], list[torch.Tensor]]] = {
-    "overlap": lambda: trained({"spread": False}),
-    "spread": lambda: trained({}),
-    "deferred": lambda: trained({"max_grad_norm": 0.5}),
-    "called": called,
-    "evaluated": evaluated,
+_TRIED = "orders nothing: it tries whether the device has such calls at all"
+UNNOTICED: dict[str, str] = {
+    "accelerator._try_event: self.new_stream().record_event": _TRIED,
+    "accelerator._try_event: stream.wait_event": _TRIED,
+    "accelerator._try_event: event.synchronize": _TRIED,
+    "accelerator._try_copy: self.synchronize": _TRIED,
 }
+"""Places that no run notices when they are dropped, and why."""
+
+ORDERS = ("late", "late but compute", "late compute")
+MEASURING = ("timed", "measured")  # take seconds
+PLACES = {place.name: place for place in all_places() if not is_of_no_device(place)}
+ATTEMPTS = 3  # another thread may force the device's work first, so that a place isn't missed in each run
 
 
-def results(sim: Simulator, run: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor] | None]:
+def test_each_place_of_the_source_is_listed():
+    names = set(PLACES)
+    assert names - {*NOTICED, *UNNOTICED} == set(), "name a run that notices it, or the reason why none does"
+    assert {*NOTICED, *UNNOTICED} - names == set(), "not in the source any more"
+    assert set(NOTICED) & set(UNNOTICED) == set()
+    meant = {place.name.partition(": ")[2].partition(" (")[0] for place in all_places() if is_of_no_device(place)}
+    assert set().union(*NO_DEVICES.values()) == meant, "not in the source any more"
+    assert set(NOTICED.values()) == set(RUNS), "a run notices nothing"
+
+
+@pytest.mark.parametrize("name", [wide(name) if run in MEASURING else name for name, run in NOTICED.items()])
+def test_a_run_without_one_place_is_noticed(sim: Simulator, name: str):
+    expected = usual(NOTICED[name])
+    assert any(is_noticed(sim, PLACES[name], NOTICED[name], expected) for _ in range(ATTEMPTS))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("run", RUNS)
+def test_runs_are_right_in_each_order_without_what_is_listed(sim: Simulator, run: str):
+    """And the library orders nothing at any other place."""
+    expected, unknown = usual(run), list[str]()
+    for kind in ORDERING:
+        sim.drop_where(kind, unlisted(kind, unknown))
+    assert all(same(expected, found) for found in results(sim, run))
+    assert unknown == []
+
+
+def unlisted(kind: CallName, unknown: list[str]) -> Callable[[traceback.StackSummary], bool]:
+    """Drops a call of the list `UNNOTICED`, and notes one that comes from no place of the source."""
+
+    def drop(stack: traceback.StackSummary) -> bool:
+        here = [name for name, place in PLACES.items() if kind in place.kinds and place.is_in(stack)]
+        if not here and is_in_library(stack):
+            unknown.append("".join(traceback.format_list(stack[-3:])))
+        return any(name in UNNOTICED for name in here)
+
+    return drop
+
+
+@functools.cache
+def usual(run: str) -> list[torch.Tensor]:
+    """What a run gives in the usual order."""
+    return [tensor.detach().cpu().clone() for tensor in RUNS[run](load())]
+
+
+def results(sim: Simulator, run: str) -> Iterator[list[torch.Tensor] | None]:
     """What a run gives in several orders; None if it failed."""
-    for order in ("late", "late but compute", "late compute"):
+    for order in ORDERS:
         choose(sim, order)
         try:
-            found = [tensor.detach() for tensor in run()]
+            found = [tensor.detach() for tensor in RUNS[run](sim)]
             torch.accelerator.synchronize()
             sim.order("early")
             yield [tensor.cpu().clone() for tensor in found]
@@ -114,56 +143,16 @@ def results(sim: Simulator, run: Callable[[], list[torch.Tensor]]) -> Iterator[l
             yield None
 
 
-def places(sim: Simulator) -> list[tuple[CallName, str]]:
-    """All places that the runs come by."""
-    found: dict[tuple[CallName, str], None] = {}
-
-    def noted(kind: CallName) -> Callable[[traceback.StackSummary], bool]:
-        def note(stack: traceback.StackSummary) -> bool:
-            if place := place_of(kind, stack):
-                found[kind, place] = None
-            return False
-
-        return note
-
-    for kind in KINDS:
-        sim.drop_where(kind, noted(kind))
-    for run in RUNS.values():
-        run()
+def is_noticed(sim: Simulator, place: Place, run: str, expected: list[torch.Tensor]) -> bool:
     sim.reset()
-    return sorted(found)
-
-
-def test_each_place_that_orders_streams_is_noticed_or_listed_with_a_reason(sim: Simulator):
-    expected = {name: next(results(sim, run)) for name, run in RUNS.items()}
-    for name, run in RUNS.items():
-        for found in results(sim, run):
-            assert same(expected[name], found), name
-    found = places(sim)
-    assert set(REDUNDANT) <= {place for _, place in found}, "these are there no more: take them off the list"
-    tried: list[tuple[CallName, str]] = [(kind, place) for kind, place in found if is_wide() or place not in REDUNDANT]
-    unnoticed: set[str] = set()
-    for kind, place in tried:
-        # Another thread may force the device's work first, so that a place isn't missed in each run.
-        attempts = 1 if place in REDUNDANT else 3
-        if not any(is_noticed(sim, kind, place, expected) for _ in range(attempts)):
-            unnoticed.add(place)
-    assert unnoticed - set(REDUNDANT) == set()
-    assert not is_wide() or unnoticed == set(REDUNDANT), "these are noticed: take them off the list"
-
-
-def is_noticed(sim: Simulator, kind: CallName, place: str, expected: dict[str, list[torch.Tensor] | None]) -> bool:
-    for name, run in RUNS.items():
-        sim.reset()
-        sim.drop_where(kind, lambda stack: place_of(kind, stack) == place)
-        noticed = any(not same(expected[name], found) for found in results(sim, run))
-        gc.collect()
-        noticed = bool(sim.violations()) or noticed
-        sim.reset()
-        if noticed:
-            return True
-    return False
+    for kind in place.kinds:
+        sim.drop_where(kind, place.is_in)
+    noticed = any(not same(expected, found) for found in results(sim, run))
+    gc.collect()
+    noticed = bool(sim.violations()) or noticed
+    sim.reset()
+    return noticed
 
 
 def same(left: list[torch.Tensor] | None, right: list[torch.Tensor] | None) -> bool:
-    return left is not None and right is not None and all(map(torch.equal, left, right))
+    return left is not None and right is not None and len(left) == len(right) and all(map(torch.equal, left, right))

@@ -60,12 +60,18 @@ def test_memory_is_unlocked_when_its_copies_are_done(sim: Simulator):
     held = sim.locked_bytes
     model, args, kwargs = MODELS["gpt_loss"]()
     compiled = megatrain.compile(model, device="sim", activations="offload")
-    compiled(*moved(args), **moved(kwargs))  # parks are on their way to the host
+    compiled(*moved(args), **moved(kwargs))
     assert sim.locked_bytes > held
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    found = [
+        parameter.detach().to("sim", non_blocking=True) for parameter in model.parameters()
+    ]  # the user's own copies
+    assert sim.pending(torch.accelerator.current_stream()) > 0
     del compiled, model
     gc.collect()
     assert sim.locked_bytes == held
     assert sim.violations() == []
+    assert all(torch.equal(left, right.cpu()) for left, right in zip(expected, found, strict=True))
 
 
 def test_gradients_are_page_locked(sim: Simulator):

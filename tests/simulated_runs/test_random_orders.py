@@ -1,4 +1,4 @@
-"""Random models, budgets, modes and orders of the streams: the bits of eager, in the memory that the schedule says."""
+"""Random models, budgets, modes and orders of the streams: the bits of eager. Memory: test_capacity_there."""
 
 from __future__ import annotations
 

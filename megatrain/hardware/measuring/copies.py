@@ -43,7 +43,6 @@ class Link:
 
     def close(self) -> None:
         """Gives all of it back."""
-        self._device.settle()
         for arena in self._arenas:
             arena.unlock()
             arena.close()
@@ -77,7 +76,6 @@ class Link:
     def _both_by_streams(self, up: DeviceStream, down: DeviceStream) -> tuple[float, float]:
         device, before = self._device, self._device.current_stream()
         assert before is not None
-        device.settle()
         base = device.moment()
         start, moments = before.record_event(), [[], []]
         for stream in (up, down):
@@ -88,7 +86,6 @@ class Link:
                 copy()
                 found.append(device.moment())
         device.enter(before)
-        device.settle()
         ends = [[0.0, *(moment.seconds_since(base) for moment in found)] for found in moments]
         one, other = rates_together(ends, self._nbytes)
         return one, other

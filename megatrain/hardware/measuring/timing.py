@@ -21,12 +21,11 @@ def seconds_of(device: Device, work: Callable[[], object], *, least_s: float, mo
         least_s: Repeated for so long, three times at least.
         most: Times at most.
     """
-    begin = time.perf_counter()
-    work()
-    device.settle()
-    while time.perf_counter() - begin < min(_WARM_UP_S, least_s):
+    begin, is_warm = time.perf_counter(), False
+    while not is_warm:
         work()
-        device.settle()
+        device.settle()  # without that, a queue of so much work might take far longer
+        is_warm = time.perf_counter() - begin >= min(_WARM_UP_S, least_s)
     found: list[float] = []
     while len(found) < 3 or (sum(found) < least_s and len(found) < most):
         before = device.moment()

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from megatrain.device import DeviceEvent
 from megatrain.memory.block_image import stored_stride
 from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena
@@ -31,41 +30,33 @@ class BufferCopies:
         self._bus = bus
         self._device = bus.device
         self._image = HostArena(0)
-        # The latest copy out of the image, if nothing has waited for it yet.
-        self._uploaded: DeviceEvent | None = None
 
     def upload(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns copies on the device, as work of the calling thread's current stream.
 
+        A run uploads once, before its transfers begin, and waits at its end for these or for values of the same
+        buffers. So nobody reads the image any more when the next run fills it.
+
         Args:
             buffers: On the host; the caller may drop them at once.
         """
-        stream = self._device.current_stream()
-        if stream is None:
+        if self._device.current_stream() is None:
             return {name: self._copied(buffer) for name, buffer in buffers.items()}
         packed = {name: _dense(buffer) for name, buffer in buffers.items() if buffer.layout == torch.strided}
         found = {name: self._copied(buffer) for name, buffer in buffers.items() if name not in packed}
         if packed:
-            self._wait()
             image = self._image_of([buffer.nbytes for buffer in packed.values()])
             torch.cat([_flat(buffer) for buffer in packed.values()], out=image)
             flat = self._spread(image, [buffer.nbytes for buffer in packed.values()])
             found |= {name: _shaped(data, packed[name]) for name, data in zip(packed, flat, strict=True)}
-            self._uploaded = stream.record_event()
         return found
 
     def _copied(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer.to(self._device.torch_device, copy=True)
 
-    def _wait(self) -> None:
-        if self._uploaded is not None:
-            self._uploaded.synchronize()
-            self._uploaded = None
-
     def _image_of(self, sizes: Sequence[int]) -> torch.Tensor:
         nbytes = sum(sizes)
         if nbytes > self._image.nbytes:
-            self._wait()
             self._image = self._bus.arena(nbytes)
         return self._image.tensor[:nbytes]
 
@@ -105,7 +96,6 @@ class BufferCopies:
                 self._bus.to_host(image[start:end], parts[0] if len(parts) == 1 else torch.cat(parts), self._image)
                 start = end
             self._device.synchronize()
-            self._uploaded = None  # it was earlier work of this stream
             for (buffer, _), value, data in zip(packed, values, image.split(sizes), strict=True):
                 buffer.copy_(_shaped(data, value))
         known = {id(buffer) for buffer, _ in packed}

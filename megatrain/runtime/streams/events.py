@@ -59,20 +59,6 @@ class Event:
                 return
         gate.put(None)
 
-    def wait(self) -> None:
-        """Blocks this thread until the operation is complete, on the device too.
-
-        Raises:
-            Aborted: If the operation failed or was dropped.
-        """
-        if not self.host_done:
-            gate: Gate = SimpleQueue()
-            self.attach(gate)
-            gate.get()
-        self.check()
-        if self.mark is not None:
-            self.mark.synchronize()
-
     def check(self) -> None:
         """Raises `Aborted` if the operation failed or was dropped."""
         if self.has_failed:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 
 from megatrain.device import HOST, Device, DeviceEvent, DeviceStream
 from megatrain.runtime.streams.chaos import Chaos, InjectedFailure, Issued, Recording
-from megatrain.runtime.streams.events import CALLER, Aborted, Event, Failure, Session
+from megatrain.runtime.streams.events import Aborted, Event, Failure, Session
 from megatrain.runtime.streams.stream import ComputeStream, Steps, StreamThread
 
 __all__ = [
@@ -110,15 +110,6 @@ class StreamSet:
             self._queues[name] = further
         self._queues[name].submit(label, work, waits, done)
 
-    def wait(self, event: Event) -> None:
-        """Blocks the caller until the operation behind `event` is complete, on the device too.
-
-        Raises:
-            Aborted: If the step failed; `finish` then raises the failure.
-        """
-        self._steps.current.wait(CALLER, "wait", event)
-        event.wait()
-
     def finish(self, *, waits_for: Collection[str] = TRANSFERS) -> None:
         """Waits until all queues are empty and raises the step's first failure, once.
 
@@ -203,9 +194,7 @@ class StreamSet:
         self._end_of_latest = None
         # A device that is broken raises here as well; the first failure is what the caller must see.
         with contextlib.suppress(Exception):
-            for stream in self._device_streams():
-                stream.synchronize()
-            self.device.synchronize()
+            self.device.settle()
 
     def _device_streams(self) -> tuple[DeviceStream, ...]:
         streams = (self.h2d.device_stream, self.d2h.device_stream)
