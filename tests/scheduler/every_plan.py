@@ -7,7 +7,7 @@ from itertools import chain, combinations, product
 
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.draft import Builder, Choices
-from megatrain.scheduler.builder.stays import giants
+from megatrain.scheduler.builder.stays import alternates, giants
 from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.timing.simulate import simulate
@@ -28,7 +28,7 @@ def every_plan(workload: Workload, kind: StepKind) -> Iterator[Choices]:
     blocks = [b for b, work in enumerate(workload.blocks) if work.state_bytes > 0]
     frozen = [b for b in blocks if workload.blocks[b].is_mostly_frozen]
     has_giants = bool(giants(workload))
-    least = backward[-1:] if kind.micro_batches == 1 else ()
+    least = backward[-1:] if kind.micro_batches == 1 or alternates(workload, kind) else ()
     for slots, keep, saves in product((1, 2, 3), range(keep_all(workload) + 1), _subsets(backward)):
         if not set(least) <= set(saves):
             continue

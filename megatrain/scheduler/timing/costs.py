@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import Works
+from megatrain.scheduler.books import Books
 from megatrain.scheduler.effects import KINDS, kind_of, streams
 from megatrain.scheduler.items import Effect, Stream
 from megatrain.scheduler.op import Op
@@ -183,14 +184,15 @@ def op_durations(schedule: Table, costs: Costs) -> dict[Position, float]:
     Raises:
         ScheduleError: If a measurement lacks an op, or the schedule doesn't know its workload.
     """
+    return costs.durations(schedule) if isinstance(costs, Measured) else books_durations(Books(schedule), costs)
+
+
+def books_durations(books: Books, costs: Costs) -> dict[Position, float]:
+    """The same as `op_durations`, of what is known of a table."""
     if isinstance(costs, Measured):
-        return costs.durations(schedule)
-    return _hardware_durations(schedule, costs)
-
-
-def _hardware_durations(schedule: Table, hardware: Hardware) -> dict[Position, float]:
-    effects, seconds = schedule.effects(), OpSeconds(hardware)
-    return {position: seconds.of(position.stream, effects.of(*op.key)) for position, op in schedule.positions()}
+        return costs.durations(books.table)
+    seconds = OpSeconds(costs)
+    return {position: seconds.of(position.stream, effect) for position, effect in books.ops}
 
 
 class OpSeconds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from megatrain.hardware.hardware import Hardware
@@ -55,7 +55,7 @@ def speed(hardware: Hardware, stream: str, busy: Collection[str]) -> float:
 
 
 def shared_timeline(
-    durations: Mapping[Position, float], waits: Mapping[Position, Sequence[Position]], hardware: Hardware
+    durations: Mapping[Position, float], waits: Mapping[Position, Collection[Position]], hardware: Hardware
 ) -> tuple[Timing, ...]:
     """Runs every op as soon as its stream is free and its dependencies are done, as fast as the others let it.
 
