@@ -41,6 +41,7 @@ from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.plan import Plan
 from megatrain.planning.planning import plan
+from megatrain.planning.saved_plan import SavedPlan
 from megatrain.reporting.step_report import report
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
@@ -87,6 +88,7 @@ __all__ = [
     "Report",
     "ResumeWarning",
     "Rewriter",
+    "SavedPlan",
     "Schedule",
     "ScheduleError",
     "StepKind",

@@ -217,6 +217,10 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield "HostPlan.bytes_of", made.plan.host, {"name": "parameters"}
     yield "HostPlan.check", made.plan.host, {"available_bytes": 2**40}
     yield "HostPlan.missing_bytes", made.plan.host, {"available_bytes": 2**40}
+    saved = made.plan.saved()
+    yield "Plan.diff", made.plan, {"other": saved}
+    yield "SavedPlan.from_json", megatrain.SavedPlan, {"text": saved.to_json()}
+    yield "SavedPlan.diff", saved, {"other": saved}
     yield "Plan.largest", made.plan, {"what": "micro_batch", "multiple": 1, "most": 2}
     yield "TensorSpec.of", megatrain.TensorSpec, {"tensor": INPUT}
     yield "TensorSpec.empty", megatrain.TensorSpec.of(INPUT), {"device": torch.device("cpu")}

@@ -63,7 +63,14 @@ def test_a_plan_says_its_time_for_a_machine():
     assert plan.simulation is not None
     assert plan.simulation.step_s <= by_rule.schedule.simulate(machine).step_s
     rate = f"{32 / plan.simulation.step_s:.0f} tokens/s"
-    assert str(plan).splitlines()[-1] == f"time: {plan.simulation}; predicted for rtx-4090; {rate}"
+    time, least = str(plan).splitlines()[-2:]
+    assert time == f"time: {plan.simulation}; predicted for rtx-4090; {rate}"
+    bound = plan.lower_bound
+    assert bound is not None
+    assert 0 < bound.seconds <= plan.simulation.step_s
+    above = f"{plan.simulation.step_s / bound.seconds - 1:.1%}"
+    assert least == f"bound: {bound.seconds * 1e3:.3f} ms, {bound.reason}; the step takes {above} more"
+    assert by_rule.lower_bound is None
     assert by_rule.simulation is None
     with pytest.raises(
         OptionError, match=r"^hardware='abacus' is not known.\n  hardware is \"measured\", .*, or a Hardware, or"

@@ -31,6 +31,7 @@ FURTHER = (
     "megatrain.planning.alternatives.Alternatives",
     "megatrain.planning.largest.Largest",
     "megatrain.reporting.step_report.StepReport",
+    "megatrain.scheduler.builder.bound.StepBound",
     "megatrain.scheduler.instructions.Instructions",
     "megatrain.scheduler.table.Table",
     "megatrain.scheduler.timing.costs.Measured",

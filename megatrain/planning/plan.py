@@ -14,6 +14,7 @@ from megatrain.planning.planned_step import UNBOUNDED, PlannedStep
 from megatrain.planning.printed.pieces_text import piece_lines
 from megatrain.planning.printed.plan_text import device_lines, time_text, verdict
 from megatrain.planning.printed.reasons import reasons
+from megatrain.planning.saved_plan import PLAN, SavedPlan, saved_plan
 from megatrain.planning.ways_out import refusal
 
 SIZES: Rule = either(one_of(MICRO_BATCH, SEQUENCE, DEPTH), function(1))
@@ -49,6 +50,23 @@ class Plan(PlannedStep):
         error = refusal(self)
         if error is not None:
             raise error
+
+    def saved(self) -> SavedPlan:
+        """The plan's choices as a value: `to_json` writes it, `TrainStep(plan=)` takes exactly these.
+
+        Raises:
+            ScheduleError: If the step doesn't fit the device.
+        """
+        return saved_plan(self)
+
+    @checked(other=PLAN)
+    def diff(self, other: PlannedStep | SavedPlan) -> str:
+        """Says how another plan, or a saved one, differs: in words, each figure before and after.
+
+        Raises:
+            ScheduleError: If one of them doesn't fit the device.
+        """
+        return saved_plan(self).diff(saved_plan(other))
 
     def why(self) -> str:
         """Says in sentences why the plan is as it is.

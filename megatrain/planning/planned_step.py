@@ -12,6 +12,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.options import PRECISION
 from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
+from megatrain.scheduler.builder.bound import StepBound, step_bound
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.simulate import Simulation
 
@@ -73,6 +74,16 @@ class PlannedStep:
     def simulation(self) -> Simulation | None:
         """The step on paper, with its seconds; None without `hardware`."""
         return None if self.hardware is None else self.schedule.simulate(self.hardware)
+
+    @property
+    def lower_bound(self) -> StepBound | None:
+        """Seconds that no plan of the same blocks and micro-batches takes less than in `device_memory`.
+
+        None without `hardware`, and if the step doesn't fit.
+        """
+        if self.hardware is None or self.too_small is not None:
+            return None
+        return step_bound(self.schedule.effects(), self.device_memory, self.hardware)
 
     @property
     def tokens_per_step(self) -> int | None:

@@ -98,27 +98,31 @@ class Takers:
         return Position(self._ticks[earlier - 1], Stream.COMPUTE) if earlier else None
 
 
-def item_lifetimes(effects: Effects, ops: Collection[tuple[Position, Effect]]) -> tuple[Lifetime, ...]:
+def item_lifetimes(
+    effects: Effects, ops: Collection[tuple[Position, Effect]], memory: str | None = None
+) -> tuple[Lifetime, ...]:
     """All lifetimes: by micro-batch, then in the order of `ITEMS`, then by number.
 
     Args:
         effects: Of the step.
         ops: What each op does, in any order.
+        memory: As in `ItemKind`: only lifetimes in this memory; None is all.
     """
-    starts: dict[Item, Position | None] = dict.fromkeys(effects.standing())
+    kinds = {kind for kind, item in ITEMS.items() if item.memory is not None and memory in (None, item.memory)}
+    starts: dict[Item, Position | None] = dict.fromkeys(item for item in effects.standing() if item.kind in kinds)
     uses: dict[Item, list[Position]] = {}
     takers = Takers(position for position, _ in ops)
     for position, effect in ops:
         for item in (*effect.makes, *effect.adds):
-            start = takers.of(position) if ITEMS[item.kind].memory == "device" else position
-            before = starts.get(item, start)
-            starts[item] = None if before is None or start is None else min(before, start)
+            if item.kind in kinds:
+                start = takers.of(position) if ITEMS[item.kind].memory == "device" else position
+                before = starts.get(item, start)
+                starts[item] = None if before is None or start is None else min(before, start)
         for item in effect.reads:
-            uses.setdefault(item, []).append(position)
+            if item.kind in kinds:
+                uses.setdefault(item, []).append(position)
     found: list[Lifetime] = []
     for item in sorted({*starts, *uses}, key=_rank):
-        if ITEMS[item.kind].memory is None:
-            continue
         start = starts.get(item)
         ends = () if effects.outlives(item) else tuple(sorted(uses.get(item, ())))
         if not ends and start is not None and not effects.outlives(item):
@@ -157,7 +161,7 @@ def live_bytes(lives: Iterable[Lifetime], num_ticks: int, base: int = 0) -> tupl
             change[start] += life.nbytes
             change[end + 1] -= life.nbytes
     for (_, _, nbytes), spans in shared.items():
-        for start, end in _union(spans):
+        for start, end in union(spans):
             change[start] += nbytes
             change[end + 1] -= nbytes
     return tuple(accumulate(change[:num_ticks]))
@@ -169,7 +173,8 @@ def span(life: Lifetime, num_ticks: int) -> tuple[int, int]:
     return start, max((end.tick for end in life.ends), default=num_ticks - 1)
 
 
-def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ticks of all spans, as spans that don't meet."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1] + 1:

@@ -20,6 +20,7 @@ from megatrain.passes.program import Program
 from megatrain.planning.divided_updates import may_divide
 from megatrain.planning.host_plan import HostPlan, host_plan
 from megatrain.planning.loss_bytes import Loss, measure_loss
+from megatrain.planning.saved_plan import AnyPlan
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.schedule import Schedule
@@ -76,6 +77,7 @@ class Setup:
         reports_norm: Whether a norm is wanted for which they needn't wait.
         loss: The caller's, or None if the model's result is the loss.
         reads: What the loss reads, as in `TrainStep`.
+        plan: The choices that all steps take, or None.
 
     Raises:
         OptimizerError: If an optimizer needs all parameters at once, or two hold the same parameter.
@@ -97,6 +99,7 @@ class Setup:
         reports_norm: bool = False,
         loss: Loss | None = None,
         reads: str = "all",
+        plan: AnyPlan | None = None,
     ):
         for optimizer in optimizers:
             check_per_parameter(optimizer)
@@ -111,9 +114,10 @@ class Setup:
             spread=not compiled.options.device.is_host if spread is None else spread,
             needs_norm=needs_norm,
             reports_norm=reports_norm,
+            is_planned=plan is not None,
         )
         self._loss, self._is_own_loss = loss, loss is None or reads == "loss"
-        self._tables = StepTables(compiled.options, compiled.budget)
+        self._tables = StepTables(compiled.options, compiled.budget, plan)
         self._blocks: list[list[torch.Tensor]] = []
         self._shapes: dict[str, torch.Size] = {}
         self.updates: Updates | None = None
@@ -236,7 +240,7 @@ class Setup:
         """
         if not self._tables.has_executor(setting.captures, setting.kind):
             plan = self.host_plan(setting)
-            if setting.kind.updates == "spread" and plan.missing_bytes():
+            if setting.kind.updates == "spread" and not self._tables.is_planned and plan.missing_bytes():
                 self._times.spread_no_more()
                 return None
             plan.check()
@@ -307,11 +311,7 @@ def _are_same(left: Sequence[Sequence[torch.Tensor]], right: Sequence[Sequence[t
 
 
 def known(setting: Setting | None) -> Setting:
-    """Returns the setting of a step that has one.
-
-    Raises:
-        ExecuteError: If there is none yet.
-    """
+    """Returns the setting of a step; if there is none yet, raises an `ExecuteError`."""
     if setting is None:
         raise ExecuteError(_NO_STEP)
     return setting

@@ -19,6 +19,7 @@ from megatrain.memory.out_of_memory import Attempts
 from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
+from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.streams.stopwatch import RunClock, Stopwatch, Watch
@@ -31,6 +32,7 @@ from megatrain.training import saved_step as checkpoint
 from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
+from megatrain.training.given_plan import plan_of
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
 from megatrain.training.setup import Setting, Setup, known
 from megatrain.training.shares import Shares, Weight, check_reduce
@@ -62,14 +64,14 @@ class TrainStep:
             Or a list, such as of Muon for matrices and AdamW for the rest, whose steps follow each other.
         loss: `loss(result, batch)` computes the scalar to differentiate; None takes the result's `loss`, or itself.
         reads: What `loss` reads of a result: `"all"`, or its own `"loss"` alone; other outputs aren't computed then.
-        weight: `weight(batch)` says how much a micro-batch counts, such as its number of targets; with None all count
-            the same. Loss and gradients are those of the weighted mean.
+        weight: `weight(batch)` is how much a micro-batch counts in the mean, say its targets; None counts all alike.
         reduce: `"mean"` of the micro-batches' losses, or their `"sum"`, of losses divided by a common count already.
         max_grad_norm: Largest norm of all gradients, as in `clip_grad_norm_(model.parameters())`; None doesn't clip.
         report_norm: Whether `progress.grad_norm` has the norm without clipping, too; updates don't wait for it.
         overlap: Whether updates may run at the same time as the device's work.
         spread: Whether updates without a norm may be left to the next call; None is True but on the CPU.
         on_nonfinite: If a gradient has an infinite or undefined element, `"raise"` an error, or `"skip"` the update.
+        plan: A plan, whose choices each step takes exactly; a step of another model, shape or kind is refused.
 
     Raises:
         OptimizerError: If one needs all parameters at once, two hold the same, or none holds one of the model's.
@@ -87,6 +89,7 @@ class TrainStep:
         max_grad_norm=optional(number(above=0)),
         spread=optional(FLAG),
         on_nonfinite=optional(one_of("raise", "skip")),
+        plan=optional(PLAN),
     )
     def __init__(
         self,
@@ -102,6 +105,7 @@ class TrainStep:
         overlap: bool = True,
         spread: bool | None = None,
         on_nonfinite: str | None = None,
+        plan: AnyPlan | None = None,
     ):
         check_reduce(reduce, weight)
         compiled.megatrain.complete_updates()  # of other steps: the trials below look at the optimizers' state
@@ -110,7 +114,7 @@ class TrainStep:
         self._loss, self._weight, self._is_sum, self._looks = loss, weight, reduce == "sum", on_nonfinite is not None
         norms: dict[str, Any] = {"max_norm": max_grad_norm, "needs_norm": max_grad_norm is not None or self._looks}
         times: dict[str, Any] = {"reports_norm": report_norm, "overlap": overlap, "spread": spread}
-        self._setup = Setup(self._compiled, self._optimizers, loss=loss, reads=reads, **norms, **times)
+        self._setup = Setup(self._compiled, self._optimizers, loss=loss, reads=reads, **norms, **times, plan=plan)
         self._boundary = Boundary(on_nonfinite)
         self.user: Mapping[str, Any] = {}
         self._setting: Setting | None = None
@@ -124,6 +128,11 @@ class TrainStep:
     def schedule(self) -> Schedule:
         """The schedule of the latest call, or of `prepare`; before the first of them an `ExecuteError`."""
         return known(self._setting).schedule
+
+    @property
+    def plan(self) -> SavedPlan:
+        """The choices of the latest call, as for `schedule`: to write with `to_json`, or to give to another step."""
+        return plan_of(self.program, self.schedule, self._compiled.options)
 
     @property
     def program(self) -> Program:
@@ -211,8 +220,7 @@ class TrainStep:
         with engine.turn.run(differentiates=True), running.interrupts:
             self._running = running
             try:
-                # No name keeps the run alive: it must end while Ctrl-C is held back, because Python loses a Ctrl-C in a
-                # `__del__`.
+                # No name keeps the run alive: it must end while Ctrl-C is held back, as a `__del__` loses one.
                 self._boundary.run(executor.begin(running.inputs(), watch=watch), running, updates, before)
                 self._completion.mark()  # here, where Ctrl-C is held back
             finally:
@@ -265,17 +273,9 @@ class TrainStep:
         with self._compiled.exclusively("save()", in_child=True), torch.device("cpu"):
             self._boundary.check_whole()
             self.flush()
-            checkpoint.save(
-                folder,
-                self._compiled,
-                self._optimizers,
-                self.progress,
-                scheduler=scheduler,
-                user=self.user if user is None else user,
-                shard_bytes=shard_bytes,
-                more=more,
-                weights=weights,
-            )
+            values = self.user if user is None else user
+            options: dict[str, Any] = {"shard_bytes": shard_bytes, "more": more, "weights": weights, "user": values}
+            checkpoint.save(folder, self._compiled, self._optimizers, self.progress, scheduler=scheduler, **options)
 
     @classmethod
     @checked(folder=PATH, scheduler=optional(SCHEDULERS), compiled=COMPILED, optimizer=OPTIMIZERS)

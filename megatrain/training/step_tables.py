@@ -12,6 +12,7 @@ from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.passes.program import Program
+from megatrain.planning.saved_plan import AnyPlan, saved_plan
 from megatrain.planning.step_programs import StepPrograms, first_that_fits
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
@@ -19,6 +20,7 @@ from megatrain.runtime.gradients.landing import LandingArena
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
+from megatrain.training.given_plan import GivenPlan
 
 # Steps may differ in sizes and numbers of micro-batches: the schedules used last are kept.
 _MOST = 16
@@ -52,13 +54,20 @@ class StepTables:
     Args:
         options: The options of `compile`.
         budget: The bound of the device memory that schedules take.
+        plan: A plan whose schedule all steps take, or None.
     """
 
-    def __init__(self, options: Options, budget: DeviceBudget):
+    def __init__(self, options: Options, budget: DeviceBudget, plan: AnyPlan | None = None):
         self._options = options
         self._budget = budget
+        self._given = None if plan is None else GivenPlan(saved_plan(plan))
         self._arena: LandingArena | None = None
         self._tables: OrderedDict[tuple[frozenset[int], StepKind], _Table] = OrderedDict()
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a plan was given."""
+        return self._given is not None
 
     def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""
@@ -90,8 +99,11 @@ class StepTables:
         key = self._key(captures, kind)
         if key not in self._tables:
             nbytes = self._loss_bytes(key[0], loss_bytes)
-            plan = partial(self._planned, kind=kind, loss_bytes=nbytes, divides=divides)
-            level, programs, planned = first_that_fits(captures, plan)
+            if self._given is not None and self._given.is_of(kind):
+                level, programs, planned = self._given.taken(captures, nbytes, divides, self._budget.nbytes)
+            else:
+                plan = partial(self._planned, kind=kind, loss_bytes=nbytes, divides=divides)
+                level, programs, planned = first_that_fits(captures, plan)
             for capture in captures:
                 capture.least = level
             self._tables[key] = _Table(tuple(captures), programs, planned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 from torch import nn
@@ -39,6 +40,7 @@ class UpdateTimes:
         spread: Whether some of them may run in the next step.
         needs_norm: Whether updates wait for a norm.
         reports_norm: Whether a norm is wanted for which they needn't wait.
+        is_planned: Whether a plan was given, so that looks at parameters don't change when updates run.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class UpdateTimes:
         spread: bool,
         needs_norm: bool,
         reports_norm: bool,
+        is_planned: bool = False,
     ) -> None:
         self._model, self._optimizers = model, optimizers
         self._overlap, self._spread = overlap, spread
         self._needs_norm, self._reports_norm = needs_norm, reports_norm
         self._looks = 0
+        self._most_looks = inf if is_planned else _MOST_LOOKS
 
     def note_look(self) -> None:
         """Notes that somebody looked at what due updates change."""
@@ -80,7 +84,7 @@ class UpdateTimes:
             return Times("serial", clip, reports_norm)
         if clip:
             return Times("deferred", clip, reports_norm)
-        spreads = self._spread and self._looks < _MOST_LOOKS and not (reports_norm or self._holds_others())
+        spreads = self._spread and self._looks < self._most_looks and not (reports_norm or self._holds_others())
         return Times("spread" if spreads else "overlap", clip, reports_norm)
 
     def _has_gradient_hooks(self) -> bool:

@@ -21,6 +21,11 @@ def test_the_figures_are_those_of_the_plan():
     assert f"It is bound by {next(iter(band.shares))}, " in lines[0]
     assert band.then is not None
     assert f"would take {format_s(band.then.step_s)}, bound by {band.then.name}." in lines[0]
+    bound = plan.lower_bound
+    assert bound is not None
+    above = f"{simulation.step_s / bound.seconds - 1:.1%}"
+    least = f"No plan of these blocks in 600.00 KiB takes less than {format_s(bound.seconds)} ({bound.reason}): "
+    assert lines[0].endswith(f"{least}this one takes {above} more.")
     assert f"The device's peak is {format_bytes(plan.schedule.device_bytes)} at B" in text
     assert f"The graphs of {len(plan.schedule.saves)} of 5 blocks are retained" in text
     assert f"The host holds {format_bytes(plan.host.total_bytes)}, " in text
@@ -37,7 +42,10 @@ def test_the_next_gib_is_planned():
     ample = planned(device_memory="1GiB").why()
     assert "With 1 GiB more of the device nothing would change." in ample
     assert "isn't bounded" in planned(device_memory=None).why()
-    assert "With 1 GiB more of the device the step would fit." in planned(device_memory="64KiB").why()
+    assert "No plan of these blocks takes less than " in planned(device_memory=None).why()
+    too_small = planned(device_memory="64KiB")
+    assert too_small.lower_bound is None
+    assert "With 1 GiB more of the device the step would fit." in too_small.why()
 
 
 def test_without_a_machine_no_time_is_said():

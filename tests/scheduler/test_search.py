@@ -9,11 +9,15 @@ from hypothesis import strategies as st
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import products
+from megatrain.scheduler.builder.budget import choose_draft
 from megatrain.scheduler.builder.build import build
+from megatrain.scheduler.builder.draft import Builder, Choices, Draft
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 from tests.draws import draws
+from tests.scheduler.every_plan import fastest_of_all
 
 SMALL = st.integers(1, 12)
 
@@ -104,3 +108,52 @@ def test_with_ample_memory_the_rule_is_the_plan(memory: int | None):
     machine = Hardware(1e4, 1e4, 1e6)
     plans = [schedule(works, memory=memory, updates="overlap", hardware=hardware) for hardware in (None, machine)]
     assert plans[0] == plans[1]
+
+
+def equal_chain(count: int, *, state: int, saved: int, value: int) -> Workload:
+    works = products(5000), products(10_000)
+    layer = BlockWork("layer", state, state, saved, 12, 24, True, *works, update_bytes=7 * state)
+    values = [ValueWork("ids", 8, 0, None, (0,), False, False, False)]
+    for index in range(count):
+        readers = () if index == count - 1 else (index + 1,)
+        values.append(ValueWork(f"v{index}", value, index + 1, index, readers, not readers, True, bool(readers)))
+    return Workload((layer,) * count, tuple(values), (8, *[value] * count))
+
+
+def test_a_choice_that_the_ladder_takes_gives_way_to_a_better_one():
+    """Where the peak depends on each choice, the ladder's beginning was 3 % slower than the best plan."""
+    works, machine = equal_chain(3, state=64, saved=352, value=32), Hardware(1e4, 1e4, 1e6, 0.0, 1e4)
+    kind = StepKind(updates="overlap", outputs="release", micro_batches=2)
+    best = fastest_of_all(works, kind, 817, machine)
+    assert best is not None
+    assert build(works, kind, memory=817, hardware=machine).simulate(machine).step_s <= best * (1 + 1e-9)
+
+
+@given(chains(2), st.integers(0, 100), MACHINES, STEPS)
+@draws(20)
+def test_a_plan_by_time_is_within_two_percent_of_the_best_of_all(
+    workload: Workload, part: int, machine: Hardware, step: dict[str, object]
+):
+    between = memories(workload, step)
+    memory = between[len(between) * part // 101]
+    found = planned(workload, memory, machine, step)
+    best = fastest_of_all(workload, found.kind, memory, machine)
+    assert best is not None
+    assert found.simulate(machine).step_s <= best * 1.02
+
+
+def test_a_search_stops_when_its_work_is_spent():
+    """Long tables are drafted a few times, however much a plan may be above its bound."""
+    works = equal_chain(40, state=64, saved=352, value=32)
+    machine, drafts = Hardware(1e4, 1e4, 1e6, 0.0, 1e4), 0
+
+    class Counting(Builder):
+        def draft(self, plan: Choices) -> Draft:
+            nonlocal drafts
+            drafts += 1
+            return super().draft(plan)
+
+    kind = StepKind(updates="overlap", outputs="release", micro_batches=8)
+    builder = Counting(works, kind)
+    choose_draft(builder, num_slots=None, keep=None, memory=20_000, activations="auto", hardware=machine)
+    assert drafts < 200

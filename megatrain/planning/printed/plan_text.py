@@ -62,9 +62,15 @@ def device_lines(table: Schedule) -> list[str]:
 
 
 def time_text(plan: PlannedStep) -> list[str]:
-    """The line about time, if there is a machine."""
-    if plan.simulation is None or plan.hardware is None:
+    """The lines about time and its bound, if there is a machine."""
+    found = plan.simulation
+    if found is None or plan.hardware is None:
         return []
-    tokens, step_s = plan.tokens_per_step, plan.simulation.step_s
+    tokens, step_s, bound = plan.tokens_per_step, found.step_s, plan.lower_bound
     rate = f"; {tokens / step_s:.0f} tokens/s" if tokens and step_s else ""
-    return [f"time: {plan.simulation}; predicted for {plan.hardware.name}{rate}"]
+    lines = [f"time: {found}; predicted for {plan.hardware.name}{rate}"]
+    if bound is not None:
+        lines.append(
+            f"bound: {bound.seconds * 1e3:.3f} ms, {bound.reason}; the step takes {bound.above(step_s):.1%} more"
+        )
+    return lines

@@ -28,7 +28,18 @@ def _time(plan: PlannedStep) -> str:
     tokens, step_s = plan.tokens_per_step, plan.simulation.step_s
     rate = f", {tokens / step_s:.0f} tokens/s" if tokens and step_s else ""
     machine = plan.hardware.name if plan.hardware is not None and plan.hardware.name else "this machine"
-    return f"On {machine} a step takes {format_s(step_s)}{rate}. {_bound(plan)}"
+    return f"On {machine} a step takes {format_s(step_s)}{rate}. {_bound(plan)}{_least(plan, step_s)}"
+
+
+def _least(plan: PlannedStep, step_s: float) -> str:
+    """How far a plan is from the bound of all."""
+    bound = plan.lower_bound
+    if bound is None:
+        return ""
+    memory = "" if plan.device_memory is None else f" in {format_bytes(plan.device_memory)}"
+    above = bound.above(step_s)
+    found = "this one takes as long" if f"{above:.1%}" == "0.0%" else f"this one takes {above:.1%} more"
+    return f" No plan of these blocks{memory} takes less than {format_s(bound.seconds)} ({bound.reason}): {found}."
 
 
 def _bound(plan: PlannedStep) -> str:

@@ -31,7 +31,8 @@ def choose_draft(
 ) -> Draft:
     """The draft with the shortest step found for `hardware`, of those that fit.
 
-    Without `hardware` nothing is simulated. Memory goes to activations, so that as few as can be are parked, and then,
+    With `hardware` the plans of ladders are compared, then those that differ from the best one by a choice.
+    Without it nothing is simulated. Memory goes to activations, so that as few as can be are parked, and then,
     step by step, to what saves time on the longer stream of a `usual` machine. Two slots come before one, and before
     that giants alone.
 
@@ -60,7 +61,9 @@ def choose_draft(
         return found
     frugal = Search(builder, memory, freedom, hardware).balanced(start)
     more = [start] if num_slots is not None else [start, *_of_slots(start)]
-    return Search(builder, memory, replace(freedom, parks=True), hardware).fastest((found, frugal), more)
+    search = Search(builder, memory, replace(freedom, parks=True), hardware)
+    fastest = search.fastest((found, frugal), more)
+    return search.improved(fastest, start, has_slots=num_slots is None) if kind.mode == "train" else fastest
 
 
 def _of_slots(start: Choices) -> list[Choices]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
-from megatrain.scheduler.books import Lifetime, item_lifetimes, live_bytes, moved_bytes, slab_bytes
+from megatrain.scheduler.books import item_lifetimes, live_bytes, moved_bytes, slab_bytes
+from megatrain.scheduler.builder.account import Account, Placed
 from megatrain.scheduler.builder.host_places import place_gradients
 from megatrain.scheduler.builder.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
 from megatrain.scheduler.builder.order import Part, Rows, assign_ticks
@@ -14,7 +16,7 @@ from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, plac
 from megatrain.scheduler.effects import Effects, kind_of
 from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.op import Op
-from megatrain.scheduler.parking import host_value_bytes, park_bytes, parked_values
+from megatrain.scheduler.parking import Parks, host_value_bytes, park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Position, Slot, Table, Tick
 from megatrain.scheduler.workload import Workload
@@ -59,7 +61,6 @@ class Draft:
         plan: What it follows.
         rows: The ticks of all streams but the host.
         host: Those of the host.
-        lives: Of all items.
         live: Live bytes per tick.
         device_bytes: As in `Schedule`.
     """
@@ -67,9 +68,12 @@ class Draft:
     plan: Choices
     rows: Rows
     host: HostTicks
-    lives: tuple[Lifetime, ...]
     live: tuple[int, ...]
     device_bytes: int
+
+    def ops(self) -> Iterator[Placed]:
+        """All ops but `W`: stream, tick, and letter, block, micro-batch and section."""
+        return _ops(self.rows, self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +101,18 @@ class Builder:
         self.stages = compute_stages(workload, kind)
         self._deferred = deferred_updates(workload, kind)
         self._sections = sections_of(workload, kind, sections)
+        self._account = Account(Effects(workload, kind, (), {}, (), self._deferred, self._sections))
         self._placed: dict[tuple[int, tuple[int, ...], tuple[int, ...], bool], _Weights] = {}
 
     def draft(self, plan: Choices) -> Draft:
         """Gives the ops ticks and counts the memory."""
         placed = self._place(plan)
-        effects = self._effects(plan)
+        parked = self._parked(plan)
         rows = assign_ticks(
             self.workload,
             self.stages,
             placed.stays,
-            effects.parked,
+            parked,
             num_slots=plan.num_slots,
             has_late_offloads=plan.has_late_offloads,
             written=written(self.workload, placed.head, self._sections),
@@ -115,20 +120,22 @@ class Builder:
         )
         host = place_host(self.workload, self.kind, rows.ticks, placed.head)
         # A `W` makes nothing that has a lifetime: its slot exists all the time.
-        ops = [(Position(tick, stream), (stream, *rest)) for stream, tick, rest in _ops(rows, host)]
-        lives = item_lifetimes(effects, [(position, effects.of(*key)) for position, key in ops])
-        arena = max((slot.offset + slot.nbytes for slot in placed.slots), default=0)
-        on_device = [life for life in lives if life.memory == "device"]
-        live = live_bytes(on_device, max(rows.num_ticks, host.num_ticks), arena)
-        busy = [live[position.tick] + effects.workspace(*key) for position, key in ops]
-        return Draft(plan, rows, host, lives, live, max([*live, *busy], default=0))
+        live, nbytes = self._account.of(
+            list(_ops(rows, host)),
+            plan.saves,
+            parked,
+            max(rows.num_ticks, host.num_ticks),
+            max((slot.offset + slot.nbytes for slot in placed.slots), default=0),
+            cache(partial(self.effects, plan)),
+        )
+        return Draft(plan, rows, host, live, nbytes)
 
     def finish(self, draft: Draft) -> Table:
         """Makes the rows, and the figures of the header."""
-        placed, effects = self._place(draft.plan), self._effects(draft.plan)
+        placed, effects = self._place(draft.plan), self.effects(draft.plan)
         ticks = _table(draft, placed, has_micro_batches=self.kind.micro_batches > 1)
         moves = [(Position(t, op.stream), effects.of(*op.key)) for t, row in enumerate(ticks) for op in row.values()]
-        landing = [life for life in draft.lives if life.memory == "landing"]
+        landing = item_lifetimes(effects, moves, "landing")
         places = place_gradients(life for life in landing if life.item.kind == "landed")
         # Where weights are used in place, gradients wait where they are made.
         places = () if self.kind.transfer == "bind" else places
@@ -173,12 +180,16 @@ class Builder:
             self._placed[chosen] = _Weights(head, stays, *place_slots(stays))
         return self._placed[chosen]
 
-    def _effects(self, plan: Choices) -> Effects:
-        parked = parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves)
+    def effects(self, plan: Choices) -> Effects:
+        """What each op of a plan does."""
+        parked = self._parked(plan)
         return Effects(self.workload, self.kind, plan.saves, parked, plan.persistent, self._deferred, self._sections)
 
+    def _parked(self, plan: Choices) -> Parks:
+        return parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves)
 
-def _ops(rows: Rows, host: HostTicks) -> Iterator[tuple[Stream, int, tuple[str, int, int, int | None]]]:
+
+def _ops(rows: Rows, host: HostTicks) -> Iterator[Placed]:
     """All ops but `W`: stream, tick, and letter, block, micro-batch and section."""
     for stream, what, ticks in (
         (Stream.H2D, "A", rows.ticks.restore),

@@ -10,6 +10,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.builder.stays import by_benefit
 from megatrain.scheduler.parking import keep_all, parked_values
+from megatrain.scheduler.timing.costs import OpSeconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +139,11 @@ class _Seconds:
 
     def __init__(self, builder: Builder, machine: Hardware) -> None:
         self._workload, self._kind, self._machine = builder.workload, builder.kind, machine
+        self._seconds = OpSeconds(machine).of_kernels
 
     def compute(self, saves: Collection[int]) -> float:
         """Of all forwards and backwards."""
-        forward = sum(self._machine.seconds(block.forward) for block in self._workload.blocks)
+        forward = sum(self._seconds(block.forward) for block in self._workload.blocks)
         backward = sum(self._backward(block, is_saved=block in saves) for block in self._workload.backward_blocks())
         return forward * self._kind.micro_batches + backward
 
@@ -173,4 +175,4 @@ class _Seconds:
 
     def _backward(self, block: int, *, is_saved: bool) -> float:
         whole = self._workload.blocks[block].whole_backward
-        return sum(self._machine.seconds(whole(is_saved, number)) for number in range(self._kind.micro_batches))
+        return sum(self._seconds(whole(is_saved, number)) for number in range(self._kind.micro_batches))

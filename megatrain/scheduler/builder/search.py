@@ -7,8 +7,10 @@ from dataclasses import replace
 from math import inf
 
 from megatrain.hardware.hardware import Hardware
+from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft, with_late_offloads
 from megatrain.scheduler.builder.family import Family, Freedom, MemoryUse
+from megatrain.scheduler.builder.neighbours import Neighbours
 from megatrain.scheduler.parking import keep_all, parked_values
 from megatrain.scheduler.timing.simulate import simulate
 
@@ -16,6 +18,10 @@ from megatrain.scheduler.timing.simulate import simulate
 _WEIGHTS = (0.0, 0.7, 1.4, inf)
 # A step that is longer than its bound by less than this part isn't worth a search.
 _NEAR = 0.002
+# Plans that a search from plan to plan drafts have so many ops together: hundreds of small plans, a few of long ones.
+_MOST_OPS = 40_000
+# Less than this part isn't a gain.
+_GAIN = 1e-9
 
 
 class Search:
@@ -72,6 +78,33 @@ class Search:
                 best = min(best, found, key=lambda draft: self._time(draft.plan))
         tried = () if nearest is None else (self._climbed(nearest, weight) for weight in _WEIGHTS)
         return min([best, *tried], key=lambda draft: self._time(draft.plan))
+
+    def improved(self, best: Draft, start: Choices, *, has_slots: bool) -> Draft:
+        """A plan that no neighbour is faster than, found from `best`; or the best one when the work is spent.
+
+        Args:
+            best: A plan that fits.
+            start: The most frugal plan.
+            has_slots: Whether the number of slots is open.
+        """
+        neighbours = Neighbours(self._builder, self._freedom, start, has_slots=has_slots)
+        bound = step_bound(self._builder.effects(best.plan), self._memory, self._machine).seconds
+        left = _MOST_OPS // max(1, sum(1 for _ in best.ops()))
+        plan, seen = best.plan, {best.plan}
+        while left > 0 and self._time(plan) > bound * (1 + _NEAR):
+            for other in neighbours.of(plan):
+                if other in seen:
+                    continue
+                seen.add(other)
+                left -= 1
+                if self.fits(other) and self._time(other) < self._time(plan) * (1 - _GAIN):
+                    plan = other
+                    break
+                if left <= 0:
+                    break
+            else:
+                break
+        return self.draft(self._stating_all_kept(plan))
 
     def _family(self, start: Choices) -> Family:
         return Family.of(self._builder, start, self._freedom, self._machine)

@@ -83,6 +83,11 @@ def diff(schedule: Table, other: Table) -> str:
     return "\n".join([*lines, *ops])
 
 
+def figure_lines(schedule: Table, other: Table) -> list[str]:
+    """What differs as a whole: how many graphs, parks, slots and ticks, and figures before and after."""
+    return [*([", ".join(counts)] if (counts := [*_counts(schedule, other)]) else []), *_figures(schedule, other)]
+
+
 def _counts(schedule: Table, other: Table) -> Iterator[str]:
     """How much more or fewer of what changes with a budget: `3 graphs more kept`."""
     for noun, what, before, after in (

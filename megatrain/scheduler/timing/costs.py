@@ -11,8 +11,9 @@ from typing import NamedTuple
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import Works
+from megatrain.scheduler.books import Books
 from megatrain.scheduler.effects import KINDS, kind_of, streams
-from megatrain.scheduler.items import Stream
+from megatrain.scheduler.items import Effect, Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.table import Position, Table, section_of
 
@@ -183,28 +184,44 @@ def op_durations(schedule: Table, costs: Costs) -> dict[Position, float]:
     Raises:
         ScheduleError: If a measurement lacks an op, or the schedule doesn't know its workload.
     """
+    return costs.durations(schedule) if isinstance(costs, Measured) else books_durations(Books(schedule), costs)
+
+
+def books_durations(books: Books, costs: Costs) -> dict[Position, float]:
+    """The same as `op_durations`, of what is known of a table."""
     if isinstance(costs, Measured):
-        return costs.durations(schedule)
-    return _hardware_durations(schedule, costs)
+        return costs.durations(books.table)
+    seconds = OpSeconds(costs)
+    return {position: seconds.of(position.stream, effect) for position, effect in books.ops}
 
 
-def _hardware_durations(schedule: Table, hardware: Hardware) -> dict[Position, float]:
-    effects = schedule.effects()
-    rates = {
-        Stream.H2D: hardware.h2d_bytes_per_s,
-        Stream.D2H: hardware.d2h_bytes_per_s,
-        Stream.HOST: hardware.host_bytes_per_s,
-        **hardware.further_rates,
-    }
-    known: dict[Works, float] = {}
-    found: dict[Position, float] = {}
-    for position, op in schedule.positions():
-        effect = effects.of(*op.key)
-        if effect.work not in known:
-            known[effect.work] = hardware.seconds(effect.work)
-        computes = bool(effect.work) or position.stream == Stream.COMPUTE
-        seconds = known[effect.work] if computes else hardware.launch_s
-        if position.stream == Stream.HOST:
-            seconds += hardware.op_s
-        found[position] = seconds + effect.moves / rates.get(position.stream, inf)
-    return found
+class OpSeconds:
+    """Seconds of ops on a machine if nothing else slows them down; equal kernels are timed once.
+
+    Args:
+        hardware: The machine.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._rates: dict[str, float] = {
+            Stream.H2D: hardware.h2d_bytes_per_s,
+            Stream.D2H: hardware.d2h_bytes_per_s,
+            Stream.HOST: hardware.host_bytes_per_s,
+            **hardware.further_rates,
+        }
+        self._known: dict[Works, float] = {}
+
+    def of(self, stream: str, effect: Effect) -> float:
+        """Seconds of an op: as long as its kernels, or as the bytes that it moves, or reads and writes on the host."""
+        computes = bool(effect.work) or stream == Stream.COMPUTE
+        seconds = self.of_kernels(effect.work) if computes else self._hardware.launch_s
+        if stream == Stream.HOST:
+            seconds += self._hardware.op_s
+        return seconds + effect.moves / self._rates.get(stream, inf)
+
+    def of_kernels(self, works: Works) -> float:
+        """Seconds of an op of compute with these kernels."""
+        if works not in self._known:
+            self._known[works] = self._hardware.seconds(works)
+        return self._known[works]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from megatrain.hardware.hardware import Hardware
@@ -55,7 +55,7 @@ def speed(hardware: Hardware, stream: str, busy: Collection[str]) -> float:
 
 
 def shared_timeline(
-    durations: Mapping[Position, float], waits: Mapping[Position, Sequence[Position]], hardware: Hardware
+    durations: Mapping[Position, float], waits: Mapping[Position, Collection[Position]], hardware: Hardware
 ) -> tuple[Timing, ...]:
     """Runs every op as soon as its stream is free and its dependencies are done, as fast as the others let it.
 
@@ -97,6 +97,11 @@ def link_bound(h2d_s: float, d2h_s: float, hardware: Hardware) -> float:
 
     Each second with both under way does as much as the sum of the shares does alone.
     """
+    return max(to_device * h2d_s + to_host * d2h_s for to_device, to_host in link_limits(hardware))
+
+
+def link_limits(hardware: Hardware) -> tuple[tuple[float, float], ...]:
+    """What a second of copies to the device, and one to the host, count of the link's time: the larger sum holds."""
     shares = hardware.h2d_beside, hardware.d2h_beside
-    both_s = min(h2d_s / shares[0], d2h_s / shares[1])
-    return h2d_s + d2h_s - max(0.0, sum(shares) - 1) * both_s
+    gain = max(0.0, sum(shares) - 1)
+    return (1 - gain / shares[0], 1.0), (1.0, 1 - gain / shares[1])

@@ -9,11 +9,12 @@ import networkx as nx
 
 from megatrain.checks import checked
 from megatrain.hardware.hardware import Hardware
-from megatrain.scheduler.dependency import dependency_graph, derive_waits
+from megatrain.scheduler.books import Books
+from megatrain.scheduler.dependency import all_waits, dependency_graph
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position, Table
-from megatrain.scheduler.timing.costs import Costs, op_durations
+from megatrain.scheduler.timing.costs import Costs, books_durations, op_durations
 from megatrain.scheduler.timing.shared import Timing, link_bound, shared_timeline
 
 
@@ -60,7 +61,8 @@ def simulate(schedule: Table, costs: Costs) -> Simulation:
 
 
 def _timeline(schedule: Table, costs: Costs) -> tuple[Timing, ...]:
-    durations, waits = op_durations(schedule, costs), derive_waits(schedule)
+    books = Books(schedule)
+    durations, waits = books_durations(books, costs), all_waits(books)
     if isinstance(costs, Hardware) and costs.is_shared:
         return shared_timeline(durations, waits, costs)
     free = dict.fromkeys(streams(), 0.0)

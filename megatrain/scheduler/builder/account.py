@@ -1,0 +1,156 @@
+"""Account: the device bytes of drafts of one workload; what drafts have in common is worked out once."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from megatrain.scheduler.books import union
+from megatrain.scheduler.effects import Effects
+from megatrain.scheduler.items import ITEMS, Item, Stream
+from megatrain.scheduler.parking import Parks
+
+Placed = tuple[Stream, int, tuple[str, int, int, int | None]]
+"""An op in a draft: stream, tick, and letter, block, micro-batch and section."""
+
+
+class _Effect(NamedTuple):
+    """What an op does to the device's memory; items are indices.
+
+    Attributes:
+        takes: Items whose memory is taken with it, or with the op of compute before it.
+        reads: Items that it needs.
+        workspace: Bytes that it takes while it runs.
+    """
+
+    takes: tuple[int, ...]
+    reads: tuple[int, ...]
+    workspace: int
+
+
+class Account:
+    """Counts the device bytes of drafts, as `live_bytes` counts those of `item_lifetimes`.
+
+    The effect of an op depends on few choices of a plan: whether its block's graph is retained, and which values that
+    it touches are parked. So each effect is made once for each of these.
+
+    Args:
+        effects: Makes the effects of a plan; of those asked for.
+    """
+
+    def __init__(self, effects: Effects) -> None:
+        self._touched = [
+            tuple(dict.fromkeys((*inputs, *outputs)))
+            for inputs, outputs in zip(effects.inputs, effects.outputs, strict=True)
+        ]
+        self._known: dict[Hashable, _Effect] = {}
+        self._items: dict[Item, int] = {}
+        self._nbytes: list[int] = []
+        self._outlives: list[bool] = []
+        self._shared: list[tuple[int, int, int] | None] = []
+        self._standing = self._numbers(effects, effects.standing())
+
+    def of(
+        self,
+        ops: Collection[Placed],
+        saves: Collection[int],
+        parked: Parks,
+        num_ticks: int,
+        arena: int,
+        effects: Callable[[], Effects],
+    ) -> tuple[tuple[int, ...], int]:
+        """Live bytes of each tick, and the most of a tick with its op's workspace.
+
+        Args:
+            ops: All but `W`.
+            saves: As in `Effects`.
+            parked: As in `Effects`.
+            num_ticks: Rows of the table.
+            arena: Bytes of the slots.
+            effects: Makes those of the plan, if some are new.
+        """
+        away = {value for values in parked.values() for value in values}
+        retained = frozenset(saves)
+        variants = [
+            (block in retained, *map(away.__contains__, touched)) for block, touched in enumerate(self._touched)
+        ]
+        computes = sorted(tick for stream, tick, _ in ops if stream == Stream.COMPUTE)
+        starts, ends = dict.fromkeys(self._standing, 0), dict[int, int]()
+        busy: list[tuple[int, int]] = []
+        for stream, tick, key in ops:
+            effect = self._effect(stream, key, variants, parked, effects)
+            begin = tick if stream == Stream.COMPUTE else _taken_by(computes, tick)
+            for item in effect.takes:
+                if begin < starts.get(item, num_ticks):
+                    starts[item] = begin
+            for item in effect.reads:
+                if tick > ends.get(item, -1):
+                    ends[item] = tick
+            if effect.workspace:
+                busy.append((tick, effect.workspace))
+        live = self._live(starts, ends, num_ticks, arena)
+        return live, max([*live, *(live[tick] + nbytes for tick, nbytes in busy)], default=0)
+
+    def _effect(
+        self,
+        stream: Stream,
+        key: tuple[str, int, int, int | None],
+        variants: Sequence[Hashable],
+        parked: Parks,
+        effects: Callable[[], Effects],
+    ) -> _Effect:
+        what, block, _, _ = key
+        variant: Hashable = None
+        if stream == Stream.COMPUTE:
+            variant = variants[block]
+        elif what == "A":
+            variant = stream, *parked[block]
+        found = self._known.get((key, variant))
+        if found is None:
+            step = effects()
+            effect = step.of(stream, *key)
+            takes, reads = (self._numbers(step, items) for items in ((*effect.makes, *effect.adds), effect.reads))
+            found = self._known[key, variant] = _Effect(takes, reads, step.workspace(stream, *key))
+        return found
+
+    def _numbers(self, effects: Effects, items: Iterable[Item]) -> tuple[int, ...]:
+        """The numbers of the items that take memory of the device."""
+        found = [item for item in items if ITEMS[item.kind].memory == "device"]
+        for item in found:
+            if item not in self._items:
+                self._items[item] = len(self._items)
+                storage, nbytes = effects.shared_storage(item), effects.nbytes(item)
+                self._nbytes.append(nbytes)
+                self._outlives.append(effects.outlives(item))
+                self._shared.append(None if storage is None else (storage, item.micro_batch, nbytes))
+        return tuple(self._items[item] for item in found)
+
+    def _live(self, starts: dict[int, int], ends: dict[int, int], num_ticks: int, arena: int) -> tuple[int, ...]:
+        change = [0] * (num_ticks + 1)
+        change[0] = arena
+        shared: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        standing = frozenset(self._standing)
+        for item in {**starts, **ends}:
+            start = starts.get(item, 0)
+            # What nobody reads dies with the op that makes it.
+            unread = num_ticks - 1 if item in standing else start
+            end = num_ticks - 1 if self._outlives[item] else ends.get(item, unread)
+            storage = self._shared[item]
+            if storage is not None:
+                shared.setdefault(storage, []).append((start, end))
+            else:
+                change[start] += self._nbytes[item]
+                change[end + 1] -= self._nbytes[item]
+        for (_, _, nbytes), spans in shared.items():
+            for start, end in union(spans):
+                change[start] += nbytes
+                change[end + 1] -= nbytes
+        return tuple(accumulate(change[:num_ticks]))
+
+
+def _taken_by(computes: Sequence[int], tick: int) -> int:
+    """The tick of the op of compute with which memory is taken that a transfer fills; 0 is the start of the step."""
+    earlier = bisect_left(computes, tick)
+    return computes[earlier - 1] if earlier else 0

@@ -1,0 +1,231 @@
+"""step_bound(): seconds that a step takes under any choices for one budget of device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import NamedTuple
+
+from megatrain.hardware.hardware import Hardware
+from megatrain.scheduler.builder.bound_memory import Tradeoff, bytes_at_turn, least_seconds
+from megatrain.scheduler.effects import Effects
+from megatrain.scheduler.items import NO_BLOCK, Stream
+from megatrain.scheduler.parking import turn_block
+from megatrain.scheduler.timing.costs import OpSeconds
+from megatrain.scheduler.timing.shared import link_limits
+
+
+class StepBound(NamedTuple):
+    """Seconds that no plan of a step is faster than.
+
+    Attributes:
+        seconds: The bound.
+        reason: What takes so long, in words.
+    """
+
+    seconds: float
+    reason: str
+
+    def above(self, step_s: float) -> float:
+        """By which part a step is longer than the bound."""
+        return max(0.0, step_s / self.seconds - 1) if self.seconds > 0 else 0.0
+
+
+def step_bound(step: Effects, memory: int | None, machine: Hardware) -> StepBound:
+    """A lower bound of the seconds of a step: with any slots, retained graphs, parked activations, weights that stay.
+
+    All choices that fit the memory have a moment in common: the first backward of the block where the step turns. Then
+    all retained graphs, activations that aren't parked, and weights that stay are on the device together. Each second
+    that they save has its bytes there. So the bound solves a linear program: the least time of the longer stream, if
+    parts of blocks could be retained or stay. Further bounds are chains of ops that every plan has.
+
+    Args:
+        step: Its effects. What is retained, parked and persistent there doesn't count.
+        memory: Bytes of the device; None is any number.
+        machine: Whose rates count.
+    """
+    parts = _Parts(step, machine)
+    assert step.kind.mode == "train", "other steps have no turn"
+    if memory is None or turn_block(step.workload) is None:
+        left = inf
+    else:
+        left = float(max(0, memory - bytes_at_turn(step)))
+    graphs, stays = tuple(parts.graphs()), tuple(parts.stays())
+    found = [StepBound(*chain) for chain in parts.chains()]
+    compute = [Tradeoff(s, "compute", ((each.compute, each.nbytes) for each in graphs)) for s in parts.compute_limits()]
+    copies = [
+        Tradeoff(
+            start + to_device * parts.h2d_s(stays) + to_host * parts.d2h_s(stays),
+            reason,
+            ((to_device * each.h2d + to_host * each.d2h, each.nbytes) for each in stays),
+        )
+        for start, to_device, to_host, reason in parts.copy_limits()
+    ]
+    found.append(StepBound(*least_seconds(compute, copies, left)))
+    return max(found, key=lambda bound: bound.seconds)
+
+
+class _Use(NamedTuple):
+    """Device bytes at the turn, and the seconds of each stream that they save."""
+
+    nbytes: int
+    compute: float = 0.0
+    h2d: float = 0.0
+    d2h: float = 0.0
+
+
+class _Parts:
+    """Seconds of the parts of a step."""
+
+    def __init__(self, step: Effects, machine: Hardware) -> None:
+        self._step, self._machine = step, machine
+        self._workload, self._kind = step.workload, step.kind
+        self._seconds = OpSeconds(machine)
+        everything = range(len(step.workload.blocks))
+        self._saved = Effects(step.workload, step.kind, everything, {}, everything, step.deferred, step.sections)
+        self._turn, self._backward = turn_block(step.workload), step.workload.backward_blocks()
+        self._numbers = range(step.kind.micro_batches)
+        self._gradients = [b for b in step.workload.gradient_blocks() if b in self._backward]
+
+    def _op(self, stream: str, what: str, block: int, number: int = 0) -> float:
+        return self._seconds.of(stream, self._saved.of(stream, what, block, number))
+
+    def _weights(self, block: int) -> tuple[float, float]:
+        """Seconds of a copy of all its weights, and of what isn't frozen."""
+        if self._workload.blocks[block].state_bytes == 0:
+            return 0.0, 0.0
+        least = self._saved.of(Stream.H2D, "W", block)
+        whole = replace(least, moves=self._step.copied(self._workload.blocks[block].state_bytes))
+        return self._seconds.of(Stream.H2D, whole), self._seconds.of(Stream.H2D, least)
+
+    def _forward(self, block: int) -> float:
+        return len(self._numbers) * self._op(Stream.COMPUTE, "F", block)
+
+    def _backward_s(self, block: int, *, is_saved: bool = True) -> float:
+        whole = partial(self._workload.blocks[block].whole_backward, is_saved)
+        return sum(self._seconds.of_kernels(whole(number)) for number in self._numbers)
+
+    def _least_compute(self) -> float:
+        forward = sum(map(self._forward, range(len(self._workload.blocks))))
+        return forward + sum(map(self._backward_s, self._backward))
+
+    def graphs(self) -> Iterator[_Use]:
+        """Retained graphs: seconds of compute that they save. That of the turn's block is mostly free."""
+        for block in self._backward:
+            nbytes = self._workload.blocks[block].saved_bytes
+            count = len(self._numbers) - (block == self._turn)
+            is_free = block == self._turn and block == len(self._workload.blocks) - 1
+            saves = self._backward_s(block, is_saved=False) - self._backward_s(block)
+            yield _Use(0 if is_free else count * nbytes, compute=saves)
+
+    def stays(self) -> Iterator[_Use]:
+        """What stays on the device: seconds of copies that this saves, compared with all that may cross."""
+        for block, work in enumerate(self._workload.blocks):
+            whole, least = self._weights(block)
+            is_read_again = block in self._backward and block != self._turn
+            nbytes = 0 if block == self._turn else self._step.copied(work.state_bytes)
+            if is_read_again or work.frozen_bytes:
+                yield _Use(nbytes, h2d=whole * (1 + is_read_again) - (least if work.frozen_bytes else whole))
+        for index, value in enumerate(self._workload.values):
+            readers = [b for b in self._workload.backward_readers(index) if b in self._backward]
+            if not value.is_parkable or not readers or self._kind.transfer == "bind":
+                continue
+            nbytes = len(self._numbers) * value.nbytes
+            rates = self._machine.h2d_bytes_per_s, self._machine.d2h_bytes_per_s
+            at_turn = 0 if readers[-1] == self._turn else nbytes
+            yield _Use(at_turn, h2d=nbytes / rates[0], d2h=nbytes / rates[1])
+
+    def h2d_s(self, stays: Iterable[_Use] = ()) -> float:
+        """Seconds of copies to the device: the least, and what the given uses of memory would save."""
+        least = sum(self._weights(block)[1] for block in range(len(self._workload.blocks)))
+        return least + sum(each.h2d for each in stays)
+
+    def d2h_s(self, stays: Iterable[_Use] = ()) -> float:
+        """Seconds of copies to the host: likewise."""
+        return sum(self._op(Stream.D2H, "G", b) for b in self._gradients) + sum(each.d2h for each in stays)
+
+    def _updates(self, *, deferred: bool) -> list[int]:
+        updates = self._workload.update_blocks() if self._kind.updates != "none" else ()
+        return [block for block in updates if (block in self._step.deferred) == deferred]
+
+    def _update_s(self, blocks: Iterable[int]) -> float:
+        return sum(self._op(Stream.HOST, "U", block) for block in blocks)
+
+    def _squares_s(self) -> float:
+        squares = self._gradients if self._kind.clip else ()
+        has_norm = self._kind.clip or self._kind.reports_norm
+        return sum(self._op(Stream.HOST, "S", b) for b in squares) + has_norm * self._op(Stream.HOST, "N", NO_BLOCK)
+
+    def host_s(self) -> float:
+        """Seconds of all ops of the host."""
+        return self._update_s([*self._updates(deferred=True), *self._updates(deferred=False)]) + self._squares_s()
+
+    def head_s(self) -> float:
+        """Seconds before the first forward: the updates that its block waits for, and the copy of its weights."""
+        owners = [owner for owner in self._step.owners[0] if owner in self._step.deferred]
+        is_divided = self._step.sections is not None and self._step.sections.block in (0, *owners)
+        return self._update_s(owners) + (0.0 if is_divided else self._weights(0)[1])
+
+    def tail_s(self) -> float:
+        """Seconds after the last backward: its gradients leave, and what waits for them."""
+        last = self._backward[0] if self._backward else None
+        later = self._updates(deferred=False)
+        if last is None or last not in self._gradients:
+            return 0.0
+        if not self._kind.clip and self._kind.updates != "serial":
+            later = [owner for owner in later if last in self._workload.update_group(owner)]
+        own = self._op(Stream.D2H, "G", last) + self._update_s(later)
+        if self._kind.clip:
+            own += self._op(Stream.HOST, "S", last)
+        waits_for_norm = self._kind.clip or (self._kind.reports_norm and later)
+        return own + (self._op(Stream.HOST, "N", NO_BLOCK) if waits_for_norm else 0.0)
+
+    def compute_limits(self) -> Iterator[float]:
+        """Seconds of compute if nothing is retained: after what must come before, or slowed down by other streams."""
+        most = self._least_compute() + sum(each.compute for each in self.graphs())
+        yield self.head_s() + most + self.tail_s()
+        others = max(self.host_s(), *(a * self.h2d_s() + b * self.d2h_s() for a, b in link_limits(self._machine)))
+        yield most + (1 - self._machine.compute_beside) * others
+
+    def copy_limits(self) -> Iterator[tuple[float, float, float, str]]:
+        """Limits of copies: seconds besides them, what a second of each direction counts, and what is bound."""
+        last = self._backward[0] if self._backward else None
+        end = 0.0 if last is None else self._op(Stream.COMPUTE, "B", last, self._numbers[-1]) + self.tail_s()
+        host, compute = self.host_s(), self._least_compute()
+        yield end, 1.0, 0.0, "copies to the device"
+        yield 0.0, 0.0, 1.0, "copies to the host"
+        for a, b in link_limits(self._machine):
+            yield 0.0, a, b, "copies both ways"
+            for seconds, beside, name in (
+                (host, self._machine.host_beside, "updates on the host, slowed down by copies"),
+                (compute, self._machine.compute_beside, "compute, slowed down by copies"),
+            ):
+                yield seconds, a * (1 - beside), b * (1 - beside), name
+
+    def chains(self) -> Iterator[tuple[float, str]]:
+        """Chains of ops that all plans have, and what each is called."""
+        name = "updates on the host"
+        yield self.host_s(), name
+        yield self._least_compute() + (1 - self._machine.compute_beside) * self.host_s(), "compute, beside updates"
+        deferred, later = self._updates(deferred=True), self._updates(deferred=False)
+        backward = sum(map(self._backward_s, self._backward))
+        if deferred:
+            divided = -1 if self._step.sections is None else self._step.sections.block
+            copy = min(0.0 if block == divided else self._weights(block)[1] for block in deferred)
+            yield self._update_s(deferred) + copy + backward + self.tail_s(), f"{name}, then the backward"
+        if not self._gradients:
+            return
+        before = self._before_gradients()
+        leaving = [self._op(Stream.D2H, "G", block) for block in self._gradients]
+        last = self._update_s(later) if self._kind.updates == "serial" else 0.0
+        yield before + sum(leaving) + last, "the forward, then gradients to the host"
+        waits = self._update_s(later) + self._squares_s()
+        yield before + min(leaving) + waits, f"the forward, then {name}"
+
+    def _before_gradients(self) -> float:
+        """Seconds before the first gradients leave: the forward, and the backwards down to their block."""
+        order: Sequence[int] = [block for block in reversed(self._backward) if block >= self._gradients[-1]]
+        forward = sum(map(self._forward, range(len(self._workload.blocks))))
+        return self.head_s() + forward + sum(map(self._backward_s, order))

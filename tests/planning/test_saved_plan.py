@@ -1,0 +1,102 @@
+"""Saved plans: written, read back equal, and compared in words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import megatrain
+from megatrain import SavedPlan
+from megatrain.errors import OptionError, ScheduleError
+from tests.planning.steps import Words, planned
+
+
+def test_a_saved_plan_is_read_back_equal():
+    for options in ({}, {"hardware": None, "device_memory": None}, {"max_grad_norm": None, "micro_batches": 1}):
+        saved = planned(**options).saved()
+        read = SavedPlan.from_json(saved.to_json())
+        assert read == saved
+        assert read.schedule.workload == saved.schedule.workload
+        assert saved.diff(read) == "the plans are equal"
+        assert read.to_json() == saved.to_json()
+
+
+def test_a_saved_plan_says_what_was_asked_and_how_long_a_step_takes():
+    plan = planned()
+    assert plan.simulation is not None
+    assert str(plan.saved()).startswith(
+        "saved plan: model Words, precision fp32, budget 600.00 KiB, machine rtx-4090, predicted "
+    )
+    assert plan.saved().step_s == plan.simulation.step_s
+
+
+def test_a_difference_is_said_in_figures_before_and_after():
+    plan, other = planned(), planned(device_memory="520KiB", hardware=None)
+    lines = plan.diff(other).splitlines()
+    assert lines[:3] == ["the other plan:", "  budget: 600.00 KiB -> 520.00 KiB", "  machine: rtx-4090 -> none"]
+    sizes = f"device {plan.schedule.device_bytes} -> {other.schedule.device_bytes}"
+    assert any(line.startswith(f"  bytes: {sizes}") for line in lines)
+    assert not any("the model or its shapes" in line for line in lines)
+    assert plan.diff(other.saved()) == plan.diff(other) == plan.saved().diff(other.saved())
+    assert plan.diff(planned()) == "the plans are equal"
+
+
+def test_another_model_or_shape_is_named():
+    plan = planned()
+    fewer = Words()
+    fewer.layers = fewer.layers[:2]
+    assert "  the model or its shapes: blocks: 5 -> 4" in plan.diff(planned(fewer)).splitlines()
+    shorter = plan.diff(planned(ids=torch.zeros(4, 6, dtype=torch.long)))
+    assert "  the model or its shapes: value 0 (ids): nbytes 256 -> 192" in shorter.splitlines()
+    assert "FLOPs" in shorter
+
+
+def test_a_step_that_does_not_fit_has_no_choices_to_save():
+    too_small = planned(device_memory="64KiB")
+    for call in (too_small.saved, lambda: too_small.diff(planned()), lambda: planned().diff(too_small)):
+        with pytest.raises(ScheduleError, match="is too small"):
+            call()
+
+
+def _changed(**changes: Any) -> str:
+    return json.dumps({**json.loads(planned().saved().to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ("{}", "KeyError"),
+        ('{"format": 2}', "format 2 of a plan is unknown"),
+        (_changed(schedule={}), "KeyError"),
+        (_changed(precision="int3"), "precision"),
+        (_changed(device_memory="lots"), "device_memory"),
+        (_changed(device_memory=True), "device_memory"),
+        (_changed(step_s=-1.0), "step_s"),
+        (_changed(model=3), "model"),
+        (_changed(hardware=None), "hardware"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, said: str):
+    with pytest.raises(ScheduleError, match=said):
+        SavedPlan.from_json(text)
+
+
+def test_a_plan_whose_schedule_is_not_safe_is_refused():
+    data = json.loads(planned().saved().to_json())
+    data["schedule"]["device_bytes"] -= 1
+    with pytest.raises(ScheduleError):
+        SavedPlan.from_json(json.dumps(data))
+
+
+def test_a_plan_knows_its_workload():
+    saved = planned().saved()
+    with pytest.raises(ScheduleError, match="doesn't know its workload"):
+        replace(saved, schedule=megatrain.Schedule.parse(str(saved.schedule)))
+    with pytest.raises(OptionError, match="precision"):
+        replace(saved, precision="fp8")

@@ -1,0 +1,42 @@
+"""Every plan of a small workload: the judge of bounds and of searches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, combinations, product
+
+from megatrain.hardware.hardware import Hardware
+from megatrain.scheduler.builder.draft import Builder, Choices
+from megatrain.scheduler.builder.stays import alternates, giants
+from megatrain.scheduler.parking import keep_all
+from megatrain.scheduler.step_kind import StepKind
+from megatrain.scheduler.timing.simulate import simulate
+from megatrain.scheduler.workload import Workload
+
+
+def fastest_of_all(workload: Workload, kind: StepKind, memory: int | None, machine: Hardware) -> float | None:
+    """Seconds of the shortest step of all choices that fit; None if none does."""
+    builder = Builder(workload, kind)
+    drafts = (builder.draft(plan) for plan in every_plan(workload, kind))
+    fitting = (draft for draft in drafts if memory is None or draft.device_bytes <= memory)
+    return min((simulate(builder.finish(draft), machine).step_s for draft in fitting), default=None)
+
+
+def every_plan(workload: Workload, kind: StepKind) -> Iterator[Choices]:
+    """All choices: slots, parked values, retained graphs, weights that stay, late offloads, giants alone."""
+    backward = workload.backward_blocks()
+    blocks = [b for b, work in enumerate(workload.blocks) if work.state_bytes > 0]
+    frozen = [b for b in blocks if workload.blocks[b].is_mostly_frozen]
+    has_giants = bool(giants(workload))
+    least = backward[-1:] if kind.micro_batches == 1 or alternates(workload, kind) else ()
+    for slots, keep, saves in product((1, 2, 3), range(keep_all(workload) + 1), _subsets(backward)):
+        if not set(least) <= set(saves):
+            continue
+        for persistent in _subsets(frozen):
+            for resident in _subsets([b for b in blocks if b in backward and b not in persistent]):
+                for late, alone in product((False, True)[: kind.micro_batches], (False, True)[: 1 + has_giants]):
+                    yield Choices(slots, keep, saves, resident, persistent, alone, late)
+
+
+def _subsets(numbers: tuple[int, ...] | list[int]) -> Iterator[tuple[int, ...]]:
+    return chain.from_iterable(combinations(numbers, count) for count in range(len(numbers) + 1))
