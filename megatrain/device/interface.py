@@ -202,6 +202,9 @@ class Device:
         """Tells whether an error says that the device had too little memory."""
         return isinstance(error, torch.OutOfMemoryError)
 
+    num_emptied = 0
+    """How often `empty_cache` was called."""
+
     def empty_cache(self) -> None:
         """Gives memory that nothing uses, but that torch's allocator keeps for later, back to the device."""
 
