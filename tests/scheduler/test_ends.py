@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatrain.hardware.hardware import Hardware
@@ -69,3 +71,18 @@ def test_serial_updates_all_come_after_compute():
 def test_the_ends_of_a_forward_are_its_first_weights():
     plan = build(with_embedding(), StepKind(mode="forward"))
     assert ends_s(plan) == pytest.approx(seconds(plan, "W"))
+
+
+@pytest.mark.parametrize(
+    ("updates", "clip", "sections"),
+    [("spread", False, 4), ("overlap", False, 1), ("deferred", True, 4), ("serial", False, 1)],
+)
+def test_a_step_that_compute_holds_up_takes_no_longer_than_its_chain(updates: str, clip: bool, sections: int):
+    """A model of 28 layers between an embedding and a head of five each, whose ends are a twentieth of the step."""
+    workload = with_updates(chain([400 * LAYER, *[80 * LAYER] * 28, 400 * LAYER]))
+    kind = StepKind(updates=updates, clip=clip, micro_batches=8, outputs="release")
+    plan = build(workload, kind, sections=sections, memory=1 << 31)
+    machine = replace(MACHINE, flops_per_s=2e8)
+    bounds, taken = plan.lower_bounds(machine), plan.simulate(machine).step_s
+    assert bounds["ends"] > 1.03 * bounds["compute"]
+    assert taken == pytest.approx(bounds["ends"], rel=1e-3)
