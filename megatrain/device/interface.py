@@ -90,6 +90,7 @@ class Device:
         repeats_itself: Two eager runs of the same step, with the same random numbers, have the same bits.
         launching_threads: Threads that launch work and transfers at the same time as the host updates parameters.
             Updates leave each a processor.
+        num_emptied: How often `empty_cache` was called.
     """
 
     can_bind: bool = False
@@ -97,6 +98,7 @@ class Device:
     lock_bytes: int = 1 << 62
     repeats_itself: bool = True
     launching_threads: int = 1
+    num_emptied: int = 0
 
     def __init__(self, torch_device: torch.device, kind: str | None = None) -> None:
         self.torch_device = torch_device
@@ -201,9 +203,6 @@ class Device:
     def ran_out(self, error: BaseException) -> bool:
         """Tells whether an error says that the device had too little memory."""
         return isinstance(error, torch.OutOfMemoryError)
-
-    num_emptied = 0
-    """How often `empty_cache` was called."""
 
     def empty_cache(self) -> None:
         """Gives memory that nothing uses, but that torch's allocator keeps for later, back to the device."""
