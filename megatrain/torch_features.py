@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -76,6 +78,15 @@ def _problem(feature: Feature) -> str | None:
         return f"which must {feature.does}, fails ({type(error).__name__}: {error})"
 
 
+def _donation_can_be_forbidden() -> bool:
+    """Whether a setting of compiled backwards holds in a body alone."""
+    config: Any = importlib.import_module("torch._functorch.config")
+    before = config.donated_buffer
+    with torch_private.patch_functorch(donated_buffer=not before):
+        is_set = config.donated_buffer is not before
+    return is_set and config.donated_buffer is before
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature("autograd.Function.apply", "look a Function's methods up in its class", probes.functions_are_looked_up),
     Feature("torch._functorch.apis.vmap_impl", "run every call of torch.vmap", probes.vmap_can_be_replaced),
@@ -106,7 +117,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("torch._C._set_throw_on_mutable_data_ptr", "make data_ptr() raise", probes.memory_can_be_forbidden),
     Feature("torch._fused_adamw_", "take a step of AdamW", probes.fused_adamw_updates),
     Feature("_foreach_utils._group_tensors_by_device_and_dtype", "group by dtype", probes.norms_are_grouped),
-    Feature("torch._functorch.config.patch", "set donated_buffer for a time", probes.donation_can_be_forbidden),
+    Feature("torch._functorch.config.patch", "set donated_buffer for a time", _donation_can_be_forbidden),
     Feature("torch.Tensor._version", "count writes into all views of a memory", probes.writes_are_counted),
     Feature("torch._C._storage_Use_Count", "count what looks at a memory", probes.memory_is_told),
     Feature("torch.Tag.nondeterministic_seeded", "mark operations that draw", probes.draws_are_tagged),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -319,12 +318,3 @@ def calls_of_modules_can_be_replaced() -> bool:
     with replaced_here(nn.Module, "__call__", call):
         module(1)
     return seen == [module]
-
-
-def donation_can_be_forbidden() -> bool:
-    """Whether a setting of compiled backwards holds in a body alone."""
-    config: Any = importlib.import_module("torch._functorch.config")
-    before = config.donated_buffer
-    with torch_private.patch_functorch(donated_buffer=not before):
-        is_set = config.donated_buffer is not before
-    return is_set and config.donated_buffer is before

@@ -180,7 +180,6 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     template = next(iter(made.program.templates.values()))
     yield "Engine.adopt", engine, {"program": made.program}
     yield "Engine.runner", engine, {"template": template}
-    yield "Engine.eager_templates", engine, {"program": made.program}
     yield "Engine.set_chaos", engine, {"chaos": None}
     yield "Engine.give_slots", engine, {"owner": engine}
     yield "Engine.has_slots", engine, {"owner": engine}

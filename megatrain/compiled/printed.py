@@ -61,6 +61,6 @@ def _variant_lines(variant: Variant, is_latest: bool, engine: Engine | None) -> 
         f"    {len(program.blocks)} blocks, {len(program.templates)} templates; "
         f"parameters {parameters} B, buffers {others} B; {scheduled}",
     ]
-    eager = {} if engine is None else engine.eager_templates(program)
+    eager = {} if engine is None else engine.runners.on_eager_kernels(program)
     lines += [f"    template {name} on eager's kernels: {reason}" for name, reason in eager.items()]
     return lines + [f"    because {reason}" for reason in variant.reasons]

@@ -17,9 +17,9 @@ from megatrain.memory.block_image import image, state_image
 from megatrain.memory.bus import Bus
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import MemoryFigures
-from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
 from megatrain.runtime.block import BlockRunner
+from megatrain.runtime.runners import Runners
 from megatrain.runtime.stores.buffer_copies import BufferCopies
 from megatrain.runtime.stores.device_arena import DeviceArena, Meter
 from megatrain.runtime.stores.gradient_memory import GradientMemory
@@ -76,7 +76,6 @@ class Engine:
     ):
         self._model = model
         self._budget = budget
-        self._kernels = kernels
         self._moving = moving
         self._weights = weights
         self.tensors: dict[str, torch.Tensor] = {}
@@ -96,8 +95,8 @@ class Engine:
         # The call whose forward last used the slots; only its backward may find weights in them.
         self._slot_owner: weakref.ref[Any] | None = None
         self.turn = turn or Turn()
-        # Both grow only with new captures: a dropped capture drops its runners.
-        self._runners: weakref.WeakValueDictionary[Any, BlockRunner] = weakref.WeakValueDictionary()
+        self.runners = Runners(self.device, kernels)
+        # It grows only with new captures.
         self._images: dict[BlockImage, BlockImage] = {}
 
     @property
@@ -281,21 +280,7 @@ class Engine:
     @checked()
     def runner(self, template: Template) -> BlockRunner:
         """Returns the runner of a template; variants with equal templates share it."""
-        key = _runner_key(template)
-        runner = self._runners.get(key)
-        if runner is None:
-            runner = self._runners[key] = BlockRunner(template, self.device, self._kernels)
-        return runner
-
-    @checked()
-    def eager_templates(self, program: Program) -> dict[str, str]:
-        """Names the templates that run on eager's kernels though others were asked for, with the reasons."""
-        runners = {name: self._runners.get(_runner_key(template)) for name, template in program.templates.items()}
-        return {name: runner.why_eager for name, runner in runners.items() if runner is not None and runner.why_eager}
-
-
-def _runner_key(template: Template) -> Any:
-    return template_key(template), () if template.cost is None else template.cost.held_state
+        return self.runners.of(template)
 
 
 def _holders(

@@ -350,10 +350,10 @@ def test_a_value_that_changes_at_every_call_fills_no_memory(sides: SideBySide, m
         sides.change(lambda m, step=step: setattr(m, "scale", 1.0 + step))
         sides.check()
         assert sides.count == min(step + 1, 3)
-    runners = len(sides.compiled.megatrain.engine._runners)
+    runners = len(sides.compiled.megatrain.engine.runners._there)
     sides.change(lambda m: setattr(m, "scale", -1.0))
     sides.check()
-    assert len(sides.compiled.megatrain.engine._runners) == runners
+    assert len(sides.compiled.megatrain.engine.runners._there) == runners
 
 
 def test_states_that_alternate_are_captured_once_each(sides: SideBySide) -> None:
