@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, TooSmallError
 from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.passes.program import Program
+from megatrain.planning.smaller_blocks import with_true_hint
 from megatrain.planning.step_programs import StepPrograms, first_that_fits
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
@@ -91,7 +92,10 @@ class StepTables:
         if key not in self._tables:
             nbytes = self._loss_bytes(key[0], loss_bytes)
             plan = partial(self._planned, kind=kind, loss_bytes=nbytes, divides=divides)
-            level, programs, planned = first_that_fits(captures, plan)
+            try:
+                level, programs, planned = first_that_fits(captures, plan)
+            except TooSmallError as error:
+                raise with_true_hint(error, captures[0].at(0), partial(_with_blocks, captures, plan)) from None
             for capture in captures:
                 capture.least = level
             self._tables[key] = _Table(tuple(captures), programs, planned)
@@ -151,3 +155,11 @@ class StepTables:
             )
         planned.check()
         return planned
+
+
+def _with_blocks(
+    captures: Sequence[StepPrograms], plan: Callable[[Sequence[Program]], Schedule], block_bytes: int
+) -> Schedule:
+    made = {id(each): each for each in captures}
+    programs = {key: each.with_blocks(block_bytes) for key, each in made.items()}
+    return plan([programs[id(each)] for each in captures])
