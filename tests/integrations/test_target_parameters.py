@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import safetensors.torch
 import torch
 import transformers
+from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import megatrain
@@ -130,6 +132,11 @@ def test_a_budget_below_a_stack_names_only_blocks_that_help() -> None:
     assert "block_bytes" not in str(finest)
 
 
+# peft 0.19's own loading of such adapters ends with a TypeError of transformers, in the stock run, too.
+loads = pytest.mark.skipif(Version(peft.__version__) < Version("0.20"), reason="needs a newer peft")
+
+
+@loads
 def test_what_is_saved_loads_and_merges_as_the_stock_runs(tmp_path: Path) -> None:
     script = Scenario({"save_strategy": "steps", "save_steps": 3}, adapted(target_modules=["q_proj"]))
     found = assert_streams_as_stock(script, tmp_path).trainer.model
@@ -156,6 +163,7 @@ def test_what_is_saved_loads_and_merges_as_the_stock_runs(tmp_path: Path) -> Non
         assert torch.equal(merged(input_ids=ids).logits, found.merge_and_unload()(input_ids=ids).logits)
 
 
+@loads
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path: Path) -> None:
     script = Scenario({**TWO, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}, adapted(), RAGGED)
     whole = run(script, tmp_path / "whole", streams=True)
