@@ -607,7 +607,7 @@ class _AfterPrefix(nn.Module):
 
 def test_a_cache_that_comes_as_tensors_has_gradients():
     eager, streamed = _AfterPrefix(llama()), _AfterPrefix(llama())
-    compiled = compiled_of(streamed)
+    compiled = compiled_of(streamed, "256KiB")
     with torch.no_grad():
         layers = eager.model(input_ids=IDS, use_cache=True).past_key_values.layers
     prefixes: list[list[tuple[torch.Tensor, ...]]] = []
