@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class MegatrainError(Exception):
     """Base of every error that megatrain raises for its users.
@@ -71,13 +73,16 @@ class TooSmallError(ScheduleError):
     """A budget of the device's memory is smaller than what a schedule needs at least.
 
     Args:
-        text: Of the error.
+        text: Of the error, without what helps.
         least_bytes: What is needed at least.
+        helps: What helps, two or more.
     """
 
-    def __init__(self, text: str, least_bytes: int) -> None:
-        super().__init__(text)
+    def __init__(self, text: str, least_bytes: int, helps: Sequence[str]) -> None:
+        super().__init__(f"{text}\n  What helps: {', '.join(helps[:-1])} or {helps[-1]}.")
+        self.text = text
         self.least_bytes = least_bytes
+        self.helps = tuple(helps)
 
 
 class MicroBatchError(ScheduleError):

@@ -65,17 +65,20 @@ DEMO = (
 TRAIN = (
     *("--out", "--tokenizer", "--lora-rank", "--lora-alpha", "--lora-dropout", "--precision", "--device", "--memory"),
     *("--block-bytes", "--length", "--eval", "--eval-fraction", "--epochs", "--steps", "--batch", "--accumulate"),
-    *("--tokens-per-step", "--lr", "--warmup", "--save-every", "--seed"),
+    *("--tokens-per-step", "--lr", "--warmup", "--save-every", "--seed", "--chunking"),
 )
 REPORT = (
     *("--trace", "--steps", "--device", "--memory", "--activations", "--transfer", "--block-bytes"),
-    "--hardware",
+    *("--hardware", "--chunking"),
 )
 PLAN = (
     *("--hardware", "--memory", "--host-memory", "--sequence", "--tokens-per-step", "--micro-batch", "--lora"),
-    *("--optimizer", "--precision", "--masters", "--activations", "--block-bytes", "--largest"),
+    *("--optimizer", "--precision", "--masters", "--activations", "--block-bytes", "--chunking", "--largest"),
 )
-VERIFY = ("--device", "--memory", "--activations", "--transfer", "--block-bytes", "--steps", "--seed", "--tolerance")
+VERIFY = (
+    *("--device", "--memory", "--activations", "--transfer", "--block-bytes", "--chunking", "--steps", "--seed"),
+    "--tolerance",
+)
 
 
 def keywords(said: str) -> list[str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property, partial
 
+from megatrain.errors import TooSmallError
 from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.passes.pipeline import AfterPass
 from megatrain.passes.program import Program
+from megatrain.planning.smaller_blocks import with_true_hint
 from megatrain.planning.step_programs import Pieces, StepPrograms, lowered_for
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.from_program import step_schedule
@@ -61,10 +64,18 @@ class Lowered:
         trains = any(ref.kind == "value" and program.values[ref.name].requires_grad for ref in program.outputs)
         kind = StepKind("train" if self._is_training and trains else "forward", options.transfer)
         usual = usual_machine(options.device.card())
-        memory = self._budget.nbytes
-        planned = step_schedule([program], kind, memory=memory, activations=options.activations, usual=usual)
+        fits = partial(
+            step_schedule, kind=kind, memory=self._budget.nbytes, activations=options.activations, usual=usual
+        )
+        try:
+            planned = fits([program])
+        except TooSmallError as error:
+            raise with_true_hint(error, program, lambda size: fits([self._with_blocks(self._traced, size)])) from None
         planned.check()
         return planned
+
+    def _with_blocks(self, traced: TracedModule, block_bytes: int, pieces: Pieces | None = None) -> Program:
+        return lowered(traced, replace(self._options, block_bytes=block_bytes), pieces)
 
     @cached_property
     def opaque(self) -> tuple[Opaque | Observer, ...]:
@@ -83,7 +94,7 @@ class Lowered:
         if key not in self._of_steps:
             again = partial(lowered, traced, self._options)
             plain = (lambda: self.program) if key is None else None
-            self._of_steps[key] = StepPrograms(self._options.chunking, again, plain)
+            self._of_steps[key] = StepPrograms(self._options.chunking, again, plain, partial(self._with_blocks, traced))
         return self._of_steps[key]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatrain.checks import PATH, TEXT, Rule, checked, count, number, optional
 from megatrain.errors import OptionError
-from megatrain.options import PRECISION
+from megatrain.options import CHUNKING, PRECISION
 from megatrain.scheduler.builder.build import STEP
 from megatrain.sizes import SIZE
 from megatrain.tracer.given import DEVICE
@@ -44,6 +44,7 @@ RULES: Mapping[str, Rule] = {
     "device": optional(DEVICE),
     "memory": optional(SIZE),
     "block_bytes": optional(SIZE),
+    "chunking": CHUNKING,
     "length": optional(count(2, 2**24)),
     "data_config": optional(TEXT),
     "split": optional(TEXT),
@@ -81,6 +82,7 @@ class FineTuning:
         device: Compute device; None takes the accelerator if it has what a run needs, else the CPU.
         memory: Device-memory budget; None takes what is free, less a reserve.
         block_bytes: Target size of a block's state, for budgets that a whole layer or embedding doesn't fit into.
+        chunking: When the head computes its loss in chunks of rows, and layers run in tiles of tokens.
         length: Most tokens of a sequence; None is 2048, or what the model takes if that is less.
         documents: Empty lines of a .txt separate documents.
         data_config: Configuration of the data set; None takes the only one.
@@ -115,6 +117,7 @@ class FineTuning:
     device: str | None = None
     memory: int | str | None = None
     block_bytes: int | str | None = None
+    chunking: str = "auto"
     length: int | None = None
     documents: bool = False
     data_config: str | None = None

@@ -22,7 +22,7 @@ _VERSION = 1
 # A run may go on in another folder, on another device and with another budget: its numbers stay. What is read is
 # compared by its contents.
 _READ = ("model", "tokenizer", "data", "data_config", "split", "eval_data", "eval_split")
-_FREE = ("out", "device", "memory", "block_bytes", *_READ)
+_FREE = ("out", "device", "memory", "block_bytes", "chunking", *_READ)
 _RECORD = record({
     "version": one_of([_VERSION]),
     "settings": mapping(text(), anything),
@@ -139,7 +139,8 @@ class RunRecord:
                     [
                         f"`{self.folder}` has the training of other settings:",
                         *differing,
-                        "A training goes on with its settings; only --device, --memory and --block-bytes may change.",
+                        "A training goes on with its settings; only --device, --memory, --block-bytes and\n  "
+                        "--chunking may change.",
                         "Repeat the command as it was, or give another --out.",
                     ]
                 )

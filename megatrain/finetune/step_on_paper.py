@@ -45,5 +45,6 @@ def plan_step(tuning: FineTuning, model: Any, device: Device, width: int, micro_
         micro_batches=micro_batches,
         max_grad_norm=MAX_GRAD_NORM,
         block_bytes=tuning.block_bytes,
+        chunking=tuning.chunking,
         example_kwargs={"input_ids": ids, "labels": ids},
     )

@@ -63,6 +63,7 @@ def _of_model(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--device", str, "compute device (default: the accelerator if it has what a run needs, else the CPU)")
     _add(parser, "--memory", str, "device-memory budget, such as 10GiB (default: what is free, less a reserve)")
     _add(parser, "--block-bytes", str, "target size of a block's state, such as 64MiB (default: a repeated module)")
+    _add(parser, "--chunking", str, "auto, always or never: chunks of a head's loss, tiles of tokens (default: auto)")
 
 
 def _of_data(parser: argparse.ArgumentParser) -> None:

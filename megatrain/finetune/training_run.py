@@ -159,6 +159,7 @@ class _TrainingRun:
             megatrain_precision=self.tuning.precision,
             megatrain_memory=self.tuning.memory,
             megatrain_block_bytes=self.tuning.block_bytes,
+            megatrain_chunking=self.tuning.chunking,
         )
         trainer.remove_callback(PrinterCallback)  # which prints each step's log as a dict
         self.record.write()

@@ -38,6 +38,7 @@ class MegatrainArguments(_Settings):
     megatrain_masters: str | None = None
     megatrain_activations: str | int | None = None
     megatrain_block_bytes: int | str | None = None
+    megatrain_chunking: str | None = None
     megatrain_overlap: bool | None = None
     megatrain_spread: bool | None = None
     megatrain_on_nonfinite: str | None = None
@@ -55,6 +56,7 @@ class MegatrainTrainingArguments:
     megatrain_masters: str | None = None
     megatrain_activations: str | int | None = None
     megatrain_block_bytes: int | str | None = None
+    megatrain_chunking: str | None = None
     megatrain_overlap: bool | None = None
     megatrain_spread: bool | None = None
     megatrain_on_nonfinite: str | None = None

@@ -63,6 +63,7 @@ class StepPrograms:
             no other.
         lower: Lowers the capture in pieces, or with None as it is.
         plain: The program of level 0, where there is one already.
+        finer: Lowers the capture with another `block_bytes`.
 
     Attributes:
         least: The first level that is tried. A capture that was rewritten stays so: its numbers would differ from one
@@ -70,9 +71,14 @@ class StepPrograms:
     """
 
     def __init__(
-        self, chunking: str, lower: Callable[[Pieces | None], Program], plain: Callable[[], Program] | None = None
+        self,
+        chunking: str,
+        lower: Callable[[Pieces | None], Program],
+        plain: Callable[[], Program] | None = None,
+        finer: Callable[[int, Pieces | None], Program] | None = None,
     ):
         self._lower = lower
+        self._finer = finer
         self._plain = plain or partial(lower, None)
         self._levels = _LEVELS[chunking]
         self._made: dict[int, Program] = {}
@@ -94,6 +100,11 @@ class StepPrograms:
     def all(self) -> Sequence[Program]:
         """The programs of all levels, each once."""
         return list({id(program): program for program in map(self.at, range(1 + self.last))}.values())
+
+    def with_blocks(self, block_bytes: int) -> Program:
+        """Another program, of blocks of so many bytes, in the smallest pieces."""
+        assert self._finer is not None
+        return self._finer(block_bytes, self._levels[-1] if self._levels else None)
 
     def _smaller(self, level: int) -> Program:
         before = self.at(level - 1)

@@ -26,7 +26,7 @@ from megatrain.tracer.arguments import Structure
 from megatrain.training.step import TrainStep
 from megatrain.verification.command_target import command_target, importable, users_failures
 
-_OF_COMPILE = ("device", "memory", "activations", "transfer", "block_bytes")
+_OF_COMPILE = ("device", "memory", "activations", "transfer", "block_bytes", "chunking")
 _RULES = {
     **{name: COMPILE[name] for name in _OF_COMPILE},
     "trace": PATH,
@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--activations", help="auto, keep, recompute or offload")
     add("--transfer", help="auto, copy or bind")
     add("--block-bytes", help="target size of a block's state, such as 64MiB")
+    add("--chunking", help="auto, always or never: chunks of a head's loss, tiles of tokens")
     add("--hardware", help="a machine such as rtx-4090: the step is only planned for it, and nothing runs")
     parser.set_defaults(run=run)
 

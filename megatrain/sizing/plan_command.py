@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _flag(parser, "--no-overlap", "updates run after the backward")
     _add(parser, "--activations", str, "auto, keep, recompute or offload (default: auto)")
     _add(parser, "--block-bytes", str, "target size of a block's state, such as 64MiB (default: a repeated module)")
+    _add(parser, "--chunking", str, "auto, always or never: chunks of a head's loss, tiles of tokens (default: auto)")
     _flag(parser, "--why", "also say why the plan is as it is, and what 1 GiB more would buy")
     _flag(parser, "--alternatives", "also print other budgets, micro-batches, precisions and updates")
     _add(parser, "--largest", str, "also find the largest micro_batch, sequence or depth that fits")

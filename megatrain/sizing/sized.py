@@ -138,6 +138,7 @@ def _step_options(options: SizingOptions, name: str | None) -> StepOptions:
         overlap=not options.no_overlap,
         activations=options.activations,
         block_bytes=None if options.block_bytes is None else parse_bytes(options.block_bytes, "block_bytes"),
+        chunking=options.chunking,
         hardware=machine,
     )
 

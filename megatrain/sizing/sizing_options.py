@@ -39,6 +39,7 @@ RULES: Mapping[str, Rule] = {
     "masters": COMPILE["masters"],
     "activations": STEP["activations"],
     "block_bytes": optional(SIZE),
+    "chunking": COMPILE["chunking"],
     "largest": optional(one_of(MICRO_BATCH, SEQUENCE, DEPTH)),
 }
 
@@ -79,6 +80,7 @@ class SizingOptions:
         no_overlap: Updates run after the backward.
         activations: As for `compile`.
         block_bytes: As for `compile`.
+        chunking: As for `compile`.
         why: Reasons are printed.
         alternatives: A table of alternatives is.
         largest: The largest of this size that fits is.
@@ -102,6 +104,7 @@ class SizingOptions:
     no_overlap: bool = False
     activations: str = "auto"
     block_bytes: int | str | None = None
+    chunking: str = "auto"
     why: bool = False
     alternatives: bool = False
     largest: str | None = None

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, TooSmallError
 from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.passes.program import Program
 from megatrain.planning.saved_plan import AnyPlan, saved_plan
+from megatrain.planning.smaller_blocks import with_true_hint
 from megatrain.planning.step_programs import StepPrograms, first_that_fits
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
@@ -103,7 +104,7 @@ class StepTables:
                 level, programs, planned = self._given.taken(captures, nbytes, divides, self._budget.nbytes)
             else:
                 plan = partial(self._planned, kind=kind, loss_bytes=nbytes, divides=divides)
-                level, programs, planned = first_that_fits(captures, plan)
+                level, programs, planned = _fitting(captures, plan)
             for capture in captures:
                 capture.least = level
             self._tables[key] = _Table(tuple(captures), programs, planned)
@@ -163,3 +164,20 @@ class StepTables:
             )
         planned.check()
         return planned
+
+
+_Plan = Callable[[Sequence[Program]], Schedule]
+
+
+def _fitting(captures: Sequence[StepPrograms], plan: _Plan) -> tuple[int, Sequence[Program], Schedule]:
+    """As `first_that_fits`; an error about the budget names smaller blocks if they help."""
+    try:
+        return first_that_fits(captures, plan)
+    except TooSmallError as error:
+        raise with_true_hint(error, captures[0].at(0), partial(_with_blocks, captures, plan)) from None
+
+
+def _with_blocks(captures: Sequence[StepPrograms], plan: _Plan, block_bytes: int) -> Schedule:
+    made = {id(each): each for each in captures}
+    programs = {key: each.with_blocks(block_bytes) for key, each in made.items()}
+    return plan([programs[id(each)] for each in captures])

@@ -15,7 +15,7 @@ from megatrain.verification.side_by_side import CALL, verify_call
 
 _SCRIPT = ".py"
 STEPS = 2
-_OPTIONS = ("device", "memory", "activations", "transfer", "block_bytes")
+_OPTIONS = ("device", "memory", "activations", "transfer", "block_bytes", "chunking")
 _RULES = {
     **{name: COMPILE[name] for name in _OPTIONS},
     "steps": CALL["steps"],
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--activations", help="auto, keep, recompute or offload")
     add("--transfer", help="auto, copy or bind")
     add("--block-bytes", help="target size of a block's state, such as 64MiB")
+    add("--chunking", help="auto, always or never: chunks of a head's loss, tiles of tokens")
     add("--steps", type=int, help=f"training steps of a model (default: {STEPS})")
     add("--seed", type=int, help="seed of the steps of a model (default: 0)")
     add("--updates", type=int, help=f"updates of a script's trainer (default: {UPDATES})")

@@ -68,6 +68,22 @@ def test_the_weights_are_trained_as_by_the_stock_trainer(kind: str, memory: str 
     assert len(AutoTokenizer.from_pretrained(out)) == 64
 
 
+def test_chunks_are_planned_and_trained_as_they_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, training = save_model(tmp_path / "model"), data(tmp_path, "text")
+    losses: dict[str, list[float]] = {}
+    for way in ("always", "never"):
+        out = tmp_path / way
+        assert (
+            train(folder, training, "--out", out, *GIVEN, "--eval-fraction=0", "--batch=16", f"--chunking={way}") == 0
+        )
+        assert ("chunked: logits of" in capsys.readouterr().out) == (way == "always")
+        losses[way] = [row["loss"] for row in log_of(out) if "loss" in row]
+    assert losses["always"] == pytest.approx(losses["never"], rel=1e-5)
+    assert len(losses["always"]) == 5
+
+
 def test_adapters_are_trained_as_by_the_stock_trainer(tmp_path: Path) -> None:
     folder, out = save_model(tmp_path / "model"), tmp_path / "out"
     training = data(tmp_path, "messages")

@@ -13,7 +13,8 @@ from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
-from tests.integrations.runs import RAGGED, Scenario, assert_streams_as_stock, llama
+from megatrain.errors import TraceError
+from tests.integrations.runs import RAGGED, Scenario, assert_streams_as_stock, llama, run
 from tests.integrations.test_peft import MATRICES, TWO, adapted, lora
 from tests.integrations.test_trainer import REASSOCIATED
 
@@ -153,6 +154,12 @@ SCENARIOS: dict[str, Scenario] = {
         more=callback(Allocates), reason="the callback Allocates may read gradients behind",
     ),
 }  # fmt: skip
+
+
+def test_a_kind_whose_forward_replaces_its_parameter_is_refused(tmp_path: Path) -> None:
+    tokens: dict[str, Any] = {"cpt_token_ids": [3, 4, 5], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 3]}
+    with pytest.raises(TraceError, match="the model gives a parameter other memory in the forward of `prompt_encoder"):
+        run(Scenario({}, of("CPTConfig", **tokens)), tmp_path, streams=True)
 
 
 # With the oldest peft: transformers refuses it for the first; the others aren't there, or copy state in the forward.

@@ -162,4 +162,6 @@ SCENARIOS: dict[str, Scenario] = {
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_adapters_in_a_script_have_the_stock_runs_bits(name: str, tmp_path: Path) -> None:
+    if name == "hira" and not hasattr(peft, "HiraConfig"):
+        pytest.skip("needs a newer peft")
     assert_streams_as_stock(SCENARIOS[name], tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import megatrain
 from megatrain.errors import ExecuteError, OptionError, ScheduleError, StreamedCallsWarning, TorchError
 from megatrain.integrations.hf import Trainer, streamed
 from megatrain.integrations.hf.requirements import refuse_trainer
+from megatrain.integrations.hf.stream_options import StreamOptions
 from megatrain.integrations.hf.whole_calls import note_where_parts_run
 from tests.comparing import assert_same
 from tests.integrations.runs import GIVEN, ROWS, llama
@@ -50,6 +53,16 @@ def test_options_for_a_compiled_model_are_refused_and_without_them_it_is_used(tm
         trainer(tmp_path, model=compiled, megatrain_memory="1GiB")
     made = trainer(tmp_path, model=compiled)
     assert made.model is compiled
+
+
+def test_a_trainer_takes_all_options_of_compile_and_of_a_step_but_its_own():
+    parameters = [set(inspect.signature(each).parameters) for each in (megatrain.compile, megatrain.TrainStep)]
+    own = {"model", "example_args", "example_kwargs", "weights", "compiled", "optimizer", "loss", "reads", "weight"}
+    own |= {"reduce", "max_grad_norm", "report_norm"}  # the trainer has these, or makes them
+    with pytest.raises(OptionError, match="isn't an option") as refused:
+        StreamOptions.taken_from({"megatrain_quux": 1}, None)
+    said = set(re.findall(r"megatrain_(\w+)", str(refused.value).splitlines()[-1]))
+    assert said == set.union(*parameters) - own
 
 
 def test_options_may_be_training_arguments(tmp_path: Path):

@@ -27,12 +27,13 @@ from tests.integrations.test_trl import (
     texts,
     trl,
 )
-from tests.integrations.test_trl_losses import chats, experimental, talks
-from tests.integrations.words import text, tokenizer
+from tests.integrations.test_trl_losses import TURNS, chats, experimental, talks
+from tests.integrations.words import of_bytes, text, tokenizer
 
 pytestmark = [pytest.mark.users, pytest.mark.filterwarnings("ignore")]
 TEACHER: Any = lambda model: {**talks(model), "teacher_model": llama(num_hidden_layers=1)}  # noqa: E731
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+SHORT = {"max_completion_length": 4, "max_length": 64}
 
 
 def triples() -> Any:
@@ -74,6 +75,15 @@ def dora() -> Any:
     config = lora()
     config.use_dora = True
     return config
+
+
+def wordy() -> Any:
+    return llama(vocab_size=300)
+
+
+TAUGHT: Any = lambda model: {  # noqa: E731
+    "processing_class": of_bytes(TURNS), "teacher_model": llama(vocab_size=300, num_hidden_layers=1)
+}  # fmt: skip
 
 
 def named_copy() -> Any:
@@ -149,6 +159,17 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "tpo": experimental("TPO", triples, options=TWO),
     "orpo, lora": experimental("ORPO", preferences, more=ADAPTED, options=TWO),
     "gkd, on its own texts": experimental("GKD", chats, more=TEACHER, options={"lmbda": 1.0, "max_new_tokens": 4}),
+    "gold": experimental(
+        "GOLD", chats, more=TAUGHT, model=wordy, options={**SHORT, "use_uld_loss": False, "lmbda": 0.0}
+    ),
+    "gold, on its own texts": experimental(
+        "GOLD", chats, more=TAUGHT, model=wordy, options={**SHORT, "use_uld_loss": False, "lmbda": 1.0}
+    ),
+    "gold, accumulation": experimental(
+        "GOLD", chats, more=TAUGHT, model=wordy, options={**SHORT, **TWO, "use_uld_loss": False, "lmbda": 0.5},
+        reason="the code ahead of the call of the model changes",
+    ),
+    "a2po": experimental("A2PO", prompts, more=rewarded(), options={**FOUR, "max_completion_length": 4}),
     "online dpo": experimental(
         "OnlineDPO", prompts, options={"max_new_tokens": 4}, folder="online_dpo",
         more=lambda model: {**rewarded()(model), "ref_model": llama()},

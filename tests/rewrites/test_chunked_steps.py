@@ -164,7 +164,7 @@ def test_an_error_names_the_least_that_would_do():
     needs = iter([300, 100, 200, 400])
 
     def refuse(_: Any) -> None:
-        raise TooSmallError("too small", next(needs))
+        raise TooSmallError("too small", next(needs), ("a larger memory", "a smaller batch"))
 
     with pytest.raises(TooSmallError) as error:
         first_that_fits([programs, programs], refuse)

@@ -73,6 +73,20 @@ def test_the_plan_is_that_of_the_fastest_micro_batch(config: Path, capsys: pytes
     assert str(plans[best]) in said
 
 
+def test_chunks_and_tiles_are_planned_as_they_are_asked_for(config: Path, capsys: pytest.CaptureFixture[str]):
+    asked = (
+        config,
+        "--hardware=rtx-4090",
+        "--memory=4MiB",
+        "--sequence=64",
+        "--tokens-per-step=256",
+        "--micro-batch=4",
+    )
+    always, never = (printed(capsys, *asked, f"--chunking={way}") for way in ("always", "never"))
+    assert "chunked: logits of" in always
+    assert "chunked:" not in never
+
+
 def test_a_config_file_a_folder_and_a_function_give_the_same_plan(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -11,7 +11,7 @@ from megatrain.errors import OptionError
 PREFIX = "megatrain_"
 _OF_COMPILE = (
     "device", "memory", "precision", "activations", "transfer", "block_bytes", "masters", "opaque", "passes",
-    "hardware", "chaos", "recording",
+    "chunking", "hardware", "chaos", "recording",
 )  # fmt: skip
 _OF_STEP = ("overlap", "spread", "on_nonfinite")
 

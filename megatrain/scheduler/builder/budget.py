@@ -18,6 +18,8 @@ from megatrain.scheduler.parking import keep_all
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
 
+SMALLER_BLOCKS = "a smaller block_bytes"
+
 
 def choose_draft(
     builder: Builder,
@@ -123,13 +125,13 @@ def _too_small(builder: Builder, tried: Sequence[Draft], memory: int, *, can_par
     block = NO_BLOCK if peak.op is None else peak.op.block
     where = "" if block < 0 else f", set by block {block} ({builder.workload.blocks[block].name})"
     parts = ", ".join(f"{name} {nbytes} B" for name, nbytes in peak.parts)
-    helps = ["a larger memory", "a smaller block_bytes", "a smaller batch"]
+    helps = ["a larger memory", SMALLER_BLOCKS, "a smaller batch"]
     if can_park_more and builder.kind.mode != "forward" and builder.kind.transfer == "copy":
         helps.insert(2, 'activations="offload"')
     slots = "one slot" if best.plan.num_slots == 1 else f"{best.plan.num_slots} slots"
     return TooSmallError(
         f"a memory of {memory} B is too small: at least {best.device_bytes} B are needed{where}.\n"
-        f"  At its {peak.op} (tick {peak.tick}, {slots}): {parts}.\n"
-        f"  What helps: {', '.join(helps[:-1])} or {helps[-1]}.",
+        f"  At its {peak.op} (tick {peak.tick}, {slots}): {parts}.",
         best.device_bytes,
+        helps,
     )
