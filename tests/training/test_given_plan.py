@@ -78,7 +78,7 @@ def test_a_clipped_step_takes_its_plan_from_the_second_on():
         ({"block_bytes": "1KiB"}, {}, "blocks: "),
         ({}, {"memory": "520KiB"}, "memory of the device: .* -> 520.00 KiB"),
     ],
-    ids=str,
+    ids=["norm", "order", "micro-batches", "shape", "loss", "blocks", "memory"],
 )
 def test_a_step_that_was_not_planned_is_refused_with_the_difference(
     plan: dict[str, Any], step: dict[str, Any], said: str

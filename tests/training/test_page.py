@@ -20,7 +20,7 @@ from tests.tiers import wide
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-SCRIPT, WEIGHT, SEVERAL, PLAN, SAVING, READING, DROPOUT = SNIPPETS
+SCRIPT, WEIGHT, GIVEN, SEVERAL, PLAN, SAVING, READING, DROPOUT = SNIPPETS
 
 
 def execute(code: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +119,16 @@ def own_options(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> di
     """What the constructor takes of a group's options."""
     taken = inspect.signature(type(optimizer)).parameters
     return {key: value for key, value in options.items() if key in taken}
+
+
+def test_a_step_takes_the_plan_of_another_one(ended: dict[str, Any]):
+    micro_batches = ended["batch"](0)
+    for _ in range(2):  # updates are deferred, and the first step has none to run
+        ended["step"](micro_batches)
+    execute(GIVEN, ended)
+    for _ in range(2):
+        ended["again"](micro_batches)
+    assert str(ended["again"].schedule) == str(ended["step"].schedule)
 
 
 def test_the_handler_of_the_page_saves_scheduler_and_model_of_one_step(
