@@ -70,7 +70,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             `"warn"` with an `OpaqueModelWarning`, `"refuse"` with a TraceError, or `"allow"`.
         passes: Your own rewrites, each a function `TracedModule -> TracedModule`: a capture goes through them in order,
             is checked after each, and is then cut into blocks. `print(compiled.program)` names them. See
-            docs/extending.md.
+            docs/passes.md.
         hardware: The machine for which a `TrainStep` is planned: of several plans that fit the memory the step takes
             the one that is fastest there. `"measured"` is this machine, measured in a few seconds and remembered; or a
             `megatrain.Hardware`, or the name of one in `Hardware.presets()`. None compares no plans, and weighs copies
