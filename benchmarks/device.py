@@ -109,6 +109,8 @@ class ModelledStep:
         step_s: From an idle device to an idle device.
         predicted_s: By the simulator of schedules, from the times of its ops in another step.
         by_rates_s: By the simulator of schedules, from the machine's rates alone.
+        ends_s: Before compute can begin, and after its end: by the machine's rates, in any order of the same ops.
+        holes: Bytes of torch's allocator beyond those that the schedule counts.
         spans: The device's work.
         host_s: The work of the host.
         updates_s: The updates alone; squares of gradients are summed beside the backward.
@@ -119,6 +121,8 @@ class ModelledStep:
     step_s: float
     predicted_s: float
     by_rates_s: float
+    ends_s: float
+    holes: int
     spans: Sequence[Span]
     host_s: float
     updates_s: float
@@ -147,6 +151,15 @@ class ModelledStep:
         return max(device, self.host_s, apart)
 
     @property
+    def chain_s(self) -> float:
+        """No order of the same ops is shorter: all of compute, what comes before its first op, and after its last.
+
+        The first block's weights come before anything computes. Its gradients leave after all compute, and what the
+        host does with them comes then, or before the next step's weights.
+        """
+        return self.busy["compute"] + self.ends_s
+
+    @property
     def held_up_by(self) -> str:
         """The part that works longest."""
         return max(self.busy, key=self.busy.__getitem__)
@@ -172,6 +185,7 @@ def steps_of(
 
 def _step_of(simulator: Simulator, card: Hardware, step: megatrain.TrainStep, batch: Any) -> ModelledStep:
     step(batch)  # captures, allocates, and leaves updates for the next step
+    torch.accelerator.reset_peak_memory_stats()
     hosts = VirtualHosts(simulator, card.host_bytes_per_s, card.op_s)
     simulator.set_profile(HardwareProfile.of(card))
     try:
@@ -181,9 +195,18 @@ def _step_of(simulator: Simulator, card: Hardware, step: megatrain.TrainStep, ba
     finally:
         simulator.set_profile(None)
     host_s, updates_s = (hosts.moved_bytes(Stream.HOST, what) / card.host_bytes_per_s for what in (None, "U"))
-    by_rates = step.schedule.simulate(card).step_s
+    bounds = step.schedule.lower_bounds(card)
     return ModelledStep(
-        seconds, predicted, by_rates, spans, host_s, updates_s, _backward_s(step.schedule, card), step.schedule
+        step_s=seconds,
+        predicted_s=predicted,
+        by_rates_s=step.schedule.simulate(card).step_s,
+        ends_s=bounds["ends"] - bounds["compute"],
+        holes=torch.accelerator.max_memory_reserved() - step.schedule.device_bytes,
+        spans=spans,
+        host_s=host_s,
+        updates_s=updates_s,
+        backward_s=_backward_s(step.schedule, card),
+        schedule=step.schedule,
     )
 
 
@@ -199,8 +222,11 @@ def _backward_s(schedule: Schedule, card: Hardware) -> float:
 
 def rows(simulator: Simulator, options: argparse.Namespace) -> Generator[str]:
     """Yields the lines of the table, as they are known."""
-    yield "| card | model | tokens | way | step (modelled) | of bound | held up by | predicted | of rates | memory |"
-    yield f"|{' --- |' * 10}"
+    yield (
+        "| card | model | tokens | way | step (modelled) | of bound | of chain | held up by | predicted | of rates | "
+        "memory | holes |"
+    )
+    yield f"|{' --- |' * 12}"
     cases = [(card, size) for card in options.cards for size in options.sizes]
     for card, size in tqdm(cases, unit="case", disable=None):
         for count, way, found in steps_of(
@@ -208,12 +234,14 @@ def rows(simulator: Simulator, options: argparse.Namespace) -> Generator[str]:
         ):
             head = f"| {card} | {size} | {count * CONTEXT} |"
             if isinstance(found, str):
-                yield f"{head} {way} | {found} | | | | | |"
+                yield f"{head} {way} | {found} | | | | | | | |"
                 continue
             ratios = [seconds / found.step_s for seconds in (found.predicted_s, found.by_rates_s)]
             yield (
-                f"{head} {way} | {found.step_s:.3f} s | {found.step_s / found.bound_s:.3f} | {found.held_up_by} | "
-                f"{ratios[0]:.3f} | {ratios[1]:.3f} | {format_bytes(found.schedule.device_bytes)} |"
+                f"{head} {way} | {found.step_s:.3f} s | {found.step_s / found.bound_s:.3f} | "
+                f"{found.step_s / found.chain_s:.3f} | {found.held_up_by} | "
+                f"{ratios[0]:.3f} | {ratios[1]:.3f} | {format_bytes(found.schedule.device_bytes)} | "
+                f"{format_bytes(found.holes)} |"
             )
         gc.collect()  # the model's memory goes before the next one's comes
 

@@ -39,6 +39,7 @@ class LlamaShape:
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
         model.to_empty(device="cpu")
+        model.tie_weights()  # `to_empty` has given each module a parameter of its own
         # Its frequencies are no parameters: code that fills the parameters leaves them as they are.
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
         return model

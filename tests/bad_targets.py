@@ -186,6 +186,7 @@ def _methods(made: Made) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     yield "Engine.has_slots", engine, {"owner": engine}
     yield "Engine.reserve_slots", engine, {"nbytes": 64, "scheduled": 64}
     yield "Engine.memory_figures", engine, {"scheduled": 64}
+    yield "Engine.is_tight", engine, {"scheduled": 64}
     executor = megatrain.Executor(made.program, made.schedule, model())
     yield "Executor.forward", executor, {"inputs": [INPUT]}
     yield "Executor.state_output", executor, {"key": "0.weight"}

@@ -81,6 +81,7 @@ RIGHT = {
     "Plan.too_small": TEXTS,
     "Plan.reserve": TEXTS,
     "Engine.memory_figures.scheduled": "zero huge",
+    "Engine.is_tight.scheduled": "zero huge",
     "Engine.reserve_slots.nbytes": "zero",
     "Engine.reserve_slots.scheduled": "zero huge",
     "HostPlan.rows": "tuple",

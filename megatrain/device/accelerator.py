@@ -141,6 +141,7 @@ class Accelerator(Device):
 
     def empty_cache(self) -> None:
         """Empties the cache of torch's allocator."""
+        self.num_emptied += 1
         torch.accelerator.empty_cache()
 
     def peak_bytes(self) -> int:

@@ -91,6 +91,7 @@ class Device:
         repeats_itself: Two eager runs of the same step, with the same random numbers, have the same bits.
         launching_threads: Threads that launch work and transfers at the same time as the host updates parameters.
             Updates leave each a processor.
+        num_emptied: How often `empty_cache` was called.
     """
 
     can_bind: bool = False
@@ -99,6 +100,7 @@ class Device:
     lock_bytes: int = 1 << 62
     repeats_itself: bool = True
     launching_threads: int = 1
+    num_emptied: int = 0
 
     def __init__(self, torch_device: torch.device, kind: str | None = None) -> None:
         self.torch_device = torch_device

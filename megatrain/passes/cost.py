@@ -24,6 +24,7 @@ class TemplateCost:
         held_state: Positions of the state that a retained graph keeps by another way than autograd's saved tensors (in
             the context of an autograd.Function). It keeps a copy, counted in `saved_bytes`: slots are written again.
         backwards: Backwards of blocks that need fewer gradients: for which inputs and state, and their kernels.
+        saved_parts: The bytes of each tensor in `saved_bytes`, largest first; empty where they aren't measured.
 
     >>> from megatrain.hardware.work import Kernels
     >>> forward, backward = (Kernels("fp32", 4194304, 65536),), (Kernels("fp32", 8388608, 131072, 2),)
@@ -41,6 +42,7 @@ class TemplateCost:
     unmeasured: str = ""
     held_state: tuple[int, ...] = ()
     backwards: tuple[tuple[tuple[bool, ...], Works], ...] = ()
+    saved_parts: tuple[int, ...] = ()
 
     def backward_of(self, needs: Sequence[bool]) -> Works:
         """The kernels of the backward of a block.

@@ -25,6 +25,7 @@ from megatrain.runtime.stores.device_arena import DeviceArena, Meter
 from megatrain.runtime.stores.gradient_memory import GradientMemory
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
 from megatrain.runtime.stores.parks import ParkPool
+from megatrain.runtime.stores.segments import Segments
 from megatrain.runtime.stores.weights import Weights
 from megatrain.runtime.streams.stream_set import Chaos, Recording, StreamSet
 from megatrain.runtime.streams.turn import Turn
@@ -91,6 +92,7 @@ class Engine:
         self.parks = ParkPool(self.bus)
         self.buffers = BufferCopies(self.bus)
         self.gradients = GradientMemory(self.bus)
+        self.segments = Segments(self.device)
         # The call whose forward last used the slots; only its backward may find weights in them.
         self._slot_owner: weakref.ref[Any] | None = None
         self.turn = turn or Turn()
@@ -136,6 +138,15 @@ class Engine:
             self.streams.settle()
             self.arena.resize(nbytes)
         self.meter.set_arena(self.arena.nbytes)
+
+    @checked(scheduled=count())
+    def is_tight(self, scheduled: int) -> bool:
+        """Tells whether holes between tensors could take more memory than a schedule leaves of the budget.
+
+        A hole that a tensor leaves in a segment is smaller than the tensor, or another would have gone into it.
+        """
+        budget = None if self._budget is None or self.device.is_host else self._budget.nbytes
+        return budget is not None and 2 * scheduled > budget
 
     def refresh(self) -> None:
         """Takes over the user's changes to the model's state since the last call.

@@ -47,6 +47,7 @@ class Operations:
         self.schedule = schedule
         self.instructions = schedule.instructions
         self.engine = engine
+        self.segments = engine.segments.of(schedule, [each.program for each in loaded])
         self._slots = Slots(loaded[0].images, engine, loaded[0].program, schedule.persistent)
         landing, parts = self._landing(arena), loaded[0].facts.parts
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)

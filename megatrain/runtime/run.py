@@ -64,7 +64,10 @@ class Run:
         engine = self._operations.engine
         engine.give_slots(None)  # another size loses what they hold, also if it fails
         operations = self._operations
-        engine.reserve_slots(operations.instructions.slot_bytes, operations.schedule.device_bytes)
+        scheduled = operations.schedule.device_bytes
+        engine.reserve_slots(operations.instructions.slot_bytes, scheduled)
+        if engine.is_tight(scheduled):
+            operations.segments.make()
         for number, call in enumerate(self.calls):
             call.begin(engine.buffers if number == 0 else None)
         for call, later in pairwise(self.calls):

@@ -49,3 +49,24 @@ def test_an_rnn_of_cudnn_is_random_only_with_dropout(dropout: float, is_training
             x, weights, 2, None, state, state, 2, 8, 0, 1, False, dropout, is_training, False, [], None
         )
     assert watch.is_random == draws
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["flash", "efficient"])
+def test_fused_attention_is_random_only_with_dropout(kind: str, dropout: float):
+    """It is tagged in any case. What is random is drawn ahead for each further micro-batch: all attention once more."""
+    q = torch.empty(1, 2, 16, 8, device="meta", dtype=torch.bfloat16)
+    watch = EffectWatch(lambda _: None, lambda _: None, lambda call: (call(), False))
+    attend = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
+    options = (None, True, dropout) if kind == "efficient" else (dropout,)
+    with watch:
+        attend(q, q, q, *options)
+    assert watch.is_random == (dropout > 0)
+
+
+def test_fused_attention_without_a_word_of_dropout_draws_nothing():
+    q = torch.empty(1, 2, 16, 8, device="meta", dtype=torch.bfloat16)
+    watch = EffectWatch(lambda _: None, lambda _: None, lambda call: (call(), False))
+    with watch:
+        torch.ops.aten._scaled_dot_product_flash_attention(q, q, q)
+    assert not watch.is_random

@@ -90,10 +90,17 @@ def _measured(template: Template, needs: list[_Needs], program: Program) -> Temp
     if backward_peak is None:
         backward_peak = 2 * _result_bytes(template)
         backward = tuple(Kernels(rate, 2 * flops, 2 * nbytes, 2 * count) for rate, flops, nbytes, count in forward)
-    held_bytes = sum(template.state[index].spec.device_bytes for index in held)
-    saved_bytes = saved + held_bytes
+    held_parts = [template.state[index].spec.device_bytes for index in held]
+    parts = tuple(sorted((*saved, *held_parts), reverse=True))
     return TemplateCost(
-        saved_bytes, forward_peak, backward_peak, forward, backward, held_state=held, backwards=backwards
+        sum(parts),
+        forward_peak,
+        backward_peak,
+        forward,
+        backward,
+        held_state=held,
+        backwards=backwards,
+        saved_parts=parts,
     )
 
 
@@ -189,13 +196,13 @@ def _empty(device: torch.device, specs: Any) -> Any:
 def _measure_forward(code: Code, arguments: list[torch.Tensor], device: torch.device) -> tuple[int, Works]:
     with LiveBytes(arguments, device) as live, KernelWork(device) as kernels:
         outputs = code(arguments)
-    own = _storage_bytes([t for t in outputs if is_on(t, device)], beyond=[])
-    return max(0, live.peak - own), kernels.take()
+    own = _storage_sizes([t for t in outputs if is_on(t, device)], beyond=[])
+    return max(0, live.peak - sum(own)), kernels.take()
 
 
 def _measure_backward(
     code: Code, arguments: list[torch.Tensor], num_inputs: int, device: torch.device, *, runs_backward: bool
-) -> tuple[int, int | None, Works]:
+) -> tuple[list[int], int | None, Works]:
     saved: list[weakref.ref[torch.Tensor]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -208,7 +215,7 @@ def _measure_backward(
             outputs = code(arguments)
         # Tensors that only a dead branch had saved are gone by now.
         alive = [t for t in (ref() for ref in saved) if t is not None and is_on(t, device)]
-        saved_bytes = _storage_bytes(alive, beyond=[*arguments, *outputs])
+        saved_parts = _storage_sizes(alive, beyond=[*arguments, *outputs])
         del alive
         # A view of a weight made under no_grad says that it requires grad, but has no history.
         # A step's backward runs without the outputs. Here they stay and count: an allocator's rounding needs room.
@@ -218,7 +225,7 @@ def _measure_backward(
         leaves = [a for a in arguments if a.requires_grad]
         gradients: Any = ()
         if not runs_backward:
-            return saved_bytes, None, ()
+            return saved_parts, None, ()
         with KernelWork(device) as kernels:
             if roots and leaves:
                 gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
@@ -228,7 +235,7 @@ def _measure_backward(
     state = {id(a) for a in arguments[num_inputs:]}
     # The runtime gives them the strides of their parameters, one after the other.
     copied = [g.nbytes for g, leaf in pairs if g is not None and id(leaf) in state and not has_strides_of(g, leaf)]
-    return saved_bytes, max(0, live.peak - produced, *copied), kernels.take()
+    return saved_parts, max(0, live.peak - produced, *copied), kernels.take()
 
 
 def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -236,8 +243,8 @@ def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (gradient._indices(), gradient._values()) if gradient.layout == torch.sparse_coo else (gradient,)
 
 
-def _storage_bytes(tensors: list[torch.Tensor], beyond: list[torch.Tensor]) -> int:
-    """Bytes of the distinct storages of `tensors` that none of `beyond` shares."""
+def _storage_sizes(tensors: list[torch.Tensor], beyond: list[torch.Tensor]) -> list[int]:
+    """Bytes of each of the distinct storages of `tensors` that none of `beyond` shares."""
     known = {t.untyped_storage()._cdata for t in beyond}  # pyright: ignore[reportPrivateUsage]
     sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}  # pyright: ignore[reportPrivateUsage]
-    return sum(size for key, size in sizes.items() if key not in known)
+    return [size for key, size in sizes.items() if key not in known]

@@ -15,6 +15,7 @@ from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.timing.costs import Costs, books_durations, op_durations
+from megatrain.scheduler.timing.ends import ends
 from megatrain.scheduler.timing.shared import Timing, link_bound, shared_timeline
 
 
@@ -95,7 +96,8 @@ def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
 
     Per stream the sum of its ops, which run one by one; `"link"` is the time that copies of both directions take
     together, where one slows the other down; `"data"` is the longest chain of ops that need each other's results,
-    which no number of slots and no other order shortens. No op counts as slowed down by others otherwise.
+    which no number of slots and no other order shortens; `"ends"` is all of compute with what comes before its first op
+    and after its last, in any order. No op counts as slowed down by others otherwise.
     """
     durations = op_durations(schedule, costs)
     bounds = {str(stream): 0.0 for stream in streams()}
@@ -105,8 +107,18 @@ def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
         bounds["link"] = link_bound(bounds[Stream.H2D], bounds[Stream.D2H], costs)
     graph = dependency_graph(schedule)
     needed = [(a, b) for a, b, kind in graph.edges(data="kind") if kind in ("data", "weight")]
-    bounds["data"] = _longest_path(graph.edge_subgraph(needed), durations)[0]
+    data = nx.DiGraph([*needed, *_section_edges(schedule, graph)])
+    bounds["data"] = _longest_path(data, durations)[0]
+    found = ends(data, durations)
+    bounds["ends"] = 0.0 if found is None else found.head_s + bounds[Stream.COMPUTE] + found.tail_s
     return {reason: bound for reason, bound in bounds.items() if bound > 0}
+
+
+def _section_edges(schedule: Table, graph: nx.DiGraph[Position]) -> list[tuple[Position, Position]]:
+    """From each section of a copy to the ops that read the whole, which the graph has from the last section alone."""
+    parts = [position for position, op in schedule.positions() if op.what == "W" and op.section is not None]
+    readers = [p for p in graph.successors(parts[-1]) if p.stream == Stream.COMPUTE] if parts else []
+    return [(part, reader) for part in parts for reader in readers]
 
 
 def _longest_path(

@@ -19,6 +19,15 @@ _WRITES_STATISTICS = {
 # Their dropout has a generator of its own in the library's memory, which torch seeds now and then. No state of torch's
 # generators repeats what it draws.
 _RNNS = ("aten::_cudnn_rnn", "aten::miopen_rnn")
+# These are tagged, and draw nothing without dropout. Of cuDNN's nobody here has looked.
+_ATTENTIONS = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+)
 # The last two aren't tagged.
 _VALUE_DEPENDENT = {
     torch.Tag.dynamic_output_shape,
@@ -68,10 +77,8 @@ class EffectWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         if has_wrappers(types):
             return NotImplemented  # its class computes with plain tensors, and comes here again with these
-        is_tagged = torch.Tag.nondeterministic_seeded in func.tags
-        if func._schema.name in _RNNS:  # tagged in any case
-            is_tagged = _has_dropout(func, args)
-            self.hides_draws |= is_tagged
+        is_tagged = _may_draw(func, args, kwargs)
+        self.hides_draws |= is_tagged and func._schema.name in _RNNS
         self.is_random |= is_tagged
         is_value_dependent = not _VALUE_DEPENDENT.isdisjoint((*func.tags, func._schema.name))
         self.is_value_dependent |= is_value_dependent and not _picks_by_number(func, args)
@@ -108,10 +115,27 @@ class EffectWatch(TorchDispatchMode):
                 self.written.append(tensor)
 
 
+def _may_draw(func: Any, args: Any, kwargs: Any) -> bool:
+    """Tells whether an operation says that it draws; of some the tag says so in any case."""
+    if func._schema.name in _RNNS:
+        return _has_dropout(func, args)
+    if func._schema.name in _ATTENTIONS:
+        return _given(func, args, kwargs, "dropout_p") != 0
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def _has_dropout(func: Any, args: Any) -> bool:
     place = [argument.name for argument in func._schema.arguments].index("dropout")
     dropout, is_training = args[place : place + 2]
     return bool(dropout and is_training)
+
+
+def _given(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """The value of an argument of a call."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
+    raise AssertionError(f"{func} has no {name}")
 
 
 class StrayWatch(TorchDispatchMode):

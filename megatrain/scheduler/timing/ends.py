@@ -1,0 +1,79 @@
+"""Ends: how long a step must take before its first op of compute, and after its last, in any order of its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import networkx as nx
+
+from megatrain.scheduler.items import Stream
+from megatrain.scheduler.table import Position
+
+
+class Ends(NamedTuple):
+    """The parts of a step in which nothing can compute.
+
+    Attributes:
+        head_s: Seconds before any op of compute can start.
+        tail_s: Seconds after any op of compute that could be the last.
+    """
+
+    head_s: float
+    tail_s: float
+
+
+def ends(needed: nx.DiGraph[Position], durations: Mapping[Position, float]) -> Ends | None:
+    """Finds both ends; None for a step that computes nothing.
+
+    The first op of compute follows none, and so one of those that need no other comes first; the last alike.
+
+    Args:
+        needed: Edges from ops to those that need their results.
+        durations: Seconds of each op.
+    """
+    compute = {position for position in durations if position.stream == Stream.COMPUTE}
+    if not compute:
+        return None
+    needed = nx.DiGraph(needed)
+    needed.add_nodes_from(durations)
+    return Ends(_before_first(needed, durations, compute), _before_first(needed.reverse(), durations, compute))
+
+
+def _before_first(graph: nx.DiGraph[Position], durations: Mapping[Position, float], compute: set[Position]) -> float:
+    """The least of the seconds before those ops of compute that no other op of compute precedes."""
+    before = {position: nx.ancestors(graph, position) for position in _without_predecessor(graph, compute)}
+    return min(_earliest(graph, durations, position, ancestors) for position, ancestors in before.items())
+
+
+def _without_predecessor(graph: nx.DiGraph[Position], compute: set[Position]) -> list[Position]:
+    follows: set[Position] = set()
+    for position in nx.topological_sort(graph):
+        if position in follows or position in compute:
+            follows.update(graph.successors(position))
+    return [position for position in compute if position not in follows]
+
+
+def _earliest(
+    graph: nx.DiGraph[Position], durations: Mapping[Position, float], last: Position, ancestors: set[Position]
+) -> float:
+    """A bound of the moment at which an op can start: by each chain of ops before it, and by each stream.
+
+    A stream does all its ops before `last` one by one, the first of them no earlier than the earliest can start; after
+    its last there is at least the shortest way from one of them.
+    """
+    part = graph.subgraph({*ancestors, last})
+    order = list(nx.topological_sort(part))
+    starts: dict[Position, float] = {}
+    for position in order:
+        starts[position] = max((starts[p] + durations[p] for p in part.predecessors(position)), default=0.0)
+    left = {last: 0.0}
+    for position in reversed(order):
+        if position != last:
+            left[position] = max(0.0 if p == last else durations[p] + left[p] for p in part.successors(position))
+    found = [starts[last]]
+    for stream in {position.stream for position in ancestors}:
+        own = [position for position in ancestors if position.stream == stream]
+        total = sum(durations[position] for position in own)
+        found.append(min(starts[p] for p in own) + total + min(left[p] for p in own))
+    return max(found)
