@@ -224,7 +224,9 @@ class Planner:
             precision=options.precision,
             masters=options.masters,
         )
-        made = partial(step_schedule, kind=kind, loss_bytes=found.loss_bytes, usual=usual, divides=divides)
+        masters = options.masters if options.precision == "bf16" else "whole"
+        own = {"loss_bytes": found.loss_bytes, "usual": usual, "divides": divides, "masters": masters}
+        made = partial(step_schedule, kind=kind, **own)
 
         def schedule() -> tuple[Program, Schedule, str | None]:
             plain = [found.programs.at(0)] * kind.micro_batches

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from megatrain.checks import checked, count, optional
+from megatrain.checks import checked, count, one_of, optional
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.passes.program import Block, Program, has_parts
@@ -14,27 +15,26 @@ from megatrain.scheduler.builder.sections import first_deferred, worthwhile_sect
 from megatrain.scheduler.merging import Merged, merge, refuse
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
+from megatrain.scheduler.update_traffic import UPDATE_TRAFFIC, update_traffic
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 from megatrain.sizes import SIZE, aligned, parse_bytes
 
-# What AdamW touches per byte of a parameter: it reads gradient, parameter and two moments, and writes the last three.
-UPDATE_TRAFFIC = 7
 
-
-@checked(update_traffic=count(1, 2**20))
-def workload(program: Program, *, update_traffic: int = UPDATE_TRAFFIC) -> Workload:
+@checked(update_traffic=optional(count(1, 2**20)), masters=one_of(*UPDATE_TRAFFIC))
+def workload(program: Program, *, update_traffic: int | None = None, masters: str = "exact") -> Workload:
     """Describes `program` by bytes and dependencies only.
 
     Args:
         program: After `measure`.
-        update_traffic: Bytes that an update reads and writes per byte of a parameter.
+        update_traffic: Bytes that an update reads and writes per byte of a parameter; None counts those of AdamW.
+        masters: The kind of master of bf16 parameters: `"exact"`, `"rounded"`, or `"whole"` for none.
 
     Raises:
         OptionError: If an argument has a wrong type or value.
     """
-    updates = _updates(program)
+    updates = _updates(program, update_traffic, masters)
     return Workload(
-        blocks=tuple(_block_work(program, block, updates[block.index], update_traffic) for block in program.blocks),
+        blocks=tuple(_block_work(program, block, updates[block.index]) for block in program.blocks),
         values=_value_works(program),
         storages=_storages(program),
     )
@@ -102,17 +102,9 @@ def schedule(
     """
     kind = StepKind(mode, transfer, micro_batches, updates, clip, outputs, reports_norm)
     size = None if memory is None else parse_bytes(memory, "memory")
-    if isinstance(program, Program):
-        return step_schedule(
-            [program] * micro_batches,
-            kind,
-            num_slots=num_slots,
-            keep=keep,
-            memory=size,
-            activations=activations,
-            hardware=hardware,
-        )
-    return build(program, kind, num_slots=num_slots, keep=keep, memory=size, activations=activations, hardware=hardware)
+    is_program = isinstance(program, Program)
+    made = partial(step_schedule, [program] * micro_batches) if is_program else partial(build, program)
+    return made(kind, num_slots=num_slots, keep=keep, memory=size, activations=activations, hardware=hardware)
 
 
 def step_schedule(
@@ -127,6 +119,7 @@ def step_schedule(
     hardware: Hardware | None = None,
     usual: Hardware | None = None,
     divides: Callable[[], bool] = lambda: False,
+    masters: str = "exact",
 ) -> Schedule:
     """Places one step whose micro-batches are captures of one model.
 
@@ -141,13 +134,14 @@ def step_schedule(
         hardware: As in `schedule`.
         usual: As in `build`.
         divides: Tells whether updates may come in sections; asked where that would save time.
+        masters: As in `workload`.
 
     Raises:
         ScheduleError: If they don't, `memory` is too small, or a buffer can't go from one to the next.
     """
     for program in {id(each): each for each in programs}.values() if kind.micro_batches > 1 else ():
         check_buffers(program)
-    works = replace(merge_programs(programs).workload, loss_bytes=loss_bytes)
+    works = replace(merge_programs(programs, masters).workload, loss_bytes=loss_bytes)
     most = worthwhile_sections(works, kind)
     is_divisible = most > 1 and not has_parts(programs[0], first_deferred(works, kind)) and divides()
     return build(
@@ -163,16 +157,17 @@ def step_schedule(
     )
 
 
-def merge_programs(programs: Sequence[Program]) -> Merged:
+def merge_programs(programs: Sequence[Program], masters: str = "exact") -> Merged:
     """Merges the workloads of captures of one model, which all use the state that comes for the first of them.
 
     Args:
         programs: One per micro-batch; some may be the same.
+        masters: As in `workload`.
 
     Raises:
         ScheduleError: If a block of one has other state than that of the first, or they write other buffers.
     """
-    works = {key: workload(program) for key, program in {id(each): each for each in programs}.items()}
+    works = {key: workload(program, masters=masters) for key, program in {id(each): each for each in programs}.items()}
     merged = merge([works[id(program)] for program in programs])
     refuse(_differences_of_state(programs[0], other) for other in programs)
     return merged
@@ -243,16 +238,17 @@ def _trained_holders(program: Program) -> dict[str, tuple[int, ...]]:
 
 @dataclass(slots=True)
 class _Update:
-    """Bytes of the parameters that a block updates, and the other blocks that hold some of them."""
+    """Bytes that the update of a block's parameters reads and writes, and other blocks that hold some of them."""
 
     nbytes: int = 0
     shares: set[int] = field(default_factory=set[int])
 
 
-def _updates(program: Program) -> list[_Update]:
+def _updates(program: Program, traffic: int | None, masters: str) -> list[_Update]:
     sizes: dict[str, int] = {}
     for entry in program.state.values():
-        sizes[entry.owner] = sizes.get(entry.owner, 0) + entry.spec.nbytes
+        each = traffic or update_traffic(str(entry.spec.dtype), masters)
+        sizes[entry.owner] = sizes.get(entry.owner, 0) + each * entry.spec.nbytes
     found = [_Update() for _ in program.blocks]
     for name, (owner, *others) in _trained_holders(program).items():
         found[owner].nbytes += sizes[name]
@@ -260,7 +256,7 @@ def _updates(program: Program) -> list[_Update]:
     return found
 
 
-def _block_work(program: Program, block: Block, update: _Update, update_traffic: int) -> BlockWork:
+def _block_work(program: Program, block: Block, update: _Update) -> BlockWork:
     cost = program.templates[block.template].cost
     assert cost is not None, "measure runs before scheduling"
     is_differentiable = has_backward(program, block)
@@ -280,7 +276,7 @@ def _block_work(program: Program, block: Block, update: _Update, update_traffic:
         has_backward=is_differentiable,
         forward=cost.forward,
         backward=cost.backward_of(program.needs_gradients(block)) if is_differentiable else (),
-        update_bytes=update_traffic * update.nbytes,
+        update_bytes=update.nbytes,
         shares=tuple(sorted(update.shares)),
     )
 

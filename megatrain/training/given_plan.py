@@ -23,10 +23,11 @@ class GivenPlan:
 
     Args:
         plan: The plan.
+        masters: The kind of master of bf16 parameters here.
     """
 
-    def __init__(self, plan: SavedPlan) -> None:
-        self._plan = plan
+    def __init__(self, plan: SavedPlan, masters: str) -> None:
+        self._plan, self._masters = plan, masters
 
     def is_of(self, kind: StepKind) -> bool:
         """Tells whether a step of this kind takes the plan; the first of deferred updates has none to run, so no plan.
@@ -64,7 +65,7 @@ class GivenPlan:
         for level, programs in _levels(captures):
             for program in {id(each): each for each in programs}.values() if len(programs) > 1 else ():
                 check_buffers(program)
-            found = replace(merge_programs(programs).workload, loss_bytes=loss_bytes)
+            found = replace(merge_programs(programs, self._masters).workload, loss_bytes=loss_bytes)
             if found == planned:
                 if schedule.sections is not None and not divides():
                     raise _refused(["updates in sections: the optimizer can't update a section alone"])

@@ -61,7 +61,7 @@ class StepTables:
     def __init__(self, options: Options, budget: DeviceBudget, plan: AnyPlan | None = None):
         self._options = options
         self._budget = budget
-        self._given = None if plan is None else GivenPlan(saved_plan(plan))
+        self._given = None if plan is None else GivenPlan(saved_plan(plan), options.masters)
         self._arena: LandingArena | None = None
         self._tables: OrderedDict[tuple[frozenset[int], StepKind], _Table] = OrderedDict()
 
@@ -156,6 +156,7 @@ class StepTables:
             hardware=self._options.hardware,
             usual=usual_machine(self._options.device.card()),
             divides=divides,
+            masters=self._options.masters,
         )
         if not any(op.what == "G" for op in planned.ops):
             raise ExecuteError(

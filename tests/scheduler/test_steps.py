@@ -266,6 +266,11 @@ def test_a_program_says_which_block_updates_a_parameter_and_who_shares_it():
     assert found.blocks[last].update_bytes == 0
     assert sum(size for size, _ in updates.values()) == 7 * 4 * (11 * 8 + 2 * (64 + 8))
     assert workload_of(program, update_traffic=3).blocks[0].update_bytes == 3 * 11 * 8 * 4
+    narrow = megatrain.lower(megatrain.trace(Tied().bfloat16(), (torch.arange(6).reshape(2, 3),)))
+    for masters, nbytes in (("whole", 14), ("exact", 26), ("rounded", 22)):
+        assert workload_of(narrow, masters=masters).blocks[0].update_bytes == nbytes * 11 * 8
+    assert workload_of(narrow) == workload_of(narrow, masters="exact")
+    assert workload_of(program, masters="rounded") == found
     plan = megatrain.schedule(program, micro_batches=2, updates="deferred", clip=True, memory="1MiB")
     plan.check()
     assert sum(op.what == "U" for op in plan.ops) == len(updates) == 3

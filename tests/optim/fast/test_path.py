@@ -16,7 +16,8 @@ from megatrain.optim.impostor import Optimizer
 from megatrain.optim.masters.halves import CHUNK, Master, RoundedMaster, SplitMaster, WholeMaster, read_
 from megatrain.optim.need import Updated, optimizer_need
 from megatrain.optim.updates import Updates
-from megatrain.scheduler.from_program import UPDATE_TRAFFIC
+from megatrain.planning.host_plan import MASTER_OF
+from megatrain.scheduler.update_traffic import UPDATE_TRAFFIC
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -187,7 +188,8 @@ def test_the_need_of_an_optimizer_is_that_of_its_path(descent: Descent):
 
 def test_traffic_counts_each_byte_that_is_read_or_written():
     adamw = AdamWInOnePass()
-    assert adamw.traffic(WholeMaster) == UPDATE_TRAFFIC
+    for kind, master in MASTER_OF.items():
+        assert adamw.traffic(master) == UPDATE_TRAFFIC[kind]
     assert adamw.traffic(SplitMaster) * 2 == 26
     assert adamw.traffic(RoundedMaster) * 2 == 22
     assert Descent().traffic(WholeMaster) == 5
