@@ -67,6 +67,7 @@ class Made:
         self.values |= {type(template): template, megatrain.Hardware: HARDWARE, megatrain.Chaos: megatrain.Chaos()}
         self.values[megatrain.TensorSpec] = megatrain.TensorSpec((2, 2), torch.float32, (1, 2))
         self.values[megatrain.StepKind] = self.schedule.kind
+        self.values[megatrain.SavedPlan] = self.plan.saved()
 
 
 def targets(made: Made) -> Iterator[Target]:

@@ -27,9 +27,9 @@ PUBLIC = (
 FURTHER = (
     "megatrain.compiled.inside.Compiled",
     "megatrain.optim.masters.registry.Masters",
-    "megatrain.planning.alternatives.Alternative",
-    "megatrain.planning.alternatives.Alternatives",
-    "megatrain.planning.largest.Largest",
+    "megatrain.planning.what_if.alternatives.Alternative",
+    "megatrain.planning.what_if.alternatives.Alternatives",
+    "megatrain.planning.what_if.largest.Largest",
     "megatrain.reporting.step_report.StepReport",
     "megatrain.scheduler.builder.bound.StepBound",
     "megatrain.scheduler.instructions.Instructions",

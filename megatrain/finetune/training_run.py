@@ -32,8 +32,8 @@ from megatrain.finetune.step_on_paper import MAX_GRAD_NORM, plan_step
 from megatrain.finetune.training_data import Data, sequences_of
 from megatrain.integrations.hf import Trainer
 from megatrain.planning.model_sizes import MICRO_BATCH, SEQUENCE
-from megatrain.planning.variation import Spelling, size
-from megatrain.planning.ways_out import refusal
+from megatrain.planning.what_if.variation import Spelling, size
+from megatrain.planning.what_if.ways_out import refusal
 from megatrain.progress import stage
 from megatrain.sizes import format_bytes
 from megatrain.training.boundary import NotFiniteError

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatrain.errors import OptionError
-from megatrain.planning.alternatives import Alternative
 from megatrain.planning.model_sizes import MICRO_BATCH
 from megatrain.planning.plan import Plan
 from megatrain.planning.planner import Planner, StepOptions
-from megatrain.planning.variation import Variation
+from megatrain.planning.what_if.alternatives import Alternative
+from megatrain.planning.what_if.variation import Variation
 from megatrain.scheduler.step_kind import MOST_MICRO_BATCHES
 
 # Of the sizes with which the samples of a step can be split, so many are planned, the smallest first.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatrain.device.reserve import of_card
 from megatrain.hardware.presets import GIB, PRESETS
-from megatrain.planning.largest import missing
+from megatrain.planning.what_if.largest import missing
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.sizes import format_bytes
 from megatrain.sizing.best_batch import StepSplit

@@ -13,11 +13,11 @@ from megatrain.device.reserve import of_card
 from megatrain.errors import MegatrainError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.presets import PRESETS
-from megatrain.planning.alternatives import alternatives
 from megatrain.planning.model_sizes import LORA, MICRO_BATCH, SEQUENCE, ModelSizes
 from megatrain.planning.planned_step import UNBOUNDED
 from megatrain.planning.planner import Planner, StepOptions
-from megatrain.planning.ways_out import refusal
+from megatrain.planning.what_if.alternatives import alternatives
+from megatrain.planning.what_if.ways_out import refusal
 from megatrain.progress import stage
 from megatrain.sizes import parse_bytes
 from megatrain.sizing.best_batch import StepSplit, best_batch, samples_of

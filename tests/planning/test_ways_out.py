@@ -12,7 +12,7 @@ import megatrain
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.planning.model_sizes import MICRO_BATCH, SEQUENCE
-from megatrain.planning.ways_out import MOST, ways_out
+from megatrain.planning.what_if.ways_out import MOST, ways_out
 from megatrain.sizes import format_bytes
 from tests.planning.steps import IDS, planned
 from tests.tiers import every_other

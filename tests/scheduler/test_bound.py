@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,14 @@ def test_no_schedule_is_faster_than_its_bound_in_the_memory_that_it_takes(plan: 
     step_s = plan.simulate(machine).step_s
     bounds = [step_bound(plan.effects(), memory, machine).seconds for memory in (plan.device_bytes, None)]
     assert step_s * (1 + 1e-9) >= bounds[0] >= bounds[1] * (1 - 1e-9)
+
+
+def test_a_norm_that_is_reported_without_an_update_waits_for_nothing():
+    works, machine = chain([64]), Hardware(100.0, 100.0, 100.0, 0.001, 100.0)
+    works = replace(works, blocks=tuple(replace(block, update_bytes=0) for block in works.blocks))
+    plan = build(works, StepKind(updates="overlap", outputs="release", reports_norm=True))
+    assert "N" in {op.what for op in plan.ops}
+    assert step_bound(plan.effects(), None, machine).seconds <= plan.simulate(machine).step_s * (1 + 1e-9)
 
 
 def test_more_memory_lowers_the_bound_from_recomputation_to_compute_alone():

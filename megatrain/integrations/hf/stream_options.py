@@ -11,9 +11,9 @@ from megatrain.errors import OptionError
 PREFIX = "megatrain_"
 _OF_COMPILE = (
     "device", "memory", "precision", "activations", "transfer", "block_bytes", "masters", "opaque", "passes",
-    "chunking", "hardware", "chaos", "recording",
+    "chunking", "kernels", "hardware", "chaos", "recording",
 )  # fmt: skip
-_OF_STEP = ("overlap", "spread", "on_nonfinite")
+_OF_STEP = ("overlap", "spread", "on_nonfinite", "plan")
 
 
 @dataclass(frozen=True, slots=True)

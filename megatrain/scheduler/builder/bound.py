@@ -221,7 +221,8 @@ class _Parts:
         leaving = [self._op(Stream.D2H, "G", block) for block in self._gradients]
         last = self._update_s(later) if self._kind.updates == "serial" else 0.0
         yield before + sum(leaving) + last, "the forward, then gradients to the host"
-        waits = self._update_s(later) + self._squares_s()
+        # A norm that is only reported sums what updates have read: without one it waits for nothing.
+        waits = self._update_s(later) + (self._squares_s() if self._kind.clip or later else 0.0)
         yield before + min(leaving) + waits, f"the forward, then {name}"
 
     def _before_gradients(self) -> float:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from megatrain.errors import ExecuteError, MegatrainError, ScheduleError
-from megatrain.planning.alternatives import Alternative, other_trainings, planned
 from megatrain.planning.model_sizes import MICRO_BATCH, SEQUENCE
 from megatrain.planning.planned_step import PlannedStep
-from megatrain.planning.variation import IN_PYTHON, NUMBERS, Spelling, Variation, splits, varied, written
+from megatrain.planning.what_if.alternatives import Alternative, other_trainings, planned
+from megatrain.planning.what_if.variation import IN_PYTHON, NUMBERS, Spelling, Variation, splits, varied, written
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.sizes import format_bytes
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from megatrain.errors import MegatrainError
 from megatrain.planning.model_sizes import LORA, MICRO_BATCH
 from megatrain.planning.planned_step import PlannedStep
-from megatrain.planning.variation import IN_PYTHON, NUMBERS, Spelling, Variation, splits, varied, written
+from megatrain.planning.what_if.variation import IN_PYTHON, NUMBERS, Spelling, Variation, splits, varied, written
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.sizes import format_bytes
 
