@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import megatrain
+from megatrain.device import Device
 from megatrain.errors import EagerKernelsWarning, OptionError
 from tests.gradients import grad_of
 from tests.models import MODELS
@@ -162,8 +163,11 @@ def broken(*_: Any, **__: Any) -> Any:
     raise RuntimeError("no kernels today")
 
 
-def test_a_device_without_a_compiler_is_refused():
-    with pytest.raises(OptionError, match=r'^kernels must be one of "eager", "inductor"|kernels'):
+def test_a_device_that_torch_compiles_nothing_for_is_refused():
+    plain = Device(torch.device("cpu"), "plain")
+    with pytest.raises(OptionError, match=r'^kernels="inductor" makes no kernels for plain\.'):
+        megatrain.compile(Blocks(), device=plain, kernels="inductor")
+    with pytest.raises(OptionError, match="kernels"):
         megatrain.compile(Blocks(), device="cpu", kernels="triton")
 
 
