@@ -96,8 +96,9 @@ class SavedPlan:
         return f"saved plan: {facts}; {self.schedule!r}"
 
 
-PLAN: Rule = either(instance_of(PlannedStep), instance_of(SavedPlan))
-
+PLAN: Rule = either(
+    instance_of(PlannedStep, "a Plan", "what megatrain.plan returns"), instance_of(SavedPlan, way="plan.saved()")
+)
 
 AnyPlan = PlannedStep | SavedPlan
 

@@ -186,6 +186,8 @@ def test_memory_that_is_written_before_the_match_begins_is_no_obstacle():
         (lambda x: x.view(-1, x.shape[-1]), "asks for `shape`"),
         (lambda x: x if x > 0 else -x, "asks for `bool`"),
         (lambda x: x + x.item(), "asks for `item`"),
+        (lambda x: x.view(x.size(0), -1), "asks for `size`"),
+        (lambda x: x / torch.numel(x), "asks for `numel`"),
     ],
 )
 def test_a_pattern_without_an_answer_is_refused(pattern: Callable[..., Any], words: str):

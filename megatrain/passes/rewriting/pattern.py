@@ -13,12 +13,23 @@ from torch import fx
 from megatrain.passes.rewriting.call_trial import Target
 from megatrain.passes.rewriting.replacing import is_written_after, refuse_rewrite
 from megatrain.torch_private import pytree
-from megatrain.tracer.calls import as_call, call_text, is_property_get, literal_text, named_arguments, target_name
+from megatrain.tracer.calls import (
+    as_call,
+    call_name,
+    call_text,
+    is_property_get,
+    literal_text,
+    named_arguments,
+    target_name,
+)
 from megatrain.tracer.equal import is_equal
 from megatrain.tracer.node_meta import CALLS
 
 # A pattern has no values, so Python code can't ask for them.
-_ASKING = frozenset("__bool__ __int__ __float__ __index__ __len__ __iter__ __contains__ item tolist numpy".split())
+_ASKING = frozenset(
+    "__bool__ __int__ __float__ __index__ __len__ __iter__ __contains__ item tolist numpy size dim ndimension numel "
+    "nelement stride storage_offset element_size data_ptr is_contiguous is_floating_point is_complex get_device".split()
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,7 +191,7 @@ class _Symbol(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         op, target = as_call(func)
-        if is_property_get(func) or target in _ASKING:
+        if is_property_get(func) or call_name(func) in _ASKING:
             name = target_name(fx.Graph().create_node(op, target)) or "a property"
             refuse_rewrite(
                 f"a pattern asks for `{name}` of a tensor",
