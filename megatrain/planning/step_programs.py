@@ -17,7 +17,7 @@ from megatrain.passes.program import Program
 from megatrain.passes.rewrites.head_loss import HeadLoss, chunk_head_loss
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.passes.rewrites.tiled_region import TiledRegion
-from megatrain.runtime.block import outer_hooks_off
+from megatrain.runtime.blocks.block import outer_hooks_off
 from megatrain.tracer.traced import TracedModule
 
 

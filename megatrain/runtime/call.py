@@ -11,11 +11,11 @@ import torch
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import stored_stride
+from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call_start import Start, version
 from megatrain.runtime.draws import MicroBatchGenerators
 from megatrain.runtime.gradients.sums import ParameterGradient
 from megatrain.runtime.loaded import Loaded
-from megatrain.runtime.local_graph import LocalGraph
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.stores.buffer_copies import BufferCopies
 from megatrain.runtime.stores.device_arena import Meter

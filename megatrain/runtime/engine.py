@@ -18,8 +18,8 @@ from megatrain.memory.bus import Bus
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import MemoryFigures
 from megatrain.passes.program import Program, Template
-from megatrain.runtime.block import BlockRunner
-from megatrain.runtime.runners import Runners
+from megatrain.runtime.blocks.block import BlockRunner
+from megatrain.runtime.blocks.runners import Runners
 from megatrain.runtime.stores.buffer_copies import BufferCopies
 from megatrain.runtime.stores.device_arena import DeviceArena, Meter
 from megatrain.runtime.stores.gradient_memory import GradientMemory

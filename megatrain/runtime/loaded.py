@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage
 from megatrain.passes.program import Program, has_parts
-from megatrain.runtime.block import HIDDEN_DRAWS, BlockRunner
+from megatrain.runtime.blocks.block import HIDDEN_DRAWS, BlockRunner
 from megatrain.runtime.draws import Draws
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.flow import Facts

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatrain.passes.program import Block
+from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call import Call
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
@@ -15,7 +16,6 @@ from megatrain.runtime.gradients.landing import Landing, LandingArena, PlainLand
 from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.runtime.gradients.sums import added, marked
 from megatrain.runtime.loaded import Loaded
-from megatrain.runtime.local_graph import LocalGraph
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.runtime.streams.stream_set import Event

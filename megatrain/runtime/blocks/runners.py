@@ -8,7 +8,7 @@ from typing import Any
 from megatrain.device import Device
 from megatrain.passes.dedup import template_key
 from megatrain.passes.program import Program, Template
-from megatrain.runtime.block import BlockRunner
+from megatrain.runtime.blocks.block import BlockRunner
 
 
 class Runners:

@@ -17,8 +17,8 @@ from megatrain.errors import ExecuteError
 from megatrain.passes.interpret import Code
 from megatrain.passes.program import Template
 from megatrain.passes.rewrites.tiled_region import without_results
-from megatrain.runtime.inductor_code import InductorCode
-from megatrain.runtime.local_graph import OVERWRITTEN, LocalGraph
+from megatrain.runtime.blocks.inductor_code import InductorCode
+from megatrain.runtime.blocks.local_graph import OVERWRITTEN, LocalGraph
 from megatrain.runtime.rng import RngState, repeated_rng
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.packed.packing import Packing, is_wrapper
