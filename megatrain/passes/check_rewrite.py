@@ -12,7 +12,7 @@ from torch import nn
 from megatrain.checks import checked, count, function, number, optional
 from megatrain.device import HOST
 from megatrain.errors import LowerError
-from megatrain.passes.distance import TOLERANCES, largest, tensor_distance
+from megatrain.passes.distance import TOLERANCES, scale_by_kind, tensor_distance
 from megatrain.passes.interpret import Code
 from megatrain.passes.pipeline import Rewrite, pass_name, run_pass
 from megatrain.passes.stateless import stateless
@@ -187,12 +187,12 @@ class _Trials:
         """Takes one trial."""
         expected = self._expected(number)
         found = self._run(made, number)
-        sizes = {key: largest(tensor) for key, tensor in expected.items() if tensor is not None}
+        scale_of_key = scale_by_kind(expected)
         coarsest = max((TOLERANCES.get(dtype, 0.0) for dtype in _autocast_dtypes(self._traced)), default=0.0)
         deviations: list[Deviation] = []
         for key, tensor in expected.items():
             kind, name = key
-            scale = max(sizes.get(key, 0.0), max(size for (k, _), size in sizes.items() if k == kind) / 100)
+            scale = scale_of_key(key)
             absolute, reason = _apart(tensor, found[key])
             by_dtype = 0.0 if tensor is None else max(TOLERANCES.get(tensor.dtype, 0.0), coarsest)
             allowed = by_dtype if tolerance is None else tolerance

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -41,6 +42,21 @@ def tensor_distance(expected: torch.Tensor, found: torch.Tensor) -> tuple[float,
         return float("inf"), f"{int((left != right).sum())} of {left.numel()} elements differ"
     gap = max(_gap(a, b) for a, b in zip(_chunks(left), _chunks(right), strict=True))
     return gap, "NaN or infinite on one side only" if gap == float("inf") else ""
+
+
+def scale_by_kind(expected: Mapping[tuple[str, str], Any]) -> Callable[[tuple[str, str]], float]:
+    """Returns what differences are relative to: the largest value of a tensor, or a hundredth of its kind's largest.
+
+    Some gradients, such as that of a key projection's bias, are zero except for rounding.
+
+    Args:
+        expected: By `(kind, name)`; what is no tensor has no size.
+    """
+    sizes = {key: largest(value) for key, value in expected.items() if isinstance(value, torch.Tensor)}
+    of_kinds: dict[str, float] = {}
+    for (kind, _), size in sizes.items():
+        of_kinds[kind] = max(of_kinds.get(kind, 0.0), size)
+    return lambda key: max(sizes.get(key, 0.0), of_kinds.get(key[0], 0.0) / 100)
 
 
 def largest(tensor: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatrain.passes.distance import TOLERANCES, largest, tensor_distance
+from megatrain.passes.distance import TOLERANCES, largest, scale_by_kind, tensor_distance
 from megatrain.passes.program import Program
 from megatrain.verification.leaves import differ
 from megatrain.verification.report import Difference
@@ -70,14 +70,11 @@ def compare(
         tolerance: Differences that count as equal.
         blocks_of: Names the blocks of a `(kind, name)`.
     """
-    sizes = {key: largest(value) for key, value in expected.items() if isinstance(value, torch.Tensor)}
-    scales: dict[str, float] = {}
-    for (kind, _), size in sizes.items():
-        scales[kind] = max(scales.get(kind, 0.0), size)
+    scale_of_key = scale_by_kind(expected)
     for key in dict.fromkeys([*expected, *found]):
         kind, name = key
         absolute, reason = _apart(expected, found, key)
-        scale = max(sizes.get(key, 0.0), scales.get(kind, 0.0) / 100)
+        scale = scale_of_key(key)
         relative = absolute / scale if scale and absolute else absolute
         allowed = tolerance.of_value(expected.get(key))
         yield Difference(kind, name, step, absolute, relative, blocks_of(kind, name), allowed, reason)

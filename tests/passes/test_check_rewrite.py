@@ -121,6 +121,15 @@ def test_whole_numbers_change_places_unless_the_capture_is_made_for_their_values
     assert check_rewrite(Net(), replacing(F.linear, apart), (X, lengths)).kept == ()
 
 
+def test_parameters_without_any_gradient_are_no_obstacle():
+    class Detached(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+            return F.linear(x, self.fc.weight.detach(), self.fc.bias.detach())
+
+    report = check_rewrite(Detached(), replacing(F.linear, apart), (X.clone().requires_grad_(),))
+    assert report.ok, report
+
+
 def test_the_model_and_the_generators_stay_as_they_were():
     model, state = Net(), torch.get_rng_state()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
