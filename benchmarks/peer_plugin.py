@@ -17,8 +17,10 @@ import megatrain
 _Trainer = tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any]]
 
 
-def train(ctx: Any, kernels: str = "eager") -> _Trainer:
+def train(ctx: Any, transfer: str = "auto", kernels: str = "eager") -> _Trainer:
     """Returns the step function and facts about the run.
+
+    Where the compute device is the host, weights are used in place, as FSDP2 does.
 
     Raises:
         ValueError: If the harness asks for another dtype than fp32 or bf16.
@@ -29,7 +31,7 @@ def train(ctx: Any, kernels: str = "eager") -> _Trainer:
     precision = precisions[ctx.compute]
     model = ctx.model(torch.float32)
     compiled = megatrain.compile(
-        model, device=ctx.device, transfer="copy", activations="recompute", precision=precision, kernels=kernels
+        model, device=ctx.device, transfer=transfer, activations="recompute", precision=precision, kernels=kernels
     )
     optimizer = torch.optim.AdamW(compiled.parameters(), fused=True, **ctx.adamw)
     train_step = megatrain.TrainStep(compiled, optimizer, max_grad_norm=ctx.clip or None)
@@ -43,7 +45,12 @@ def train(ctx: Any, kernels: str = "eager") -> _Trainer:
 
 def train_inductor(ctx: Any) -> _Trainer:
     """The same with kernels that torch.compile makes."""
-    return train(ctx, "inductor")
+    return train(ctx, kernels="inductor")
+
+
+def train_copy(ctx: Any) -> _Trainer:
+    """The same with weights that are copied into slots, as on an accelerator."""
+    return train(ctx, transfer="copy")
 
 
 def train_eager_inductor(ctx: Any) -> _Trainer:

@@ -18,7 +18,12 @@ from typing import Any
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-PLUGINS = {"ours": "train", "ours-inductor": "train_inductor", "eager-inductor": "train_eager_inductor"}
+PLUGINS = {
+    "ours": "train",
+    "ours-copy": "train_copy",
+    "ours-inductor": "train_inductor",
+    "eager-inductor": "train_eager_inductor",
+}
 """What `peer_plugin.py` trains: megatrain, and both sides under torch.compile."""
 PEERS = ("eager", "fsdp2", "deepspeed", *PLUGINS)
 
