@@ -17,7 +17,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 _ABOUT_S = 0.004
 _IN_A_ROW = 4
 _LARGEST, _SMALLEST = 8192, 256
-# In a model each weight comes from memory, once in each pass: weights of a measurement take turns, more than caches hold.
+# In a model each weight comes from memory once in each pass, so weights take turns here, more than caches hold.
 _BEYOND_CACHES = 256 << 20
 _MOST_WEIGHTS = 64
 
