@@ -86,3 +86,14 @@ def test_a_step_that_compute_holds_up_takes_no_longer_than_its_chain(updates: st
     bounds, taken = plan.lower_bounds(machine), plan.simulate(machine).step_s
     assert bounds["ends"] > 1.03 * bounds["compute"]
     assert taken == pytest.approx(bounds["ends"], rel=1e-3)
+
+
+def test_deferred_updates_all_come_before_the_backward():
+    """The host takes longer than the forward: the last weights wait for all updates, and the backward for these."""
+    workload = with_updates(chain([LAYER] * 8))
+    plan = build(workload, StepKind(updates="deferred", clip=True, micro_batches=2, outputs="release"))
+    machine = replace(MACHINE, host_bytes_per_s=MACHINE.host_bytes_per_s / 30, flops_per_s=MACHINE.flops_per_s / 30)
+    bounds, taken = plan.lower_bounds(machine), plan.simulate(machine).step_s
+    assert max(seconds for reason, seconds in bounds.items() if reason != "turn") < 0.9 * bounds["turn"]
+    assert taken == pytest.approx(bounds["turn"], rel=0.02)
+    assert bounds["turn"] <= taken * (1 + 1e-9)

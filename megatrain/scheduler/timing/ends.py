@@ -1,57 +1,54 @@
-"""Ends: how long a step must take before its first op of compute, and after its last, in any order of its ops."""
+"""Ends: how long a step must take before the first of some ops, and after the last, in any order of all ops."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import networkx as nx
 
-from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
 
 
 class Ends(NamedTuple):
-    """The parts of a step in which nothing can compute.
+    """The parts of a step in which none of some ops can run.
 
     Attributes:
-        head_s: Seconds before any op of compute can start.
-        tail_s: Seconds after any op of compute that could be the last.
+        head_s: Seconds before any of them can start.
+        tail_s: Seconds after any of them that could be the last.
     """
 
     head_s: float
     tail_s: float
 
 
-def ends(needed: nx.DiGraph[Position], durations: Mapping[Position, float]) -> Ends | None:
-    """Finds both ends; None for a step that computes nothing.
+def ends(needed: nx.DiGraph[Position], durations: Mapping[Position, float], ops: Collection[Position]) -> Ends:
+    """Finds both ends.
 
-    The first op of compute follows none, and so one of those that need no other comes first; the last alike.
+    The first of the ops follows none of them, and so one of those that need no other comes first; the last alike.
 
     Args:
         needed: Edges from ops to those that need their results.
         durations: Seconds of each op.
+        ops: All ops of compute, or those of the backward; at least one.
     """
-    compute = {position for position in durations if position.stream == Stream.COMPUTE}
-    if not compute:
-        return None
     needed = nx.DiGraph(needed)
     needed.add_nodes_from(durations)
-    return Ends(_before_first(needed, durations, compute), _before_first(needed.reverse(), durations, compute))
+    return Ends(_before_first(needed, durations, ops), _before_first(needed.reverse(), durations, ops))
 
 
-def _before_first(graph: nx.DiGraph[Position], durations: Mapping[Position, float], compute: set[Position]) -> float:
-    """The least of the seconds before those ops of compute that no other op of compute precedes."""
-    before = {position: nx.ancestors(graph, position) for position in _without_predecessor(graph, compute)}
+def _before_first(graph: nx.DiGraph[Position], durations: Mapping[Position, float], ops: Collection[Position]) -> float:
+    """The least of the seconds before those ops that none of the others precedes."""
+    before = {position: nx.ancestors(graph, position) for position in _without_predecessor(graph, ops)}
     return min(_earliest(graph, durations, position, ancestors) for position, ancestors in before.items())
 
 
-def _without_predecessor(graph: nx.DiGraph[Position], compute: set[Position]) -> list[Position]:
+def _without_predecessor(graph: nx.DiGraph[Position], ops: Collection[Position]) -> list[Position]:
     follows: set[Position] = set()
     for position in nx.topological_sort(graph):
-        if position in follows or position in compute:
+        if position in follows or position in ops:
             follows.update(graph.successors(position))
-    return [position for position in compute if position not in follows]
+    return [position for position in ops if position not in follows]
 
 
 def _earliest(

@@ -97,7 +97,8 @@ def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
     Per stream the sum of its ops, which run one by one; `"link"` is the time that copies of both directions take
     together, where one slows the other down; `"data"` is the longest chain of ops that need each other's results,
     which no number of slots and no other order shortens; `"ends"` is all of compute with what comes before its first op
-    and after its last, in any order. No op counts as slowed down by others otherwise.
+    and after its last, in any order, and `"turn"` is the same of the backward alone: deferred updates all come before
+    it. No op counts as slowed down by others otherwise.
     """
     durations = op_durations(schedule, costs)
     bounds = {str(stream): 0.0 for stream in streams()}
@@ -109,8 +110,12 @@ def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
     needed = [(a, b) for a, b, kind in graph.edges(data="kind") if kind in ("data", "weight")]
     data = nx.DiGraph([*needed, *_section_edges(schedule, graph)])
     bounds["data"] = _longest_path(data, durations)[0]
-    found = ends(data, durations)
-    bounds["ends"] = 0.0 if found is None else found.head_s + bounds[Stream.COMPUTE] + found.tail_s
+    compute = {position for position in durations if position.stream == Stream.COMPUTE}
+    backward = {position for position, op in schedule.positions() if op.what == "B"}
+    for reason, ops in (("ends", compute), ("turn", backward)):
+        if ops:
+            head_s, tail_s = ends(data, durations, ops)
+            bounds[reason] = head_s + sum(durations[position] for position in ops) + tail_s
     return {reason: bound for reason, bound in bounds.items() if bound > 0}
 
 
