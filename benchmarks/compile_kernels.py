@@ -69,13 +69,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--depths", nargs="+", type=int, default=[24, 96])
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way")
+    parser.add_argument("--firsts", type=int, default=3, help="first steps of each way, whose medians count")
     options = parser.parse_args()
     warnings.simplefilter("error", megatrain.EagerKernelsWarning)
     torch.set_num_threads(2)
     first_step(2, options.width, "inductor")  # imports the compiler
     for depth in tqdm(options.depths, disable=None):
-        eager, inductor = (first_step(depth, options.width, kernels) for kernels in ("eager", "inductor"))
+        firsts = [
+            [first_step(depth, options.width, kernels) for kernels in ("eager", "inductor")]
+            for _ in range(options.firsts)
+        ]
+        eager, inductor = (statistics.median(seconds) for seconds in zip(*firsts, strict=True))
         later = steps(depth, options.width, options.rounds)
         print(
             f"{depth} layers: first step {eager:.2f} s by eager's kernels, {inductor:.2f} s by inductor's "
