@@ -65,7 +65,7 @@ def choose_draft(
     more = [start] if num_slots is not None else [start, *_of_slots(start)]
     search = Search(builder, memory, replace(freedom, parks=True), hardware)
     fastest = search.fastest((found, frugal), more)
-    return search.improved(fastest, start, has_slots=num_slots is None) if kind.mode == "train" else fastest
+    return search.improved(fastest, more, has_slots=num_slots is None) if kind.mode == "train" else fastest
 
 
 def _of_slots(start: Choices) -> list[Choices]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from math import inf
 
@@ -18,6 +19,9 @@ from megatrain.scheduler.timing.simulate import simulate
 _WEIGHTS = (0.0, 0.7, 1.4, inf)
 # A step that is longer than its bound by less than this part isn't worth a search.
 _NEAR = 0.002
+# Ladders of a little less memory end at other plans, from which a search may find one that is faster.
+_LESS = (31 / 32, 15 / 16, 7 / 8)
+_MOST_FIRSTS = 6
 # Plans that a search from plan to plan drafts have so many ops together: hundreds of small plans, a few of long ones.
 _MOST_OPS = 40_000
 # Less than this part isn't a gain.
@@ -79,19 +83,55 @@ class Search:
         tried = () if nearest is None else (self._climbed(nearest, weight) for weight in _WEIGHTS)
         return min([best, *tried], key=lambda draft: self._time(draft.plan))
 
-    def improved(self, best: Draft, start: Choices, *, has_slots: bool) -> Draft:
-        """A plan that no neighbour is faster than, found from `best`; or the best one when the work is spent.
+    def improved(self, best: Draft, starts: Sequence[Choices], *, has_slots: bool) -> Draft:
+        """A plan that no neighbour is faster than; or the best one when the work is spent.
+
+        It is found from `best`, then from the fastest plans of ladders of less memory.
 
         Args:
             best: A plan that fits.
-            start: The most frugal plan.
+            starts: As for `fastest`, the most frugal plan first.
             has_slots: Whether the number of slots is open.
         """
-        neighbours = Neighbours(self._builder, self._freedom, start, has_slots=has_slots)
         bound = step_bound(self._builder.effects(best.plan), self._memory, self._machine).seconds
+        enough_s = bound * (1 + _NEAR)
+        if self._time(best.plan) <= enough_s:
+            return self.draft(self._stating_all_kept(best.plan))
+        neighbours = Neighbours(self._builder, self._freedom, starts[0], has_slots=has_slots)
+        seen: set[Choices] = set()
         left = _MOST_OPS // max(1, sum(1 for _ in best.ops()))
-        plan, seen = best.plan, {best.plan}
-        while left > 0 and self._time(plan) > bound * (1 + _NEAR):
+        plan = best.plan
+        for first in (best.plan, *self._of_less_memory(starts)):
+            found, left = self._descended(first, neighbours, seen, left, enough_s)
+            plan = min(plan, found, key=self._time)
+        return self.draft(self._stating_all_kept(plan))
+
+    def _of_less_memory(self, starts: Sequence[Choices]) -> list[Choices]:
+        """The fastest plans that ladders of less memory reach."""
+        found: set[Choices] = set()
+        for part in _LESS:
+            less = copy(self)  # with the same memory of drafts
+            less._memory = int(self._memory * part)
+            found.update(less._climbed(self._family(start), 1.0).plan for start in starts if less.fits(start))
+        return sorted(found, key=lambda plan: (self._time(plan), repr(plan)))[:_MOST_FIRSTS]
+
+    def _descended(
+        self, plan: Choices, neighbours: Neighbours, seen: set[Choices], left: int, enough_s: float
+    ) -> tuple[Choices, int]:
+        """Gives way to faster neighbours until there is none, or the step is short enough, or the work is spent.
+
+        Args:
+            plan: A plan that fits.
+            neighbours: Of any plan.
+            seen: Plans that were looked at, which grow.
+            left: How many plans may be looked at.
+            enough_s: The step that is short enough.
+
+        Returns:
+            The plan, and how many may be looked at after it.
+        """
+        seen.add(plan)
+        while left > 0 and self._time(plan) > enough_s:
             for other in neighbours.of(plan):
                 if other in seen:
                     continue
@@ -104,7 +144,7 @@ class Search:
                     break
             else:
                 break
-        return self.draft(self._stating_all_kept(plan))
+        return plan, left
 
     def _family(self, start: Choices) -> Family:
         return Family.of(self._builder, start, self._freedom, self._machine)
