@@ -22,26 +22,36 @@ from tests.scheduler.every_plan import fastest_of_all
 SMALL = st.integers(1, 12)
 
 
-@st.composite
-def chains(draw: st.DrawFn, most: int) -> Workload:
-    """Layers of one or two kinds, as models have them, each after the other."""
-    count = draw(st.integers(2, most))
-    kinds = [draw(st.tuples(SMALL, SMALL, SMALL, SMALL, st.booleans())) for _ in range(2)]
+def layers(kinds: list[tuple[int, int, int, int, bool]], order: list[int], nbytes: int) -> Workload:
+    """Layers of one or two kinds, as models have them, each after the other.
+
+    Args:
+        kinds: Of each kind what state, saved tensors, workspace and FLOPs are multiples of, and whether it is frozen.
+        order: The kind of each layer.
+        nbytes: Of the values between them.
+    """
     blocks: list[BlockWork] = []
-    for index in range(count):
-        state, saved, workspace, flops, is_frozen = kinds[draw(st.integers(0, 1))]
+    for index, kind in enumerate(order):
+        state, saved, workspace, flops, is_frozen = kinds[kind]
         gradient = state * 8 if is_frozen else state * 64
         frozen = state * 56 if is_frozen else 0
         sizes = (state * 64, gradient, saved * 32, workspace * 4, workspace * 8)
         works = products(flops * 1000), products(2000 * flops)
         blocks.append(BlockWork(f"b{index}", *sizes, True, *works, update_bytes=7 * gradient, frozen_bytes=frozen))
-    nbytes = draw(SMALL) * 8
     values = [ValueWork("ids", 8, 0, None, (0,), False, False, False)]
-    for index in range(count):
-        is_last = index == count - 1
+    for index in range(len(order)):
+        is_last = index == len(order) - 1
         readers = () if is_last else (index + 1,)
         values.append(ValueWork(f"v{index}", nbytes, index + 1, index, readers, is_last, True, not is_last))
-    return Workload(tuple(blocks), tuple(values), (8, *[nbytes] * count))
+    return Workload(tuple(blocks), tuple(values), (8, *[nbytes] * len(order)))
+
+
+@st.composite
+def chains(draw: st.DrawFn, most: int) -> Workload:
+    count = draw(st.integers(2, most))
+    kinds = [draw(st.tuples(SMALL, SMALL, SMALL, SMALL, st.booleans())) for _ in range(2)]
+    order = [draw(st.integers(0, 1)) for _ in range(count)]
+    return layers(kinds, order, draw(SMALL) * 8)
 
 
 WORKS = products(1_000), products(2_000)
@@ -129,6 +139,32 @@ def test_a_choice_that_the_ladder_takes_gives_way_to_a_better_one():
     assert build(works, kind, memory=817, hardware=machine).simulate(machine).step_s <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("works", "machine", "micro_batches", "memories"),
+    [
+        (
+            layers([(3, 3, 4, 7, False), (9, 7, 12, 2, False)], [1, 1, 1, 0, 0], 48),
+            Hardware(3e4, 1e3, 1e4, 0.0, 3e4),
+            3,
+            (4573, 4631),
+        ),
+        (
+            layers([(5, 7, 1, 4, True), (12, 10, 1, 11, False)], [1, 0, 0, 1, 0], 48),
+            Hardware(1e3, 1e3, 1e5, 0.0, 1e4),
+            1,
+            (3134, 3757),
+        ),
+    ],
+)
+def test_a_search_that_ends_beside_a_faster_plan_begins_again(
+    works: Workload, machine: Hardware, micro_batches: int, memories: tuple[int, int]
+):
+    """With more memory the search ended at a plan that was 1.5 and 2.7 % slower than one with less."""
+    kind = StepKind(updates="serial", outputs="release", micro_batches=micro_batches)
+    less, more = (build(works, kind, memory=memory, hardware=machine).simulate(machine).step_s for memory in memories)
+    assert more <= less
+
+
 @given(chains(2), st.integers(0, 100), MACHINES, STEPS)
 @draws(20)
 def test_a_plan_by_time_is_within_two_percent_of_the_best_of_all(
@@ -156,4 +192,4 @@ def test_a_search_stops_when_its_work_is_spent():
     kind = StepKind(updates="overlap", outputs="release", micro_batches=8)
     builder = Counting(works, kind)
     choose_draft(builder, num_slots=None, keep=None, memory=20_000, activations="auto", hardware=machine)
-    assert drafts < 200
+    assert drafts < 250
