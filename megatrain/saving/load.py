@@ -299,8 +299,7 @@ def _refuse(folder: Path, problems: Sequence[str]) -> None:
         lines = [
             f"the checkpoint `{folder}` is damaged in {counted(len(problems), 'place')}.",
             *problems,
-            "Every byte has a checksum in its checkpoint.json.",
-            "Copy it again, or load an older checkpoint.",
+            "Every byte has a checksum in its checkpoint.json.\n  Copy it again, or load an older checkpoint.",
         ]
         raise CheckpointError("\n  ".join(lines))
 

@@ -15,7 +15,6 @@ from megatrain.checks import FLAG, PATH, checked, number, one_of, optional
 from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers, optimizers_of
 from megatrain.compiled.inside import Variant
 from megatrain.compiled.module import COMPILED, CompiledModule
-from megatrain.counts import counted
 from megatrain.memory.out_of_memory import Attempts
 from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
@@ -318,4 +317,4 @@ class TrainStep:
             self._completion.detach()
 
     def __repr__(self) -> str:
-        return f"<TrainStep: {counted(self.progress.count, 'step')} taken, model {self._compiled}>"
+        return f"<TrainStep: after step {self.progress.count}, model {self._compiled}>"

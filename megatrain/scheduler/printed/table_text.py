@@ -34,8 +34,7 @@ _ALWAYS_SHOWN = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
 def table_text(schedule: Table) -> str:
     """Prints a schedule: the header, then one row per tick, in columns as wide as needed.
 
-    An F whose graph is retained has a star. Lines that would say nothing are left out, as is the column of a
-    host stream that does nothing.
+    An F whose graph is retained has a star. Lines and columns of the host that would say nothing are left out.
     """
     lines = [
         f"schedule: {counted(schedule.num_blocks, 'block')}, {counted(schedule.num_slots, 'slot')}, "
