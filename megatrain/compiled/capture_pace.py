@@ -59,4 +59,4 @@ def _what_changed(before: Mapping[str, str], now: Mapping[str, str], reasons: Se
     for name, spec in now.items():
         if before.get(name, spec) != spec:
             return f"`{name}` is {spec}, and was {before[name]}"
-    return reasons[0] if reasons else "other arguments than before"
+    return reasons[0].splitlines()[0] if reasons else "other arguments than before"
