@@ -100,7 +100,8 @@ class Gathers(Loss):
         outputs = model(**inputs)
         with torch.no_grad():
             right = (outputs.logits.argmax(-1) == inputs["labels"]).float().mean()
-            self.log({"right": self.accelerator.gather_for_metrics(right).mean().item()})
+            gathered: Any = self.accelerator.gather_for_metrics(right)
+            self.log({"right": gathered.mean().item()})
         return outputs.loss, outputs
 
 

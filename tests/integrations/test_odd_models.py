@@ -126,6 +126,8 @@ class DropPath(nn.Module):
 class Odd(nn.Module):
     """Parameters in lists and dictionaries, of no dimension, unused and frozen; buffers of many kinds."""
 
+    mask: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.list = nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(2)])
@@ -175,6 +177,8 @@ class TiedByHand(nn.Module):
 class Anneals(Plain):
     """A weight that grows with the number of forwards."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
@@ -183,7 +187,7 @@ class Anneals(Plain):
         if self.training:
             self.calls += 1
         found = answer(self.layers(x), labels)
-        found["loss"] = found["loss"] + (self.calls / 10).clamp(max=1.0) * found["logits"].square().mean()
+        found["loss"] = found["loss"] + torch.clamp(self.calls / 10, max=1.0) * found["logits"].square().mean()
         return found
 
 
@@ -206,11 +210,11 @@ class Hooks(TrainerCallback):
 
 
 def yolos() -> Any:
-    config = YolosConfig(
+    config: Any = YolosConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=[16, 16],
-        patch_size=8, num_detection_tokens=4, num_labels=3, use_mid_position_embeddings=False,
-        hidden_dropout_prob=0.1,
+        patch_size=8, num_detection_tokens=4, use_mid_position_embeddings=False, hidden_dropout_prob=0.1,
     )  # fmt: skip
+    config.num_labels = 3
     return YolosForObjectDetection(config)
 
 
@@ -359,7 +363,7 @@ def test_what_the_stock_trainer_refuses_to_save_trains_and_is_refused(kind: Any,
         torch.manual_seed(0)
         model = kind()
         arguments = TrainingArguments(str(tmp_path), **{**GIVEN, "optim": "sgd"})
-        options = {"megatrain_transfer": "copy"} if streams else {}
+        options: dict[str, Any] = {"megatrain_transfer": "copy"} if streams else {}
         rows = ROWS if kind is TiedByHand else POINTS
         trainer = (streamed_kind(Trainer) if streams else Trainer)(
             model=model, args=arguments, train_dataset=rows, **options
