@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 from peft import LoraConfig
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -163,8 +162,6 @@ def test_dpo_reads_its_reference_from_where_the_model_came(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["sft, packing", "dpo, a reference that streams", "grpo, lora"])
 def test_a_trainer_of_trl_is_verified(name: str, tmp_path: Path) -> None:
-    if not name.startswith("dpo") and Version(trl.__version__) < Version("1.16"):
-        pytest.skip("its fused head refers to the model in a closure, which no copy of the trainer can change")
     report = verified(SCENARIOS[name](), tmp_path)
     assert report.ok, str(report)
     assert report.num_training_steps == 2
