@@ -291,7 +291,7 @@ def _cold_schedule(warm: Schedule) -> Schedule:
 def _check_fits(programs: Sequence[Program], schedule: Schedule) -> None:
     if len(programs) != schedule.kind.micro_batches:
         raise ExecuteError(
-            f"the schedule has {counted(schedule.kind.micro_batches, 'micro-batch')}, programs are {len(programs)}.\n"
+            f"the schedule has {counted(schedule.kind.micro_batches, 'micro-batch')}; programs: {len(programs)}.\n"
             "  Each micro-batch runs a program; several may run the same program.\n  Give one program per micro-batch."
         )
     for program in programs:

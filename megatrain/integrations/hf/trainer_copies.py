@@ -7,7 +7,6 @@ import functools
 import sys
 import types
 from collections.abc import Container, Iterator, KeysView, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +159,19 @@ def _referring_to_copies(value: Any, memo: Mapping[int, Any], known: dict[int, A
         known[id(value)] = functools.update_wrapper(made, value)
         made.__kwdefaults__ = value.__kwdefaults__
         for cell, original in zip(cells, value.__closure__, strict=True):
-            with suppress(ValueError):  # a cell may be empty
+            if _held(original) is not None:
                 cell.cell_contents = _referring_to_copies(original.cell_contents, memo, known)
+        if list(map(_held, cells)) == list(map(_held, value.__closure__)):
+            known[id(value)] = value
     return known[id(value)]
+
+
+def _held(cell: types.CellType) -> int | None:
+    """The identity of what a closure's cell holds; None if it is empty."""
+    try:
+        return id(cell.cell_contents)
+    except ValueError:
+        return None
 
 
 def _copy_of(name: str, value: Any, memo: dict[int, Any]) -> Any:
