@@ -29,6 +29,10 @@ class OpaqueModelWarning(UserWarning):
     """The outermost module runs its own code at each step, as one block."""
 
 
+class ManyCapturesWarning(UserWarning):
+    """Most of the latest calls were captured anew, because shapes or values change from call to call."""
+
+
 class EagerKernelsWarning(UserWarning):
     """A template runs on eager's kernels, although `kernels="inductor"` was asked for."""
 

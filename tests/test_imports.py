@@ -16,6 +16,7 @@ MODULES = sorted((ROOT / "megatrain").rglob("*.py"))
 GROUPS = (
     "errors",
     "checks",
+    "counts",
     "sizes",
     "garbage",
     "interrupts",

@@ -10,6 +10,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # A phrase may be broken over two lines, of text or of comments.
 HABITS = ("hangs on", "hang on", "can't be had", "can't bear", "whoever", "shall", "but for", "by chance")
+# "1 blocks": `counted` finds the word. Counts of bytes, "2 of 3 blocks", and what is never one are left out.
+UNCOUNTED = re.compile(
+    r"(?<!of )\{(len\([^}]*\)|[a-z_.]*\bnum_[a-z_]+)\} "
+    r"(?!bytes|others|tokens|numbers)[a-z]+(?<!s)s\b"
+)
 HABIT = re.compile(r"\b(" + "|".join(HABITS).replace(" ", r"[\s#]+") + r")\b", re.IGNORECASE)
 
 
@@ -28,6 +33,17 @@ def habits_in(text: str) -> list[str]:
 def test_no_habit_comes_back():
     found = [f"{path.relative_to(ROOT)}:{habit}" for path in files() for habit in habits_in(path.read_text())]
     assert not found, "CONTRIBUTING.md says which words to use instead:\n" + "\n".join(found)
+
+
+def test_what_is_counted_is_in_the_singular_where_it_is_one():
+    sources = sorted((ROOT / "megatrain").rglob("*.py"))
+    found = [f"{path.name}: {each[0]}" for path in sources for each in UNCOUNTED.finditer(path.read_text())]
+    assert not found, "megatrain.counts.counted knows when there is one:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(("text", "is_found"), [("has {len(x)} blocks", True), ("3 of {len(x)} blocks", False)])
+def test_a_count_without_a_rule_is_found(text: str, is_found: bool):
+    assert bool(UNCOUNTED.search(text)) == is_found
 
 
 @pytest.mark.parametrize(

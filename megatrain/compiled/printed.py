@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatrain.compiled.variants import Variant
+from megatrain.counts import counted
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.options import Options
 from megatrain.runtime.engine import Engine
@@ -54,11 +55,13 @@ def _variant_lines(variant: Variant, is_latest: bool, engine: Engine | None) -> 
     scheduled = "no call is scheduled yet"
     if variant.lowered.is_planned:
         planned = variant.schedule
-        scheduled = f"{planned.num_slots} slots, device {planned.device_bytes} B, peak {planned.peak_bytes} B"
+        scheduled = (
+            f"{counted(planned.num_slots, 'slot')}, device {planned.device_bytes} B, peak {planned.peak_bytes} B"
+        )
         scheduled = f"{planned.kind.mode}: {scheduled}"
     lines = [
         f"  capture {variant.number}: {traced.name}({given})" + (", of the latest call" if is_latest else ""),
-        f"    {len(program.blocks)} blocks, {len(program.templates)} templates; "
+        f"    {counted(len(program.blocks), 'block')}, {counted(len(program.templates), 'template')}; "
         f"parameters {parameters} B, buffers {others} B; {scheduled}",
     ]
     eager = {} if engine is None else engine.runners.on_eager_kernels(program)

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from megatrain.compiled.capture_pace import CapturePace
 from megatrain.compiled.lowered import Lowered
 from megatrain.errors import TraceError
 from megatrain.memory.device_budget import DeviceBudget
@@ -142,6 +143,7 @@ class Variants:
         self.written: set[str] = set()
         self._heard: set[str] = set()
         self._count = 0
+        self._pace = CapturePace()
 
     @property
     def tree_version(self) -> int:
@@ -178,6 +180,9 @@ class Variants:
             variant.number, variant.reasons = self._count, failures
             add_variant(known, variant)
             self.written.update(key for key, _ in variant.traced.writes_back)
+            self._pace.note_capture(arguments, failures)
+        else:
+            self._pace.note_call()
         return variant
 
     def learn(self, failure: GuardFailedError, arguments: Arguments, failed: Mapping[Variant, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import megatrain
 from megatrain.checks import checked, number, optional
+from megatrain.counts import counted
 from megatrain.demo.course import Course
 from megatrain.demo.figures import format_losses, format_memory, quoted
 from megatrain.demo.model import build_model, check_windows, held_out_loss, state_bytes, write_sample
@@ -68,16 +69,18 @@ def _train(
     step, recipe = training.step, course.recipe
     compiled.train()
     planned = step.prepare(training.batch())
-    blocks, templates = len(compiled.megatrain.program.blocks), len(compiled.megatrain.program.templates)
-    batches = f"{recipe.micro_batches} micro-batches"
-    print(f"plan    {blocks} blocks over {templates} templates, {batches}, {len(planned.ticks)} ticks a step")
+    program = compiled.megatrain.program
+    blocks = f"{counted(len(program.blocks), 'block')} over {counted(len(program.templates), 'template')}"
+    batches, ticks = counted(recipe.micro_batches, "micro-batch"), counted(len(planned.ticks), "tick")
+    print(f"plan    {blocks}, {batches}, {ticks} a step")
     if course.saved is not None:
         print(f"resume  from `{course.folder}`: step {course.saved} of {course.total}, after {course.seconds:.0f} s")
     print(flush=True)
     training.run()
     num_steps = step.progress.count
     num_tokens, seconds = num_steps * recipe.tokens_per_step, course.seconds
-    print(f"\n{num_steps} steps, {num_tokens} tokens in {seconds:.0f} s, {num_tokens / seconds:.0f} tokens/s")
+    made = f"{counted(num_steps, 'step')}, {counted(num_tokens, 'token')}"
+    print(f"\n{made} in {seconds:.0f} s, {num_tokens / seconds:.0f} tokens/s")
     print(
         f"saved in `{course.folder}`: the model for `from_pretrained`, and everything that training needs to continue"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatrain.counts import counted
 from megatrain.errors import OptionError
 from megatrain.finetune.fine_tuning import TOKENS_PER_STEP, FineTuning
 
@@ -61,7 +62,7 @@ class Pace:
         warmup = math.ceil(0.03 * num_steps) if tuning.warmup is None else tuning.warmup
         if warmup > num_steps:
             raise OptionError(
-                f"--warmup {warmup} is longer than the training of {num_steps} steps.\n"
+                f"--warmup {warmup} is longer than the training of {counted(num_steps, 'step')}.\n"
                 "  The learning rate rises during the warm-up, and falls from there to the last step.\n"
                 f"  Give --warmup {num_steps}, or less."
             )
@@ -70,6 +71,6 @@ class Pace:
 
     def __str__(self) -> str:
         """What a step is and how many there are."""
-        sizes = f"{self.accumulate} x {self.batch} sequences of {self.width} tokens"
-        steps = f"{self.num_steps} step{'s' * (self.num_steps != 1)}"
+        sizes = f"{self.accumulate} x {counted(self.batch, 'sequence')} of {self.width} tokens"
+        steps = counted(self.num_steps, "step")
         return f"{steps} of {sizes}, {self.tokens_per_step} tokens; a checkpoint every {self.save_every}"

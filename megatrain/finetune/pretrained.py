@@ -13,6 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from megatrain.counts import counted
 from megatrain.errors import MegatrainError, OptionError
 from megatrain.finetune.fine_tuning import FineTuning
 
@@ -194,8 +195,8 @@ def _check_complete(tuning: FineTuning, said: Any) -> None:
     missing = sorted(said["missing_keys"])
     if missing:
         raise OptionError(
-            f"the files of `{tuning.model}` lack {len(missing)} weights of the model: {', '.join(missing[:3])}"
-            f"{', ...' if len(missing) > 3 else ''}.\n"
+            f"the files of `{tuning.model}` lack {counted(len(missing), 'weight')} of the model: "
+            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}.\n"
             "  Training would begin with random values there.\n  Give a folder with all weights of a language model."
         )
 

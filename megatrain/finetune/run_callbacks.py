@@ -14,6 +14,7 @@ import psutil
 from tqdm import tqdm
 from transformers import TrainerCallback
 
+from megatrain.counts import counted
 from megatrain.sizes import format_bytes
 
 _SAID = b"\nmegatrain: the step is finished and saved first; Ctrl-C once more stops at once.\n"
@@ -105,7 +106,8 @@ class ShowsProgress(TrainerCallback):
     def words(self) -> str:
         """Says how many steps this process made, and how fast."""
         tokens = self.num_steps * self._tokens_per_step
-        return f"{self.num_steps} steps, {tokens} tokens in {self.seconds:.1f} s: {tokens / self.seconds:.0f} tokens/s"
+        made = f"{counted(self.num_steps, 'step')}, {counted(tokens, 'token')}"
+        return f"{made} in {self.seconds:.1f} s: {tokens / self.seconds:.0f} tokens/s"
 
     def close(self) -> None:
         """Ends the bar, also where a training ends by an error."""

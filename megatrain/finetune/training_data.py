@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain.counts import counted
 from megatrain.finetune.data_set import TRAIN, read_data_set
 from megatrain.finetune.documents import Documents, read_documents
 from megatrain.finetune.fine_tuning import FineTuning
@@ -62,11 +63,11 @@ def sequences_of(data: Data, tuning: FineTuning, tokenizer: Any, length: int) ->
     training.widened(held_out, length)
     print(f"data    {data.training}")
     padding = f", {training.padded_fraction:.0%} of them padding" if training.padded_fraction >= 0.005 else ""
-    print(f"        {len(training)} sequences of {training.width} tokens{padding}")
+    print(f"        {counted(len(training), 'sequence')} of {training.width} tokens{padding}")
     for note in training.notes:
         print(f"        {note}")
     if data.evaluation is not None and held_out is not None:
-        print(f"eval    {data.evaluation}: {len(held_out)} sequences")
+        print(f"eval    {data.evaluation}: {counted(len(held_out), 'sequence')}")
         for note in held_out.notes:
             print(f"        {note}")
     elif held_out is not None:

@@ -12,6 +12,7 @@ from transformers import PrinterCallback, TrainingArguments, default_data_collat
 from transformers.utils import logging
 
 from megatrain.checks import checked
+from megatrain.counts import counted
 from megatrain.device import Device, find, usable
 from megatrain.errors import OptionError
 from megatrain.finetune.fine_tuning import LENGTH, FineTuning
@@ -103,7 +104,7 @@ class _TrainingRun:
         check_ids(max(each.largest_id for each in both if each is not None), model)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         kind = f"adapters of rank {self.tuning.lora_rank}" if self.tuning.lora else "all weights"
-        print(f"model   {type(model).__name__}, {kind}: {trained} parameters to train")
+        print(f"model   {type(model).__name__}, {kind}: {counted(trained, 'parameter')} to train")
         print(f"run     {self.pace}")
         print(f"device  {self.device}\n", flush=True)
         with stage("planning"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from megatrain.counts import counted
 from megatrain.errors import LowerError
 from megatrain.passes.program import Block, Port, Program, Template
 from megatrain.tracer.spec import TensorSpec
@@ -80,7 +81,11 @@ def _check_block(
 
 def _check_ports(where: str, names: Sequence[str], ports: Sequence[Port], specs: Mapping[str, TensorSpec]) -> None:
     if len(names) != len(ports):
-        _fail(where, f"binds {len(names)} tensors to {len(ports)} ports", "Every port is bound once.")
+        _fail(
+            where,
+            f"binds {counted(len(names), 'tensor')} to {counted(len(ports), 'port')}",
+            "Every port is bound once.",
+        )
     for name, port in zip(names, ports, strict=True):
         if name not in specs:
             _fail(where, f"binds {name}, which doesn't exist", "Only values and state can be bound.")

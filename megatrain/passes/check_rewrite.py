@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatrain.checks import checked, count, function, number, optional
+from megatrain.counts import counted
 from megatrain.device import HOST
 from megatrain.errors import LowerError
 from megatrain.passes.distance import TOLERANCES, scale_by_kind, tensor_distance
@@ -88,7 +89,7 @@ class RewriteReport:
         verdict = "equal" if self.ok else "DIFFERENT"
         lines = [
             f"{self.name} of {self.model}: {verdict}; {same} of {len(self.deviations)} tensors bit for bit, "
-            f"{self.trials} trials"
+            f"{counted(self.trials, 'trial')}"
         ]
         lines += [f"  {deviation}" for deviation in self.deviations[:8] if deviation.relative]
         lines += [f"  {name} stayed as given: the capture is made for its values" for name in self.kept]

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from megatrain.checks import checked, count
+from megatrain.counts import counted
 from megatrain.passes.cost import TemplateCost
 from megatrain.passes.interpret import opaque_calls
 from megatrain.sizes import ALIGNMENT
@@ -63,8 +64,8 @@ class Template:
         return any(node.op == "get_attr" for node in self.graph.nodes)
 
     def __repr__(self) -> str:
-        ports = f"{len(self.inputs)} inputs, {len(self.state)} state tensors, {len(self.outputs)} outputs"
-        return f"<Template {self.name}: {ports}>"
+        ports = {"input": self.inputs, "state tensor": self.state, "output": self.outputs}
+        return f"<Template {self.name}: {', '.join(counted(len(found), noun) for noun, found in ports.items())}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,7 @@ class Program:
         return _program_text(self)
 
     def __repr__(self) -> str:
-        return f"<Program {self.name}: {len(self.blocks)} blocks, {len(self.templates)} templates>"
+        return f"<Program {self.name}: {_shape(self)}>"
 
 
 def template_text(template: Template, heading: str = "") -> str:
@@ -236,6 +237,10 @@ def _modes_text(has_grad: bool, autocast: tuple[tuple[str, torch.dtype], ...]) -
     return ", ".join(modes)
 
 
+def _shape(program: Program) -> str:
+    return f"{counted(len(program.blocks), 'block')}, {counted(len(program.templates), 'template')}"
+
+
 def _program_text(program: Program) -> str:
     """Prints every template once and one line per block."""
     users: dict[str, list[int]] = defaultdict(list)
@@ -244,7 +249,7 @@ def _program_text(program: Program) -> str:
     passes = f"; from {', '.join(program.provenance)}" if program.provenance else ""
     alignment = f"; state at multiples of {program.alignment} B" if program.alignment != ALIGNMENT else ""
     lines = [
-        f"program {program.name}: {len(program.blocks)} blocks, {len(program.templates)} templates{alignment}{passes}",
+        f"program {program.name}: {_shape(program)}{alignment}{passes}",
         f"  inputs {_list(program.inputs)}; outputs {_list(tuple(o.name for o in program.outputs))}",
     ]
     lines += [f"  buffer {value} = {key}" for value, key in program.buffers]

@@ -10,6 +10,7 @@ from torch import nn
 
 from megatrain.checks import Rule, checked, count, one_of, optional
 from megatrain.checks.several_optimizers import Optimizers, check_apart, optimizers_of
+from megatrain.counts import counted
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
 from megatrain.memory.available import available_bytes as available_now
@@ -100,7 +101,7 @@ class HostPlan:
         )
 
     def __str__(self) -> str:
-        head = f"host: {self.total_bytes} B for {self.num_parameters} parameters"
+        head = f"host: {self.total_bytes} B for {counted(self.num_parameters, 'parameter')}"
         return "\n".join([head, *self.lines()])
 
     def lines(self) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatrain.checks import Rule, checked, count, either, function, one_of, optional
+from megatrain.counts import counted
 from megatrain.errors import OptionError
 from megatrain.planning.model_sizes import DEPTH, MICRO_BATCH, SEQUENCE
 from megatrain.planning.planned_step import UNBOUNDED, PlannedStep
@@ -119,8 +120,9 @@ class Plan(PlannedStep):
 
     def __str__(self) -> str:
         table = self.schedule
-        model = f"{self.program.name}, {len(self.program.blocks)} blocks, {self.host.num_parameters} parameters"
-        batches = f"{table.kind.micro_batches} micro-batch{'es' if table.kind.micro_batches > 1 else ''}"
+        blocks, parameters = len(self.program.blocks), self.host.num_parameters
+        model = f"{self.program.name}, {counted(blocks, 'block')}, {counted(parameters, 'parameter')}"
+        batches = counted(table.kind.micro_batches, "micro-batch")
         updates = f"updates {table.kind.updates}{', clipped' if table.kind.clip else ''}"
         return "\n".join(
             [

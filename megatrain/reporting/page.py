@@ -8,6 +8,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from megatrain.counts import counted
 from megatrain.hardware.work import total_flops
 from megatrain.reporting.memory_curve import Curve
 from megatrain.reporting.step_figures import StepFigures
@@ -72,8 +73,8 @@ def _peak_words(figures: StepFigures) -> str:
 
 def _kind(figures: StepFigures) -> str:
     table, kind = figures.schedule, figures.schedule.kind
-    parts = [f"{table.num_blocks} blocks", f"{len(table.ticks)} ticks", f"{len(table.ops)} ops"]
-    parts += [f"{kind.micro_batches} micro-batches"] if kind.micro_batches > 1 else []
+    parts = [counted(table.num_blocks, "block"), counted(len(table.ticks), "tick"), counted(len(table.ops), "op")]
+    parts += [counted(kind.micro_batches, "micro-batch")] if kind.micro_batches > 1 else []
     parts += [f"updates {kind.updates}"] if kind.updates != "none" else []
     return ", ".join([*parts, *(["clipped"] if kind.clip else [])])
 

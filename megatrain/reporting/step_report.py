@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.checks import PATH, checked, either, instance_of, optional
+from megatrain.counts import counted
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.passes.program import Program
 from megatrain.planning.plan import Plan
@@ -142,12 +143,13 @@ class StepReport:
 
     def __str__(self) -> str:
         name, table, peak = self.figures.name, self.figures.schedule, self.figures.peak.words()
-        head = f"report: {name}, {table.num_blocks} blocks, {len(table.ticks)} ticks, {len(table.ops)} ops"
+        ticks, ops = counted(len(table.ticks), "tick"), counted(len(table.ops), "op")
+        head = f"report: {name}, {counted(table.num_blocks, 'block')}, {ticks}, {ops}"
         return "\n".join([head, *("  " + line.replace("; ", "\n    ") for line in (*self.verdict, *peak))])
 
     def __repr__(self) -> str:
         bands = " and ".join(band.name for band in self.figures.bands)
-        return f"<StepReport {self.figures.name}: {bands}, {self.figures.schedule.num_blocks} blocks>"
+        return f"<StepReport {self.figures.name}: {bands}, {counted(self.figures.schedule.num_blocks, 'block')}>"
 
 
 def _source(program: Program, index: int) -> str:

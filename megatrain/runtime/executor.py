@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megatrain.checks import checked, shown
+from megatrain.counts import counted
 from megatrain.errors import ExecuteError, ScheduleError
 from megatrain.memory.out_of_memory import Attempts, MemoryFigures
 from megatrain.passes.program import Program
@@ -273,7 +274,7 @@ class Executor:
 def _check_number(name: str, given: Sequence[object], wanted: Sequence[object]) -> None:
     if len(given) != len(wanted):
         raise ExecuteError(
-            f"{name} has {len(given)} items, not {len(wanted)}.\n"
+            f"{name} has {counted(len(given), 'item')}, not {len(wanted)}.\n"
             "  Each micro-batch has inputs, one for each input of its program; each output has a gradient or None.\n"
             "  Look at program.inputs and program.outputs."
         )
@@ -290,14 +291,13 @@ def _cold_schedule(warm: Schedule) -> Schedule:
 def _check_fits(programs: Sequence[Program], schedule: Schedule) -> None:
     if len(programs) != schedule.kind.micro_batches:
         raise ExecuteError(
-            f"the schedule has {schedule.kind.micro_batches} micro-batches, "
-            f"but the number of programs is {len(programs)}.\n"
+            f"the schedule has {counted(schedule.kind.micro_batches, 'micro-batch')}; programs: {len(programs)}.\n"
             "  Each micro-batch runs a program; several may run the same program.\n  Give one program per micro-batch."
         )
     for program in programs:
         if schedule.num_blocks != len(program.blocks):
             raise ExecuteError(
-                f"the schedule has {schedule.num_blocks} blocks, the program has {len(program.blocks)}.\n"
+                f"the schedule has {counted(schedule.num_blocks, 'block')}, the program has {len(program.blocks)}.\n"
                 "  A schedule runs the program that it was made for.\n  Give megatrain.schedule(program)."
             )
 

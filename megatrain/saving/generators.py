@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from megatrain.checks import shown
+from megatrain.counts import counted
 from megatrain.device import Cuda, Device, find
 from megatrain.errors import CheckpointError, ResumeWarning
 from megatrain.files.json_rules import (
@@ -59,7 +60,7 @@ def check_generators(state: dict[str, Any], device: Device | torch.device | str 
         raise CheckpointError(
             "\n  ".join(
                 [
-                    f"the checkpoint's random states are invalid, in {len(wrong)} places.",
+                    f"the checkpoint's random states are invalid, in {counted(len(wrong), 'place')}.",
                     *wrong,
                     "Random states must be a result of generators_now().",
                     "Load an older checkpoint, or seed anew with torch.manual_seed.",

@@ -14,6 +14,7 @@ import torch
 
 from megatrain.checks import PATH, checked
 from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers, check_apart, optimizers_of
+from megatrain.counts import counted
 from megatrain.errors import CheckpointError
 from megatrain.files.byte_source import Source
 from megatrain.files.digest import Digest
@@ -88,7 +89,7 @@ class Checkpoint:
         problems = list(self._mismatches(tensors))
         if problems:
             lines = [
-                f"the checkpoint doesn't fit these weights: {len(problems)} differences.",
+                f"the checkpoint doesn't fit these weights: {counted(len(problems), 'difference')}.",
                 f"checkpoint: `{self.folder}`",
                 *problems,
                 "Names, shapes and dtypes must equal the saved ones.",
@@ -140,7 +141,7 @@ class Checkpoint:
             problems += misfitting_rest(self._decoded("rest"), several)
         if problems:
             lines = [
-                f"the checkpoint doesn't fit this optimizer: {len(problems)} differences.",
+                f"the checkpoint doesn't fit this optimizer: {counted(len(problems), 'difference')}.",
                 f"checkpoint: `{self.folder}`",
                 *problems,
                 "State fits only the same parameter in the same class of optimizer.",
@@ -296,10 +297,9 @@ def _problems_of(saved: Saved) -> Iterable[str]:
 def _refuse(folder: Path, problems: Sequence[str]) -> None:
     if problems:
         lines = [
-            f"the checkpoint `{folder}` is damaged in {len(problems)} places.",
+            f"the checkpoint `{folder}` is damaged in {counted(len(problems), 'place')}.",
             *problems,
-            "Every byte has a checksum in its checkpoint.json.",
-            "Copy it again, or load an older checkpoint.",
+            "Every byte has a checksum in its checkpoint.json.\n  Copy it again, or load an older checkpoint.",
         ]
         raise CheckpointError("\n  ".join(lines))
 

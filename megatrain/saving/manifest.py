@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatrain.counts import counted
 from megatrain.errors import CheckpointError
 from megatrain.files.byte_source import KINDS
 from megatrain.files.digest import digest_of
@@ -174,7 +175,7 @@ def _dump(value: Any) -> bytes:
 def _check(path: Path, found: list[str]) -> None:
     if found:
         lines = [
-            f"`{path}` is damaged: {len(found)} places differ from anything that a save writes.",
+            f"`{path}` is damaged: {counted(len(found), 'place')} that no save writes.",
             *found,
             "Every field is checked, even if the checksum is right.",
             "Copy the checkpoint again, or load an older one.",

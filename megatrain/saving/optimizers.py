@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.checks import shown
 from megatrain.checks.several_optimizers import Optimizers, check_apart, optimizers_of
+from megatrain.counts import counted
 from megatrain.errors import CheckpointError
 from megatrain.saving.fitting import misfits
 from megatrain.saving.packed import apart
@@ -264,7 +265,7 @@ def _named(optimizer: Optimizer, names: Mapping[str, torch.Tensor]) -> list[dict
         raise CheckpointError(
             "\n  ".join(
                 [
-                    f"{len(nameless)} parameters of {_class_of(optimizer)} have no name.",
+                    f"{_class_of(optimizer)} has {counted(len(nameless), 'parameter')} without a name.",
                     *_shortened(nameless),
                     "State is stored by the names of parameters.",
                     "Give names= a dict of all parameters of the optimizer, such as dict(model.named_parameters()).",

@@ -14,6 +14,7 @@ import torch
 
 from megatrain.checks import PATH, Rule, checked, optional
 from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers
+from megatrain.counts import counted
 from megatrain.errors import CheckpointError
 from megatrain.files import disk, json_rules
 from megatrain.files.byte_source import Source, obstacle, without_ties
@@ -134,7 +135,7 @@ class _Draft:
             ]
         if problems:
             lines = [
-                f"{len(problems)} values can't be stored in a checkpoint.",
+                f"{counted(len(problems), 'value')} can't be stored in a checkpoint.",
                 *problems,
                 "A checkpoint can hold None, numbers, texts, strided tensors, arrays, and dicts, lists, tuples, "
                 "Counters of these.",
@@ -195,7 +196,7 @@ def _check(manifest: Manifest) -> None:
     found = faults(manifest.content(), NEWEST)
     if found:
         lines = [
-            f"{len(found)} places of the manifest can't be stored in a checkpoint.",
+            f"{counted(len(found), 'place')} of the manifest can't be stored in a checkpoint.",
             *found,
             "Only a manifest that can be read again is written.",
             "Use other names, or fewer tensors.",

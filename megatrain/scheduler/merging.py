@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
+from megatrain.counts import counted
 from megatrain.errors import MicroBatchError, ScheduleError
 from megatrain.hardware.work import most
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
@@ -140,7 +141,7 @@ def _largest(same: Sequence[BlockWork]) -> BlockWork:
 def _differences(first: Workload, other: Workload) -> Iterator[str]:
     """Says in what the blocks of another workload differ."""
     if len(first.blocks) != len(other.blocks):
-        yield f"it has {len(other.blocks)} blocks, not {len(first.blocks)}"
+        yield f"it has {counted(len(other.blocks), 'block')}, not {len(first.blocks)}"
     for index, (here, there) in enumerate(zip(first.blocks, other.blocks, strict=False)):
         for part in fields(here):
             expected, found = getattr(here, part.name), getattr(there, part.name)

@@ -8,6 +8,7 @@ from dataclasses import fields
 import networkx as nx
 
 from megatrain.checks import checked, count, instance_of, optional
+from megatrain.counts import counted
 from megatrain.garbage import paused_collection
 from megatrain.scheduler.check.instruction_rules import check_instructions
 from megatrain.scheduler.check.schedule_rules import check_schedule
@@ -38,7 +39,7 @@ class Schedule(Table):
         return table_text(self)
 
     def __repr__(self) -> str:
-        shape = f"{self.num_blocks} blocks, {len(self.ticks)} ticks"
+        shape = f"{counted(self.num_blocks, 'block')}, {counted(len(self.ticks), 'tick')}"
         return f"<Schedule: {shape}, {self.kind.mode}, peak {format_bytes(self.peak_bytes)}>"
 
     @staticmethod

@@ -9,6 +9,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from megatrain.checks import checked
+from megatrain.counts import counted
 from megatrain.device.reserve import of_card
 from megatrain.errors import MegatrainError
 from megatrain.hardware.hardware import Hardware
@@ -156,10 +157,10 @@ def _samples(options: SizingOptions, source: ModelSizes) -> int:
 
 def _step_line(samples: int, source: ModelSizes, found: StepSplit | None) -> str:
     length = source.sizes.get(SEQUENCE, 1)
-    text = f"step: {samples * length} tokens, {samples} sequences of {length}"
+    text = f"step: {counted(samples * length, 'token')}, {counted(samples, 'sequence')} of {length}"
     if found is None:
         return text
-    text += f", as {found.count} micro-batches of {found.size}"
+    text += f", as {counted(found.count, 'micro-batch')} of {found.size}"
     others = ", ".join(map(str, found.tried))
     return text if len(found.tried) == 1 else f"{text}: the shortest step of {others} sequences in a micro-batch"
 

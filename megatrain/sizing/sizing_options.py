@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.checks import PATH, Rule, count, one_of, optional
+from megatrain.counts import counted
 from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
 from megatrain.options import COMPILE, PRECISION
@@ -46,7 +47,7 @@ RULES: Mapping[str, Rule] = {
 IN_COMMAND: Spelling = {
     "device_memory": lambda value: f"--memory {size(value)}",
     "block_bytes": lambda value: f"--block-bytes {size(value)}",
-    "micro_batches": lambda value: f"{value} micro-batches a step",
+    "micro_batches": lambda value: f"{counted(value, 'micro-batch')} a step",
     "precision": lambda value: f"--precision {value}",
     "masters": lambda value: f"--masters {value}",
     "max_grad_norm": lambda value: "--no-clipping",

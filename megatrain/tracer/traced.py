@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from megatrain.checks import checked
+from megatrain.counts import counted
 from megatrain.errors import TraceError
 from megatrain.tracer.arguments import Structure
 from megatrain.tracer.calls import call_text
@@ -93,7 +94,8 @@ class TracedModule:
         count = len(self.outputs.placeholders)
         if len(tensors) < count or len(inputs) not in (0, len(self.inputs)):
             raise TraceError(
-                f"the graph of `{self.name}` has {len(self.inputs)} inputs and returns {len(nodes)} tensors; "
+                f"the graph of `{self.name}` has {counted(len(self.inputs), 'input')} and "
+                f"returns {counted(len(nodes), 'tensor')}; "
                 f"given are {len(inputs)} and {len(tensors)}.\n"
                 "  The result needs all tensors that the graph returns.\n  Give them all, in order."
             )
@@ -120,7 +122,7 @@ class TracedModule:
         lines += [f"  write back {key} = {node.name}" for key, node in self.writes_back]
         lines += [f"  guard {guard}" for guard in self.guards]
         if self.assumptions.count:
-            lines.append(f"  assumes {self.assumptions.count} values of attributes and globals")
+            lines.append(f"  assumes {counted(self.assumptions.count, 'value')} of attributes and globals")
         count = len(self.outputs.placeholders)
         lines.append(f"  return {', '.join(n.name for n in outputs[:count])}")
         if self.returned_argument is not None:
@@ -133,14 +135,17 @@ class TracedModule:
 
     def __repr__(self) -> str:
         calls = sum(node.op in CALLS for node in self.graph.nodes)
-        return f"<TracedModule {self.name}: {calls} calls, {len(self.state)} state tensors>"
+        return f"<TracedModule {self.name}: {counted(calls, 'call')}, {counted(len(self.state), 'state tensor')}>"
 
     def _state_lines(self) -> list[str]:
         parameters = [e for e in self.state.values() if e.kind == "parameter"]
         others = [e for e in self.state.values() if e.kind != "parameter"]
         total = sum(e.spec.nbytes for e in parameters)
         other_bytes = sum(e.spec.nbytes for e in others)
-        lines = [f"  state: {len(parameters)} parameters, {total} bytes; {len(others)} buffers, {other_bytes} bytes"]
+        lines = [
+            f"  state: {counted(len(parameters), 'parameter')}, {total} bytes; "
+            f"{counted(len(others), 'buffer')}, {other_bytes} bytes"
+        ]
         for entry in self.state.values():
             lines += [f"  tied: {tie} = {entry.key}" for tie in entry.ties]
         return lines

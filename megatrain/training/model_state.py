@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatrain.compiled.inside import Compiled
+from megatrain.counts import counted
 from megatrain.errors import CheckpointError
 from megatrain.saving import Checkpoint, Saved, Source
 from megatrain.tracer.inventory import inventory
@@ -135,7 +136,7 @@ def _identity(tensor: torch.Tensor) -> object:
 def _refuse(checkpoint: Checkpoint, what: str, problems: list[str]) -> None:
     if problems:
         lines = [
-            f"the checkpoint doesn't fit the {what} of this model: {len(problems)} differences.",
+            f"the checkpoint doesn't fit the {what} of this model: {counted(len(problems), 'difference')}.",
             f"checkpoint: `{checkpoint.folder}`",
             *problems,
             "The next step depends on all saved values.",

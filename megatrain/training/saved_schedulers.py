@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 
 from megatrain import saving
 from megatrain.checks import Rule, named, sequence_of, shown
+from megatrain.counts import counted
 from megatrain.errors import CheckpointError
 from megatrain.files import json_rules
 from megatrain.files.json_rules import anything, listing, mapping, optional, text
@@ -111,7 +112,7 @@ def check(checkpoint: saving.Checkpoint, extra: Mapping[str, Any], schedulers: S
             "the schedulers of `{}` don't fit these schedulers"
         )  # fmt: skip
         lines = [
-            f"{subject.format(checkpoint.folder)}: {len(wrong)} differences.",
+            f"{subject.format(checkpoint.folder)}: {counted(len(wrong), 'difference')}.",
             *wrong,
             "State can only continue in an object like the one that was saved"
             f"{'' if len(saved) == 1 else ', and schedulers in the order in which they were saved'}.",
@@ -161,7 +162,7 @@ def _refuse_number(
         has, lacks = (name, "load()") if saved else ("load()", name)
         number = max(len(several), len(saved))
         raise CheckpointError(
-            f"{has} has {'a scheduler' if number == 1 else _counted(number)}, {lacks} has none.\n"
+            f"{has} has {'a scheduler' if number == 1 else counted(number, 'scheduler')}, {lacks} has none.\n"
             "  Learning rates would continue wrongly.\n"
             "  Give the same schedulers to save and load, or none to both."
         )
@@ -170,14 +171,10 @@ def _refuse_number(
     missing, extra = sorted((there - here).elements()), sorted((here - there).elements())
     said = [f"{_listed(missing)} missing"] * bool(missing) + [f"{_listed(extra)} too many"] * bool(extra)
     raise CheckpointError(
-        f"{name} has {_counted(len(saved))}, load() has {len(several)}: {', and '.join(said)}.\n"
+        f"{name} has {counted(len(saved), 'scheduler')}, load() has {len(several)}: {', and '.join(said)}.\n"
         "  Learning rates would continue wrongly.\n"
         "  Give the same schedulers to save and load, in the same order."
     )
-
-
-def _counted(number: int) -> str:
-    return f"{number} scheduler{'s' * (number != 1)}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from megatrain import saving
 from megatrain.checks import shown
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.compiled.inside import Compiled
+from megatrain.counts import counted
 from megatrain.errors import CheckpointError
 from megatrain.files import json_rules
 from megatrain.files.json_rules import anything, integer, mapping, optional, problems, record, text
@@ -152,7 +153,7 @@ def _extra(checkpoint: saving.Checkpoint) -> dict[str, Any]:
     wrong = wrong or saved_schedulers.faults(checkpoint.extra)
     if wrong:
         lines = [
-            f"`{checkpoint.folder}` has {len(wrong)} values that no step can have saved.",
+            f"`{checkpoint.folder}` has {counted(len(wrong), 'value')} that no step can have saved.",
             *wrong,
             "State can only continue in an object like the one that was saved.",
             "Load an older checkpoint, or single values with megatrain.saving.load.",
@@ -168,7 +169,7 @@ def _parameters(compiled: Compiled, optimizers: Sequence[Optimizer]) -> dict[str
     others = sum(id(parameter) not in known for parameter in parameters_of(*optimizers))
     if others:
         raise CheckpointError(
-            f"{others} parameters of the optimizer don't belong to the model.\n"
+            f"the optimizer has {counted(others, 'parameter')} that the model doesn't have.\n"
             "  A checkpoint holds the model's state, by its names.\n"
             "  Register them in a module of the model, or use another optimizer for them."
         )

@@ -317,4 +317,4 @@ class TrainStep:
             self._completion.detach()
 
     def __repr__(self) -> str:
-        return f"<TrainStep: {self.progress.count} steps taken, model {self._compiled}>"
+        return f"<TrainStep: after step {self.progress.count}, model {self._compiled}>"

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatrain.checks import checked, count, number
+from megatrain.counts import counted
 
 _SHOWN = 8
 
@@ -146,7 +147,7 @@ class Report:
         lines = [
             f"verify {self.model}: {verdict} eager PyTorch; {exact} of {len(self.differences)} tensors bit for bit "
             f"({self._compared()}), largest relative difference {self.max_error:.2e} (tolerance {self.tolerance:.0e}), "
-            f"{self.num_blocks} blocks"
+            f"{counted(self.num_blocks, 'block')}"
         ]
         if self.first_difference is not None:
             lines.append(f"  {self.first_difference}")
@@ -160,9 +161,9 @@ class Report:
     def _compared(self) -> str:
         """What was compared, over how many steps: `20 gradient, 2 output in 2 steps`."""
         kinds = sorted(Counter(d.kind for d in self.differences).items())
-        steps = len({d.step for d in self.differences})
+        steps = counted(len({d.step for d in self.differences}), "step")
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds)
-        return f"{counts} in {steps} step{'s' if steps != 1 else ''}" if counts else "nothing compared"
+        return f"{counts} in {steps}" if counts else "nothing compared"
 
     def to_json(self) -> str:
         """Returns the report as JSON; what is infinite or NaN is null there."""

@@ -94,7 +94,8 @@ def test_accelerate_saves_and_loads_every_tensor(tmp_path: Path):
         optimizer.zero_grad()
 
     accelerator = Accelerator(cpu=True)
-    compiled = megatrain.compile(llama(), device="cpu")
+    recording = megatrain.Recording()
+    compiled = megatrain.compile(llama(), device="cpu", transfer="copy", recording=recording)
     model, optimizer = accelerator.prepare(compiled, torch.optim.AdamW(compiled.parameters(), lr=0.1))
     step(accelerator, model, optimizer)
     accelerator.save_state(str(tmp_path))
@@ -105,6 +106,7 @@ def test_accelerate_saves_and_loads_every_tensor(tmp_path: Path):
     assert_same({k: t.detach() for k, t in compiled.state_dict().items()}, kept)
     step(accelerator, model, optimizer)
     assert_same({k: t.detach() for k, t in compiled.state_dict().items()}, expected)
+    assert sum(entry.stream == "compute" for entry in recording.issued) == 3 * 2 * len(compiled.program.blocks)
 
 
 # -- Lightning --------------------------------------------------------------------------------------------------------

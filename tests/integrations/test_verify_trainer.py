@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,26 @@ def test_a_right_trainer_is_equal_and_stays_as_it_was(name: str, tmp_path: Path)
         assert_same(states(made)[0], states(again)[0])
 
 
+def patched() -> Any:
+    """As libraries patch a model: a function around the former `forward`, with a part of the model in its closure."""
+    model = Plain()
+    head, former = model.layers[-1], model.forward
+
+    def forward(self: Any, x: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        found = former(x, labels)
+        return {**found, "loss": found["loss"] + head(self.layers[:-1](x)).square().mean()}
+
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+def test_a_model_whose_forward_was_replaced_is_verified_with_its_own_weights(tmp_path: Path) -> None:
+    made = trainer(tmp_path, Mine, {"gradient_accumulation_steps": 1}, model=patched(), train_dataset=POINTS)
+    report = made.verify(2)
+    assert report.ok, str(report)
+    assert report.max_error == 0
+
+
 SCRIPTS = {name: {**SCENARIOS, **test_peft.SCENARIOS}[name] for name in ("plateau", "t5", "bf16", "neftune", "lora")}
 
 
@@ -141,6 +162,12 @@ def test_scripts_of_every_kind_are_verified(name: str, tmp_path: Path) -> None:
     report = verified(SCRIPTS[name], tmp_path)
     assert report.ok, str(report)
     assert report.max_error == 0
+
+
+def test_a_view_of_a_dictionary_is_copied(tmp_path: Path) -> None:
+    made = small(tmp_path)
+    made.names = dict.fromkeys(["x", "labels"]).keys()
+    assert made.verify(1).ok
 
 
 def test_a_trainer_that_does_not_clip_reports_a_norm_that_nothing_waits_for(tmp_path: Path) -> None:

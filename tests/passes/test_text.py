@@ -49,7 +49,7 @@ def test_canonicalize_removes_what_nobody_reads():
         str(canonicalize(_tiny())),
         """\
 traced Tiny(x: f32[1, 2]) -> f32[1, 2]
-  state: 2 parameters, 32 bytes; 1 buffers, 8 bytes
+  state: 2 parameters, 32 bytes; 1 buffer, 8 bytes
   add_: i64[] = calls.add_(1)
   linear: f32[1, 2] = F.linear(x, layers.0.weight, None)  # layers.0
   relu: f32[1, 2] = torch.relu(linear)
@@ -111,7 +111,7 @@ def test_dedup_gives_equal_layers_one_template():
     assert_expected_inline(
         str(program),
         """\
-program Sequential: 3 blocks, 1 templates
+program Sequential: 3 blocks, 1 template
   inputs input_; outputs linear_2
   block 0 0: t0(input_) -> linear; state 16 bytes
   block 1 1: t0(linear) -> linear_1; state 16 bytes
@@ -220,7 +220,7 @@ def test_values_show_in_a_line_without_addresses():
     assert repr(traced) == "<TracedModule Tiny: 6 calls, 3 state tensors>"
     assert repr(program) == "<Program Tiny: 3 blocks, 2 templates>"
     assert repr(program.blocks[1]) == "<Block 1 layers.0: t1>"
-    assert repr(program.templates["t1"]) == "<Template t1: 1 inputs, 1 state tensors, 1 outputs>"
+    assert repr(program.templates["t1"]) == "<Template t1: 1 input, 1 state tensor, 1 output>"
 
 
 def test_the_heading_of_a_template_tells_its_blocks_and_its_cost():

@@ -158,7 +158,7 @@ BROKEN: dict[Callable[[Program], Program], str] = {
     input_from_the_future: "before it is defined",
     output_defined_twice: "twice",
     output_of_another_producer: "twice",
-    state_missing: "binds 1 tensors to 2 ports",
+    state_missing: "binds 1 tensor to 2 ports",
     state_unknown: "binds nobody",
     state_of_another_spec: r"binds stem\.bias",
     result_undefined: "returns nobody",

@@ -98,7 +98,7 @@ def test_a_checkpoint_of_other_packing_is_refused(kind: str, tmp_path: Path) -> 
         weight.shift = 1
     else:
         weight.form.power = 3
-    with pytest.raises(CheckpointError, match=r"packed parameters of this model: 1 differences(.|\n)*`1.weight`"):
+    with pytest.raises(CheckpointError, match=r"packed parameters of this model: 1 difference(.|\n)*`1.weight`"):
         megatrain.TrainStep.load(tmp_path / "run", compiled, torch.optim.AdamW(trained(model)), loss=square)
 
 

@@ -223,7 +223,7 @@ def test_parameters_without_a_name(tmp_path: Path):
     model, optimizer = trained()
     text = refusal(lambda: save(tmp_path / "run", model.state_dict(), optimizer=optimizer))
     assert text.startswith(
-        "5 parameters of torch.optim.adamw.AdamW have no name.\n  parameter 0 of group 0, f32[11, 6]"
+        "torch.optim.adamw.AdamW has 5 parameters without a name.\n  parameter 0 of group 0, f32[11, 6]"
     )
     names = {n: p for n, p in model.named_parameters() if n != "body.bias"}
     assert "parameter 2 of group 1, f32[6]" in refusal(

@@ -171,7 +171,7 @@ def test_too_little_memory_is_explained():
         schedule(example(), memory=300_000)
     assert str(caught.value) == (
         "a memory of 300000 B is too small: at least 339712 B are needed, set by block 2 (layers.2).\n"
-        "  At its B2 (tick 10, one slot): weights 132864 B, gradients of parameters 132864 B, "
+        "  At its B2 (tick 10, 1 slot): weights 132864 B, gradients of parameters 132864 B, "
         "workspace 32768 B, activations 24832 B, gradients of activations 16384 B.\n"
         "  What helps: a larger memory, a smaller block_bytes or a smaller batch."
     )

@@ -50,7 +50,7 @@ tick  h2d   compute  d2h  live_bytes
         self.assertExpectedInline(
             str(schedule(example(), num_slots=1, activations="offload")),
             """\
-schedule: 4 blocks, 1 slots, keep 0, 16 ticks; h2d 744448 B, d2h 413184 B, peak 306944 B
+schedule: 4 blocks, 1 slot, keep 0, 16 ticks; h2d 744448 B, d2h 413184 B, peak 306944 B
 device: 339712 B; host: 149248 B
 slots: 0 = 0+132864
 saves: 3
@@ -94,7 +94,7 @@ tick  h2d   compute  d2h  live_bytes
         self.assertExpectedInline(
             str(backward_schedule(forward)),
             """\
-schedule: 4 blocks, 1 slots, keep 4, 6 ticks; h2d 0 B, d2h 0 B, peak 339712 B
+schedule: 4 blocks, 1 slot, keep 4, 6 ticks; h2d 0 B, d2h 0 B, peak 339712 B
 device: 356096 B; host: 0 B
 slots: 0 = 0+0
 saves: 0-3

@@ -85,3 +85,30 @@ def test_a_trainers_code_has_eagers_bits_in_every_order_of_the_streams(sim: Simu
         assert_same(host_copy(kept), host_copy(wanted))
         assert torch.equal(torch.get_device_module(DEVICE).get_rng_state(DEVICE), after)
         assert_same(host_copy(list(compiled.parameters())), host_copy(list(eager.parameters())))
+
+
+def test_no_micro_batch_waits_for_the_device(sim: Simulator):
+    """Losses are added up on the device, and nothing that a trainer logs is read before it logs."""
+    compiled = megatrain.compile(model(), device=DEVICE, activations="offload")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9)
+
+    def make(loss: Any) -> megatrain.TrainStep:
+        return megatrain.TrainStep(compiled, optimizer, loss=loss, reduce="sum", max_grad_norm=0.1)
+
+    one_step = OneStep(compiled, make, lambda: (optimizer,), lambda: False, {}, compiled)
+    total = torch.zeros((), device=DEVICE)
+
+    def update(xs: list[Any]) -> None:
+        one_step.begin(COUNT)
+        for x in xs:
+            for loss in one_step.take(partial(code, compiled, x, [])):
+                total.add_(loss)
+
+    for step in range(2):
+        update(batches(step))
+    given = batches(2)
+    with sim.synchronizations() as found:
+        update(given)
+    assert one_step.has_updated
+    assert [str(one) for one in found if not one.thread.startswith("megatrain-")] == []
+    assert float(total) > 0

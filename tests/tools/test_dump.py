@@ -54,7 +54,7 @@ def test_a_dump_has_each_stage_of_each_capture_in_order(tmp_path: Path):
         assert texts[f"capture-2-{name}.txt"] == f"{value}\n"
     for capture in (1, 2):
         assert texts[f"capture-{capture}-05-measure.txt"] == texts[f"capture-{capture}-06-program.txt"]
-    assert "1 templates" not in texts["capture-1-03-lift_state.txt"].splitlines()[0]
+    assert ", 1 template" not in texts["capture-1-03-lift_state.txt"].splitlines()[0]
     assert texts["capture-1-08-schedule.txt"] != texts["capture-2-08-schedule.txt"]
     assert f"{compiled.schedule.device_bytes}  " in texts["capture-2-10-plan.txt"]
 

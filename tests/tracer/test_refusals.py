@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import megatrain
 from megatrain.errors import TraceError
 from megatrain.tracer.trace import trace
 
@@ -264,6 +265,19 @@ def test_tensors_hidden_in_an_argument_are_refused():
 
     with pytest.raises(TraceError, match=r"the argument `batch` is a .*Batch with tensors in it"):
         trace(Reading(3, 3), (Batch(torch.randn(2, 3)),))
+
+
+def test_a_generator_as_an_argument_is_refused_and_the_way_out_works():
+    class Drawing(nn.Linear):
+        def forward(self, x, generator=None):
+            return super().forward(x) + torch.randn(3, generator=generator)
+
+    model, x, generator = Drawing(3, 3), torch.randn(2, 3), torch.Generator()
+    with pytest.raises(TraceError, match=r"the argument `generator` is a torch.Generator, from which the model would"):
+        trace(model, (x, generator))
+    compiled = megatrain.compile(model, device="cpu", transfer="copy")
+    with torch.no_grad():
+        assert torch.equal(compiled(x, generator.manual_seed(1)), model(x, generator.manual_seed(1)))
 
 
 def test_an_exception_of_the_model_passes_unharmed_and_the_model_is_restored():

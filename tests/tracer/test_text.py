@@ -76,7 +76,7 @@ def test_a_capture_prints_write_backs_guards_and_ties():
         str(traced),
         """\
 traced Small(x: f32[1, 2], mask: bool[2]) -> (f32[1, 2], i64[])
-  state: 1 parameters, 16 bytes; 1 buffers, 8 bytes
+  state: 1 parameter, 16 bytes; 1 buffer, 8 bytes
   tied: second.weight = first.weight
   add_: i64[] = seen.add_(1)
   any_1: bool[] = mask.any()

@@ -305,5 +305,5 @@ def test_parameters_beside_the_model_are_refused(tmp_path: Path):
     run = Run(SMALL)
     run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     assert refusal(lambda: run.save(tmp_path / "run")).startswith(
-        "1 parameters of the optimizer don't belong to the model"
+        "the optimizer has 1 parameter that the model doesn't have"
     )

@@ -64,7 +64,7 @@ def test_a_scheduler_of_another_class_is_refused_before_anything_is_changed(tmp_
     before = run.state()
     message = refusal(lambda: load(run, folder))
     assert message.startswith(
-        f"the scheduler of `{folder}` doesn't fit this scheduler: 1 differences.\n  class: torch.optim.lr_"
+        f"the scheduler of `{folder}` doesn't fit this scheduler: 1 difference.\n  class: torch.optim.lr_"
     )
     assert text in message
     assert "Build the scheduler as it was" in message

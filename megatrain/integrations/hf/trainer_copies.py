@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
-from collections.abc import Container, Iterator, Mapping
+import types
+from collections.abc import Container, Iterator, KeysView, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,9 @@ def without(kind: type, mixin: type) -> type:
 def copied_trainer(trainer: Any, kind: type, folder: Path, *, left_out: Container[str], streams: bool) -> Any:
     """Copies a trainer that hasn't trained yet: its model, data, optimizers, callbacks, all of one piece.
 
-    Functions are shared, and so are modules of Python. The copy's model is the plain one. It writes and reports nothing
-    but into the folder, and logs each update.
+    Functions are shared, and so are modules of Python; what replaces a method of the model (its `forward`) refers to
+    the copy where it referred to the model. The copy's model is the plain one. It writes and reports nothing but into
+    the folder, and logs each update.
 
     Args:
         trainer: Stays as it is.
@@ -60,6 +63,9 @@ def copied_trainer(trainer: Any, kind: type, folder: Path, *, left_out: Containe
     for name, value in vars(trainer).items():
         if name not in left_out:
             vars(copied)[name] = _copy_of(name, value, memo)
+    for module in copied.model.modules():
+        for name, value in list(vars(module).items()):
+            vars(module)[name] = _referring_to_copies(value, memo, {})
     handler = copied.callback_handler
     handler.callbacks = [each for each in handler.callbacks if each is not None]
     make_quiet(copied.args, folder)
@@ -132,7 +138,46 @@ def refuse_to_repeat(trainer: Any, options: StreamOptions, tolerance: float | No
             raise OptionError(f"verify can't repeat {what}.\n  {rule}\n  {way}")
 
 
+def _referring_to_copies(value: Any, memo: Mapping[int, Any], known: dict[int, Any]) -> Any:
+    """Returns a function or a method that has copies in its closure, where there are any; all else as it is.
+
+    Args:
+        value: An attribute of a module, or what a closure holds.
+        memo: The copies, by the originals' ids.
+        known: What was made of functions, by their ids; a function may be in its own closure.
+    """
+    if isinstance(value, nn.Module | torch.Tensor):
+        return memo.get(id(value), value)
+    if isinstance(value, types.MethodType):
+        function = _referring_to_copies(value.__func__, memo, known)
+        return types.MethodType(function, memo.get(id(value.__self__), value.__self__))
+    if not isinstance(value, types.FunctionType) or not value.__closure__:
+        return value
+    if id(value) not in known:
+        cells = tuple(types.CellType() for _ in value.__closure__)
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        known[id(value)] = functools.update_wrapper(made, value)
+        made.__kwdefaults__ = value.__kwdefaults__
+        for cell, original in zip(cells, value.__closure__, strict=True):
+            if _held(original) is not None:
+                cell.cell_contents = _referring_to_copies(original.cell_contents, memo, known)
+        if list(map(_held, cells)) == list(map(_held, value.__closure__)):
+            known[id(value)] = value
+    return known[id(value)]
+
+
+def _held(cell: types.CellType) -> int | None:
+    """The identity of what a closure's cell holds; None if it is empty."""
+    try:
+        return id(cell.cell_contents)
+    except ValueError:
+        return None
+
+
 def _copy_of(name: str, value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, KeysView):  # a view of a dictionary, which knows no copying
+        value = dict.fromkeys(value)
+        return copy.deepcopy(value, memo).keys()
     try:
         return copy.deepcopy(value, memo)
     except Exception as error:  # the copying of any class may raise anything

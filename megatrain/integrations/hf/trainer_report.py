@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 
+from megatrain.counts import counted
 from megatrain.verification.report import Difference, finite
 
 _SHOWN = 8
@@ -109,13 +110,14 @@ class TrainerReport:
     def _compared(self) -> str:
         counts = Counter(d.kind for d in self.differences)
         said = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
-        return f"{said} in {self.num_updates} update{'s' * (self.num_updates != 1)}"
+        return f"{said} in {counted(self.num_updates, 'update')}"
 
     def _streamed(self) -> str:
         if not self.has_streamed:
             return "NOT STREAMED: no operation of the model's blocks ran, so nothing is verified"
         return (
-            f"streamed: {self.num_blocks} blocks, {self.num_operations} operations on the device; "
+            f"streamed: {counted(self.num_blocks, 'block')}, "
+            f"{counted(self.num_operations, 'operation')} on the device; "
             f"{self.num_training_steps} of {self.num_updates} updates were one training step"
         )
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers.trainer_callback import TrainerCallback
 
 from megatrain.checks import checked, count, number, optional
+from megatrain.counts import counted
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.integrations.hf.trainer_report import KINDS, FirstUpdate, TrainerReport
@@ -88,7 +89,7 @@ def verify_trainer(sides: Sides, updates: int, tolerance: float | None) -> Train
         first = None if all(d.ok for d in differences) else _first(runs, expected, allowed, moved_from)
     notes = [f"{found.reason}, so not every update was one training step"] if found.reason else []
     if found.num_updates < updates:
-        notes.append(f"training ended after {found.num_updates} updates")
+        notes.append(f"training ended after {counted(found.num_updates, 'update')}")
     differences.sort(key=lambda d: (*(-x for x in d.severity), d.step, KINDS.index(d.kind), d.name))
     return TrainerReport(
         tuple(differences),

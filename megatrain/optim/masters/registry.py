@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from megatrain.counts import counted
 from megatrain.files.weight_files import parts
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster, set_halves
 from megatrain.optim.masters.held import Held
@@ -74,7 +75,7 @@ class Masters(Mapping[torch.Tensor, Master]):
         return sum(1 for _ in self)
 
     def __repr__(self) -> str:
-        return f"Masters({self.kind}, {len(self)} parameters, {self.low_bytes} B of low halves)"
+        return f"Masters({self.kind}, {counted(len(self), 'parameter')}, {self.low_bytes} B of low halves)"
 
     @property
     def low_bytes(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from megatrain.counts import counted
 from megatrain.errors import CheckpointError
 from megatrain.files.weight_files import PIECE_BYTES, parts
 from megatrain.optim.masters.halves import SplitMaster, read_
@@ -68,7 +69,7 @@ def check_saved(expected: Mapping[str, Source], saved: Mapping[str, Saved]) -> N
     ]
     if problems:
         lines = [
-            f"the checkpoint doesn't fit these masters: {len(problems)} differences.",
+            f"the checkpoint doesn't fit these masters: {counted(len(problems), 'difference')}.",
             *sorted(problems),
             "Each trainable bf16 parameter has a low half, or with masters='rounded' a generator.",
             "Compile the model with the saved precision and masters, and with the same parameters frozen.",

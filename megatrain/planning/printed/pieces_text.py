@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from megatrain.counts import counted
 from megatrain.passes.program import Block, Program
 from megatrain.passes.rewrites.head_loss import HeadLoss
 from megatrain.passes.rewrites.tiled_region import TiledRegion
@@ -42,7 +43,7 @@ def _tiles(program: Program) -> Iterator[str]:
         calls, inner = sum(r.num_calls for r in found.values()), sum(r.inner_bytes for r in found.values())
         sizes = f"{format_bytes(inner * rows // tokens)} instead of {format_bytes(inner)} between them"
         where = f"in block{'s' * (len(blocks[key]) > 1)} {', '.join(ranges(list(blocks[key])))}"
-        yield f"tiled: {calls} calls on {rows} of {tokens} tokens at a time {where}, {sizes}"
+        yield f"tiled: {counted(calls, 'call')} on {rows} of {tokens} tokens at a time {where}, {sizes}"
 
 
 def _calls_of(program: Program, kind: type) -> Iterator[tuple[Block, fx.Node]]:

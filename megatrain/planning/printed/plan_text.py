@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
+from megatrain.counts import counted
 from megatrain.device import Device
 from megatrain.device.reserve import beside
 from megatrain.planning.host_plan import in_columns
@@ -56,7 +57,7 @@ def device_lines(table: Schedule) -> list[str]:
     return [
         *in_columns(rows),
         f"slots: {', '.join(_counted(slot.nbytes for slot in table.slots))}",
-        f"keeps: {kept}; parks {num_parked} activations",
+        f"keeps: {kept}; parks {counted(num_parked, 'activation')}",
         f"moves: {format_bytes(table.h2d_bytes)} to the device, {format_bytes(table.d2h_bytes)} to the host",
     ]
 

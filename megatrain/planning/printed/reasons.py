@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatrain.counts import counted
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.emit import emit
@@ -104,7 +105,7 @@ def _parks(plan: PlannedStep) -> Iterator[str]:
     if not count:
         yield "No activation is parked on the host."
         return
-    text = f"{count} activations are parked on the host ({format_bytes(table.park_bytes)})"
+    text = f"The host parks {counted(count, 'activation')} ({format_bytes(table.park_bytes)})"
     if plan.simulation is not None and plan.hardware is not None:
         busy = max(share for stream, share in plan.simulation.busy.items() if stream in ("h2d", "d2h"))
         text += f": the link is busy for {busy:.0%} of the step"

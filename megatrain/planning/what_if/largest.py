@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatrain.counts import counted
 from megatrain.errors import MegatrainError, OptionError, ScheduleError
 from megatrain.planning.model_sizes import DEPTH, SEQUENCE
 from megatrain.planning.planned_step import PlannedFor, PlannedStep
@@ -42,7 +43,7 @@ class Largest:
         text = f"largest {self.name}: {self.size}"
         if self.too_large is None:
             return f"{text}, and no larger one was planned; all {self.num_planned} that were fit"
-        return f"{text}; at {self.too_large}: {self.refused} ({self.num_planned} sizes planned)"
+        return f"{text}; at {self.too_large}: {self.refused} ({counted(self.num_planned, 'size')} planned)"
 
 
 def largest(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatrain.counts import counted
 from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE
 from megatrain.sizes import format_bytes, parse_bytes
 
@@ -28,7 +29,7 @@ IN_PYTHON: Spelling = {
     "optimizer": lambda value: f'optimizer="{value}"',
     MICRO_BATCH: lambda value: f"an example of {value}",
     SEQUENCE: lambda value: f"an example of length {value}",
-    DEPTH: lambda value: f"{value} layers",
+    DEPTH: lambda value: counted(value, "layer"),
     LORA: lambda value: f"adapters of rank {value}" if value else "all weights",
 }
 """As options of `megatrain.plan`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatrain.counts import counted
+
 
 @dataclass(frozen=True, slots=True)
 class WalkFigures:
@@ -26,6 +28,5 @@ class WalkFigures:
     def __str__(self) -> str:
         if self.budget_bytes is None:
             return f"walk of {self.what}: the state is used in place"
-        return (
-            f"walk of {self.what}: {self.num_prefetches} prefetches, h2d {self.h2d_bytes} B, peak {self.peak_bytes} B"
-        )
+        prefetches = counted(self.num_prefetches, "prefetch")
+        return f"walk of {self.what}: {prefetches}, h2d {self.h2d_bytes} B, peak {self.peak_bytes} B"

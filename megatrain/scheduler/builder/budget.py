@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from megatrain.counts import counted
 from megatrain.errors import TooSmallError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
@@ -128,7 +129,7 @@ def _too_small(builder: Builder, tried: Sequence[Draft], memory: int, *, can_par
     helps = ["a larger memory", SMALLER_BLOCKS, "a smaller batch"]
     if can_park_more and builder.kind.mode != "forward" and builder.kind.transfer == "copy":
         helps.insert(2, 'activations="offload"')
-    slots = "one slot" if best.plan.num_slots == 1 else f"{best.plan.num_slots} slots"
+    slots = counted(best.plan.num_slots, "slot")
     return TooSmallError(
         f"a memory of {memory} B is too small: at least {best.device_bytes} B are needed{where}.\n"
         f"  At its {peak.op} (tick {peak.tick}, {slots}): {parts}.",

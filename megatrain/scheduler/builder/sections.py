@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.builder.host_ticks import deferred_updates
 from megatrain.scheduler.builder.stays import giants
@@ -44,7 +45,7 @@ def sections_of(workload: Workload, kind: StepKind, count: int) -> Sections | No
     if block == NO_BLOCK or workload.blocks[block].is_mostly_frozen:
         why = "no update is deferred" if block == NO_BLOCK else f"most weights of block {block} are frozen"
         raise ScheduleError(
-            f"a step can't have {count} sections: {why}.\n"
+            f"a step can't have {counted(count, 'section')}: {why}.\n"
             "  Sections are of the first block that is updated, where its update is deferred and its weights move.\n"
             "  Leave `sections` out."
         )

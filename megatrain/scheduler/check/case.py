@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
+from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.happens import Clocks
 from megatrain.scheduler.items import Stream
@@ -91,7 +92,7 @@ class Case:
         """The only position of an op that must occur exactly once."""
         found = self.at(stream, what, block, micro_batch)
         if len(found) != 1:
-            times = "is missing" if not found else f"occurs {len(found)} times"
+            times = "is missing" if not found else f"occurs {counted(len(found), 'time')}"
             near = found[-1].tick if found else len(self.schedule.ticks) - 1
             number = micro_batch if self.has_number(what) else None
             op = f"{stream}:{Op(stream, what, block, micro_batch=number)}"

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import networkx as nx
 
+from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.check.host_rules import check_norm, check_places, check_updates
@@ -46,7 +47,7 @@ def check_schedule(schedule: Table, workload: Workload, graph: nx.DiGraph[Positi
     columns(schedule.ticks)
     if schedule.num_blocks != len(workload.blocks):
         raise ScheduleError(
-            f"the schedule has {schedule.num_blocks} blocks, the workload {len(workload.blocks)}.\n"
+            f"the schedule has {counted(schedule.num_blocks, 'block')}, the workload {len(workload.blocks)}.\n"
             "  A schedule fits only the workload it was built for, or an equal one."
         )
     if len(schedule.live_bytes) != len(schedule.ticks):
@@ -55,7 +56,7 @@ def check_schedule(schedule: Table, workload: Workload, graph: nx.DiGraph[Positi
     plain = Case(schedule, workload, {position: () for position, _ in schedule.positions()})
     if workload.blocks and schedule.kind.micro_batches > max(1, len(plain.ops)):
         raise ScheduleError(
-            f"{schedule.kind.micro_batches} micro-batches can't run in {len(plain.ops)} ops.\n"
+            f"{counted(schedule.kind.micro_batches, 'micro-batch')} can't run in {counted(len(plain.ops), 'op')}.\n"
             "  Each micro-batch has an F of every block."
         )
     # Deriving dependencies looks up blocks and slots, so these must be in range before.

@@ -8,6 +8,7 @@ from dataclasses import fields
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
+from megatrain.counts import counted
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
@@ -55,7 +56,7 @@ class _Standing(NamedTuple):
         """In words: `with F2`."""
         if self.beside is None:
             return "without computation"
-        count = f"{abs(self.ahead)} tick{'s' if abs(self.ahead) > 1 else ''}"
+        count = counted(abs(self.ahead), "tick")
         return (
             f"with {self.beside}"
             if not self.ahead
@@ -100,7 +101,7 @@ def _counts(schedule: Table, other: Table) -> Iterator[str]:
     ):
         count = abs(after - before)
         if count:
-            yield f"{count} {noun}{'s' if count > 1 else ''} {'more' if after > before else 'fewer'}{what}"
+            yield f"{counted(count, noun)} {'more' if after > before else 'fewer'}{what}"
 
 
 def _recomputed(table: Table) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatrain.checks import checked
+from megatrain.counts import counted
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
@@ -17,8 +18,8 @@ from megatrain.scheduler.table import Place, Slot, Table, Tick, columns
 from megatrain.scheduler.workload import Workload
 
 _HEADER = re.compile(
-    r"schedule: (?P<num_blocks>\d{1,18}) blocks, (?P<num_slots>\d{1,18}) slots, keep (?P<keep>\d{1,18}), "
-    r"(?P<num_ticks>\d{1,18}) ticks; "
+    r"schedule: (?P<num_blocks>\d{1,18}) blocks?, (?P<num_slots>\d{1,18}) slots?, keep (?P<keep>\d{1,18}), "
+    r"(?P<num_ticks>\d{1,18}) ticks?; "
     r"h2d (?P<h2d_bytes>\d{1,18}) B, d2h (?P<d2h_bytes>\d{1,18}) B, peak (?P<peak_bytes>\d{1,18}) B"
 )
 _DEVICE = re.compile(r"device: (?P<device_bytes>\d{1,18}) B; host: (?P<host_bytes>\d{1,18}) B")
@@ -33,13 +34,12 @@ _ALWAYS_SHOWN = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
 def table_text(schedule: Table) -> str:
     """Prints a schedule: the header, then one row per tick, in columns as wide as needed.
 
-    An F whose graph is retained has a star. Lines that would say nothing are left out, as is the column of a
-    host stream that does nothing.
+    An F whose graph is retained has a star. Lines and columns of the host that would say nothing are left out.
     """
     lines = [
-        f"schedule: {schedule.num_blocks} blocks, {schedule.num_slots} slots, keep {schedule.keep}, "
-        f"{len(schedule.ticks)} ticks; h2d {schedule.h2d_bytes} B, d2h {schedule.d2h_bytes} B, "
-        f"peak {schedule.peak_bytes} B",
+        f"schedule: {counted(schedule.num_blocks, 'block')}, {counted(schedule.num_slots, 'slot')}, "
+        f"keep {schedule.keep}, {counted(len(schedule.ticks), 'tick')}; "
+        f"h2d {schedule.h2d_bytes} B, d2h {schedule.d2h_bytes} B, peak {schedule.peak_bytes} B",
         f"device: {schedule.device_bytes} B; host: {schedule.host_bytes} B",
     ]
     for key, line in _LINES.items():

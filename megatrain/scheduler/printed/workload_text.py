@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatrain.counts import counted
 from megatrain.hardware.work import total_flops, total_kernels
 from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
 
@@ -15,7 +16,8 @@ def workload_text(workload: Workload) -> str:
     storages = ", ".join(f"{index} = {nbytes}" for index, nbytes in enumerate(workload.storages))
     return "\n".join(
         [
-            f"workload: {len(blocks)} blocks, {len(values)} values, {len(workload.storages)} storages",
+            f"workload: {counted(len(blocks), 'block')}, {counted(len(values), 'value')}, "
+            f"{counted(len(workload.storages), 'storage')}",
             f"storages: {storages}",
             *([f"loss: {workload.loss_bytes} B"] if workload.loss_bytes else []),
             *_aligned([_BLOCK, *blocks]),

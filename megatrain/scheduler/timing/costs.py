@@ -8,6 +8,7 @@ from math import inf, isfinite
 from statistics import median
 from typing import NamedTuple
 
+from megatrain.counts import counted
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import Works
@@ -98,7 +99,7 @@ class Measured:
         programs = {(run.num_blocks, run.transfer) for run in runs}
         if len(programs) != 1:
             raise ScheduleError(
-                f"{len(runs)} runs of {len(programs)} programs have no mean.\n"
+                f"no mean of {counted(len(runs), 'run')} of {counted(len(programs), 'program')}.\n"
                 "  Runs of one program have the same number of blocks and the same `transfer`.\n"
                 "  Measure one program at least once."
             )
@@ -116,7 +117,7 @@ class Measured:
         """
         if (schedule.num_blocks, schedule.kind.transfer) != (self.num_blocks, self.transfer):
             raise ScheduleError(
-                f"the measurement has {self.num_blocks} blocks with `{self.transfer}`, this schedule has "
+                f"the measurement has {counted(self.num_blocks, 'block')} with `{self.transfer}`, this schedule has "
                 f"{schedule.num_blocks} with `{schedule.kind.transfer}`.\n"
                 "  A measurement fits only schedules of the same program.\n"
                 "  Measure a run of this schedule."
@@ -140,7 +141,7 @@ class Measured:
         return found
 
     def __str__(self) -> str:
-        lines = [f"measured: {self.num_blocks} blocks, transfer {self.transfer}; ms"]
+        lines = [f"measured: {counted(self.num_blocks, 'block')}, transfer {self.transfer}; ms"]
         for stream in streams():
             kinds = [kind for kind in self.seconds if kind.stream == stream]
             for kind in sorted(kinds, key=lambda k: (list(KINDS).index((stream, k.what)), *k[2:])):

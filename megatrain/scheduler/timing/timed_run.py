@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 
+from megatrain.counts import counted
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.dependency import derive_waits
 from megatrain.scheduler.items import Stream
@@ -76,11 +77,11 @@ class TimedRun:
 
     def __str__(self) -> str:
         ops = dict(self.schedule.positions())
-        lines = [f"timed run: {len(self.timeline)} ops, {self.step_s * 1e3:.3f} ms"]
+        lines = [f"timed run: {counted(len(self.timeline), 'op')}, {self.step_s * 1e3:.3f} ms"]
         for timing in self.timeline:
             place = f"{timing.position.tick:>4}  {timing.position.stream:<7}  {ops[timing.position]!s:<8}"
             lines.append(f"{place}  {timing.start_s * 1e3:>10.3f}  {timing.end_s * 1e3:>10.3f}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"<TimedRun: {len(self.timeline)} ops, {self.step_s * 1e3:.3f} ms>"
+        return f"<TimedRun: {counted(len(self.timeline), 'op')}, {self.step_s * 1e3:.3f} ms>"

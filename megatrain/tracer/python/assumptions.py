@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from megatrain.counts import counted
 from megatrain.tracer.python.contents import MISSING, Missing
 from megatrain.tracer.python.module_tree import ModuleTree
 from megatrain.tracer.python.named import Named
@@ -134,7 +135,7 @@ class Assumptions:
                 lines |= dict.fromkeys([str(value), *_attribute_lines(value.path, parts)])
             cut |= {f"{path} ({str(kept)[3:]})": None for path, kept in parts if isinstance(kept, Same) and kept.is_cut}
         hidden = len(self.values) - self.count
-        known = f"{len(self.tree.nodes)} modules, their hooks, and {hidden} names of code as they were"
+        known = f"{counted(len(self.tree.nodes), 'module')}, their hooks, and {hidden} names of code as they were"
         left_out = {"not watched inside": tuple(cut), "not watched": self.skipped}
         listed = [f"{what}: {', '.join(names)}" for what, names in left_out.items() if names]
         return "\n".join([*lines, known, *listed])

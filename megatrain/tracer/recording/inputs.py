@@ -33,6 +33,13 @@ def check_arguments(arguments: Arguments) -> None:
     for name, leaf in zip(arguments.leaf_names, arguments.leaves, strict=True):
         if is_plain(leaf):
             continue
+        if isinstance(leaf, torch.Generator):
+            raise TraceError(
+                f"the argument `{name}` is a torch.Generator, from which the model would draw.\n"
+                "  A recompute restores only the default generators.\n"
+                "  Leave it out, or draw from it before the call and pass the numbers. Under torch.no_grad() a model "
+                "takes it."
+            )
         if holds_tensors(leaf):
             raise TraceError(
                 f"the argument `{name}` is a {type(leaf).__qualname__} with tensors in it.\n"
