@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage
@@ -14,6 +15,7 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.flow import Facts
 from megatrain.scheduler.from_program import merge_programs
 from megatrain.scheduler.items import Sections
+from megatrain.scheduler.program_values import result_names
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +28,7 @@ class Loaded:
         runners: The runner of each block.
         facts: Where gradients flow.
         names: The values' names, by their index in the schedule's workload; None for those of other micro-batches.
+            Behind the program's values come the results that blocks may keep.
         entering: The value with which each buffer that the forward writes begins.
         written: The buffers that take a value, by the value's name.
         draws: The random calls of a forward; None if they can't be made without it.
@@ -73,7 +76,7 @@ class Loaded:
 
     @staticmethod
     def _of(program: Program, places: Sequence[int | None], engine: Engine, *, is_training: bool) -> Loaded:
-        names = list(program.values)
+        names = [*program.values, *chain.from_iterable(result_names(program))]
         return Loaded(
             program=program,
             images=engine.adopt(program),

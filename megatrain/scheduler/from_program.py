@@ -9,14 +9,16 @@ from functools import partial
 from megatrain.checks import checked, count, one_of, optional
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
+from megatrain.passes.cost import TemplateCost
 from megatrain.passes.program import Block, Program, has_parts
 from megatrain.scheduler.builder.build import STEP, build
 from megatrain.scheduler.builder.sections import first_deferred, worthwhile_sections
 from megatrain.scheduler.merging import Merged, merge, refuse
+from megatrain.scheduler.program_values import has_backward, storage_bytes, value_works
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.update_traffic import UPDATE_TRAFFIC, update_traffic
-from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
+from megatrain.scheduler.workload import BlockWork, KeptWork, Workload
 from megatrain.sizes import SIZE, aligned, parse_bytes
 
 
@@ -35,8 +37,8 @@ def workload(program: Program, *, update_traffic: int | None = None, masters: st
     updates = _updates(program, update_traffic, masters)
     return Workload(
         blocks=tuple(_block_work(program, block, updates[block.index]) for block in program.blocks),
-        values=_value_works(program),
-        storages=_storages(program),
+        values=value_works(program),
+        storages=storage_bytes(program),
     )
 
 
@@ -73,6 +75,8 @@ def schedule(
         activations: `"recompute"` retains the graph of no block but the last, and parks inputs only if
             they don't fit otherwise; `"keep"` retains all graphs; `"offload"` parks all it can; `"auto"`
             parks as few inputs as possible, and then retains graphs, where they save more time than weights that stay.
+            In a budget it also keeps or parks results of attention, where that takes less time than to compute them
+            again.
         transfer: `"copy"` the weights into slots, or `"bind"` them in place, where nothing moves.
         mode: `"train"`, `"forward"` for inference, or `"backward"` for the backward of a forward that ran
             earlier; `backward_schedule` makes the last to match a schedule.
@@ -120,6 +124,7 @@ def step_schedule(
     usual: Hardware | None = None,
     divides: Callable[[], bool] = lambda: False,
     masters: str = "exact",
+    keeps_results: bool = True,
 ) -> Schedule:
     """Places one step whose micro-batches are captures of one model.
 
@@ -135,6 +140,7 @@ def step_schedule(
         usual: As in `build`.
         divides: Tells whether updates may come in sections; asked where that would save time.
         masters: As in `workload`.
+        keeps_results: As in `build`.
 
     Raises:
         ScheduleError: If they don't, `memory` is too small, or a buffer can't go from one to the next.
@@ -154,6 +160,7 @@ def step_schedule(
         hardware=hardware,
         usual=usual,
         sections=most if is_divisible else 1,
+        keeps_results=keeps_results,
     )
 
 
@@ -211,11 +218,6 @@ def check_buffers(program: Program) -> None:
             "  Use one micro-batch a step, a larger block_bytes that puts both in one block, or don't update the "
             "buffer (`.eval()` of its module)."
         )
-
-
-def has_backward(program: Program, block: Block) -> bool:
-    """Tells whether a gradient flows into `block`."""
-    return any(program.values[name].requires_grad for name in block.outputs)
 
 
 def _trained_holders(program: Program) -> dict[str, tuple[int, ...]]:
@@ -278,39 +280,12 @@ def _block_work(program: Program, block: Block, update: _Update) -> BlockWork:
         backward=cost.backward_of(program.needs_gradients(block)) if is_differentiable else (),
         update_bytes=update.nbytes,
         shares=tuple(sorted(update.shares)),
+        kept=_kept_work(cost) if is_differentiable else None,
     )
 
 
-def _value_works(program: Program) -> tuple[ValueWork, ...]:
-    readers = program.readers()
-    commits = {name for _, name in program.commits}
-    ends = {o.name for o in program.outputs if o.kind == "value"} | commits
-    sharers: dict[int, int] = {}
-    for value in program.values.values():
-        sharers[value.storage] = sharers.get(value.storage, 0) + 1
-    return tuple(
-        ValueWork(
-            name=value.name,
-            nbytes=value.spec.nbytes,
-            storage=value.storage,
-            producer=value.producer,
-            readers=readers[value.name],
-            is_output=value.name in ends,
-            has_gradient=value.requires_grad,
-            is_parkable=value.producer is not None
-            and value.name not in ends
-            and not value.spec.on_host
-            and sharers[value.storage] == 1
-            and value.storage_bytes == value.spec.nbytes,
-            is_committed=value.name in commits,
-            on_host=value.spec.on_host,
-        )
-        for value in program.values.values()
-    )
-
-
-def _storages(program: Program) -> tuple[int, ...]:
-    found: dict[int, int] = {}
-    for value in program.values.values():
-        found[value.storage] = max(found.get(value.storage, 0), value.storage_bytes)
-    return tuple(found[i] for i in range(len(found)))
+def _kept_work(cost: TemplateCost) -> KeptWork | None:
+    found = cost.results
+    if found is None:
+        return None
+    return KeptWork(found.forward_workspace_bytes, found.backward_workspace_bytes, found.repeated)

@@ -8,16 +8,17 @@ from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.hardware.work import products
+from megatrain.hardware.work import products, total_flops
 from megatrain.scheduler.builder.budget import choose_draft
 from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
+from megatrain.scheduler.workload import BlockWork, KeptWork, ValueWork, Workload
 from tests.draws import draws
 from tests.scheduler.every_plan import fastest_of_all
+from tests.scheduler.workloads import with_results
 
 SMALL = st.integers(1, 12)
 
@@ -41,7 +42,13 @@ def chains(draw: st.DrawFn, most: int) -> Workload:
         is_last = index == count - 1
         readers = () if is_last else (index + 1,)
         values.append(ValueWork(f"v{index}", nbytes, index + 1, index, readers, is_last, True, not is_last))
-    return Workload(tuple(blocks), tuple(values), (8, *[nbytes] * count))
+    made = Workload(tuple(blocks), tuple(values), (8, *[nbytes] * count))
+    part, size = draw(st.sampled_from([None, 0, 2, 9])), draw(SMALL) * 8
+    for index, block in enumerate(blocks if part is not None else ()):
+        workspace = max(0, block.backward_workspace_bytes - size)
+        kept = KeptWork(block.forward_workspace_bytes, workspace, products(total_flops(block.forward) * part // 10))
+        made = with_results(made, index, kept, [size])
+    return made
 
 
 WORKS = products(1_000), products(2_000)

@@ -99,6 +99,7 @@ class _Read:
     slots: list[Slot] = field(default_factory=list[Slot])
     places: list[Place] = field(default_factory=list[Place])
     saves: list[int] = field(default_factory=list[int])
+    results: list[int] = field(default_factory=list[int])
     frozen: list[int] = field(default_factory=list[int])
     persistent: list[int] = field(default_factory=list[int])
     kind: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -135,6 +136,7 @@ def parse_table(text: str, workload: Workload | None = None) -> Table:
         kind=_kind(read),
         places=tuple(read.places),
         persistent=tuple(read.persistent),
+        results=tuple(read.results),
         workload=workload,
         **{name: figure for name, figure in read.figures.items() if name not in counts},
     )
@@ -266,6 +268,7 @@ def _choice(name: str, known: Sequence[str]) -> _Line:
 _LINES: dict[str, _Line] = {
     "slots": _Line(lambda s: [f"{i} = {x.offset}+{x.nbytes}" for i, x in enumerate(s.slots)], _read_slots, "; "),
     "saves": _Line(lambda s: ranges(s.saves), lambda text, read: read.saves.extend(_read_ranges(text, read))),
+    "results": _Line(lambda s: ranges(s.results), lambda text, read: read.results.extend(_read_ranges(text, read))),
     "frozen": _Line(lambda s: ranges(s.frozen), lambda text, read: read.frozen.extend(_read_ranges(text, read))),
     "persistent": _Line(
         lambda s: ranges(s.persistent), lambda text, read: read.persistent.extend(_read_ranges(text, read))
