@@ -28,6 +28,11 @@ class ResultCost:
     repeated: Works
 
     @property
+    def figures(self) -> tuple[int, int, Works]:
+        """What scheduling needs besides the specs."""
+        return self.forward_workspace_bytes, self.backward_workspace_bytes, self.repeated
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all that is kept."""
         return sum(spec.nbytes for spec in self.specs)

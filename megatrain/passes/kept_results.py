@@ -8,7 +8,7 @@ gets the same node with the same saved tensors, and so the same bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,8 +16,11 @@ import torch
 
 from megatrain.device import is_on_host
 from megatrain.errors import ExecuteError
+from megatrain.passes.program import Block, Program
+from megatrain.passes.trained_blocks import has_backward
 from megatrain.torch_private import TorchDispatchMode
 from megatrain.tracer.packed.packing import has_wrappers
+from megatrain.tracer.spec import TensorSpec
 
 # The state of a random generator, as a kernel returns it with its other results.
 _MOST_OF_A_STATE = 2
@@ -143,6 +146,15 @@ class HandedResults(TorchDispatchMode):
             raise ExecuteError(_WRITTEN)
         # A tensor of its own: autograd gives it a history.
         return tensor.detach()
+
+
+def kept_results(program: Program) -> Iterator[tuple[Block, Sequence[tuple[str, TensorSpec]]]]:
+    """Yields the blocks that may keep results, with the names and specs of these: values behind the program's own."""
+    for block in program.blocks:
+        cost = program.templates[block.template].cost
+        if cost is not None and cost.results is not None and has_backward(program, block):
+            names = (f"result {number} of block {block.index}" for number in range(len(cost.results.specs)))
+            yield block, tuple(zip(names, cost.results.specs, strict=True))
 
 
 def is_kept(func: Any, args: Sequence[Any], kwargs: Any) -> bool:

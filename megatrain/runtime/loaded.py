@@ -8,6 +8,7 @@ from itertools import chain
 
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage
+from megatrain.passes.kept_results import kept_results
 from megatrain.passes.program import Program, has_parts
 from megatrain.runtime.blocks.block import HIDDEN_DRAWS, BlockRunner
 from megatrain.runtime.draws import Draws
@@ -15,7 +16,6 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.flow import Facts
 from megatrain.scheduler.from_program import merge_programs
 from megatrain.scheduler.items import Sections
-from megatrain.scheduler.program_values import result_names
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +32,7 @@ class Loaded:
         entering: The value with which each buffer that the forward writes begins.
         written: The buffers that take a value, by the value's name.
         draws: The random calls of a forward; None if they can't be made without it.
+        results: The names of the results that each block may keep; blocks that have none are missing.
     """
 
     program: Program
@@ -42,6 +43,7 @@ class Loaded:
     entering: Mapping[str, str]
     written: Mapping[str, Sequence[str]]
     draws: Draws | None
+    results: Mapping[int, Sequence[str]]
 
     @staticmethod
     def of_each(
@@ -76,7 +78,8 @@ class Loaded:
 
     @staticmethod
     def _of(program: Program, places: Sequence[int | None], engine: Engine, *, is_training: bool) -> Loaded:
-        names = [*program.values, *chain.from_iterable(result_names(program))]
+        results = {block.index: [name for name, _ in found] for block, found in kept_results(program)}
+        names = [*program.values, *chain.from_iterable(results.values())]
         return Loaded(
             program=program,
             images=engine.adopt(program),
@@ -86,6 +89,7 @@ class Loaded:
             entering={key: name for name, key in program.buffers},
             written={new: [key for key, name in program.commits if name == new] for _, new in program.commits},
             draws=Draws.of(program) if is_training else None,
+            results=results,
         )
 
     def check_recomputed(self, saves: Collection[int]) -> None:

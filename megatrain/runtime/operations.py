@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megatrain.errors import DeviceMemoryWarning
 from megatrain.passes.program import Block
 from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call import Call
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
+from megatrain.runtime.forwards import forward_without_graph
 from megatrain.runtime.gradients.landing import Landing, LandingArena, PlainLanding
 from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.runtime.gradients.sums import added, marked
@@ -147,8 +146,7 @@ class Operations:
                 call.add_gradient(ref.name, gradient)
 
     def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
-        host = self.engine.tensors
-        tensor = call.values[name] if kind == "value" else host[name].to(self.engine.device.torch_device)
+        tensor = call.values[name] if kind == "value" else self.engine.tensors[name].to(self.engine.device.torch_device)
         return tensor.detach()
 
     def release(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
@@ -206,36 +204,15 @@ class Operations:
                 call.graphs[block.index] = graph
                 saved = graph.saved_tensors()
             else:
-                saved = []
-                outputs = self._forgotten(call, block, instruction, inputs, state)
+                saved, outputs = [], forward_without_graph(call, block, instruction, inputs, state)
         for name, tensor in zip(block.outputs, outputs, strict=True):
             call.set_value(name, tensor)
         call.hold("saved", block.index, saved)
         if instruction.micro_batch + 1 < len(taken.calls):
             call.pass_on(block.outputs, taken.calls[instruction.micro_batch + 1])
 
-    def _forgotten(
-        self, call: Call, block: Block, instruction: Instruction, inputs: Any, state: Any
-    ) -> Sequence[torch.Tensor]:
-        """A forward without a graph, of which the results are kept that the schedule wants for the backward."""
-        runner, needs_grad = call.loaded.runners[block.index], call.loaded.facts.needs_grad[block.index]
-        names = [name for value in instruction.results if (name := call.loaded.names[value]) is not None]
-        notes = runner.noting() if names else None
-        outputs = runner.forward(inputs, state, needs_grad, notes=notes)
-        kept = None if notes is None else runner.kept(notes)
-        if names and kept is None:
-            warnings.warn(_OTHER_KERNELS.format(block.index, block.name), DeviceMemoryWarning, stacklevel=2)
-        call.keep_results(block.index, kept, names)
-        return outputs
-
     def _graph(
-        self,
-        call: Call,
-        block: Block,
-        instruction: Instruction,
-        inputs: Any,
-        state: Any,
-        **repeated: Any,
+        self, call: Call, block: Block, instruction: Instruction, inputs: Any, state: Any, **repeated: Any
     ) -> tuple[LocalGraph, Sequence[torch.Tensor]]:
         # The graph keeps this function; it must not keep the call, which keeps the graph.
         states = call.state_of
@@ -284,8 +261,8 @@ class Operations:
         inputs = call.backward_inputs(block.inputs)
         with call.loaded.runners[block.index].repeated(call.rng.get(block.index)):
             state = self._slots.state(block.index, instruction.state)
-            kept = call.results(block.index)
-            return self._graph(call, block, instruction, inputs, state, is_repeated=True, kept=kept)[0]
+            found = call.results(block.index)
+            return self._graph(call, block, instruction, inputs, state, is_repeated=True, kept=found)[0]
 
     def _added(self, taken: Taken, block: Block, gradients: Sequence[torch.Tensor | None]) -> Callable[[], None]:
         """Adds one micro-batch's gradients of a block's parameters to those before.
@@ -325,12 +302,6 @@ class Operations:
         taken.step_trainer.update(instruction.op.block, section_of(self.schedule, instruction.op))
 
 
-_OTHER_KERNELS = (
-    "block {} ({}) ran other kernels of attention than it was planned with, and keeps no results: its backward "
-    "computes attention again, and may take more memory than the plan says.\n"
-    "  Which kernels run depends on torch.backends and torch.nn.attention.sdpa_kernel.\n"
-    "  Have the same kernels allowed when a step is planned and when it runs."
-)
 _OF_VALUES = ("value", "gradient", "original", "returned")
 
 Handler = Callable[[Operations, Taken, Instruction], None]

@@ -67,13 +67,10 @@ class Effects:
         deferred: Collection[int],
         sections: Sections | None = None,
     ) -> None:
-        self.workload = workload
-        self.kind = kind
+        self.workload, self.kind = workload, kind
         self.saves, self.results = frozenset(saves), frozenset(results)
-        self.parked = parked
-        self.persistent = frozenset(persistent)
-        self.deferred = frozenset(deferred)
-        self.sections = sections
+        self.parked, self.sections = parked, sections
+        self.persistent, self.deferred = frozenset(persistent), frozenset(deferred)
         self.inputs, self.outputs, self.kept = workload.inputs(), workload.outputs(), workload.results()
         self.has_gradient = [
             kind.mode != "forward" and workload.has_value_gradient(index) for index in range(len(workload.values))
@@ -199,8 +196,7 @@ def _forward(step: Effects, block: int, micro_batch: int) -> Effect:
 
 
 def _forward_workspace(step: Effects, block: int, micro_batch: int) -> int:
-    work = step.workload.blocks[block]
-    return work.kept.forward_workspace_bytes if work.kept and block in step.results else work.forward_workspace_bytes
+    return step.workload.blocks[block].measured(block in step.results).forward_workspace_bytes
 
 
 def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -218,8 +214,7 @@ def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
     values = step.workload.values if step.turn == ("B", block) and step.kind.mode == "train" else ()
     handed = (index for index, value in enumerate(values) if value.is_output and step.has_gradient[index])
     makes = [Item("gradient", index, micro_batch) for index in handed]
-    kernels = work.whole_backward(is_saved, micro_batch, has_results=has_results)
-    return Effect(tuple(reads), tuple(makes), tuple(adds), work=kernels)
+    return Effect(tuple(reads), tuple(makes), tuple(adds), 0, work.whole_backward(is_saved, micro_batch, has_results))
 
 
 def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
@@ -231,8 +226,7 @@ def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
     """
     work, summands = step.workload.blocks[block], _gradients_made(step, block, micro_batch)[1]
     saved = work.saved_bytes if block in step.saves else 0
-    measured = work.kept if work.kept and block in step.results else work
-    own = max(0, measured.backward_workspace_bytes - saved) + summands
+    own = max(0, work.measured(block in step.results).backward_workspace_bytes - saved) + summands
     return max(own, step.loss_workspace("B", block, micro_batch))
 
 

@@ -76,8 +76,6 @@ class _Maker:
         self._leaves = self._last_readers()
         backwards = [(position, op) for position, op in table.positions() if op.what == "B"]
         self._recomputed = {op.block for _, op in backwards}.difference(table.saves)
-        kept = table.known_workload().results()
-        self._results = {block: tuple(kept[block]) for block in table.results}
         self._turns = {op.micro_batch: position for position, op in reversed(backwards)}
 
     def instruction(self, position: Position, op: Op) -> Instruction:
@@ -92,7 +90,7 @@ class _Maker:
             landing=self._landing(op) if op.what == "G" else None,
             retains=op.what == "F" and op.block in self._table.saves,
             recomputes=op.what == "F" and op.block in self._recomputed,
-            results=self._results.get(op.block, ()) if op.what in "FB" else (),
+            keeps=op.what == "F" and op.block in self._table.results,
             turns=self._turns.get(op.micro_batch) == position,
             leaves=tuple(self._leaves[position]),
         )

@@ -47,7 +47,7 @@ class Instruction:
         landing: Host bytes where a `G` puts gradients; None where they stay where they are made.
         retains: An F that retains its graph.
         recomputes: An F that its B will repeat.
-        results: Values that an F keeps for its B, or that a B finds: then it doesn't compute them again.
+        keeps: An F that keeps its results for its B, which doesn't compute them again.
         turns: The first B of its micro-batch: the caller hands in the gradients of the outputs.
         frees_before: Items to free when its waits are over: transfers used them last.
         takes: Items that transfers of later ticks bring to the device; their memory is taken when the op starts.
@@ -64,7 +64,7 @@ class Instruction:
     landing: Bytes | None = None
     retains: bool = False
     recomputes: bool = False
-    results: tuple[int, ...] = ()
+    keeps: bool = False
     turns: bool = False
     frees_before: tuple[Item, ...] = ()
     takes: tuple[Item, ...] = ()
@@ -137,7 +137,6 @@ _ITEM = re.compile(r"(?P<kind>[a-z]+) (?P<number>\d{1,18})(?:\.(?P<micro_batch>\
 _ITEM_KINDS = tuple(kind for kind, row in ITEMS.items() if row.memory == "device")
 _BYTES = re.compile(r"(\d{1,18})\+(\d{1,18})")
 _PARKED = re.compile(r"(\d{1,18}) at (\d{1,18})\+(\d{1,18})")
-_NUMBER = re.compile(r"\d{1,18}")
 _POSITION = re.compile(r"(\w+) (\d{1,18})")
 _STARTS = ("start", "backward")
 _ENDS = ("outputs", "end")
@@ -248,11 +247,7 @@ _FIELDS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
     ("landing", str, _read_bytes),
     ("retains", _nothing, _read_flag),
     ("recomputes", _nothing, _read_flag),
-    (
-        "results",
-        lambda v: _separated(v, str),
-        lambda text: tuple(int(m[0]) for m in _matches(_NUMBER, text, "a value")),
-    ),
+    ("keeps", _nothing, _read_flag),
     ("turns", _nothing, _read_flag),
     ("frees_before", _items, _read_items),
     ("takes", _items, _read_items),
@@ -268,7 +263,7 @@ _WORDS = {
     "landing": "lands at ",
     "retains": "retains its graph",
     "recomputes": "will be recomputed",
-    "results": "results ",
+    "keeps": "keeps its results",
     "turns": "turns",
     "frees_before": "first frees ",
     "takes": "takes ",

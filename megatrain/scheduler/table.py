@@ -269,8 +269,8 @@ class Table:
 
     def parked(self) -> dict[int, tuple[int, ...]]:
         """Values that `A` parks and returns, by the block of the op."""
-        found = {"keep": self.keep, "saves": self.saves, "results": self.results}
-        return parked_values(self.known_workload(), self.kind, **found)
+        workload = self.known_workload()
+        return parked_values(workload, self.kind, keep=self.keep, saves=self.saves, results=self.results)
 
     def known_workload(self) -> Workload:
         """The workload.

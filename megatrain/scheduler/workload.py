@@ -211,8 +211,12 @@ def _read_block(
     works = [_read_works(found) for found in (forward, backward)]
     if forward_flops:  # an earlier version knew only these; it took a backward as twice that
         works = [products(forward_flops), products(2 * forward_flops)]
-    with_results = None if kept is None else KeptWork(**{**kept, "repeated": _read_works(kept["repeated"])})
+    with_results = None if kept is None else _read_kept(**kept)
     return BlockWork(shares=tuple(shares), forward=works[0], backward=works[1], kept=with_results, **rest)
+
+
+def _read_kept(*, repeated: Any, **rest: Any) -> KeptWork:
+    return KeptWork(repeated=_read_works(repeated), **rest)
 
 
 def _read_works(found: Any) -> Works:

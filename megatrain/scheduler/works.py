@@ -112,7 +112,11 @@ class BlockWork:
         """Whether at least half of its state is frozen: then it is worth the memory to have it there all the time."""
         return 0 < self.state_bytes <= 2 * self.frozen_bytes
 
-    def whole_backward(self, is_saved: bool, micro_batch: int, *, has_results: bool = False) -> Works:
+    def measured(self, has_results: bool) -> BlockWork | KeptWork:
+        """What has the workspace of the block, where its results are kept or not."""
+        return self.kept if self.kept is not None and has_results else self
+
+    def whole_backward(self, is_saved: bool, micro_batch: int, has_results: bool = False) -> Works:
         """The kernels of a `B`: with a recompute if the graph isn't retained, and sums with earlier micro-batches.
 
         Args:

@@ -99,7 +99,7 @@ def test_without_a_machine_results_are_kept_on_the_device_alone():
     plan = planned(workload, frugal.device_bytes + 2 * NBYTES, None)
     assert plan.results
     assert plan.parked() == {}
-    scarce = planned(workload, least(workload) + 2 * NBYTES, None)
+    scarce = planned(workload, least(workload) + NBYTES // 4, None)
     assert scarce.parked() != {}
     assert results_of(scarce) == []
 
@@ -120,7 +120,7 @@ def test_the_text_of_a_schedule_names_blocks_that_keep_results_and_parses_back()
     assert Schedule.parse(str(plan), workload) == plan
     assert Schedule.from_json(plan.to_json()) == plan
     assert Schedule.from_json(plan.to_json()).known_workload() == workload
-    assert "; results " in str(plan.instructions)
+    assert "; keeps its results" in str(plan.instructions)
     assert type(plan.instructions).parse(str(plan.instructions)) == plan.instructions
     assert "results kept: " in plan.diff(replace(plan, results=()))
 

@@ -43,8 +43,8 @@ def chains(draw: st.DrawFn, most: int) -> Workload:
         readers = () if is_last else (index + 1,)
         values.append(ValueWork(f"v{index}", nbytes, index + 1, index, readers, is_last, True, not is_last))
     made = Workload(tuple(blocks), tuple(values), (8, *[nbytes] * count))
-    part, size = draw(st.sampled_from([None, 0, 2, 9])), draw(SMALL) * 8
-    for index, block in enumerate(blocks if part is not None else ()):
+    part, size = draw(st.sampled_from([10, 0, 2, 9])), draw(SMALL) * 8
+    for index, block in enumerate(blocks if part < 10 else ()):
         workspace = max(0, block.backward_workspace_bytes - size)
         kept = KeptWork(block.forward_workspace_bytes, workspace, products(total_flops(block.forward) * part // 10))
         made = with_results(made, index, kept, [size])

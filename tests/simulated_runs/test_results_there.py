@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megatrain
-from tests.attention import EAGER_TO_KEEP, Layers, forwards, kernels_of_attention, text
+from tests.attention import EAGER_TO_KEEP, Stack, forwards, kernels_of_attention, text
 from tests.comparing import assert_same
 from tests.simulated_device.simulator import Simulator
 from tests.simulated_runs.on_device import DEVICE, ORDERS, choose, step_by_hand
@@ -43,7 +43,7 @@ def keeping(model: Any, number: int, more: int, **options: Any) -> tuple[megatra
 def test_steps_have_eager_bits_and_run_in_exactly_their_memory(
     sim: Simulator, plain: int, kind: str, number: int, more: int, options: dict[str, Any]
 ):
-    model = Layers(*[kind] * 4)
+    model = Stack(*[kind] * 4)
     by_hand = copy.deepcopy(model)
     optimizer = sgd(by_hand)
     compiled, step = keeping(model, number, more, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -75,11 +75,12 @@ class KeptRuns:
             return None
         again = Code(hollow, around=_places(hollow, names))
         found = partial(again, mode=HandedResults(kept))
-        held = {"held": kept.tensors, "runs_backward": True}
-        _, backward_peak, _ = measure_backward(found, self._leaves, num_inputs, self._device, **held)
+        _, backward_peak, _ = measure_backward(
+            found, self._leaves, num_inputs, self._device, runs_backward=True, held=kept.tensors
+        )
         assert backward_peak is not None
         return ResultCost(
-            calls=tuple(_places(original, names)),
+            calls=_places(original, names),
             specs=tuple(TensorSpec.of(tensor, self._device) for tensor in kept.tensors),
             forward_workspace_bytes=max(0, live.peak - sum(own)),
             backward_workspace_bytes=backward_peak,
@@ -131,9 +132,9 @@ class _WorthKeeping(NotedResults):
         return self._names if is_whole and is_own and self.is_unchanged else ()
 
 
-def _places(graph: fx.Graph, names: Collection[str]) -> Iterator[int]:
+def _places(graph: fx.Graph, names: Collection[str]) -> tuple[int, ...]:
     """Places of calls among the nodes of a graph."""
-    return (place for place, node in enumerate(graph.nodes) if node.name in names)
+    return tuple(place for place, node in enumerate(graph.nodes) if node.name in names)
 
 
 def _is_plain(node: fx.Node) -> bool:

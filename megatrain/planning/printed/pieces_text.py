@@ -9,7 +9,7 @@ from torch import fx
 from megatrain.passes.program import Block, Program
 from megatrain.passes.rewrites.head_loss import HeadLoss
 from megatrain.passes.rewrites.tiled_region import TiledRegion
-from megatrain.scheduler.printed.table_text import ranges
+from megatrain.scheduler.printed.block_ranges import ranges
 from megatrain.sizes import format_bytes
 
 

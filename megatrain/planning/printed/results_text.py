@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.results import result_bytes, spared_seconds
-from megatrain.scheduler.printed.table_text import ranges
+from megatrain.scheduler.printed.block_ranges import ranges
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.timing.costs import OpSeconds

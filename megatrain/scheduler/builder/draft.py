@@ -190,8 +190,7 @@ class Builder:
         return Effects(self.workload, self.kind, *kept, self._deferred, self._sections)
 
     def _parked(self, plan: Choices) -> Parks:
-        found = {"keep": plan.keep, "saves": plan.saves, "results": plan.results}
-        return parked_values(self.workload, self.kind, **found)
+        return parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves, results=plan.results)
 
 
 def _ops(rows: Rows, host: HostTicks) -> Iterator[Placed]:

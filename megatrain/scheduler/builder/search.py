@@ -131,9 +131,8 @@ class Search:
         """The same plan with the largest `keep` that parks as little: what retained graphs hold isn't parked anyway."""
         if not self._freedom.keep:
             return plan
-        workload = self._builder.workload
-        found = {"keep": plan.keep, "saves": plan.saves, "results": plan.results}
-        parked = parked_values(workload, self._builder.kind, **found)
+        workload, kind = self._builder.workload, self._builder.kind
+        parked = parked_values(workload, kind, keep=plan.keep, saves=plan.saves, results=plan.results)
         return replace(plan, keep=keep_all(workload) - 1 - max(parked, default=-1))
 
     def _most_uses(self, family: Family, taken: tuple[MemoryUse, ...], left: tuple[MemoryUse, ...]) -> int:

@@ -91,11 +91,10 @@ def _check_flags(case: Case, instructions: Instructions) -> None:
         has_backward = is_train and case.workload.blocks[op.block].has_backward
         _expect(instruction, "a retained graph", instruction.retains, is_forward and is_saved, rule)
         _expect(instruction, "a recompute", instruction.recomputes, is_forward and has_backward and not is_saved, rule)
-        has_results = op.what in "FB" and op.block in case.keeping
-        results = [
-            i for i, v in enumerate(case.workload.values) if has_results and v.is_result and v.producer == op.block
-        ]
-        _expect(instruction, "results", list(instruction.results), results, "`results` says which blocks keep theirs.")
+        keeps = is_forward and op.block in case.keeping
+        _expect(
+            instruction, "results that are kept", instruction.keeps, keeps, "`results` says which blocks keep them."
+        )
         persists = op.what == "W" and op.block in case.schedule.persistent
         _expect(instruction, "weights that persist", instruction.persists, persists, "`persistent` says which do.")
         turns = op.what == "B" and number not in turned

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
-from megatrain.scheduler.printed.table_text import ranges
+from megatrain.scheduler.printed.block_ranges import ranges
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Table
 

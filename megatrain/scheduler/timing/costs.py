@@ -135,7 +135,8 @@ class Measured:
                     f"{position.stream}:{op}{kind.mark.partition('/')[0]} at tick {position.tick} was never measured.\n"
                     "  A schedule can be timed if all of its ops were measured. A retained graph (*), results that are "
                     "kept (~), squares for a norm (+) and weights that persist (-) make other ops.\n"
-                    "  Measure a run of this schedule, or of one with the same `saves`, `results`, `keep` and `persistent`."
+                    "  Measure a run of this schedule, or of one with the same `saves`, `results`, `keep` and "
+                    "`persistent`."
                 )
             found[position] = seconds
         return found
