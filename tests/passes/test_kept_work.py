@@ -16,6 +16,8 @@ from megatrain.passes.program import Program
 from megatrain.tracer.trace import trace
 from tests.attention import HEADS, TOKENS, WIDTH, Attention, Layers, text
 
+pytestmark = pytest.mark.usefixtures("short_texts")
+
 
 def results_of(program: Program) -> list[ResultCost | None]:
     costs = [program.templates[block.template].cost for block in program.blocks]
@@ -80,6 +82,14 @@ LEFT_ALONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_attention_is_left_alone_where(why: str):
     (found,) = results_of(lower(trace(Changed(LEFT_ALONE[why]), (text(),))))
     assert found is None
+
+
+def test_short_texts_keep_nothing_and_long_ones_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()  # the limit of a short text
+    model = Changed(lambda q: attended(q).square().sum())
+    for length, is_long in ((TOKENS, False), (4 * TOKENS, True)):
+        (found,) = results_of(lower(trace(model, (text(length=length),))))
+        assert (found is not None) == is_long
 
 
 def test_attention_between_other_calls_may_be_kept():

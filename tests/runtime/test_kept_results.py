@@ -23,6 +23,8 @@ from tests.attention import EAGER_TO_KEEP, Layers, forwards, kernels_of_attentio
 from tests.comparing import assert_same
 from tests.tiers import wide
 
+pytestmark = pytest.mark.usefixtures("short_texts")
+
 KINDS = ("causal", "full", "mask", "scale", "grouped", "twice")
 MORE = 300_000
 """Bytes beside those of a step that recomputes: room for results, and for no graph."""

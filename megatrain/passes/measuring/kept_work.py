@@ -22,8 +22,8 @@ from megatrain.tracer.packed.packing import has_wrappers
 from megatrain.tracer.spec import TensorSpec
 
 # For each byte that it keeps, a call computes at least so many FLOPs. The device with the fastest link to its host
-# computes some 2000 while a byte crosses, so what is less is computed again sooner than it comes back.
-_LEAST_FLOPS_PER_BYTE = 256
+# computes some 2200 while a byte crosses, and of a shorter text attention is a few percent of the work.
+LEAST_FLOPS_PER_BYTE = 2048
 # Of all bytes that a kernel of attention reads and writes, its results are at least this part, unless a mask is large;
 # then there are many FLOPs per byte of the mask.
 _PART = 16
@@ -32,8 +32,7 @@ _PART = 16
 def may_be_worth(forward: Works) -> bool:
     """Tells from the kernels of a forward whether there may be something to keep; most forwards need no further run."""
     return any(
-        work.rate.endswith("attention") and _PART * work.flops >= _LEAST_FLOPS_PER_BYTE * work.nbytes
-        for work in forward
+        work.rate.endswith("attention") and _PART * work.flops >= LEAST_FLOPS_PER_BYTE * work.nbytes for work in forward
     )
 
 
@@ -118,7 +117,7 @@ class _WorthKeeping(NotedResults):
     def see(self, node: fx.Node, _: Any) -> None:
         """Looks at what ran in a call."""
         nbytes = sum(tensor.nbytes for tensor, _ in self._tensors[self._seen :])
-        if nbytes and _is_plain(node) and self._flops >= _LEAST_FLOPS_PER_BYTE * nbytes:
+        if nbytes and _is_plain(node) and self._flops >= LEAST_FLOPS_PER_BYTE * nbytes:
             self._names.append(node.name)
             self._seen = len(self._tensors)
         del self._tensors[self._seen :]
