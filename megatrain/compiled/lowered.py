@@ -70,7 +70,7 @@ class Lowered:
             memory=self._budget.nbytes,
             activations=options.activations,
             usual=usual,
-            keeps_results=options.keeps_results,
+            most_result_bytes=None if options.keeps_results else 0,
         )
         try:
             planned = fits([program])

@@ -124,7 +124,7 @@ def step_schedule(
     usual: Hardware | None = None,
     divides: Callable[[], bool] = lambda: False,
     masters: str = "exact",
-    keeps_results: bool = True,
+    most_result_bytes: int | None = None,
 ) -> Schedule:
     """Places one step whose micro-batches are captures of one model.
 
@@ -140,7 +140,7 @@ def step_schedule(
         usual: As in `build`.
         divides: Tells whether updates may come in sections; asked where that would save time.
         masters: As in `workload`.
-        keeps_results: As in `build`.
+        most_result_bytes: As in `build`.
 
     Raises:
         ScheduleError: If they don't, `memory` is too small, or a buffer can't go from one to the next.
@@ -160,7 +160,7 @@ def step_schedule(
         hardware=hardware,
         usual=usual,
         sections=most if is_divisible else 1,
-        keeps_results=keeps_results,
+        most_result_bytes=most_result_bytes,
     )
 
 

@@ -157,7 +157,7 @@ class StepTables:
             usual=usual_machine(self._options.device.card()),
             divides=divides,
             masters=self._options.masters,
-            keeps_results=self._options.keeps_results,
+            most_result_bytes=None if self._options.keeps_results else 0,
         )
         if not any(op.what == "G" for op in planned.ops):
             raise ExecuteError(

@@ -11,7 +11,7 @@ from megatrain.hardware.machine import usual_machine
 from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft, with_late_offloads
 from megatrain.scheduler.builder.family import Freedom
-from megatrain.scheduler.builder.results import parkable_results, sparing_results
+from megatrain.scheduler.builder.results import parkable_results, sparing_results, within
 from megatrain.scheduler.builder.search import Search
 from megatrain.scheduler.builder.stays import alternates, giants
 from megatrain.scheduler.items import NO_BLOCK
@@ -31,7 +31,7 @@ def choose_draft(
     activations: str,
     hardware: Hardware | None = None,
     usual: Hardware | None = None,
-    keeps_results: bool = True,
+    most_result_bytes: int | None = None,
 ) -> Draft:
     """The draft with the shortest step found for `hardware`, of those that fit.
 
@@ -61,9 +61,9 @@ def choose_draft(
         starts.insert(1, replace(starts[0], has_giants_alone=True))
     start = first_fit(builder, starts, memory).plan
     usual = usual or usual_machine("")
-    if keeps_results and freedom.saves and kind.mode == "train":
-        results = sparing_results(builder.workload, hardware or usual)
-        freedom = replace(freedom, results=tuple(block for block in results if block not in start.saves))
+    if freedom.saves and kind.mode == "train":
+        results = [b for b in sparing_results(builder.workload, hardware or usual) if b not in start.saves]
+        freedom = replace(freedom, results=within(builder.workload, kind, results, most_result_bytes))
     found = _by_rule(builder, memory, freedom, usual, start)
     if hardware is None or not streams:
         return Search(builder, memory, freedom, hardware or usual).shortest(found)

@@ -40,7 +40,7 @@ def build(
     hardware: Hardware | None = None,
     usual: Hardware | None = None,
     sections: int = 1,
-    keeps_results: bool = True,
+    most_result_bytes: int | None = None,
 ) -> Schedule:
     """Places one step of `workload` on the streams.
 
@@ -58,7 +58,7 @@ def build(
         usual: Whose rates weigh compute against copies without `hardware`; None is an RTX 4090.
         sections: Into how many sections the first block that is updated is divided: where its update is deferred, the
             copy of each section follows the update of this section.
-        keeps_results: Whether results of blocks may be kept: compiled kernels return none.
+        most_result_bytes: Bytes of the results that may be kept or parked; None is any number.
 
     Returns:
         A schedule that passes `check_schedule`. Ticks count from 0; lifetimes include both ends.
@@ -84,7 +84,7 @@ def build(
         activations=activations,
         hardware=hardware,
         usual=usual,
-        keeps_results=keeps_results,
+        most_result_bytes=most_result_bytes,
     )
     return schedule_of(builder.finish(draft))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatrain.hardware.hardware import Hardware
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.timing.costs import OpSeconds
 from megatrain.scheduler.workload import Workload
 
@@ -42,3 +45,15 @@ def parkable_results(workload: Workload, machine: Hardware) -> tuple[int, ...]:
         for block in sparing_results(workload, machine)
         if spared_seconds(workload, block, seconds) > result_bytes(workload, block) / rate
     )
+
+
+def within(workload: Workload, kind: StepKind, blocks: Sequence[int], most_bytes: int | None) -> tuple[int, ...]:
+    """The last of some blocks, whose results take no more than so many bytes together; None is any number."""
+    chosen: list[int] = []
+    for block in reversed(blocks):
+        nbytes = kind.micro_batches * result_bytes(workload, block)
+        most_bytes = None if most_bytes is None else most_bytes - nbytes
+        if most_bytes is not None and most_bytes < 0:
+            break
+        chosen.append(block)
+    return tuple(reversed(chosen))
