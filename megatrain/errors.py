@@ -42,7 +42,10 @@ class PageLockWarning(UserWarning):
 
 
 class DeviceMemoryWarning(UserWarning):
-    """The device has less free memory than the budget, or ran out of memory in a step that was then repeated."""
+    """The device has less free memory than the budget, ran out in a step that was then repeated, or runs other kernels.
+
+    Other kernels than those that were planned may take more memory.
+    """
 
 
 class LowerError(MegatrainError):

@@ -81,6 +81,11 @@ class Options:
     chunking: str = "auto"
     kernels: str = "eager"
 
+    @property
+    def keeps_results(self) -> bool:
+        """Whether results of a block's kernels may be kept for its backward: compiled kernels return none."""
+        return self.kernels == "eager"
+
     @staticmethod
     def read(
         device: Device | torch.device | str | None,

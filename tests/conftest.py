@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import engine
 
+from megatrain.passes.measuring import kept_work
 from tests import captures
 from tests.garbage import Frozen
 from tests.hidden_accelerators import hide_accelerators
@@ -88,6 +89,12 @@ def lowered_once() -> Generator[None]:
     """For files that compile the same models many times: `pytestmark = pytest.mark.usefixtures("lowered_once")`."""
     with captures.lowered_once():
         yield
+
+
+@pytest.fixture
+def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has attention's results count as worth keeping for texts of 1024 tokens, as they do for longer ones."""
+    monkeypatch.setattr(kept_work, "LEAST_FLOPS_PER_BYTE", 256)
 
 
 @pytest.fixture

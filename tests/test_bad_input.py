@@ -56,6 +56,7 @@ RIGHT = {
     "Schedule.places": "tuple",
     "Schedule.saves": "tuple",
     "Schedule.persistent": "tuple",
+    "Schedule.results": "tuple",
     "Schedule.live_bytes": "tuple",
     "Schedule.keep": "zero minus huge",
     "SavedPlan.model": TEXTS,

@@ -65,7 +65,12 @@ class Lowered:
         kind = StepKind("train" if self._is_training and trains else "forward", options.transfer)
         usual = usual_machine(options.device.card())
         fits = partial(
-            step_schedule, kind=kind, memory=self._budget.nbytes, activations=options.activations, usual=usual
+            step_schedule,
+            kind=kind,
+            memory=self._budget.nbytes,
+            activations=options.activations,
+            usual=usual,
+            most_result_bytes=None if options.keeps_results else 0,
         )
         try:
             planned = fits([program])

@@ -6,6 +6,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatrain.hardware.work import Works, total_flops
+from megatrain.tracer.spec import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ResultCost:
+    """What a block may keep of its forward so that its backward needn't run fused kernels again, measured.
+
+    Args:
+        calls: Places of the calls with these kernels among the nodes of the template's graph, ascending.
+        specs: Of the tensors that are kept, in the order in which the kernels return them.
+        forward_workspace_bytes: As in `TemplateCost`, of a forward that keeps these; they don't count.
+        backward_workspace_bytes: The same of a backward that finds them.
+        repeated: The kernels of the repeated forward then.
+    """
+
+    calls: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+    forward_workspace_bytes: int
+    backward_workspace_bytes: int
+    repeated: Works
+
+    @property
+    def figures(self) -> tuple[int, int, Works]:
+        """What scheduling needs besides the specs."""
+        return self.forward_workspace_bytes, self.backward_workspace_bytes, self.repeated
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        return sum(spec.nbytes for spec in self.specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +55,7 @@ class TemplateCost:
             the context of an autograd.Function). It keeps a copy, counted in `saved_bytes`: slots are written again.
         backwards: Backwards of blocks that need fewer gradients: for which inputs and state, and their kernels.
         saved_parts: The bytes of each tensor in `saved_bytes`, largest first; empty where they aren't measured.
+        results: What may be kept of a forward that is repeated; None if nothing is worth it anywhere.
 
     >>> from megatrain.hardware.work import Kernels
     >>> forward, backward = (Kernels("fp32", 4194304, 65536),), (Kernels("fp32", 8388608, 131072, 2),)
@@ -43,6 +74,7 @@ class TemplateCost:
     held_state: tuple[int, ...] = ()
     backwards: tuple[tuple[tuple[bool, ...], Works], ...] = ()
     saved_parts: tuple[int, ...] = ()
+    results: ResultCost | None = None
 
     def backward_of(self, needs: Sequence[bool]) -> Works:
         """The kernels of the backward of a block.
@@ -57,7 +89,11 @@ class TemplateCost:
         workspace = max(self.forward_workspace_bytes, self.backward_workspace_bytes)
         if self.unmeasured:
             return f"saves at most {self.saved_bytes} B, workspace at most {workspace} B ({self.unmeasured})"
-        return f"saves {self.saved_bytes} B, workspace {workspace} B, {_flops_text(*flops)}"
+        text = f"saves {self.saved_bytes} B, workspace {workspace} B, {_flops_text(*flops)}"
+        if self.results is None:
+            return text
+        spared = _flops_text(flops[0] - total_flops(self.results.repeated))
+        return f"{text}; may keep {self.results.nbytes} B of attention for {spared}"
 
 
 def _flops_text(*flops: int) -> str:

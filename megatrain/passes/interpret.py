@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -25,48 +25,59 @@ class Code:
 
     Args:
         graph: Straight-line graph without `get_attr` nodes; its placeholders are the arguments, in order.
+        see: Called with each node and its result; None for none.
+        around: Places of calls among the nodes of the graph that run within a mode of the caller.
     """
 
-    __slots__ = ("_function", "_kinds", "_num_inputs", "_see", "graph", "has_inner_grad", "opaque")
+    __slots__ = ("_around", "_function", "_kinds", "_num_inputs", "_see", "graph", "has_inner_grad", "opaque")
 
-    def __init__(self, graph: fx.Graph, *, see: _See | None = None):
+    def __init__(self, graph: fx.Graph, *, see: _See | None = None, around: Collection[int] = ()):
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         assert list(graph.nodes)[: len(placeholders)] == placeholders, "placeholders come first"
-        self.graph, self._see = graph, see
+        self.graph, self._see, self._around = graph, see, frozenset(around)
         self._num_inputs = len(placeholders)
         self._function: Callable[..., tuple[torch.Tensor, ...]] | None = None
         self._kinds: tuple[str, ...] = ()
         self.opaque = opaque_calls(graph)
         self.has_inner_grad = has_inner_grad(graph)
 
-    def __call__(self, arguments: Sequence[torch.Tensor], *, is_checked: bool = True) -> tuple[torch.Tensor, ...]:
+    def __call__(
+        self,
+        arguments: Sequence[torch.Tensor],
+        *,
+        is_checked: bool = True,
+        mode: AbstractContextManager[Any] | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         """Runs the graph; differentiable where the caller's grad mode and the recorded one both allow it.
 
         Args:
             arguments: One per placeholder.
             is_checked: Whether values are compared with those of the capture; each comparison waits for the device.
                 False repeats a run that was checked.
+            mode: Is active in the calls of `around`, and is entered for each of them.
         """
         assert len(arguments) == self._num_inputs
+        assert mode is None or self._around, "no call is to run in a mode"
         if self._function is None:
             self._function = self._made()
             self._kinds = autocast_kinds()
         # The modes of the capture count, not the caller's present modes.
         outer = [kind for kind in self._kinds if torch.is_autocast_enabled(kind)]
+        modes = (mode or nullcontext(),) if self._around else ()
         if not outer:
-            return self._function(is_checked, *arguments)
+            return self._function(is_checked, *modes, *arguments)
         with ExitStack() as stack:
             for kind in outer:
                 stack.enter_context(torch.autocast(kind, enabled=False))
-            return self._function(is_checked, *arguments)
+            return self._function(is_checked, *modes, *arguments)
 
     def _made(self) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """Makes the function of the graph: `function(is_checked, *arguments)`."""
-        return _Text(self.graph, self._see).function()
+        """Makes the function of the graph: `function(is_checked, *arguments)`, or `function(is_checked, mode, ...)`."""
+        return _Text(self.graph, self._see, self._around).function()
 
     def watched(self, see: _See) -> Code:
         """Returns the same code, which hands each result to `see`, with the node of its call."""
-        return Code(self.graph, see=see)
+        return Code(self.graph, see=see, around=self._around)
 
 
 def opaque_calls(graph: fx.Graph) -> tuple[Opaque, ...]:
@@ -85,16 +96,18 @@ class _Text:
 
     Args:
         graph: See `Code`.
-        see: Called with each node and its result; None for none.
+        see: See there.
+        around: See there.
     """
 
-    def __init__(self, graph: fx.Graph, see: _See | None) -> None:
+    def __init__(self, graph: fx.Graph, see: _See | None, around: Collection[int]) -> None:
         self._graph, self._see = graph, see
+        self._around = {node for place, node in enumerate(graph.nodes) if place in around}
         self._names = {node: f"v{number}" for number, node in enumerate(graph.nodes)}
         self._objects: dict[str, Any] = {"see": see, "torch": torch}
 
     def function(self) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """Returns the function: `function(is_checked, *arguments)`."""
+        """Returns the function; see `Code`."""
         calls = [n for n in self._graph.nodes if n.op in ("call_function", "call_method")]
         last_use = {argument: node for node in self._graph.nodes for argument in node.all_input_nodes}
         dead: dict[fx.Node, list[str]] = {}
@@ -102,7 +115,8 @@ class _Text:
             if user.op != "output":
                 dead.setdefault(user, []).append(self._names[argument])
         arguments = [self._names[n] for n in self._graph.nodes if n.op == "placeholder"]
-        lines = [f"def run({', '.join(['is_checked', *arguments])}):"]
+        modes = ["mode"] if self._around else []
+        lines = [f"def run({', '.join(['is_checked', *modes, *arguments])}):"]
         for node in calls:
             lines += [f"    {line}" for line in self._call(node)]
             gone = [*dead.get(node, ()), *([] if node.users else [self._names[node]])]
@@ -132,6 +146,8 @@ class _Text:
         """Yields the modes of a call, as texts of context managers. The caller may have disabled gradients, too."""
         if not node.meta["grad"]:
             yield "torch.no_grad()"
+        if node in self._around:
+            yield "mode"
         for device, dtype in node.meta["autocast"]:
             # The weight cache would outlive the slot that the cast weight was read from.
             yield f"torch.autocast({device!r}, dtype={self._object(dtype)}, cache_enabled=False)"

@@ -128,7 +128,7 @@ class Plan(PlannedStep):
             [
                 f"plan: {model}; {self.precision}, {batches}, {updates}",
                 f"device: {verdict(table.device_bytes, self.device_memory)}",
-                *(f"  {line}" for line in (*device_lines(table), *piece_lines(self.program))),
+                *(f"  {line}" for line in (*device_lines(table, self.hardware), *piece_lines(self.program))),
                 *([f"  reserve: {self.reserve}"] if self.reserve else []),
                 f"host: {verdict(self.host.total_bytes, None if self.host_memory == UNBOUNDED else self.host_memory)}",
                 *(f"  {line}" for line in self.host.lines()),

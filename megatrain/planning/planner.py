@@ -20,6 +20,7 @@ from megatrain.passes.program import Program
 from megatrain.planning.captured_model import captured
 from megatrain.planning.divided_updates import may_divide
 from megatrain.planning.host_plan import HostPlan, OptimizerLike, host_plan
+from megatrain.planning.host_room import HostedStep, with_host_room
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.model_and_inputs import model_and_inputs
 from megatrain.planning.model_sizes import ExampleSizes, ModelSizes, num_tokens
@@ -57,6 +58,7 @@ class StepOptions:
     loss: Loss | None = None
     hardware: Hardware | None = None
     chunking: str = "auto"
+    most_result_bytes: int | None = None
 
 
 class _Capture(NamedTuple):
@@ -75,22 +77,6 @@ class _Capture(NamedTuple):
     programs: StepPrograms
     loss_bytes: int
     num_tokens: int | None
-
-
-class _Made(NamedTuple):
-    """A planned step.
-
-    Attributes:
-        program: The blocks.
-        table: The schedule.
-        too_small: Why it doesn't fit the device, or None.
-        host: The memory of the host.
-    """
-
-    program: Program
-    table: Schedule
-    too_small: str | None
-    host: HostPlan
 
 
 class Planner:
@@ -122,14 +108,11 @@ class Planner:
         self._source.check()
         sizes = {**self._source.sizes, **(sizes or {})}
         found = self._captured(options, sizes)
-        fastest, *others = _updates(options)
-        made = self._of(found, options, fastest)
-        # Without a machine as little as possible is parked on the host; later updates leave less for the next step.
-        frugal = replace(options, hardware=None)
-        for updates in (fastest, *(others if options.host_memory is not None else ())):
-            if made.too_small is None and made.host.missing_bytes(options.host_memory):
-                less = self._of(found, frugal, updates)
-                made = less if less.host.total_bytes < made.host.total_bytes else made
+
+        def made_with(updates: str, **changes: Any) -> HostedStep:
+            return self._of(found, replace(options, **changes), updates)
+
+        made = with_host_room(made_with, _updates(options), options.host_memory)
         limit = options.device_memory
         return Plan(
             made.program,
@@ -151,10 +134,10 @@ class Planner:
             ),
         )
 
-    def _of(self, found: _Capture, options: StepOptions, updates: str) -> _Made:
+    def _of(self, found: _Capture, options: StepOptions, updates: str) -> HostedStep:
         """Plans a step whose updates run at some time."""
         program, table, too_small = self._scheduled(found, _step_kind(found.programs.at(0), options, updates), options)
-        return _Made(program, table, too_small, self._host_plan(found, program, table, options))
+        return HostedStep(program, table, too_small, self._host_plan(found, program, table, options))
 
     def _again(self, options: StepOptions, sizes: Mapping[str, int], changes: Mapping[str, Any]) -> Plan:
         """Plans the same step with other options and other sizes, by name."""
@@ -213,7 +196,17 @@ class Planner:
         """Returns the program and its schedule; if none fits, those that take the least memory, and the reason."""
         memory, activations, hardware = options.device_memory, options.activations, options.hardware
         usual = usual_machine((options.device or HOST).card())
-        key = (found.key, kind, memory, activations, hardware if memory else None, usual.name, options.masters)
+        results = {"most_result_bytes": options.most_result_bytes}
+        key = (
+            found.key,
+            kind,
+            memory,
+            activations,
+            hardware if memory else None,
+            usual.name,
+            options.masters,
+            *results.values(),
+        )
         captures = [found.programs] * kind.micro_batches
         # Rewrites change no state, so they don't change what may be divided.
         divides = partial(
@@ -233,7 +226,7 @@ class Planner:
             free = made(plain, activations=activations)  # raises errors that have nothing to do with memory
             if memory is None:
                 return plain[0], free, None
-            fits = partial(made, memory=memory, activations=activations, hardware=hardware)
+            fits = partial(made, memory=memory, activations=activations, hardware=hardware, **results)
             try:
                 _, programs, table = first_that_fits(captures, fits)
             except TooSmallError as error:

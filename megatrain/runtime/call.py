@@ -11,6 +11,7 @@ import torch
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import stored_stride
+from megatrain.passes.kept_results import KeptResults
 from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call_start import Start, version
 from megatrain.runtime.draws import MicroBatchGenerators
@@ -71,6 +72,8 @@ class Call:
         self.differentiated: set[int] = set()
         self.state_of: dict[int, Bytes | None] = {}
         self.rng: dict[int, RngState | None] = {}
+        self._kept: dict[int, tuple[KeptResults, Sequence[str]]] = {}
+        self._lacking: set[str] = set()
         self.outputs: list[torch.Tensor] = []
         self.status = OPEN
         self._versions: list[tuple[str, torch.Tensor, int]] = []
@@ -106,9 +109,29 @@ class Call:
             for buffer in written.get(name, ()) if name in self.values else ():
                 later.set_value(entering[buffer], self.values[name])
 
+    def keep_results(self, block: int, kept: KeptResults | None, names: Sequence[str]) -> None:
+        """Keeps the results of a block's forward as values of these names; None if there are none, after all."""
+        if kept is None:
+            self._lacking.update(names)
+            return
+        for name, tensor in zip(names, kept.tensors, strict=True):
+            self.set_value(name, tensor)
+        self._kept[block] = kept.without_tensors(), names
+
+    def results(self, block: int) -> KeptResults | None:
+        """The results of a block's forward; None if it kept none."""
+        if block not in self._kept:
+            return None
+        kept, names = self._kept[block]
+        return kept.with_tensors(self.backward_inputs(names))
+
+    def lacks(self, name: str) -> bool:
+        """Whether a value is a result that its block couldn't keep."""
+        return name in self._lacking
+
     def take(self, name: str, device: Device) -> None:
         """Takes memory for a parked value that will come back, from the allocator of the calling thread's stream."""
-        if name in self.returned:
+        if name in self.returned or self.lacks(name):
             return  # taken by a run that failed, which is now completed
         spec = self._left[name] if name in self._left else TensorSpec.of(self.values[name])
         tensor = torch.empty_strided(spec.shape, stored_stride(spec), dtype=spec.dtype, device=device.torch_device)
@@ -213,6 +236,7 @@ class Call:
             for name in list(self._registry(kind)):
                 self.drop(kind, name)
         self.rng.clear()
+        self._kept.clear()
         self._versions = []
         self.parks.give()
 

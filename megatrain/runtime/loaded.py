@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage
+from megatrain.passes.kept_results import kept_results
 from megatrain.passes.program import Program, has_parts
 from megatrain.runtime.blocks.block import HIDDEN_DRAWS, BlockRunner
 from megatrain.runtime.draws import Draws
@@ -26,9 +28,11 @@ class Loaded:
         runners: The runner of each block.
         facts: Where gradients flow.
         names: The values' names, by their index in the schedule's workload; None for those of other micro-batches.
+            Behind the program's values come the results that blocks may keep.
         entering: The value with which each buffer that the forward writes begins.
         written: The buffers that take a value, by the value's name.
         draws: The random calls of a forward; None if they can't be made without it.
+        results: The names of the results that each block may keep; blocks that have none are missing.
     """
 
     program: Program
@@ -39,6 +43,7 @@ class Loaded:
     entering: Mapping[str, str]
     written: Mapping[str, Sequence[str]]
     draws: Draws | None
+    results: Mapping[int, Sequence[str]]
 
     @staticmethod
     def of_each(
@@ -73,7 +78,8 @@ class Loaded:
 
     @staticmethod
     def _of(program: Program, places: Sequence[int | None], engine: Engine, *, is_training: bool) -> Loaded:
-        names = list(program.values)
+        results = {block.index: [name for name, _ in found] for block, found in kept_results(program)}
+        names = [*program.values, *chain.from_iterable(results.values())]
         return Loaded(
             program=program,
             images=engine.adopt(program),
@@ -83,6 +89,7 @@ class Loaded:
             entering={key: name for name, key in program.buffers},
             written={new: [key for key, name in program.commits if name == new] for _, new in program.commits},
             draws=Draws.of(program) if is_training else None,
+            results=results,
         )
 
     def check_recomputed(self, saves: Collection[int]) -> None:

@@ -12,6 +12,7 @@ from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call import Call
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
+from megatrain.runtime.forwards import forward_without_graph
 from megatrain.runtime.gradients.landing import Landing, LandingArena, PlainLanding
 from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.runtime.gradients.sums import added, marked
@@ -145,8 +146,7 @@ class Operations:
                 call.add_gradient(ref.name, gradient)
 
     def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
-        host = self.engine.tensors
-        tensor = call.values[name] if kind == "value" else host[name].to(self.engine.device.torch_device)
+        tensor = call.values[name] if kind == "value" else self.engine.tensors[name].to(self.engine.device.torch_device)
         return tensor.detach()
 
     def release(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
@@ -177,7 +177,7 @@ class Operations:
         call = taken.calls[instruction.micro_batch]
         for value, place in instruction.parked:
             name = call.loaded.names[value]
-            if name is not None:
+            if name is not None and not call.lacks(name):
                 call.parks.put(name, call.values[name], place.offset)
 
     def unpark(self, taken: Taken, instruction: Instruction) -> None:
@@ -185,7 +185,7 @@ class Operations:
         call = taken.calls[instruction.micro_batch]
         for value, _ in instruction.parked:
             name = call.loaded.names[value]
-            if name is not None:
+            if name is not None and not call.lacks(name):
                 call.parks.get(name, call.returned[name])
 
     def forward(self, taken: Taken, instruction: Instruction) -> None:
@@ -204,8 +204,7 @@ class Operations:
                 call.graphs[block.index] = graph
                 saved = graph.saved_tensors()
             else:
-                saved = []
-                outputs = runner.forward(inputs, state, loaded.facts.needs_grad[block.index])
+                saved, outputs = [], forward_without_graph(call, block, instruction, inputs, state)
         for name, tensor in zip(block.outputs, outputs, strict=True):
             call.set_value(name, tensor)
         call.hold("saved", block.index, saved)
@@ -213,7 +212,7 @@ class Operations:
             call.pass_on(block.outputs, taken.calls[instruction.micro_batch + 1])
 
     def _graph(
-        self, call: Call, block: Block, instruction: Instruction, inputs: Any, state: Any, *, is_repeated: bool = False
+        self, call: Call, block: Block, instruction: Instruction, inputs: Any, state: Any, **repeated: Any
     ) -> tuple[LocalGraph, Sequence[torch.Tensor]]:
         # The graph keeps this function; it must not keep the call, which keeps the graph.
         states = call.state_of
@@ -224,7 +223,7 @@ class Operations:
             call.loaded.facts.needs_grad[block.index],
             call.loaded.facts.is_carried[block.index],
             lambda: self._slots.state(block.index, states[block.index]),
-            is_repeated=is_repeated,
+            **repeated,
         )
 
     def backward(self, taken: Taken, instruction: Instruction) -> None:
@@ -262,7 +261,8 @@ class Operations:
         inputs = call.backward_inputs(block.inputs)
         with call.loaded.runners[block.index].repeated(call.rng.get(block.index)):
             state = self._slots.state(block.index, instruction.state)
-            return self._graph(call, block, instruction, inputs, state, is_repeated=True)[0]
+            found = call.results(block.index)
+            return self._graph(call, block, instruction, inputs, state, is_repeated=True, kept=found)[0]
 
     def _added(self, taken: Taken, block: Block, gradients: Sequence[torch.Tensor | None]) -> Callable[[], None]:
         """Adds one micro-batch's gradients of a block's parameters to those before.

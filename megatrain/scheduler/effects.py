@@ -49,6 +49,7 @@ class Effects:
         workload: The workload of the step.
         kind: The kind of the step.
         saves: Blocks whose graph is retained.
+        results: Blocks that keep results of their forward for their backward.
         parked: Values that leave the device between forward and backward, by the block of their `A`.
         persistent: Blocks whose frozen weights are on the device before the step begins.
         deferred: Blocks whose update follows in the next step.
@@ -60,19 +61,17 @@ class Effects:
         workload: Workload,
         kind: StepKind,
         saves: Collection[int],
+        results: Collection[int],
         parked: Parks,
         persistent: Collection[int],
         deferred: Collection[int],
         sections: Sections | None = None,
     ) -> None:
-        self.workload = workload
-        self.kind = kind
-        self.saves = frozenset(saves)
-        self.parked = parked
-        self.persistent = frozenset(persistent)
-        self.deferred = frozenset(deferred)
-        self.sections = sections
-        self.inputs, self.outputs = workload.inputs(), workload.outputs()
+        self.workload, self.kind = workload, kind
+        self.saves, self.results = frozenset(saves), frozenset(results)
+        self.parked, self.sections = parked, sections
+        self.persistent, self.deferred = frozenset(persistent), frozenset(deferred)
+        self.inputs, self.outputs, self.kept = workload.inputs(), workload.outputs(), workload.results()
         self.has_gradient = [
             kind.mode != "forward" and workload.has_value_gradient(index) for index in range(len(workload.values))
         ]
@@ -189,20 +188,21 @@ def _prefetch(step: Effects, block: int, micro_batch: int) -> Effect:
 
 def _forward(step: Effects, block: int, micro_batch: int) -> Effect:
     reads = [step.value(index, micro_batch, is_forward=True) for index in step.inputs[block]]
-    makes = [step.value(index, micro_batch, is_forward=True) for index in step.outputs[block]]
+    kept = step.kept[block] if block in step.results else ()
+    makes = [step.value(index, micro_batch, is_forward=True) for index in (*step.outputs[block], *kept)]
     makes += [Item(kind, block, micro_batch) for kind in ("record", *(["saved"] if block in step.saves else []))]
     reads += step.loss_reads("F", block, micro_batch)
     return Effect((*reads, *step.weights(block)), tuple(makes), work=step.workload.blocks[block].forward)
 
 
 def _forward_workspace(step: Effects, block: int, micro_batch: int) -> int:
-    return step.workload.blocks[block].forward_workspace_bytes
+    return step.workload.blocks[block].measured(block in step.results).forward_workspace_bytes
 
 
 def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
     """A backward adds gradients of its inputs and parameters; it repeats the forward unless its graph is retained."""
-    work, is_saved = step.workload.blocks[block], block in step.saves
-    held = [*step.inputs[block], *(step.outputs[block] if is_saved else ())]
+    work, is_saved, has_results = step.workload.blocks[block], block in step.saves, block in step.results
+    held = [*step.inputs[block], *(step.outputs[block] if is_saved else step.kept[block] if has_results else ())]
     reads = [step.value(index, micro_batch, is_forward=False) for index in held]
     reads += [Item("gradient", index, micro_batch) for index in step.outputs[block] if step.has_gradient[index]]
     reads += [Item("saved" if is_saved else "record", block, micro_batch), *step.weights(block)]
@@ -214,7 +214,7 @@ def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
     values = step.workload.values if step.turn == ("B", block) and step.kind.mode == "train" else ()
     handed = (index for index, value in enumerate(values) if value.is_output and step.has_gradient[index])
     makes = [Item("gradient", index, micro_batch) for index in handed]
-    return Effect(tuple(reads), tuple(makes), tuple(adds), work=work.whole_backward(is_saved, micro_batch))
+    return Effect(tuple(reads), tuple(makes), tuple(adds), 0, work.whole_backward(is_saved, micro_batch, has_results))
 
 
 def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
@@ -226,7 +226,7 @@ def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
     """
     work, summands = step.workload.blocks[block], _gradients_made(step, block, micro_batch)[1]
     saved = work.saved_bytes if block in step.saves else 0
-    own = max(0, work.backward_workspace_bytes - saved) + summands
+    own = max(0, work.measured(block in step.results).backward_workspace_bytes - saved) + summands
     return max(own, step.loss_workspace("B", block, micro_batch))
 
 

@@ -90,6 +90,7 @@ class _Maker:
             landing=self._landing(op) if op.what == "G" else None,
             retains=op.what == "F" and op.block in self._table.saves,
             recomputes=op.what == "F" and op.block in self._recomputed,
+            keeps=op.what == "F" and op.block in self._table.results,
             turns=self._turns.get(op.micro_batch) == position,
             leaves=tuple(self._leaves[position]),
         )

@@ -9,14 +9,16 @@ from functools import partial
 from megatrain.checks import checked, count, one_of, optional
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.update_traffic import UPDATE_TRAFFIC, update_traffic
+from megatrain.passes.kept_results import kept_results
 from megatrain.passes.program import Block, Program, has_parts
+from megatrain.passes.trained_blocks import has_backward, trained_holders
 from megatrain.scheduler.builder.build import STEP, build
 from megatrain.scheduler.builder.sections import first_deferred, worthwhile_sections
 from megatrain.scheduler.merging import Merged, merge, refuse
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.update_traffic import UPDATE_TRAFFIC, update_traffic
-from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
+from megatrain.scheduler.workload import BlockWork, KeptWork, ValueWork, Workload
 from megatrain.sizes import SIZE, aligned, parse_bytes
 
 
@@ -35,8 +37,8 @@ def workload(program: Program, *, update_traffic: int | None = None, masters: st
     updates = _updates(program, update_traffic, masters)
     return Workload(
         blocks=tuple(_block_work(program, block, updates[block.index]) for block in program.blocks),
-        values=_value_works(program),
-        storages=_storages(program),
+        values=(*_value_works(program), *_result_works(program)),
+        storages=(*_storages(program), *(spec.nbytes for _, found in kept_results(program) for _, spec in found)),
     )
 
 
@@ -73,6 +75,8 @@ def schedule(
         activations: `"recompute"` retains the graph of no block but the last, and parks inputs only if
             they don't fit otherwise; `"keep"` retains all graphs; `"offload"` parks all it can; `"auto"`
             parks as few inputs as possible, and then retains graphs, where they save more time than weights that stay.
+            In a budget it also keeps or parks results of attention, where that takes less time than to compute them
+            again.
         transfer: `"copy"` the weights into slots, or `"bind"` them in place, where nothing moves.
         mode: `"train"`, `"forward"` for inference, or `"backward"` for the backward of a forward that ran
             earlier; `backward_schedule` makes the last to match a schedule.
@@ -120,6 +124,7 @@ def step_schedule(
     usual: Hardware | None = None,
     divides: Callable[[], bool] = lambda: False,
     masters: str = "exact",
+    most_result_bytes: int | None = None,
 ) -> Schedule:
     """Places one step whose micro-batches are captures of one model.
 
@@ -135,6 +140,7 @@ def step_schedule(
         usual: As in `build`.
         divides: Tells whether updates may come in sections; asked where that would save time.
         masters: As in `workload`.
+        most_result_bytes: As in `build`.
 
     Raises:
         ScheduleError: If they don't, `memory` is too small, or a buffer can't go from one to the next.
@@ -154,6 +160,7 @@ def step_schedule(
         hardware=hardware,
         usual=usual,
         sections=most if is_divisible else 1,
+        most_result_bytes=most_result_bytes,
     )
 
 
@@ -213,29 +220,6 @@ def check_buffers(program: Program) -> None:
         )
 
 
-def has_backward(program: Program, block: Block) -> bool:
-    """Tells whether a gradient flows into `block`."""
-    return any(program.values[name].requires_grad for name in block.outputs)
-
-
-def _trained_holders(program: Program) -> dict[str, tuple[int, ...]]:
-    """The blocks that hold each parameter for which there is a gradient: the one that updates it, then the others.
-
-    That is the first with a backward: backwards run in reverse, so its gradients are the last to be added. An
-    optimizer updates a parameter as a whole, so a block that holds some of its rows holds the parameter.
-    """
-    found: dict[str, list[int]] = {}
-    for index, block in enumerate(program.blocks):
-        for name in dict.fromkeys(program.state[k].owner for k in block.binding if program.state[k].requires_grad):
-            found.setdefault(name, []).append(index)
-    owned: dict[str, tuple[int, ...]] = {}
-    for name, blocks in found.items():
-        owner = next((b for b in blocks if has_backward(program, program.blocks[b])), None)
-        if owner is not None:
-            owned[name] = (owner, *(b for b in blocks if b != owner))
-    return owned
-
-
 @dataclass(slots=True)
 class _Update:
     """Bytes that the update of a block's parameters reads and writes, and other blocks that hold some of them."""
@@ -250,7 +234,7 @@ def _updates(program: Program, traffic: int | None, masters: str) -> list[_Updat
         each = traffic or update_traffic(str(entry.spec.dtype), masters)
         sizes[entry.owner] = sizes.get(entry.owner, 0) + each * entry.spec.nbytes
     found = [_Update() for _ in program.blocks]
-    for name, (owner, *others) in _trained_holders(program).items():
+    for name, (owner, *others) in trained_holders(program).items():
         found[owner].nbytes += sizes[name]
         found[owner].shares.update(others)
     return found
@@ -259,6 +243,7 @@ def _updates(program: Program, traffic: int | None, masters: str) -> list[_Updat
 def _block_work(program: Program, block: Block, update: _Update) -> BlockWork:
     cost = program.templates[block.template].cost
     assert cost is not None, "measure runs before scheduling"
+    results = cost.results
     is_differentiable = has_backward(program, block)
     trained = {k for k in block.binding if program.state[k].requires_grad}
     gradients = [program.state[k].spec.nbytes for k in trained] if is_differentiable else []
@@ -278,6 +263,7 @@ def _block_work(program: Program, block: Block, update: _Update) -> BlockWork:
         backward=cost.backward_of(program.needs_gradients(block)) if is_differentiable else (),
         update_bytes=update.nbytes,
         shares=tuple(sorted(update.shares)),
+        kept=None if results is None or not is_differentiable else KeptWork(*results.figures),
     )
 
 
@@ -307,6 +293,22 @@ def _value_works(program: Program) -> tuple[ValueWork, ...]:
         )
         for value in program.values.values()
     )
+
+
+def _result_works(program: Program) -> Iterator[ValueWork]:
+    found = [(block, *each) for block, results in kept_results(program) for each in results]
+    for storage, (block, name, spec) in enumerate(found, start=len(_storages(program))):
+        yield ValueWork(
+            name=name,
+            nbytes=spec.nbytes,
+            storage=storage,
+            producer=block.index,
+            readers=(),
+            is_output=False,
+            has_gradient=False,
+            is_parkable=True,
+            is_result=True,
+        )
 
 
 def _storages(program: Program) -> tuple[int, ...]:

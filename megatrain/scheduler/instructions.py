@@ -47,6 +47,7 @@ class Instruction:
         landing: Host bytes where a `G` puts gradients; None where they stay where they are made.
         retains: An F that retains its graph.
         recomputes: An F that its B will repeat.
+        keeps: An F that keeps its results for its B, which doesn't compute them again.
         turns: The first B of its micro-batch: the caller hands in the gradients of the outputs.
         frees_before: Items to free when its waits are over: transfers used them last.
         takes: Items that transfers of later ticks bring to the device; their memory is taken when the op starts.
@@ -63,6 +64,7 @@ class Instruction:
     landing: Bytes | None = None
     retains: bool = False
     recomputes: bool = False
+    keeps: bool = False
     turns: bool = False
     frees_before: tuple[Item, ...] = ()
     takes: tuple[Item, ...] = ()
@@ -245,6 +247,7 @@ _FIELDS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
     ("landing", str, _read_bytes),
     ("retains", _nothing, _read_flag),
     ("recomputes", _nothing, _read_flag),
+    ("keeps", _nothing, _read_flag),
     ("turns", _nothing, _read_flag),
     ("frees_before", _items, _read_items),
     ("takes", _items, _read_items),
@@ -260,6 +263,7 @@ _WORDS = {
     "landing": "lands at ",
     "retains": "retains its graph",
     "recomputes": "will be recomputed",
+    "keeps": "keeps its results",
     "turns": "turns",
     "frees_before": "first frees ",
     "takes": "takes ",

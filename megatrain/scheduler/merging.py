@@ -9,11 +9,12 @@ from dataclasses import dataclass, fields, replace
 from megatrain.counts import counted
 from megatrain.errors import MicroBatchError, ScheduleError
 from megatrain.hardware.work import most
-from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
+from megatrain.scheduler.workload import BlockWork, KeptWork, ValueWork, Workload
 
 # What a batch may change of a block, besides its name.
 _BLOCK_SIZES = ("saved_bytes", "forward_workspace_bytes", "backward_workspace_bytes")
 _BLOCK_WORKS = ("forward", "backward")
+_BLOCK_KEPT = "kept"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,22 @@ def _kind(workload: Workload, indices: Sequence[int]) -> tuple[tuple[object, ...
 def _largest(same: Sequence[BlockWork]) -> BlockWork:
     sizes = {name: max(getattr(work, name) for work in same) for name in _BLOCK_SIZES}
     works = {name: most([getattr(work, name) for work in same]) for name in _BLOCK_WORKS}
-    return replace(same[0], **sizes, **works)
+    return replace(same[0], **sizes, **works, kept=_most_kept(same))
+
+
+def _most_kept(same: Sequence[BlockWork]) -> KeptWork | None:
+    """The largest of them where results are kept; a micro-batch that has none runs as it does otherwise."""
+    if all(work.kept is None for work in same):
+        return None
+    each = [
+        work.kept or KeptWork(work.forward_workspace_bytes, work.backward_workspace_bytes, work.forward)
+        for work in same
+    ]
+    return KeptWork(
+        max(kept.forward_workspace_bytes for kept in each),
+        max(kept.backward_workspace_bytes for kept in each),
+        most([kept.repeated for kept in each]),
+    )
 
 
 def _differences(first: Workload, other: Workload) -> Iterator[str]:
@@ -145,5 +161,5 @@ def _differences(first: Workload, other: Workload) -> Iterator[str]:
     for index, (here, there) in enumerate(zip(first.blocks, other.blocks, strict=False)):
         for part in fields(here):
             expected, found = getattr(here, part.name), getattr(there, part.name)
-            if part.name not in ("name", *_BLOCK_SIZES, *_BLOCK_WORKS) and found != expected:
+            if part.name not in ("name", *_BLOCK_SIZES, *_BLOCK_WORKS, _BLOCK_KEPT) and found != expected:
                 yield f"of block {index} ({here.name}), {part.name} is {found}, not {expected}"

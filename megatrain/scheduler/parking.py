@@ -25,12 +25,13 @@ def keep_all(workload: Workload) -> int:
 
 
 def parked_values(
-    workload: Workload, kind: StepKind, *, keep: int, saves: Collection[int]
+    workload: Workload, kind: StepKind, *, keep: int, saves: Collection[int], results: Collection[int] = ()
 ) -> dict[int, tuple[int, ...]]:
     """Values that are parked on the host, by the block whose `A` ops move them.
 
     That block is the last one whose backward reads the value, hence the first to need it back. A value stays
-    on the device if that block is among the last `keep`, or if a retained graph holds it.
+    on the device if that block is among the last `keep`, or if a retained graph holds it. Results are there only of
+    blocks that keep theirs.
     """
     turn = turn_block(workload)
     if turn is None or kind.mode == "forward" or kind.transfer == "bind":
@@ -39,6 +40,8 @@ def parked_values(
     found: dict[int, list[int]] = {}
     for index, value in enumerate(workload.values):
         if not value.is_parkable or value.producer in saved:
+            continue
+        if value.is_result and value.producer not in results:
             continue
         readers = workload.backward_readers(index)
         if readers and readers[-1] <= turn - keep and saved.isdisjoint(readers):

@@ -171,6 +171,8 @@ class Table:
             are used where they are made.
         persistent: Blocks whose frozen weights stay on the device across training steps, ascending. Each has one `W`,
             which moves only the rest of its state, and bytes of the arena that no other block uses.
+        results: Blocks that keep results of their forward (those of attention) for their backward, ascending, so that
+            these aren't computed again. They stay on the device or are parked as the block's inputs are.
         workload: The workload that it was built for; not part of the text, nor of equality.
     """
 
@@ -188,6 +190,7 @@ class Table:
     kind: StepKind
     places: tuple[Place, ...] = ()
     persistent: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
     workload: Workload | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -261,11 +264,13 @@ class Table:
             ScheduleError: If the table doesn't know its workload.
         """
         workload = self.known_workload()
-        return Effects(workload, self.kind, self.saves, self.parked(), self.persistent, self.deferred, self.sections)
+        kept = self.saves, self.results, self.parked(), self.persistent
+        return Effects(workload, self.kind, *kept, self.deferred, self.sections)
 
     def parked(self) -> dict[int, tuple[int, ...]]:
         """Values that `A` parks and returns, by the block of the op."""
-        return parked_values(self.known_workload(), self.kind, keep=self.keep, saves=self.saves)
+        workload = self.known_workload()
+        return parked_values(workload, self.kind, keep=self.keep, saves=self.saves, results=self.results)
 
     def known_workload(self) -> Workload:
         """The workload.

@@ -9,99 +9,8 @@ from typing import Any
 
 from megatrain.checks import checked, shown
 from megatrain.errors import ScheduleError
-from megatrain.hardware.work import MEMORY, Kernels, Works, fault_of_works, products
-
-
-@checked()
-@dataclass(frozen=True, slots=True)
-class ValueWork:
-    """A tensor that crosses block boundaries, or enters or leaves the model.
-
-    Args:
-        name: Unique name, for messages only.
-        nbytes: Bytes of its elements; what a transfer of it moves, and what its gradient takes, where the value lies.
-        storage: Index into `Workload.storages`. Values that alias share one storage.
-        producer: Block that computes it; None for an input of the model.
-        readers: Blocks whose forward reads it, ascending, each once.
-        is_output: The model returns it, so it stays on the device until the step ends, or outputs are released.
-        has_gradient: A gradient flows back through it.
-        is_parkable: It may leave the device between forward and backward (no input or output of the model, shares its
-            storage with nothing, not on the host).
-        is_committed: A buffer takes its content when the step ends; it is also an output, and nothing releases it.
-        on_host: It and its gradient are in host memory, as in eager; they take no bytes of the device and never move.
-    """
-
-    name: str
-    nbytes: int
-    storage: int
-    producer: int | None
-    readers: tuple[int, ...]
-    is_output: bool
-    has_gradient: bool
-    is_parkable: bool
-    is_committed: bool = False
-    on_host: bool = False
-
-
-@checked()
-@dataclass(frozen=True, slots=True)
-class BlockWork:
-    """The bytes and work of one block.
-
-    Args:
-        name: Printed name, for messages only.
-        state_bytes: Bytes its state takes in a slot, padding included.
-        gradient_bytes: Bytes of the gradients of its trainable parameters; 0 when frozen.
-        saved_bytes: Bytes that its forward holds for its backward if its graph is retained, beyond its
-            inputs, outputs and state.
-        forward_workspace_bytes: Most bytes alive inside the forward beyond its inputs, outputs and state.
-        backward_workspace_bytes: The same for (recompute and) backward, beyond inputs, state and the
-            gradients it produces.
-        has_backward: A gradient flows into or through it, so its backward runs.
-        forward: What the kernels of one forward compute and move.
-        backward: The same of one backward, without the recompute that a `B` of a dropped graph begins with.
-        update_bytes: Host bytes that the update of its parameters reads and writes. 0 if it updates none: they
-            aren't trained, or another block that shares them does it.
-        shares: Other blocks that hold some of the parameters which this block updates, or rows of them, ascending.
-        gradient_padding: Bytes between its gradients where they land on the host, each tensor on a boundary of
-            `megatrain.sizes.ALIGNMENT` bytes.
-        frozen_bytes: The part of `state_bytes` that no step changes: parameters that aren't trained, buffers that the
-            forward only reads, constants.
-        num_gradients: Parameters with a gradient: what a micro-batch adds to the sum of the earlier ones, one by one.
-    """
-
-    name: str
-    state_bytes: int
-    gradient_bytes: int
-    saved_bytes: int
-    forward_workspace_bytes: int
-    backward_workspace_bytes: int
-    has_backward: bool
-    forward: Works = ()
-    backward: Works = ()
-    update_bytes: int = 0
-    shares: tuple[int, ...] = ()
-    gradient_padding: int = 0
-    frozen_bytes: int = 0
-    num_gradients: int = 0
-
-    @property
-    def landing_bytes(self) -> int:
-        """Host bytes that the gradients of its parameters take where they land."""
-        return self.gradient_bytes + self.gradient_padding
-
-    @property
-    def is_mostly_frozen(self) -> bool:
-        """Whether at least half of its state is frozen: then it is worth the memory to have it there all the time."""
-        return 0 < self.state_bytes <= 2 * self.frozen_bytes
-
-    def whole_backward(self, is_saved: bool, micro_batch: int) -> Works:
-        """The kernels of a `B`: with a recompute if the graph isn't retained, and sums with earlier micro-batches."""
-        recomputed = () if is_saved else self.forward
-        if micro_batch == 0 or self.gradient_bytes == 0:
-            return recomputed + self.backward
-        sums = Kernels(MEMORY, 0, 3 * self.gradient_bytes, max(1, self.num_gradients))
-        return (*recomputed, *self.backward, sums)
+from megatrain.hardware.work import Kernels, Works, fault_of_works, products
+from megatrain.scheduler.works import BlockWork, KeptWork, ValueWork
 
 
 @checked()
@@ -134,16 +43,25 @@ class Workload:
         return found
 
     def outputs(self) -> list[list[int]]:
-        """Values that each block computes, ascending."""
+        """Values that each block computes for others, ascending."""
+        return self._made(are_results=False)
+
+    def results(self) -> list[list[int]]:
+        """Values that each block may keep for its own backward, ascending."""
+        return self._made(are_results=True)
+
+    def _made(self, *, are_results: bool) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in self.blocks]
         for index, value in enumerate(self.values):
-            if value.producer is not None:
+            if value.producer is not None and value.is_result == are_results:
                 found[value.producer].append(index)
         return found
 
     def backward_readers(self, value: int) -> tuple[int, ...]:
         """Blocks whose backward reads the value, ascending."""
-        return tuple(b for b in self._value(value).readers if self.blocks[b].has_backward)
+        work = self._value(value)
+        readers = (work.producer,) if work.is_result and work.producer is not None else work.readers
+        return tuple(b for b in readers if self.blocks[b].has_backward)
 
     def backward_blocks(self) -> tuple[int, ...]:
         """Blocks that have a backward, ascending; the last one is where the step turns around."""
@@ -190,6 +108,8 @@ class Workload:
         for index, block in enumerate(self.blocks):
             _check_works(f"block {index} ({block.name})", block)
             _check_counts(f"block {index} ({block.name})", asdict(block))
+            if block.kept is not None:
+                _check_counts(f"block {index} ({block.name}) with results", asdict(block.kept))
             self._check_update(index, block)
         _check_counts("a storage", dict(enumerate(self.storages)))
         _check_counts("the loss", {"loss_bytes": self.loss_bytes})
@@ -232,6 +152,13 @@ class Workload:
 
     def _check_value(self, value: ValueWork) -> None:
         _check_counts(f"value {value.name}", {"nbytes": value.nbytes})
+        is_alone = value.producer is not None and not (value.readers or value.is_output or value.has_gradient)
+        if value.is_result and not (is_alone and self._keeps(value.producer)):
+            raise ScheduleError(
+                f"value {value.name} isn't a result that a block keeps.\n"
+                "  A result is made by a block with a backward that says what it does with results, and only this "
+                "backward reads it."
+            )
         if not 0 <= value.storage < len(self.storages):
             raise ScheduleError(f"value {value.name} has storage {value.storage}, which doesn't exist.")
         first = 0 if value.producer is None else value.producer + 1
@@ -241,6 +168,10 @@ class Workload:
                 f"value {value.name} of block {value.producer} is read by blocks {list(value.readers)}.\n"
                 "  Readers come after the producer, ascending, each once."
             )
+
+    def _keeps(self, block: int | None) -> bool:
+        work = self.blocks[block] if block is not None and 0 <= block < len(self.blocks) else None
+        return work is not None and work.has_backward and work.kept is not None
 
     def to_dict(self) -> dict[str, Any]:
         """The workload as plain lists and dictionaries, for JSON."""
@@ -269,12 +200,27 @@ class Workload:
 
 
 def _read_block(
-    *, shares: Sequence[int] = (), forward: Any = (), backward: Any = (), forward_flops: int = 0, **rest: Any
+    *,
+    shares: Sequence[int] = (),
+    forward: Any = (),
+    backward: Any = (),
+    forward_flops: int = 0,
+    kept: Any = None,
+    **rest: Any,
 ) -> BlockWork:
-    works = [tuple(Kernels(*work) for work in found) for found in (forward, backward)]
+    works = [_read_works(found) for found in (forward, backward)]
     if forward_flops:  # an earlier version knew only these; it took a backward as twice that
         works = [products(forward_flops), products(2 * forward_flops)]
-    return BlockWork(shares=tuple(shares), forward=works[0], backward=works[1], **rest)
+    with_results = None if kept is None else _read_kept(**kept)
+    return BlockWork(shares=tuple(shares), forward=works[0], backward=works[1], kept=with_results, **rest)
+
+
+def _read_kept(*, repeated: Any, **rest: Any) -> KeptWork:
+    return KeptWork(repeated=_read_works(repeated), **rest)
+
+
+def _read_works(found: Any) -> Works:
+    return tuple(Kernels(*work) for work in found)
 
 
 def _read_value(*, readers: list[int], **rest: Any) -> ValueWork:
@@ -282,7 +228,8 @@ def _read_value(*, readers: list[int], **rest: Any) -> ValueWork:
 
 
 def _check_works(owner: str, work: BlockWork) -> None:
-    for name, works in (("forward", work.forward), ("backward", work.backward)):
+    repeated = () if work.kept is None else work.kept.repeated
+    for name, works in (("forward", work.forward), ("backward", work.backward), ("repeated", repeated)):
         fault = fault_of_works(works)
         if fault is not None:
             raise ScheduleError(

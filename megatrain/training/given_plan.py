@@ -23,11 +23,11 @@ class GivenPlan:
 
     Args:
         plan: The plan.
-        masters: The kind of master of bf16 parameters here.
+        options: Of the compiled model.
     """
 
-    def __init__(self, plan: SavedPlan, masters: str) -> None:
-        self._plan, self._masters = plan, masters
+    def __init__(self, plan: SavedPlan, options: Options) -> None:
+        self._plan, self._options = plan, options
 
     def is_of(self, kind: StepKind) -> bool:
         """Tells whether a step of this kind takes the plan; the first of deferred updates has none to run, so no plan.
@@ -65,10 +65,12 @@ class GivenPlan:
         for level, programs in _levels(captures):
             for program in {id(each): each for each in programs}.values() if len(programs) > 1 else ():
                 check_buffers(program)
-            found = replace(merge_programs(programs, self._masters).workload, loss_bytes=loss_bytes)
+            found = replace(merge_programs(programs, self._options.masters).workload, loss_bytes=loss_bytes)
             if found == planned:
                 if schedule.sections is not None and not divides():
                     raise _refused(["updates in sections: the optimizer can't update a section alone"])
+                if schedule.results and not self._options.keeps_results:
+                    raise _refused(["results of attention that are kept: compiled kernels return none"])
                 schedule.check()
                 return level, programs, schedule
             first = first or found

@@ -61,7 +61,7 @@ class StepTables:
     def __init__(self, options: Options, budget: DeviceBudget, plan: AnyPlan | None = None):
         self._options = options
         self._budget = budget
-        self._given = None if plan is None else GivenPlan(saved_plan(plan), options.masters)
+        self._given = None if plan is None else GivenPlan(saved_plan(plan), options)
         self._arena: LandingArena | None = None
         self._tables: OrderedDict[tuple[frozenset[int], StepKind], _Table] = OrderedDict()
 
@@ -157,6 +157,7 @@ class StepTables:
             usual=usual_machine(self._options.device.card()),
             divides=divides,
             masters=self._options.masters,
+            most_result_bytes=None if self._options.keeps_results else 0,
         )
         if not any(op.what == "G" for op in planned.ops):
             raise ExecuteError(

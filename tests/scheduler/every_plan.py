@@ -23,10 +23,11 @@ def fastest_of_all(workload: Workload, kind: StepKind, memory: int | None, machi
 
 
 def every_plan(workload: Workload, kind: StepKind) -> Iterator[Choices]:
-    """All choices: slots, parked values, retained graphs, weights that stay, late offloads, giants alone."""
+    """All choices: slots, parked values, retained graphs, results, weights that stay, late offloads, giants alone."""
     backward = workload.backward_blocks()
     blocks = [b for b, work in enumerate(workload.blocks) if work.state_bytes > 0]
     frozen = [b for b in blocks if workload.blocks[b].is_mostly_frozen]
+    keeping = [b for b in backward[:-1] if workload.blocks[b].kept is not None]
     has_giants = bool(giants(workload))
     least = backward[-1:] if kind.micro_batches == 1 or alternates(workload, kind) else ()
     for slots, keep, saves in product((1, 2, 3), range(keep_all(workload) + 1), _subsets(backward)):
@@ -35,7 +36,8 @@ def every_plan(workload: Workload, kind: StepKind) -> Iterator[Choices]:
         for persistent in _subsets(frozen):
             for resident in _subsets([b for b in blocks if b in backward and b not in persistent]):
                 for late, alone in product((False, True)[: kind.micro_batches], (False, True)[: 1 + has_giants]):
-                    yield Choices(slots, keep, saves, resident, persistent, alone, late)
+                    for results in _subsets([b for b in keeping if b not in saves]):
+                        yield Choices(slots, keep, saves, resident, persistent, alone, late, results)
 
 
 def _subsets(numbers: tuple[int, ...] | list[int]) -> Iterator[tuple[int, ...]]:

@@ -90,6 +90,8 @@ def _other_headers(schedule: Schedule, random: Random) -> Iterator[tuple[str, Sc
     block = random.randrange(max(1, schedule.num_blocks))
     saves = tuple(sorted(set(schedule.saves) ^ {block}))
     yield f"saves {saves}", replace(schedule, saves=saves)
+    results = tuple(sorted(set(schedule.results) ^ {block}))
+    yield f"results {results}", with_figures(replace(schedule, results=results))
     persistent = tuple(sorted(set(schedule.persistent) ^ {block}))
     yield f"persistent {persistent}", with_figures(replace(schedule, persistent=persistent))
     for index, slot in enumerate(schedule.slots):

@@ -84,10 +84,22 @@ class Machine:
         self.needed[key] = Counter(needed)
         self.ready.add(key)
 
+    def readers(self, index: int) -> tuple[int, ...]:
+        """Blocks whose backward reads a value: a result is its own block's, if that keeps it."""
+        value = self.workload.values[index]
+        if not value.is_result:
+            return tuple(block for block in value.readers if block in self.backwards)
+        return tuple(b for b in self.schedule.results if b == value.producer and b in self.backwards)
+
+    def is_there(self, index: int) -> bool:
+        return not self.workload.values[index].is_result or bool(self.readers(index))
+
     def allocate_value(self, index: int, number: int, *, is_there: bool) -> None:
+        if not self.is_there(index):
+            return
         value = self.workload.values[index]
         forward = [] if self.kind.mode == "backward" else [f"F{b}.{number}" for b in value.readers]
-        backward = [f"B{b}.{number}" for b in value.readers if b in self.backwards]
+        backward = [f"B{b}.{number}" for b in self.readers(index)]
         if value.producer in self.backwards and value.producer in self.schedule.saves:
             backward.append(f"B{value.producer}.{number}")
         needed = [
@@ -219,7 +231,9 @@ class Machine:
         if op.block in self.schedule.saves:
             saved = self.workload.blocks[op.block].saved_bytes
             self.allocate(("saved", op.block, number), saved, [f"B{op.block}.{number}"])
-        self.workspace = self.workload.blocks[op.block].forward_workspace_bytes
+        work = self.workload.blocks[op.block]
+        kept = work.kept if op.block in self.schedule.results else None
+        self.workspace = kept.forward_workspace_bytes if kept is not None else work.forward_workspace_bytes
 
     def finish_F(self, position: Position, op: Op) -> None:
         self.expect_weights(position, op)
@@ -234,7 +248,9 @@ class Machine:
             self.hand_in_gradients(op)
         work = self.workload.blocks[op.block]
         is_saved = op.block in self.schedule.saves
-        self.workspace = max(0, work.backward_workspace_bytes - (work.saved_bytes if is_saved else 0))
+        kept = work.kept if op.block in self.schedule.results else None
+        measured = kept.backward_workspace_bytes if kept is not None else work.backward_workspace_bytes
+        self.workspace = max(0, measured - (work.saved_bytes if is_saved else 0))
         for index in range(len(self.workload.values)):
             self.start_B_of_value(op, index, is_saved=is_saved)
         if is_saved:
@@ -260,14 +276,14 @@ class Machine:
     def start_B_of_value(self, op: Op, index: int, *, is_saved: bool) -> None:
         value, number = self.workload.values[index], op.micro_batch or 0
         has_gradient = self.workload.has_value_gradient(index)
-        if op.block in value.readers:
+        if op.block in self.readers(index):
             self.expect_ready(self.kind_in_backward(index), index, op)
             if has_gradient and ("gradient", index, number) in self.tensors:
                 self.workspace += 0 if value.on_host else value.nbytes
             elif has_gradient:
                 self.allocate_gradient(index, number)
         if value.producer == op.block:
-            if is_saved:
+            if is_saved and not value.is_result:
                 self.expect_ready("value", index, op)
             complete = len(self.workload.backward_readers(index))
             if has_gradient:
@@ -277,8 +293,8 @@ class Machine:
     def finish_B(self, position: Position, op: Op) -> None:
         self.expect_weights(position, op)
         self.workspace = 0
-        for index, value in enumerate(self.workload.values):
-            if op.block in value.readers:
+        for index in range(len(self.workload.values)):
+            if op.block in self.readers(index):
                 self.expect_ready(self.kind_in_backward(index), index, op)
                 self.given[index, op.micro_batch or 0] += 1
 
@@ -294,7 +310,7 @@ class Machine:
                 self.expect_ready("value", index, op, f"parking {op}")
             else:
                 self.expect((index, number) in self.host, f"{op} returns what isn't on the host")
-                users = [f"B{b}.{number}" for b in value.readers if b in self.backwards]
+                users = [f"B{b}.{number}" for b in self.readers(index)]
                 self.allocate(("returned", index, number), value.nbytes, users)
                 self.ready.discard(("returned", index, number))
 

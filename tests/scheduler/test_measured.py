@@ -55,7 +55,8 @@ def test_another_table_of_the_program_is_predicted_exactly_or_an_op_is_named(
         has_squares = op.what == "U" and plan.kind.reports_norm
         persists = op.what == "W" and op.block in plan.persistent
         is_saved, section = op.what in "FB" and op.block in plan.saves, section_of(plan, op)
-        return op.stream, op.what, op.block, is_saved, has_squares, persists, section
+        has_results = op.what in "FBA" and op.block in plan.results
+        return op.stream, op.what, op.block, is_saved, has_results, has_squares, persists, section
 
     seen = {kind_of(ran, op) for op in ran.ops}
     unseen = {f"{op.stream}:{op}" for op in other.ops if kind_of(other, op) not in seen}
@@ -65,7 +66,7 @@ def test_another_table_of_the_program_is_predicted_exactly_or_an_op_is_named(
             other.simulate(found)
         first = str(caught.value).splitlines()[0]
         assert first.endswith("was never measured.")
-        assert first.split(" at tick ")[0].rstrip("*+-") in unseen
+        assert first.split(" at tick ")[0].rstrip("*~+-") in unseen
     elif ran.parked() == other.parked():
         assert other.simulate(found).step_s == pytest.approx(other.simulate(machine).step_s)
 
@@ -115,9 +116,9 @@ def test_a_retained_graph_is_another_op_than_a_recomputed_one():
         kept.simulate(measured(recomputed))
     assert str(caught.value) == (
         "compute:F0* at tick 1 was never measured.\n"
-        "  A schedule can be timed if all of its ops were measured. A retained graph (*), squares for a norm (+) and "
-        "weights that persist (-) make other ops.\n"
-        "  Measure a run of this schedule, or of one with the same `saves`, `keep` and `persistent`."
+        "  A schedule can be timed if all of its ops were measured. A retained graph (*), results that are kept (~), "
+        "squares for a norm (+) and weights that persist (-) make other ops.\n"
+        "  Measure a run of this schedule, or of one with the same `saves`, `results`, `keep` and `persistent`."
     )
     both = Measured.mean([measured(recomputed), measured(kept)])
     for plan in (recomputed, kept):

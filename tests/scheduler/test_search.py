@@ -8,16 +8,17 @@ from hypothesis import strategies as st
 
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
-from megatrain.hardware.work import products
+from megatrain.hardware.work import products, total_flops
 from megatrain.scheduler.builder.budget import choose_draft
 from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
+from megatrain.scheduler.workload import BlockWork, KeptWork, ValueWork, Workload
 from tests.draws import draws
 from tests.scheduler.every_plan import fastest_of_all
+from tests.scheduler.workloads import with_results
 
 SMALL = st.integers(1, 12)
 
@@ -48,10 +49,17 @@ def layers(kinds: list[tuple[int, int, int, int, bool]], order: list[int], nbyte
 
 @st.composite
 def chains(draw: st.DrawFn, most: int) -> Workload:
+    """Layers of up to two kinds; some keep results that spare a part of their repeated forward."""
     count = draw(st.integers(2, most))
     kinds = [draw(st.tuples(SMALL, SMALL, SMALL, SMALL, st.booleans())) for _ in range(2)]
     order = [draw(st.integers(0, 1)) for _ in range(count)]
-    return layers(kinds, order, draw(SMALL) * 8)
+    made = layers(kinds, order, draw(SMALL) * 8)
+    part, size = draw(st.sampled_from([10, 0, 2, 9])), draw(SMALL) * 8
+    for index, block in enumerate(made.blocks if part < 10 else ()):
+        workspace = max(0, block.backward_workspace_bytes - size)
+        kept = KeptWork(block.forward_workspace_bytes, workspace, products(total_flops(block.forward) * part // 10))
+        made = with_results(made, index, kept, [size])
+    return made
 
 
 WORKS = products(1_000), products(2_000)

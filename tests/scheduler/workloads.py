@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.items import NO_BLOCK
 from megatrain.scheduler.schedule import Schedule, schedule_of
 from megatrain.scheduler.step_kind import OUTPUTS, UPDATES
-from megatrain.scheduler.workload import BlockWork, ValueWork, Workload
+from megatrain.scheduler.workload import BlockWork, KeptWork, ValueWork, Workload
 
 ACT, LAYER, EMBED = 8192, 132864, 65536
 
@@ -122,7 +122,23 @@ def workloads(draw: st.DrawFn) -> Workload:
         )
         for v in values
     )
-    return Workload(works, final, tuple(storages), draw(st.sampled_from([0, 0, 20, 90])))
+    made = Workload(works, final, tuple(storages), draw(st.sampled_from([0, 0, 20, 90])))
+    for index, work in enumerate(works):
+        if work.has_backward and draw(st.integers(0, 2)) == 0:
+            kept = draw(st.builds(KeptWork, st.integers(0, 40), st.integers(0, 40), kernels()))
+            made = with_results(made, index, kept, draw(st.lists(st.integers(0, 30), min_size=1, max_size=2)))
+    return made
+
+
+def with_results(workload: Workload, block: int, kept: KeptWork, sizes: Sequence[int]) -> Workload:
+    """The workload with a block that may keep results of these bytes."""
+    works, values, storages = list(workload.blocks), list(workload.values), list(workload.storages)
+    works[block] = replace(works[block], kept=kept)
+    for number, nbytes in enumerate(sizes):
+        storages.append(nbytes)
+        name, storage = f"result {number} of {block}", len(storages) - 1
+        values.append(ValueWork(name, nbytes, storage, block, (), False, False, True, is_result=True))
+    return Workload(tuple(works), tuple(values), tuple(storages), workload.loss_bytes)
 
 
 @dataclass(frozen=True)
@@ -140,8 +156,22 @@ class Options:
     reports_norm: bool = False
     has_giants_alone: bool = False
     sections: int = 1
+    results: frozenset[int] = frozenset()
 
     def build(self, workload: Workload) -> Schedule:
+        made = self._with_weights(workload)
+        recomputed = set(workload.backward_blocks()).difference(made.saves) if made.kind.mode != "forward" else ()
+        results = tuple(b for b in sorted(self.results & set(recomputed)) if workload.blocks[b].kept is not None)
+        if not results:
+            return made
+        sections = 1 if made.sections is None else made.sections.num_sections
+        builder = Builder(workload, made.kind, sections=sections)
+        resident = made.resident() if made.kind.transfer == "copy" and made.kind.is_training_step else ()
+        kept = tuple(b for b in resident if b not in made.persistent)
+        plan = Choices(self.num_slots, made.keep, made.saves, kept, made.persistent, self.has_giants_alone)
+        return schedule_of(builder.finish(builder.draft(replace(plan, results=results))))
+
+    def _with_weights(self, workload: Workload) -> Schedule:
         made = self._built(workload)
         if made.kind.transfer == "bind" or not made.kind.is_training_step:
             return made
@@ -179,6 +209,7 @@ def options() -> st.SearchStrategy[Options]:
         activations=st.sampled_from(ACTIVATIONS),
         transfer=st.sampled_from(["copy", "copy", "copy", "bind"]),
         mode=st.sampled_from(["train", "train", "train", "forward", "backward"]),
+        results=st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 6))),
     )
 
 
@@ -201,6 +232,7 @@ def whole_steps() -> st.SearchStrategy[Options]:
         staying=st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 6))),
         has_giants_alone=st.booleans(),
         sections=st.sampled_from([1, 1, 2, 4]),
+        results=st.one_of(st.just(frozenset[int]()), st.frozensets(st.integers(0, 6))),
     )
 
 

@@ -82,7 +82,7 @@ class KernelWork(TorchDispatchMode):
             read[0] = min(read[0], sum(written))
         if name in _FILLS:
             read = [nbytes for tensor, nbytes in zip(given[0], read, strict=True) if tensor is not args[0]]
-        flops = _flops(func, args, kwargs, result)
+        flops = kernel_flops(func, args, kwargs, result)
         rate = _rate(name, given[0]) if flops else MEMORY
         self._found.append(Kernels(rate, flops, sum(read) + sum(made) + changed))
 
@@ -127,7 +127,8 @@ def _allows_tf32(*, is_convolution: bool) -> bool:
         return False
 
 
-def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
+def kernel_flops(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
+    """Floating-point operations of a kernel."""
     name = func._schema.name
     if name == PACKED_PRODUCT:  # of inputs (..., inner) and a weight whose shape is the third argument
         return 2 * args[0].numel() * args[2][0]

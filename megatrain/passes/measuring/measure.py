@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd.graph import get_gradient_edge
 
 from megatrain.errors import LowerError
 from megatrain.hardware.work import Kernels, Works
 from megatrain.interrupts import Interrupts
-from megatrain.memory.block_image import has_strides_of
 from megatrain.passes.canonicalize import copied_graph
 from megatrain.passes.cost import TemplateCost
 from megatrain.passes.exact_fakes import ExactFakes
 from megatrain.passes.interpret import Code, opaque_calls
+from megatrain.passes.measuring.kept_work import KeptRuns, may_be_worth
 from megatrain.passes.measuring.kernel_work import KernelWork
-from megatrain.passes.measuring.live_bytes import LiveBytes, is_on
+from megatrain.passes.measuring.runs import measure_backward, measure_forward
 from megatrain.passes.program import Program, Template
 from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.torch_private import pytree
@@ -28,7 +27,6 @@ from megatrain.tracer.calls import call_text
 from megatrain.tracer.capture.scripts import scripts_on_values
 from megatrain.tracer.expectations import Expectation
 from megatrain.tracer.packed.packed_call import PackedCall
-from megatrain.tracer.packed.packing import plain_tensors
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -74,17 +72,22 @@ def _measured(template: Template, needs: list[_Needs], program: Program) -> Temp
         arguments = [port.spec.empty(device) for port in ports]
         leaves = _leaves(arguments, all_needs)
         with torch.set_grad_enabled(code.has_inner_grad):
-            forward_peak, forward = _measure_forward(code, leaves if code.has_inner_grad else arguments, device)
+            forward_peak, forward = measure_forward(code, leaves if code.has_inner_grad else arguments, device)
         held = _held_state(code, leaves, len(template.inputs)) if _functions(template) else ()
         watched = code.watched(_check_history)
         # A Function's backward is the user's own code, which must run when their backward does, not before. That of
         # packed weights is their library's: only a run shows the weights that it makes in full.
         runs_backward = all(isinstance(node.target, PackedCall) for node in _functions(template))
-        measure_with = partial(_measure_backward, num_inputs=len(template.inputs), device=device)
+        measure_with = partial(measure_backward, num_inputs=len(template.inputs), device=device)
         repeated = _repeated(template.graph, device)
         saved, backward_peak, backward = measure_with(watched, leaves, runs_backward=runs_backward)
         if repeated is not None:
             _, backward_peak, backward = measure_with(repeated, leaves, runs_backward=runs_backward)
+        results = None
+        if runs_backward and may_be_worth(forward) and not code.has_inner_grad:
+            with_results = KeptRuns(code.graph, leaves, device)
+            hollow = code.graph if repeated is None else repeated.graph
+            results = with_results.cost(template.graph, hollow, len(template.inputs), forward)
         others = [each for each in needs if each != all_needs and runs_backward]
         backwards = tuple((each, _backward_kernels(code, _leaves(arguments, each), device)) for each in others)
     if backward_peak is None:
@@ -101,6 +104,7 @@ def _measured(template: Template, needs: list[_Needs], program: Program) -> Temp
         held_state=held,
         backwards=backwards,
         saved_parts=parts,
+        results=results,
     )
 
 
@@ -191,60 +195,3 @@ def _with_known_shapes(graph: fx.Graph, device: torch.device) -> fx.Graph:
 
 def _empty(device: torch.device, specs: Any) -> Any:
     return pytree.tree_map_only(TensorSpec, lambda spec: spec.empty(device), specs)
-
-
-def _measure_forward(code: Code, arguments: list[torch.Tensor], device: torch.device) -> tuple[int, Works]:
-    with LiveBytes(arguments, device) as live, KernelWork(device) as kernels:
-        outputs = code(arguments)
-    own = _storage_sizes([t for t in outputs if is_on(t, device)], beyond=[])
-    return max(0, live.peak - sum(own)), kernels.take()
-
-
-def _measure_backward(
-    code: Code, arguments: list[torch.Tensor], num_inputs: int, device: torch.device, *, runs_backward: bool
-) -> tuple[list[int], int | None, Works]:
-    saved: list[weakref.ref[torch.Tensor]] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept = tensor.detach()
-        saved.extend(weakref.ref(inner) for inner in plain_tensors(kept))
-        return kept
-
-    with LiveBytes(arguments, device) as live:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            outputs = code(arguments)
-        # Tensors that only a dead branch had saved are gone by now.
-        alive = [t for t in (ref() for ref in saved) if t is not None and is_on(t, device)]
-        saved_parts = _storage_sizes(alive, beyond=[*arguments, *outputs])
-        del alive
-        # A view of a weight made under no_grad says that it requires grad, but has no history.
-        # A step's backward runs without the outputs. Here they stay and count: an allocator's rounding needs room.
-        with_history = [o for o in outputs if o.grad_fn is not None]
-        seeds = [torch.ones_like(o) for o in with_history]
-        roots = [get_gradient_edge(o) for o in with_history]
-        leaves = [a for a in arguments if a.requires_grad]
-        gradients: Any = ()
-        if not runs_backward:
-            return saved_parts, None, ()
-        with KernelWork(device) as kernels:
-            if roots and leaves:
-                gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
-    there = [g for g in gradients if g is not None and is_on(g, device)]
-    produced = sum(part.untyped_storage().nbytes() for g in there for part in _parts(g))
-    pairs = zip(gradients, leaves, strict=False)
-    state = {id(a) for a in arguments[num_inputs:]}
-    # The runtime gives them the strides of their parameters, one after the other.
-    copied = [g.nbytes for g, leaf in pairs if g is not None and id(leaf) in state and not has_strides_of(g, leaf)]
-    return saved_parts, max(0, live.peak - produced, *copied), kernels.take()
-
-
-def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors that a gradient consists of: itself, or those of a sparse one."""
-    return (gradient._indices(), gradient._values()) if gradient.layout == torch.sparse_coo else (gradient,)
-
-
-def _storage_sizes(tensors: list[torch.Tensor], beyond: list[torch.Tensor]) -> list[int]:
-    """Bytes of each of the distinct storages of `tensors` that none of `beyond` shares."""
-    known = {t.untyped_storage()._cdata for t in beyond}  # pyright: ignore[reportPrivateUsage]
-    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}  # pyright: ignore[reportPrivateUsage]
-    return [size for key, size in sizes.items() if key not in known]

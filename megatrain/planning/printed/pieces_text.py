@@ -10,7 +10,7 @@ from megatrain.counts import counted
 from megatrain.passes.program import Block, Program
 from megatrain.passes.rewrites.head_loss import HeadLoss
 from megatrain.passes.rewrites.tiled_region import TiledRegion
-from megatrain.scheduler.printed.table_text import ranges
+from megatrain.scheduler.printed.block_ranges import ranges
 from megatrain.sizes import format_bytes
 
 

@@ -8,8 +8,10 @@ from itertools import groupby
 from megatrain.counts import counted
 from megatrain.device import Device
 from megatrain.device.reserve import beside
+from megatrain.hardware.hardware import Hardware
 from megatrain.planning.host_plan import in_columns
 from megatrain.planning.planned_step import PlannedStep
+from megatrain.planning.printed.results_text import results_lines
 from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.schedule import Schedule
 from megatrain.sizes import format_bytes
@@ -44,7 +46,7 @@ def _counted(sizes: Iterable[int]) -> Iterator[str]:
         yield format_bytes(size) if count == 1 else f"{count} x {format_bytes(size)}"
 
 
-def device_lines(table: Schedule) -> list[str]:
+def device_lines(table: Schedule, hardware: Hardware | None) -> list[str]:
     """What takes the device's memory at the peak, and what stays, parks and moves."""
     workload = table.known_workload()
     peak = find_peak(table)
@@ -58,6 +60,7 @@ def device_lines(table: Schedule) -> list[str]:
         *in_columns(rows),
         f"slots: {', '.join(_counted(slot.nbytes for slot in table.slots))}",
         f"keeps: {kept}; parks {counted(num_parked, 'activation')}",
+        *results_lines(table, hardware),
         f"moves: {format_bytes(table.h2d_bytes)} to the device, {format_bytes(table.d2h_bytes)} to the host",
     ]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatrain.counts import counted
+from megatrain.hardware.work import Works
 from megatrain.planning.planned_step import PlannedStep
+from megatrain.planning.printed.results_text import results_reason
 from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.emit import emit
 from megatrain.scheduler.schedule import Schedule
@@ -81,11 +83,18 @@ def _kept(plan: PlannedStep) -> Iterator[str]:
         more = sum(work.blocks[b].saved_bytes for b in recomputed)
         text += f"; the others would take {format_bytes(more)} more{each}, so they are recomputed"
         if machine is not None:
-            seconds = numbers * sum(machine.seconds(work.blocks[b].forward) for b in recomputed)
+            seconds = numbers * sum(machine.seconds(_repeated(table, b)) for b in recomputed)
             text += f", {format_s(seconds)} a step"
     yield f"{text}."
+    yield from filter(None, [results_reason(table, machine)])
     yield from _weights(table)
     yield from _parks(plan)
+
+
+def _repeated(table: Schedule, block: int) -> Works:
+    """The kernels of the recompute of a block."""
+    work = table.known_workload().blocks[block]
+    return work.kept.repeated if work.kept is not None and block in table.results else work.forward
 
 
 def _weights(table: Schedule) -> Iterator[str]:
@@ -142,6 +151,7 @@ def _gains(plan: PlannedStep, more: PlannedStep) -> list[str]:
     """What changes, in words: each figure before and after."""
     found: list[str] = []
     for name, here, there in (
+        ("blocks with results kept", len(plan.schedule.results), len(more.schedule.results)),
         ("retained graphs", len(plan.schedule.saves), len(more.schedule.saves)),
         ("blocks whose weights cross once", len(plan.schedule.resident()), len(more.schedule.resident())),
         ("blocks whose frozen weights stay", len(plan.schedule.persistent), len(more.schedule.persistent)),

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from megatrain.device import Device
 from megatrain.errors import ExecuteError
 from megatrain.passes.interpret import Code
+from megatrain.passes.kept_results import HandedResults, KeptResults, NotedResults
 from megatrain.passes.program import Template
 from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.runtime.blocks.inductor_code import InductorCode
@@ -38,13 +39,19 @@ class BlockRunner:
     """
 
     def __init__(self, template: Template, device: Device, kernels: str = "eager"):
-        made = partial(InductorCode, template=template, device=device) if kernels == "inductor" else Code
+        results = None if template.cost is None or kernels == "inductor" else template.cost.results
+        around = () if results is None else results.calls
+        if kernels == "inductor":
+            made = partial(InductorCode, template=template, device=device)
+        else:
+            made = partial(Code, around=around)
         self._code = made(template.graph)
         for_backward = without_results(template.graph)
         self._repeated = self._code if for_backward is template.graph else made(for_backward)
         self._device = device
         self._is_random = template.is_random
         self._hides_draws = template.hides_draws
+        self._result_bytes = [] if results is None else [spec.nbytes for spec in results.specs]
         self._held = set[int]() if template.cost is None else set(template.cost.held_state)
         self._ends = [(port.name, port.spec.shape) for port in template.outputs]
 
@@ -73,27 +80,45 @@ class BlockRunner:
             raise ExecuteError(HIDDEN_DRAWS.format("a block has"))
         return repeated_rng(state, self._device, self._code.opaque)
 
-    def forward(self, inputs: Tensors, state: Tensors, needs_grad: Sequence[bool]) -> tuple[torch.Tensor, ...]:
-        """Runs the code without keeping anything for a backward.
+    def noting(self) -> NotedResults | None:
+        """A mode that notes in a forward the results which its backward may find; None if there are none."""
+        return NotedResults(self._device.torch_device) if self._result_bytes else None
+
+    def kept(self, notes: NotedResults) -> KeptResults | None:
+        """What a forward noted; None if its kernels returned other tensors than those of which the plan knows."""
+        found = notes.taken()
+        return found if [tensor.nbytes for tensor in found.tensors] == self._result_bytes else None
+
+    def forward(
+        self, inputs: Tensors, state: Tensors, needs_grad: Sequence[bool], *, notes: NotedResults | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Runs the code without keeping anything for a backward, but what `notes` notes.
 
         Tensors require grad just as in eager, because kernels look at that (matmul folds its batch dimensions or
         not, and rounds differently); the tensors that autograd would save are dropped at once.
         """
         if not any(needs_grad) and not self._code.has_inner_grad:
             with self._device.without_autocast():
-                return self._run([*inputs, *state])
+                return self._run([*inputs, *state], mode=notes)
         leaves = [t.detach().requires_grad_(g) for t, g in zip((*inputs, *state), needs_grad, strict=True)]
         with torch.enable_grad(), self._device.without_autocast(), self._forgetting():
-            outputs = self._run(leaves)
+            outputs = self._run(leaves, mode=notes)
         return tuple(t.detach() for t in outputs)
 
-    def _run(self, arguments: Sequence[torch.Tensor], *, is_repeated: bool = False) -> tuple[torch.Tensor, ...]:
+    def _run(
+        self,
+        arguments: Sequence[torch.Tensor],
+        *,
+        is_repeated: bool = False,
+        mode: NotedResults | HandedResults | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         """Runs the code and compares the shapes of its outputs, because a shape may depend on values.
 
         Raises:
             GuardFailedError: If a shape differs: this call needs another capture.
         """
-        outputs = (self._repeated if is_repeated else self._code)(arguments, is_checked=not is_repeated)
+        code = self._repeated if is_repeated else self._code
+        outputs = code(arguments, is_checked=not is_repeated, mode=mode)
         for tensor, (name, shape) in zip(outputs, self._ends, strict=True):
             if tensor.shape != shape:
                 raise GuardFailedError(f"`{name}` has the shape {list(shape)}", str(list(tensor.shape)), ("",))
@@ -114,6 +139,7 @@ class BlockRunner:
         read_state: StateReader,
         *,
         is_repeated: bool = False,
+        kept: KeptResults | None = None,
     ) -> tuple[LocalGraph, tuple[torch.Tensor, ...]]:
         """Runs the code under autograd, from fresh leaves.
 
@@ -125,6 +151,7 @@ class BlockRunner:
             read_state: Returns the block's state again when its backward runs, wherever it lies by then.
             is_repeated: A forward that has run is repeated, and its backward follows at once: its values aren't
                 compared with the capture's again, and its state stays where it is.
+            kept: Results of that forward, which aren't computed again.
 
         Returns:
             The graph, and the outputs without it.
@@ -136,7 +163,8 @@ class BlockRunner:
         with torch.enable_grad(), self._device.without_autocast():
             saved = [] if is_own else [weakref.ref(leaves[len(inputs) + index]) for index in sorted(copied)]
             with self._saving(leaves[len(inputs) :], read_state, saved, is_own=is_own, is_repeated=is_repeated):
-                outputs = self._run(leaves, is_repeated=is_repeated)
+                handed = None if kept is None else HandedResults(kept)
+                outputs = self._run(leaves, is_repeated=is_repeated, mode=handed)
             own = leaves[: len(inputs)]
             carries = [
                 get_gradient_edge(torch.ops.aten.alias.default(t)) if c and t.requires_grad else None

@@ -38,4 +38,5 @@ class Runners:
 
 
 def _key(template: Template) -> Any:
-    return template_key(template), () if template.cost is None else template.cost.held_state
+    cost = template.cost
+    return template_key(template), () if cost is None else (cost.held_state, cost.results)

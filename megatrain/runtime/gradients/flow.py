@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatrain.passes.interpret import has_inner_grad
 from megatrain.passes.program import Block, Program
-from megatrain.scheduler.from_program import has_backward
+from megatrain.passes.trained_blocks import has_backward
 from megatrain.tracer.inventory import StateEntry
 
 

@@ -33,8 +33,8 @@ class _Effect(NamedTuple):
 class Account:
     """Counts the device bytes of drafts, as `live_bytes` counts those of `item_lifetimes`.
 
-    The effect of an op depends on few choices of a plan: whether its block's graph is retained, and which values that
-    it touches are parked. So each effect is made once for each of these.
+    The effect of an op depends on few choices of a plan: whether its block's graph is retained or its results are kept,
+    and which values that it touches are parked. So each effect is made once for each of these.
 
     Args:
         effects: Makes the effects of a plan; of those asked for.
@@ -42,8 +42,8 @@ class Account:
 
     def __init__(self, effects: Effects) -> None:
         self._touched = [
-            tuple(dict.fromkeys((*inputs, *outputs)))
-            for inputs, outputs in zip(effects.inputs, effects.outputs, strict=True)
+            tuple(dict.fromkeys((*inputs, *outputs, *results)))
+            for inputs, outputs, results in zip(effects.inputs, effects.outputs, effects.kept, strict=True)
         ]
         self._known: dict[Hashable, _Effect] = {}
         self._items: dict[Item, int] = {}
@@ -56,6 +56,7 @@ class Account:
         self,
         ops: Collection[Placed],
         saves: Collection[int],
+        results: Collection[int],
         parked: Parks,
         num_ticks: int,
         arena: int,
@@ -66,15 +67,17 @@ class Account:
         Args:
             ops: All but `W`.
             saves: As in `Effects`.
+            results: As in `Effects`.
             parked: As in `Effects`.
             num_ticks: Rows of the table.
             arena: Bytes of the slots.
             effects: Makes those of the plan, if some are new.
         """
         away = {value for values in parked.values() for value in values}
-        retained = frozenset(saves)
+        retained, kept = frozenset(saves), frozenset(results)
         variants = [
-            (block in retained, *map(away.__contains__, touched)) for block, touched in enumerate(self._touched)
+            (block in retained, block in kept, *map(away.__contains__, touched))
+            for block, touched in enumerate(self._touched)
         ]
         computes = sorted(tick for stream, tick, _ in ops if stream == Stream.COMPUTE)
         starts, ends = dict.fromkeys(self._standing, 0), dict[int, int]()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.bound_memory import Tradeoff, bytes_at_turn, least_seconds
+from megatrain.scheduler.builder.results import result_bytes
 from megatrain.scheduler.effects import Effects
 from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.parking import turn_block
@@ -84,7 +85,7 @@ class _Parts:
         self._workload, self._kind = step.workload, step.kind
         self._seconds = OpSeconds(machine)
         everything = range(len(step.workload.blocks))
-        self._saved = Effects(step.workload, step.kind, everything, {}, everything, step.deferred, step.sections)
+        self._saved = Effects(step.workload, step.kind, everything, (), {}, everything, step.deferred, step.sections)
         self._turn, self._backward = turn_block(step.workload), step.workload.backward_blocks()
         self._numbers = range(step.kind.micro_batches)
         self._gradients = [b for b in step.workload.gradient_blocks() if b in self._backward]
@@ -103,8 +104,8 @@ class _Parts:
     def _forward(self, block: int) -> float:
         return len(self._numbers) * self._op(Stream.COMPUTE, "F", block)
 
-    def _backward_s(self, block: int, *, is_saved: bool = True) -> float:
-        whole = partial(self._workload.blocks[block].whole_backward, is_saved)
+    def _backward_s(self, block: int, *, is_saved: bool = True, has_results: bool = False) -> float:
+        whole = partial(self._workload.blocks[block].whole_backward, is_saved, has_results=has_results)
         return sum(self._seconds.of_kernels(whole(number)) for number in self._numbers)
 
     def _least_compute(self) -> float:
@@ -112,13 +113,22 @@ class _Parts:
         return forward + sum(map(self._backward_s, self._backward))
 
     def graphs(self) -> Iterator[_Use]:
-        """Retained graphs: seconds of compute that they save. That of the turn's block is mostly free."""
+        """Retained graphs: seconds of compute that they save. That of the turn's block is mostly free.
+
+        A part of them can be had without the graph where a block keeps its results, on the host if values can be
+        parked.
+        """
         for block in self._backward:
             nbytes = self._workload.blocks[block].saved_bytes
             count = len(self._numbers) - (block == self._turn)
             is_free = block == self._turn and block == len(self._workload.blocks) - 1
-            saves = self._backward_s(block, is_saved=False) - self._backward_s(block)
-            yield _Use(0 if is_free else count * nbytes, compute=saves)
+            least = with_results = self._backward_s(block, is_saved=False)
+            if self._workload.blocks[block].kept is not None:
+                of_results = result_bytes(self._workload, block) if self._kind.transfer == "bind" else 0
+                with_results = self._backward_s(block, is_saved=False, has_results=True)
+                yield _Use(0 if is_free else count * of_results, compute=least - with_results)
+                nbytes = max(0, nbytes - of_results)
+            yield _Use(0 if is_free else count * nbytes, compute=with_results - self._backward_s(block))
 
     def stays(self) -> Iterator[_Use]:
         """What stays on the device: seconds of copies that this saves, compared with all that may cross."""
@@ -130,7 +140,7 @@ class _Parts:
                 yield _Use(nbytes, h2d=whole * (1 + is_read_again) - (least if work.frozen_bytes else whole))
         for index, value in enumerate(self._workload.values):
             readers = [b for b in self._workload.backward_readers(index) if b in self._backward]
-            if not value.is_parkable or not readers or self._kind.transfer == "bind":
+            if not value.is_parkable or value.is_result or not readers or self._kind.transfer == "bind":
                 continue
             nbytes = len(self._numbers) * value.nbytes
             rates = self._machine.h2d_bytes_per_s, self._machine.d2h_bytes_per_s

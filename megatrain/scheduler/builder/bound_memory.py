@@ -87,11 +87,12 @@ def bytes_at_turn(step: Effects) -> int:
     turn = turn_block(workload)
     assert turn is not None
     work = workload.blocks[turn]
-    found = step.copied(work.state_bytes) + work.gradient_bytes + work.backward_workspace_bytes
+    workspace = min(each.backward_workspace_bytes for each in (work, work.kept) if each is not None)
+    found = step.copied(work.state_bytes) + work.gradient_bytes + workspace
     storages: dict[int, int] = {}
     for index, value in enumerate(workload.values):
         readers = workload.backward_readers(index)
-        if value.on_host or (value.is_parkable and kind.transfer != "bind"):
+        if value.on_host or value.is_result or (value.is_parkable and kind.transfer != "bind"):
             continue
         produced = value.producer is None or value.producer <= turn
         count = kind.micro_batches if readers and readers[0] < turn and produced else 1 if readers else 0

@@ -12,6 +12,7 @@ from megatrain.hardware.machine import usual_machine
 from megatrain.scheduler.books import find_peak
 from megatrain.scheduler.builder.draft import Builder, Choices, Draft, with_late_offloads
 from megatrain.scheduler.builder.family import Freedom
+from megatrain.scheduler.builder.results import parkable_results, sparing_results, within
 from megatrain.scheduler.builder.search import Search
 from megatrain.scheduler.builder.stays import alternates, giants
 from megatrain.scheduler.items import NO_BLOCK
@@ -31,13 +32,14 @@ def choose_draft(
     activations: str,
     hardware: Hardware | None = None,
     usual: Hardware | None = None,
+    most_result_bytes: int | None = None,
 ) -> Draft:
     """The draft with the shortest step found for `hardware`, of those that fit.
 
     With `hardware` the plans of ladders are compared, then those that differ from the best one by a choice.
-    Without it nothing is simulated. Memory goes to activations, so that as few as can be are parked, and then,
-    step by step, to what saves time on the longer stream of a `usual` machine. Two slots come before one, and before
-    that giants alone.
+    Without it nothing is simulated, except where results of blocks may be kept: then with and without them. Memory
+    goes to activations, so that as few as can be are parked, and then, step by step, to what saves time on the longer
+    stream of a `usual` machine. Two slots come before one, and before that giants alone.
 
     Raises:
         TooSmallError: If none fits.
@@ -59,14 +61,26 @@ def choose_draft(
     if num_slots is None and giants(builder.workload):
         starts.insert(1, replace(starts[0], has_giants_alone=True))
     start = first_fit(builder, starts, memory).plan
-    found = Search(builder, memory, freedom, usual or usual_machine("")).balanced(start)
+    usual = usual or usual_machine("")
+    if freedom.saves and kind.mode == "train":
+        results = [b for b in sparing_results(builder.workload, hardware or usual) if b not in start.saves]
+        freedom = replace(freedom, results=within(builder.workload, kind, results, most_result_bytes))
+    found = _by_rule(builder, memory, freedom, usual, start)
     if hardware is None or not streams:
-        return found
-    frugal = Search(builder, memory, freedom, hardware).balanced(start)
+        return Search(builder, memory, freedom, hardware or usual).shortest(found)
+    found += _by_rule(builder, memory, freedom, hardware, start)
     more = [start] if num_slots is not None else [start, *_of_slots(start)]
+    parked = [block for block in parkable_results(builder.workload, hardware) if block in freedom.results]
+    more += [replace(plan, results=tuple(parked)) for plan in more if parked]
     search = Search(builder, memory, replace(freedom, parks=True), hardware)
-    fastest = search.fastest((found, frugal), more)
+    fastest = search.fastest(found, more)
     return search.improved(fastest, more, has_slots=num_slots is None) if kind.mode == "train" else fastest
+
+
+def _by_rule(builder: Builder, memory: int, freedom: Freedom, machine: Hardware, start: Choices) -> list[Draft]:
+    """The plans that take, step by step, what saves time on the longer stream: without results, and with them."""
+    chosen = [replace(freedom, results=()), *([freedom] if freedom.results else [])]
+    return [Search(builder, memory, each, machine).balanced(start) for each in chosen]
 
 
 def _of_slots(start: Choices) -> list[Choices]:

@@ -40,6 +40,7 @@ def build(
     hardware: Hardware | None = None,
     usual: Hardware | None = None,
     sections: int = 1,
+    most_result_bytes: int | None = None,
 ) -> Schedule:
     """Places one step of `workload` on the streams.
 
@@ -57,6 +58,7 @@ def build(
         usual: Whose rates weigh compute against copies without `hardware`; None is an RTX 4090.
         sections: Into how many sections the first block that is updated is divided: where its update is deferred, the
             copy of each section follows the update of this section.
+        most_result_bytes: Bytes of the results that may be kept or parked; None is any number.
 
     Returns:
         A schedule that passes `check_schedule`. Ticks count from 0; lifetimes include both ends.
@@ -82,6 +84,7 @@ def build(
         activations=activations,
         hardware=hardware,
         usual=usual,
+        most_result_bytes=most_result_bytes,
     )
     return schedule_of(builder.finish(draft))
 
@@ -110,5 +113,5 @@ def backward_schedule(forward: Schedule, *, num_slots: int | None = None, memory
         )
     builder = Builder(forward.known_workload(), replace(forward.kind, mode="backward"))
     counts = (2, 1) if num_slots is None else (num_slots,)
-    plans = [Choices(count, forward.keep, forward.saves) for count in counts]
+    plans = [Choices(count, forward.keep, forward.saves, results=forward.results) for count in counts]
     return schedule_of(builder.finish(first_fit(builder, plans, memory)))

@@ -37,6 +37,7 @@ class Choices:
             other blocks come ahead of need while the others are there.
         has_late_offloads: With several micro-batches, a block's gradients leave beside the whole backward of the block
             before it, rather than beside that of one micro-batch. They take device memory longer.
+        results: As in `Schedule`.
     """
 
     num_slots: int
@@ -46,6 +47,7 @@ class Choices:
     persistent: tuple[int, ...] = ()
     has_giants_alone: bool = False
     has_late_offloads: bool = False
+    results: tuple[int, ...] = ()
 
 
 def with_late_offloads(plan: Choices, kind: StepKind) -> Choices:
@@ -101,7 +103,7 @@ class Builder:
         self.stages = compute_stages(workload, kind)
         self._deferred = deferred_updates(workload, kind)
         self._sections = sections_of(workload, kind, sections)
-        self._account = Account(Effects(workload, kind, (), {}, (), self._deferred, self._sections))
+        self._account = Account(Effects(workload, kind, (), (), {}, (), self._deferred, self._sections))
         self._placed: dict[tuple[int, tuple[int, ...], tuple[int, ...], bool], _Weights] = {}
 
     def draft(self, plan: Choices) -> Draft:
@@ -123,6 +125,7 @@ class Builder:
         live, nbytes = self._account.of(
             list(_ops(rows, host)),
             plan.saves,
+            plan.results,
             parked,
             max(rows.num_ticks, host.num_ticks),
             max((slot.offset + slot.nbytes for slot in placed.slots), default=0),
@@ -160,6 +163,7 @@ class Builder:
             kind=self.kind,
             places=places,
             persistent=draft.plan.persistent,
+            results=draft.plan.results,
             workload=self.workload,
         )
 
@@ -182,11 +186,11 @@ class Builder:
 
     def effects(self, plan: Choices) -> Effects:
         """What each op of a plan does."""
-        parked = self._parked(plan)
-        return Effects(self.workload, self.kind, plan.saves, parked, plan.persistent, self._deferred, self._sections)
+        kept = plan.saves, plan.results, self._parked(plan), plan.persistent
+        return Effects(self.workload, self.kind, *kept, self._deferred, self._sections)
 
     def _parked(self, plan: Choices) -> Parks:
-        return parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves)
+        return parked_values(self.workload, self.kind, keep=plan.keep, saves=plan.saves, results=plan.results)
 
 
 def _ops(rows: Rows, host: HostTicks) -> Iterator[Placed]:

@@ -35,6 +35,7 @@ class Neighbours:
         weights = [b for b, block in enumerate(blocks) if block.state_bytes > 0] if freedom.stays else []
         self._uses: list[_Use] = [
             *graphs,
+            *(("results", b) for b in freedom.results),
             *(("persistent", b) for b in weights if blocks[b].is_mostly_frozen),
             *(("resident", b) for b in weights if b in backward),
         ]
@@ -42,9 +43,8 @@ class Neighbours:
     def of(self, plan: Choices) -> Iterator[Choices]:
         """Yields the neighbours of a plan: those that take more memory first, then those that take other memory."""
         taken = [use for use in self._uses if use[1] in getattr(plan, use[0])]
-        others = [
-            use for use in self._uses if use not in taken and not (use[0] == "resident" and use[1] in plan.persistent)
-        ]
+        has = {"resident": plan.persistent, "results": plan.saves}
+        others = [use for use in self._uses if use not in taken and use[1] not in has.get(use[0], ())]
         yield from (_with(plan, more=use) for use in others)
         yield from self._of_another_kind(plan)
         yield from (_with(plan, less=one, more=other) for one, other in product(taken, others))
@@ -70,11 +70,13 @@ class Neighbours:
 
 
 def _with(plan: Choices, *, more: _Use | None = None, less: _Use | None = None) -> Choices:
-    numbers = {kind: set(getattr(plan, kind)) for kind in ("saves", "persistent", "resident")}
+    numbers = {kind: set(getattr(plan, kind)) for kind in ("saves", "results", "persistent", "resident")}
     if less is not None:
         numbers[less[0]].discard(less[1])
     if more is not None:
         numbers[more[0]].add(more[1])
     # Weights that stay from step to step stay from forward to backward, too.
     numbers["resident"] -= numbers["persistent"]
+    # A graph that is retained has its results.
+    numbers["results"] -= numbers["saves"]
     return replace(plan, **{kind: tuple(sorted(found)) for kind, found in numbers.items()})

@@ -102,6 +102,8 @@ class _Placer:
             self.h2d = max(self.h2d, free, writing) + 1
         else:
             run = (arrival.block, arrival.micro_batch)
+            if any(ticks is self.ticks.park and waiting == run for ticks, waiting, _ in self._pending):
+                self.place_d2h(self.done(len(self.compute) - 1))  # results return soon after they left
             self.h2d = max(self.h2d + 1, free, self.ticks.park.get(run, -1) + 1)
             self.ticks.restore[run] = self.h2d
         return self.h2d

@@ -61,6 +61,13 @@ class Search:
         """
         return self._climbed(self._family(start), 1.0)
 
+    def shortest(self, known: Sequence[Draft]) -> Draft:
+        """The draft with the shortest simulated step; of equal ones the first."""
+        self._drafts.update((draft.plan, draft) for draft in known)
+        if len(known) == 1:
+            return known[0]  # nothing is simulated
+        return min(known, key=lambda draft: self._time(draft.plan))
+
     def fastest(self, known: Sequence[Draft], starts: Iterable[Choices]) -> Draft:
         """The draft with the shortest simulated step of `known` and those from each start; of equal ones the first.
 
@@ -68,8 +75,7 @@ class Search:
             known: Drafts that fit.
             starts: The most frugal plans; those that don't fit are left out.
         """
-        self._drafts.update((draft.plan, draft) for draft in known)
-        best = min(known, key=lambda draft: self._time(draft.plan))
+        best = self.shortest(known)
         families = [self._family(start) for start in starts if self.fits(start)]
         nearest: Family | None = None
         for family in families:
@@ -165,8 +171,8 @@ class Search:
         """The same plan with the largest `keep` that parks as little: what retained graphs hold isn't parked anyway."""
         if not self._freedom.keep:
             return plan
-        workload = self._builder.workload
-        parked = parked_values(workload, self._builder.kind, keep=plan.keep, saves=plan.saves)
+        workload, kind = self._builder.workload, self._builder.kind
+        parked = parked_values(workload, kind, keep=plan.keep, saves=plan.saves, results=plan.results)
         return replace(plan, keep=keep_all(workload) - 1 - max(parked, default=-1))
 
     def _most_uses(self, family: Family, taken: tuple[MemoryUse, ...], left: tuple[MemoryUse, ...]) -> int:

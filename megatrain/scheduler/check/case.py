@@ -33,7 +33,7 @@ class Case:
         self.workload = workload
         self.clocks = Clocks(waits)
         self.ops: list[tuple[Position, Op]] = list(schedule.positions())
-        self.saved = frozenset(schedule.saves)
+        self.saved, self.keeping = frozenset(schedule.saves), frozenset(schedule.results)
         self.parked = _expected_parks(schedule, workload)
         self.micro_batches = range(schedule.kind.micro_batches)
         self._computes = [position.tick for position, _ in self.ops if position.stream == Stream.COMPUTE]
@@ -74,6 +74,11 @@ class Case:
     def backwards(self, block: int) -> list[Position]:
         """The B of a block of every micro-batch, once it is known that there are."""
         return [self.backward(block, number) for number in self.micro_batches]
+
+    def is_there(self, value: int) -> bool:
+        """Whether the step has a value at all: results it has only of blocks that keep theirs."""
+        work = self.workload.values[value]
+        return not work.is_result or work.producer in self.keeping
 
     def taker_of(self, transfer: Position) -> Position | None:
         """The op of compute with which memory is taken for what returns: the last of an earlier tick, if any."""
@@ -135,7 +140,10 @@ def _expected_parks(schedule: Table, workload: Workload) -> dict[int, list[int]]
         return {}
     found: dict[int, list[int]] = {}
     for index, value in enumerate(workload.values):
-        users = [b for b in value.readers if workload.blocks[b].has_backward]
+        readers = value.readers
+        if value.is_result and value.producer is not None:
+            readers = (value.producer,) if value.producer in schedule.results else ()
+        users = [b for b in readers if workload.blocks[b].has_backward]
         holders = {*users, value.producer}
         is_old = bool(users) and backwards[-1] - users[-1] >= schedule.keep
         if value.is_parkable and is_old and not holders.intersection(schedule.saves):

@@ -91,6 +91,10 @@ def _check_flags(case: Case, instructions: Instructions) -> None:
         has_backward = is_train and case.workload.blocks[op.block].has_backward
         _expect(instruction, "a retained graph", instruction.retains, is_forward and is_saved, rule)
         _expect(instruction, "a recompute", instruction.recomputes, is_forward and has_backward and not is_saved, rule)
+        keeps = is_forward and op.block in case.keeping
+        _expect(
+            instruction, "results that are kept", instruction.keeps, keeps, "`results` says which blocks keep them."
+        )
         persists = op.what == "W" and op.block in case.schedule.persistent
         _expect(instruction, "weights that persist", instruction.persists, persists, "`persistent` says which do.")
         turns = op.what == "B" and number not in turned
@@ -238,7 +242,7 @@ def _uses(case: Case) -> Iterator[tuple[Item, list[Position]]]:
     parked = {value: block for block, values in case.parked.items() for value in values}
     losses = _losses(case) if kind.outputs == "release" else {}
     for number in case.micro_batches:
-        for index in range(len(workload.values)):
+        for index in filter(case.is_there, range(len(workload.values))):
             yield from _value_uses(case, index, number, parked.get(index), losses)
             producer = workload.values[index].producer
             if backwards and workload.has_value_gradient(index) and producer is not None:

@@ -8,6 +8,7 @@ from itertools import product
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position
+from megatrain.scheduler.workload import BlockWork, KeptWork
 from megatrain.sizes import aligned
 
 
@@ -115,6 +116,8 @@ def _storage_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
     parked = {v: block for block, values in case.parked.items() for v in values}
     handed_in = _turn(case, number)
     for index, value in enumerate(case.workload.values):
+        if not case.is_there(index):
+            continue
         forward, backward = _uses(case, index, number)
         begins_before = case.schedule.kind.mode == "backward" or value.producer is None
         start = 0 if begins_before else min(forward)
@@ -184,12 +187,12 @@ def _with_workspace(case: Case) -> Iterator[int]:
     for live, row in zip(case.schedule.live_bytes, case.schedule.ticks, strict=True):
         workspace = 0
         if row.compute is not None and row.compute.what == "F":
-            workspace = case.workload.blocks[row.compute.block].forward_workspace_bytes
+            workspace = _measured(case, row.compute.block).forward_workspace_bytes
         elif row.compute is not None:
             block = row.compute.block
             work = case.workload.blocks[block]
             held = work.saved_bytes if block in case.saved else 0
-            workspace = max(work.backward_workspace_bytes - held, 0)
+            workspace = max(_measured(case, block).backward_workspace_bytes - held, 0)
             workspace += added.get((block, row.compute.micro_batch or 0), 0)
             # The gradients of each backward except the first exist in addition to the sum.
             workspace += work.gradient_bytes if block in seen else 0
@@ -198,6 +201,12 @@ def _with_workspace(case: Case) -> Iterator[int]:
             )
             seen.add(block)
         yield live + workspace
+
+
+def _measured(case: Case, block: int) -> BlockWork | KeptWork:
+    """Where the workspace of a block is stated: other bytes count as such where results are kept."""
+    work = case.workload.blocks[block]
+    return work.kept if work.kept is not None and block in case.keeping else work
 
 
 def _with_loss(case: Case, block: int, number: int, *, is_first: bool) -> int:

@@ -174,6 +174,17 @@ def check_saves(case: Case) -> None:
         raise case.fault(f"the graphs of blocks {list(saves)} can't be retained.", rule, 0, "Change `saves`.")
 
 
+def check_results(case: Case) -> None:
+    """Results are kept only of blocks that have some and recompute."""
+    rule = "Blocks whose results are kept have such values, and a backward that recomputes."
+    results = case.schedule.results
+    owners = {value.producer for value in case.workload.values if value.is_result}
+    recomputed = set(case.workload.backward_blocks()).difference(case.schedule.saves)
+    is_right = case.schedule.kind.mode != "forward" and set(results) <= owners & recomputed
+    if list(results) != sorted(set(results)) or (results and not is_right):
+        raise case.fault(f"results of blocks {list(results)} can't be kept.", rule, 0, "Change `results`.")
+
+
 def check_parks(case: Case) -> None:
     """Every value that must be parked by `keep` and `saves` leaves after it is made and returns before its use."""
     rule = "A parked value leaves once, after its F, and returns once, before the first B that reads it."
@@ -241,6 +252,7 @@ further_rules: dict[tuple[str, str], Callable[[Case], None]] = {}
 # In this order, because a rule may rely on those before it.
 RULES: tuple[Callable[[Case], None], ...] = (
     check_saves,
+    check_results,
     check_sections,
     check_forward_order,
     check_backward_order,

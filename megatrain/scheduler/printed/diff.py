@@ -12,7 +12,7 @@ from megatrain.counts import counted
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
-from megatrain.scheduler.printed.table_text import ranges
+from megatrain.scheduler.printed.block_ranges import ranges
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Table
 
@@ -129,6 +129,7 @@ def _figures(schedule: Table, other: Table) -> Iterator[str]:
         yield "kind: " + ", ".join(f"{name} {before} -> {after}" for name, before, after in kinds if before != after)
     for name, before, after in (
         ("graphs kept", _blocks(schedule.saves), _blocks(other.saves)),
+        ("results kept", _blocks(schedule.results), _blocks(other.results)),
         ("inputs kept of the last blocks", str(schedule.keep), str(other.keep)),
         ("blocks persistent", _blocks(schedule.persistent), _blocks(other.persistent)),
         ("slots", _slots(schedule), _slots(other)),

@@ -13,6 +13,7 @@ from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op, parse_op
+from megatrain.scheduler.printed.block_ranges import ranges
 from megatrain.scheduler.step_kind import MODES, OUTPUTS, TRANSFERS, UPDATES, StepKind
 from megatrain.scheduler.table import Place, Slot, Table, Tick, columns
 from megatrain.scheduler.workload import Workload
@@ -29,6 +30,7 @@ _UPDATES = re.compile(r"(?P<updates>\w+)(?P<norm>, clipped|, norm)?")
 _RANGE = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?")
 _WIDTH = 100
 _ALWAYS_SHOWN = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
+_COUNTS = ("num_slots", "num_ticks")
 
 
 def table_text(schedule: Table) -> str:
@@ -80,17 +82,6 @@ def _folded(key: str, separator: str, parts: Iterable[str]) -> list[str]:
     return lines
 
 
-def ranges(blocks: Sequence[int]) -> list[str]:
-    """Ascending numbers as texts, runs of them as one: `0-3`."""
-    runs: list[list[int]] = []
-    for block in blocks:
-        if runs and block == runs[-1][1] + 1:
-            runs[-1][1] = block
-        else:
-            runs.append([block, block])
-    return [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
-
-
 @dataclass(slots=True)
 class _Read:
     """What the lines read so far said."""
@@ -98,13 +89,15 @@ class _Read:
     figures: dict[str, int] = field(default_factory=dict[str, int])
     slots: list[Slot] = field(default_factory=list[Slot])
     places: list[Place] = field(default_factory=list[Place])
-    saves: list[int] = field(default_factory=list[int])
-    frozen: list[int] = field(default_factory=list[int])
-    persistent: list[int] = field(default_factory=list[int])
+    blocks: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     kind: dict[str, Any] = field(default_factory=dict[str, Any])
     streams: list[Stream] = field(default_factory=list[Stream])
     ticks: list[Tick] = field(default_factory=list[Tick])
     live_bytes: list[int] = field(default_factory=list[int])
+
+    def of(self, name: str) -> tuple[int, ...]:
+        """The blocks that a line named."""
+        return tuple(self.blocks.get(name, ()))
 
     def say(self, name: str, value: Any) -> None:
         """Notes a part of the kind of step, which has one value."""
@@ -126,19 +119,19 @@ def parse_table(text: str, workload: Workload | None = None) -> Table:
         if line.strip():
             _at_line(number, line.strip(), _reader_of(line, read), read)
     _at_line(max(1, len(lines)), lines[-1].strip() if lines else "", _check_complete, read)
-    counts = ("num_slots", "num_ticks")
     schedule = Table(
         ticks=tuple(read.ticks),
         slots=tuple(read.slots),
-        saves=tuple(read.saves),
         live_bytes=tuple(read.live_bytes),
         kind=_kind(read),
         places=tuple(read.places),
-        persistent=tuple(read.persistent),
+        saves=read.of("saves"),
+        persistent=read.of("persistent"),
+        results=read.of("results"),
         workload=workload,
-        **{name: figure for name, figure in read.figures.items() if name not in counts},
+        **{name: figure for name, figure in read.figures.items() if name not in _COUNTS},
     )
-    if tuple(read.frozen) != schedule.frozen:
+    if read.of("frozen") != schedule.frozen:
         raise ScheduleError(
             f"the line `frozen:` must name {', '.join(ranges(schedule.frozen)) or 'no block'}.\n"
             "  This line names the blocks whose gradients no G offloads."
@@ -262,14 +255,18 @@ def _choice(name: str, known: Sequence[str]) -> _Line:
     return _Line(parts, lambda text, read: read.say(name, _one_of(text, known)))
 
 
+def _blocks(name: str) -> _Line:
+    """The line that names the blocks of a field."""
+    return _Line(
+        lambda schedule: ranges(getattr(schedule, name)),
+        lambda text, read: read.blocks.setdefault(name, []).extend(_read_ranges(text, read)),
+    )
+
+
 # By key, in their order. Lines of many parts are folded: each goes on with the key again.
 _LINES: dict[str, _Line] = {
     "slots": _Line(lambda s: [f"{i} = {x.offset}+{x.nbytes}" for i, x in enumerate(s.slots)], _read_slots, "; "),
-    "saves": _Line(lambda s: ranges(s.saves), lambda text, read: read.saves.extend(_read_ranges(text, read))),
-    "frozen": _Line(lambda s: ranges(s.frozen), lambda text, read: read.frozen.extend(_read_ranges(text, read))),
-    "persistent": _Line(
-        lambda s: ranges(s.persistent), lambda text, read: read.persistent.extend(_read_ranges(text, read))
-    ),
+    **{name: _blocks(name) for name in ("saves", "results", "frozen", "persistent")},
     "mode": _choice("mode", MODES),
     "transfer": _choice("transfer", TRANSFERS),
     "micro-batches": _Line(
@@ -305,7 +302,7 @@ def _read_cell(cell: str, stream: Stream, read: _Read) -> Op | None:
     if cell == ".":
         return None
     op = parse_op(cell.removesuffix("*"), stream)
-    is_saved = op.what == "F" and op.block in read.saves
+    is_saved = op.what == "F" and op.block in read.of("saves")
     if cell.endswith("*") != is_saved:
         raise ScheduleError(f"`{cell}` must {'' if is_saved else 'not '}have a star: see the line `saves:`.")
     return op

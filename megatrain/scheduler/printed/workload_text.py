@@ -50,6 +50,7 @@ def _value_cells(index: int, value: ValueWork) -> tuple[str, ...]:
         "parkable": value.is_parkable,
         "committed": value.is_committed,
         "cpu": value.on_host,
+        "result": value.is_result,
     }
     told = "+".join(fact for fact, holds in facts.items() if holds) or "."
     return (str(index), str(value.nbytes), str(value.storage), producer, _listed(value.readers), told, value.name)

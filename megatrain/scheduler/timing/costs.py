@@ -29,7 +29,8 @@ class TimedKind(NamedTuple):
         micro_batch: Its micro-batch; 0 where the step has one, or the op serves all.
         mark: What tells it from other ops of its letter, which take another time. `*`: the graph of this F or B is
             retained, so B doesn't recompute. `+`: this U also sums the squares of its gradients, for a norm that is
-            reported. `-`: the block of this W is persistent, so only what isn't frozen moves. `/1 of 4`: this U or W
+            reported. `~`: this F keeps its results, so B doesn't compute them
+            again. `-`: the block of this W is persistent, so only what isn't frozen moves. `/1 of 4`: this U or W
             does this section of its block.
     """
 
@@ -133,9 +134,10 @@ class Measured:
             if seconds is None:
                 raise ScheduleError(
                     f"{position.stream}:{op}{kind.mark.partition('/')[0]} at tick {position.tick} was never measured.\n"
-                    "  A schedule can be timed if all of its ops were measured. A retained graph (*), squares for a "
-                    "norm (+) and weights that persist (-) make other ops.\n"
-                    "  Measure a run of this schedule, or of one with the same `saves`, `keep` and `persistent`."
+                    "  A schedule can be timed if all of its ops were measured. A retained graph (*), results that are "
+                    "kept (~), squares for a norm (+) and weights that persist (-) make other ops.\n"
+                    "  Measure a run of this schedule, or of one with the same `saves`, `results`, `keep` and "
+                    "`persistent`."
                 )
             found[position] = seconds
         return found
@@ -153,10 +155,11 @@ Costs = Hardware | Measured
 
 
 def _kinds(schedule: Table) -> Iterator[tuple[Position, Op, TimedKind]]:
-    saves, persistent = frozenset(schedule.saves), frozenset(schedule.persistent)
+    saves, results, persistent = map(frozenset, (schedule.saves, schedule.results, schedule.persistent))
     for position, op in schedule.positions():
         marks = {
             "*": op.what in "FB" and op.block in saves,
+            "~": op.what in "FBA" and op.block in results,
             "+": op.what == "U" and schedule.kind.reports_norm,
             "-": op.what == "W" and op.block in persistent,
         }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatrain.errors import OptimizerError, OptionError
+from megatrain.hardware.update_traffic import UPDATE_TRAFFIC
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.fast import FastPath, NativeKernel, ParameterUpdate, fast_path, register, unregister
 from megatrain.optim.fast.adamw import AdamWInOnePass
@@ -17,7 +18,6 @@ from megatrain.optim.masters.halves import CHUNK, Master, RoundedMaster, SplitMa
 from megatrain.optim.need import Updated, optimizer_need
 from megatrain.optim.updates import Updates
 from megatrain.planning.host_plan import MASTER_OF
-from megatrain.scheduler.update_traffic import UPDATE_TRAFFIC
 from megatrain.tracer.spec import TensorSpec
 
 

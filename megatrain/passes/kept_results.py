@@ -1,0 +1,191 @@
+"""KeptResults: what fused kernels returned in a forward, handed out again where the forward is repeated.
+
+A call of attention runs one fused kernel, whose results (the output, and the statistics of its rows) are what its
+backward needs. Autograd is above the dispatcher: a repeated call whose kernel isn't run, because its results are there,
+gets the same node with the same saved tensors, and so the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from megatrain.device import is_on_host
+from megatrain.errors import ExecuteError
+from megatrain.passes.program import Block, Program
+from megatrain.passes.trained_blocks import has_backward
+from megatrain.torch_private import TorchDispatchMode
+from megatrain.tracer.packed.packing import has_wrappers
+from megatrain.tracer.spec import TensorSpec
+
+# The state of a random generator, as a kernel returns it with its other results.
+_MOST_OF_A_STATE = 2
+
+
+class _Place(NamedTuple):
+    """Stands for a tensor that is kept: its number."""
+
+    number: int
+
+
+class _Unused(NamedTuple):
+    """Stands for the generator's state of a kernel that drew nothing, which its backward doesn't read."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Kernel(NamedTuple):
+    """A kernel that ran, and what it returned: tensors that are kept are places."""
+
+    func: Any
+    returned: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptResults:
+    """The results of the fused kernels below some calls, in the order in which they ran.
+
+    Args:
+        kernels: What ran.
+        tensors: The tensors that are kept; empty while they are kept elsewhere.
+    """
+
+    kernels: tuple[_Kernel, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    def without_tensors(self) -> KeptResults:
+        """The same, to be completed by `with_tensors`."""
+        return replace(self, tensors=())
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> KeptResults:
+        """The same, with the tensors again."""
+        return replace(self, tensors=tuple(tensors))
+
+
+class NotedResults(TorchDispatchMode):
+    """Notes what fused kernels return. Entered around the calls whose results are kept, one after the other.
+
+    Args:
+        device: The compute device: tensors elsewhere aren't kept, but handed out as they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._kernels: list[_Kernel] = []
+        self._tensors: list[tuple[torch.Tensor, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_wrappers(types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if is_kept(func, args, kwargs or {}):
+            self._kernels.append(_Kernel(func, tuple(map(self._noted, result))))
+        return result
+
+    def _noted(self, result: Any) -> Any:
+        if not isinstance(result, torch.Tensor) or result.numel() == 0 or not self._is_there(result):
+            return result
+        if not result.is_floating_point() and result.numel() <= _MOST_OF_A_STATE:
+            return _Unused(result.shape, result.dtype, result.device)
+        self._tensors.append((result, result._version))
+        return _Place(len(self._tensors) - 1)
+
+    def _is_there(self, tensor: torch.Tensor) -> bool:
+        return is_on_host(self._device) or not is_on_host(tensor)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing has written into a result since its kernel returned it."""
+        return all(tensor._version == version for tensor, version in self._tensors)
+
+    def taken(self) -> KeptResults:
+        """What was noted, without the history that autograd gave it since.
+
+        Raises:
+            ExecuteError: If something wrote into it.
+        """
+        if not self.is_unchanged:
+            raise ExecuteError(_WRITTEN)
+        tensors, self._tensors = [tensor.detach() for tensor, _ in self._tensors], []
+        return KeptResults(tuple(self._kernels), tuple(tensors))
+
+
+class HandedResults(TorchDispatchMode):
+    """Hands kept results out in place of running their kernels. Entered around the same calls, in the same order.
+
+    Args:
+        kept: With its tensors. A call that runs another kernel than in the forward runs it.
+    """
+
+    def __init__(self, kept: KeptResults) -> None:
+        super().__init__()
+        self._left = list(reversed(kept.kernels))
+        self._tensors = [(tensor, tensor._version) for tensor in kept.tensors]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_wrappers(types):
+            return NotImplemented
+        if self._left and self._left[-1].func is func and is_kept(func, args, kwargs or {}):
+            return tuple(map(self._handed, self._left.pop().returned))
+        return func(*args, **(kwargs or {}))
+
+    def _handed(self, result: Any) -> Any:
+        if isinstance(result, _Unused):
+            return torch.zeros(result.shape, dtype=result.dtype, device=result.device)
+        if not isinstance(result, _Place):
+            return result
+        tensor, version = self._tensors[result.number]
+        if tensor._version != version:
+            raise ExecuteError(_WRITTEN)
+        # A tensor of its own: autograd gives it a history.
+        return tensor.detach()
+
+
+def kept_results(program: Program) -> Iterator[tuple[Block, Sequence[tuple[str, TensorSpec]]]]:
+    """Yields the blocks that may keep results, with the names and specs of these: values behind the program's own."""
+    for block in program.blocks:
+        cost = program.templates[block.template].cost
+        if cost is not None and cost.results is not None and has_backward(program, block):
+            names = (f"result {number} of block {block.index}" for number in range(len(cost.results.specs)))
+            yield block, tuple(zip(names, cost.results.specs, strict=True))
+
+
+def is_kept(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Tells whether the results of a kernel may be handed out in place of another run.
+
+    That is the forward of a fused attention: it returns statistics besides its output, writes into nothing, and
+    draws no random numbers in this call. A run that drew some would have to move the generator on.
+    """
+    return _is_fused_attention(func) and not _draws(func, args, kwargs)
+
+
+@functools.cache
+def _is_fused_attention(func: Any) -> bool:
+    schema = func._schema
+    is_forward = "_attention" in schema.name and "backward" not in schema.name
+    has_statistics = len(schema.returns) > 1 and all(part.alias_info is None for part in schema.returns)
+    return is_forward and has_statistics and not schema.is_mutable
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Tells whether a call of a kernel draws random numbers: one with dropout does."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return torch.Tag.nondeterministic_seeded in func.tags
+    place = names.index("dropout_p")
+    default = func._schema.arguments[place].default_value
+    return (args[place] if place < len(args) else kwargs.get("dropout_p", default)) != 0
+
+
+_WRITTEN = (
+    "a result of attention that is kept for the backward was modified in place.\n"
+    "  Its repeated call would hand out other numbers than its kernel.\n"
+    '  Compile with activations="recompute", which keeps no results.'
+)

@@ -1,0 +1,274 @@
+"""Results of attention are kept or parked: its kernel runs once in a step, and the bits are eager PyTorch's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import megatrain
+from megatrain.errors import DeviceMemoryWarning, ExecuteError
+from megatrain.passes import kept_results
+from megatrain.passes.kept_results import HandedResults, KeptResults
+from megatrain.runtime.call import Call
+from megatrain.runtime.streams.stream_set import Chaos
+from tests.attention import EAGER_TO_KEEP, Layers, forwards, kernels_of_attention, text
+from tests.comparing import assert_same
+from tests.tiers import wide
+
+pytestmark = pytest.mark.usefixtures("short_texts")
+
+KINDS = ("causal", "full", "mask", "scale", "grouped", "twice")
+MORE = 300_000
+"""Bytes beside those of a step that recomputes: room for results, and for no graph."""
+Batches = Sequence[torch.Tensor]
+BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+
+
+def step_of(model: nn.Module, **options: Any) -> Any:
+    compiled = megatrain.compile(copy.deepcopy(model), device="cpu", **options)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9)
+    return compiled, megatrain.TrainStep(compiled, optimizer, loss=lambda result, _: result)
+
+
+def keeping(model: nn.Module, batches: Batches, *, more: int = MORE, **options: Any) -> Any:
+    """A training step in a memory in which results are kept."""
+    _, frugal = step_of(model, activations="recompute", memory="1GiB", **options)
+    memory = frugal.prepare(list(batches)).device_bytes + more
+    return step_of(model, memory=memory, hardware=EAGER_TO_KEEP, **options)
+
+
+def eager(model: nn.Module, steps: Sequence[Batches], context: Callable[[], Any]) -> nn.Module:
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batches in steps:
+        optimizer.zero_grad()
+        for batch in batches:
+            with context():
+                loss = model(batch) / len(batches)
+            loss.backward()
+        optimizer.step()
+    return model
+
+
+def assert_bits_of_eager(
+    model: Layers, steps: Sequence[Batches], context: Callable[[], Any] = torch.enable_grad, **options: Any
+) -> Any:
+    """Trains, and counts the kernels of the last step; returns the step."""
+    with context():
+        compiled, step = keeping(model, steps[0], **options)
+        for batches in steps[:-1]:
+            step(list(batches))
+        with kernels_of_attention() as kernels:
+            step(list(steps[-1]))
+    kept = {*step.schedule.results, *step.schedule.saves}
+    assert step.schedule.results
+    calls = sum(count * (1 if index in kept else 2) for index, count in enumerate(model.calls))
+    assert forwards(kernels) == len(steps[-1]) * calls
+    assert_same(list(eager(model, steps, context).parameters()), list(compiled.parameters()))
+    return step
+
+
+def texts(micro_batches: int, steps: int = 3) -> list[list[torch.Tensor]]:
+    return [[text(10 * step + number) for number in range(micro_batches)] for step in range(steps)]
+
+
+@pytest.mark.parametrize("kind", ["causal", "grouped", *map(wide, set(KINDS) - {"causal", "grouped"})])
+def test_steps_have_the_bits_of_eager_and_run_attention_once(kind: str):
+    step = assert_bits_of_eager(Layers(*[kind] * 4), texts(1))
+    assert step.schedule.results == (0, 1, 2)
+    assert any(step.schedule.known_workload().values[v].is_result for vs in step.schedule.parked().values() for v in vs)
+
+
+@pytest.mark.parametrize(("micro_batches", "options"), [
+    (3, {}), wide((2, {"chunking": "always"})), wide((1, {"chunking": "always"})), wide((3, {"more": 10 * MORE})),
+])  # fmt: skip
+def test_micro_batches_and_tiles_have_the_bits_of_eager(micro_batches: int, options: dict[str, Any]):
+    assert_bits_of_eager(Layers(*["causal"] * 4), texts(micro_batches), **options)
+
+
+@pytest.mark.parametrize("kind", ["causal", wide("mask")])
+def test_autocast_has_the_bits_of_eager(kind: str):
+    assert_bits_of_eager(Layers(*[kind] * 4), texts(2), BF16)
+
+
+def test_layers_of_several_kinds_keep_what_may_be_kept():
+    """Dropout in attention draws random numbers, so such a call is left alone: its mask repeats."""
+    torch.manual_seed(3)
+    model = Layers("causal", "dropout", "full", "causal")
+    compiled, step = keeping(model, [text()])
+    expected = copy.deepcopy(model)
+    torch.manual_seed(5)
+    step([text()])
+    with kernels_of_attention() as kernels:
+        step([text(1)])
+    kept = {*step.schedule.results, *step.schedule.saves}
+    assert step.schedule.results
+    assert 1 not in kept
+    # That of block 1 runs as plain products.
+    assert forwards(kernels) == 3 + len({0, 2, 3} - kept)
+    torch.manual_seed(5)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    for number in range(2):
+        optimizer.zero_grad()
+        expected(text(number)).backward()
+        optimizer.step()
+    assert_same(list(expected.parameters()), list(compiled.parameters()))
+
+
+@pytest.mark.parametrize("seed", [0, *map(wide, range(1, 4))])
+def test_delays_of_any_stream_change_nothing(seed: int):
+    model = Layers(*["causal"] * 4)
+    compiled, step = keeping(model, texts(2)[0])
+    compiled.megatrain.engine.set_chaos(Chaos(seed=seed, max_delay_s=0.003))
+    for batches in texts(2):
+        step(batches)
+    assert step.schedule.results
+    assert_same(list(eager(model, texts(2), torch.enable_grad).parameters()), list(compiled.parameters()))
+
+
+def grads_there(model: Any) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def call_of(model: nn.Module) -> Any:
+    """A model whose calls keep results."""
+    frugal = megatrain.compile(copy.deepcopy(model), device="cpu", activations="recompute", memory="1GiB")
+    frugal(text())
+    memory = frugal.schedule.device_bytes + 2 * MORE
+    return megatrain.compile(copy.deepcopy(model), device="cpu", memory=memory)
+
+
+def test_calls_keep_results_and_can_be_differentiated_twice():
+    model = Layers(*["causal"] * 4)
+    compiled, expected = call_of(model), copy.deepcopy(model)
+    for retain in (True, False):
+        loss = compiled(text())
+        with kernels_of_attention() as kernels:
+            loss.backward(retain_graph=retain)
+        assert compiled.schedule.results
+        assert forwards(kernels) == 4 - len({*compiled.schedule.results, *compiled.schedule.saves})
+        first = expected(text())
+        first.backward(retain_graph=retain)
+        if retain:
+            loss.backward()
+            first.backward()
+    assert_same(grads_there(expected), grads_there(compiled))
+
+
+# -- what may go wrong -----------------------------------------------------------------------------------------
+
+
+def grads_of(compiled: Any) -> list[torch.Tensor | None]:
+    compiled(text()).backward()
+    return grads_there(compiled)
+
+
+def test_results_of_another_block_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
+    compiled, expected = call_of(Layers(*["causal"] * 4)), Layers(*["causal"] * 4)
+    real = Call.results
+
+    def wrong(call: Call, block: int) -> KeptResults | None:
+        first, *others = compiled.schedule.results
+        return real(call, first if block in others else block)
+
+    monkeypatch.setattr(Call, "results", wrong)
+    with pytest.raises(AssertionError):
+        assert_same(grads_of(expected), grads_of(compiled))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_results_with_other_values_would_be_noticed(monkeypatch: pytest.MonkeyPatch, number: int):
+    """Both of them count: the output, and the statistics of its rows."""
+    compiled, expected = call_of(Layers(*["causal"] * 4)), Layers(*["causal"] * 4)
+    real = Call.results
+
+    def poisoned(call: Call, block: int) -> KeptResults | None:
+        kept = real(call, block)
+        if kept is None:
+            return None
+        return kept.with_tensors([t + 1 if at == number else t for at, t in enumerate(kept.tensors)])
+
+    monkeypatch.setattr(Call, "results", poisoned)
+    with pytest.raises(AssertionError):
+        assert_same(grads_of(expected), grads_of(compiled))
+
+
+def test_a_result_that_is_written_into_is_refused(monkeypatch: pytest.MonkeyPatch):
+    compiled = call_of(Layers(*["causal"] * 4))
+    real = HandedResults.__init__
+
+    def written(mode: HandedResults, kept: KeptResults) -> None:
+        real(mode, kept)
+        for tensor in kept.tensors:
+            tensor.zero_()
+
+    monkeypatch.setattr(HandedResults, "__init__", written)
+    with pytest.raises(ExecuteError, match="a result of attention that is kept for the backward was modified in place"):
+        grads_of(compiled)
+
+
+def test_other_kernels_than_planned_keep_nothing_and_say_so():
+    model = Layers(*["causal"] * 4)
+    compiled, expected = call_of(model), copy.deepcopy(model)
+    grads_of(compiled)
+    compiled.zero_grad()
+    with sdpa_kernel(SDPBackend.MATH):
+        with pytest.warns(DeviceMemoryWarning, match=r"block \d \(layers.\d\) ran other kernels of attention"):
+            loss = compiled(text())
+        loss.backward()
+        expected(text()).backward()
+    assert_same(grads_there(expected), grads_there(compiled))
+
+
+def test_other_kernels_in_the_backward_are_run():
+    model = Layers(*["causal"] * 4)
+    compiled, expected = call_of(model), copy.deepcopy(model)
+    loss = compiled(text())
+    with sdpa_kernel(SDPBackend.MATH):
+        loss.backward()
+    expected(text()).backward()
+    assert_same(grads_there(expected), grads_there(compiled), tolerance=1e-4, scale=1.0)
+
+
+def test_compiled_kernels_keep_no_results():
+    """Inductor's kernels return what they return: nothing is handed out, so nothing is planned."""
+    compiled = megatrain.compile(Layers(), device="cpu", memory="3MiB", kernels="inductor", hardware=EAGER_TO_KEEP)
+    step = megatrain.TrainStep(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), loss=lambda result, _: result)
+    assert step.prepare(text()).results == ()
+
+
+def test_a_kernel_with_dropout_is_never_kept():
+    q = torch.randn(1, 1, 4, 8)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert kept_results.is_kept(kernel, (q, q, q), {})
+    assert kept_results.is_kept(kernel, (q, q, q, 0.0, True), {})
+    assert not kept_results.is_kept(kernel, (q, q, q, 0.1), {})
+    assert not kept_results.is_kept(kernel, (q, q, q), {"dropout_p": 0.1})
+    on_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert kept_results.is_kept(on_cuda, (q, q, q), {})
+    assert not kept_results.is_kept(on_cuda, (q, q, q, 0.5), {})
+    assert not kept_results.is_kept(torch.ops.aten._scaled_dot_product_flash_attention_backward.default, (), {})
+    assert not kept_results.is_kept(torch.ops.aten._flash_attention_forward_no_dropout_inplace.default, (), {})
+    assert not kept_results.is_kept(torch.ops.aten.mm.default, (q, q), {})
+
+
+def test_the_state_of_a_generator_that_was_not_used_is_not_kept():
+    """Kernels on a GPU return it with their results; where it is, and how large, differs from torch to torch."""
+    notes = kept_results.NotedResults(torch.device("cpu"))
+    output, state, empty = torch.ones(2, 3), torch.tensor([7, 8]), torch.empty(0)
+    noted = tuple(map(notes._noted, (output, state, empty, 5, None)))
+    kept = notes.taken()
+    assert [tuple(tensor.shape) for tensor in kept.tensors] == [(2, 3)]
+    handed = [HandedResults(replace(kept, kernels=()))._handed(each) for each in noted]
+    assert torch.equal(handed[0], output)
+    assert torch.equal(handed[1], torch.zeros_like(state))
+    assert handed[2] is empty
+    assert handed[3:] == [5, None]
