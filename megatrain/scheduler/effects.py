@@ -210,6 +210,7 @@ def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
     adds = [Item("gradient", index, micro_batch) for index in step.inputs[block] if step.has_gradient[index]]
     if work.gradient_bytes > 0:
         adds.append(Item("parameters", block))
+        reads += [Item("parameters", block)] * step.kind.receives
     # The caller hands in the gradients of the outputs when the backward of their micro-batch starts.
     values = step.workload.values if step.turn == ("B", block) and step.kind.mode == "train" else ()
     handed = (index for index, value in enumerate(values) if value.is_output and step.has_gradient[index])
@@ -233,7 +234,8 @@ def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
 def _gradients_made(step: Effects, block: int, micro_batch: int) -> tuple[int, int]:
     """Bytes of the gradients that a B makes: those that are sums from now on, and those that it adds to such sums."""
     work = step.workload.blocks[block]
-    first, further = (0, work.gradient_bytes) if micro_batch > 0 else (work.gradient_bytes, 0)
+    is_added = micro_batch > 0 or step.kind.receives
+    first, further = (0, work.gradient_bytes) if is_added else (work.gradient_bytes, 0)
     for index in step.inputs[block] if work.has_backward else ():
         value = step.workload.values[index]
         if not step.has_gradient[index] or value.on_host:
@@ -261,7 +263,19 @@ def _return(step: Effects, block: int, micro_batch: int) -> Effect:
 
 def _offload(step: Effects, block: int, micro_batch: int) -> Effect:
     makes = (Item("landed", block), Item("left", NO_BLOCK)) if step.kind.holds_gradients else ()
+    if step.kind.sends:  # the total comes from the last rank, to the host
+        return Effect((Item("passed", block),), makes)
     return Effect((Item("parameters", block),), makes, moves=step.copied(step.workload.blocks[block].gradient_bytes))
+
+
+def _receive(step: Effects, block: int, micro_batch: int) -> Effect:
+    moves = step.workload.blocks[block].gradient_bytes
+    return Effect(adds=(Item("parameters", block),), moves=moves)
+
+
+def _pass(step: Effects, block: int, micro_batch: int) -> Effect:
+    moves = step.workload.blocks[block].gradient_bytes
+    return Effect((Item("parameters", block),), (Item("passed", block),), moves=moves)
 
 
 def _squares(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -299,6 +313,9 @@ KINDS: dict[tuple[str, str], OpKind] = {
         OpKind(Stream.HOST, "S", _squares),
         OpKind(Stream.HOST, "N", _norm, has_block=False),
         OpKind(Stream.HOST, "U", _update, has_sections=True),
+        # Sums of gradients of parameters: from the rank before, and to the next one.
+        OpKind(Stream.RECEIVE, "R", _receive),
+        OpKind(Stream.SEND, "P", _pass),
     )
 }
 """Every kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

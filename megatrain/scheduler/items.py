@@ -23,9 +23,14 @@ class Stream(str):
     COMPUTE: ClassVar[Stream]
     D2H: ClassVar[Stream]
     HOST: ClassVar[Stream]
+    RECEIVE: ClassVar[Stream]
+    SEND: ClassVar[Stream]
 
 
 Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST = map(Stream, ("h2d", "compute", "d2h", "host"))
+Stream.RECEIVE, Stream.SEND = map(Stream, ("receive", "send"))
+BETWEEN_RANKS = (Stream.RECEIVE, Stream.SEND)
+"""Streams that only the steps of several ranks have."""
 
 
 class Item(NamedTuple):
@@ -111,6 +116,8 @@ ITEMS: dict[str, ItemKind] = {
     # What a B must know of its F besides: the state of random generators.
     "record": ItemKind(),
     "parameters": ItemKind("device", part="gradients of parameters"),
+    # That the sum of these so far has gone to the next rank.
+    "passed": ItemKind(),
     # Gradients on the host, of this step and, where updates are deferred, of the step before.
     "landed": ItemKind("landing"),
     "waiting": ItemKind("landing"),

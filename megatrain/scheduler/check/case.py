@@ -74,6 +74,10 @@ class Case:
         """The B of a block of every micro-batch, once it is known that there are."""
         return [self.backward(block, number) for number in self.micro_batches]
 
+    def leaving(self, block: int) -> list[Position]:
+        """The op with which a block's gradients leave the device: its G, or its P where they go on to another rank."""
+        return self.at(Stream.SEND, "P", block) if self.schedule.kind.sends else self.at(Stream.D2H, "G", block)
+
     def taker_of(self, transfer: Position) -> Position | None:
         """The op of compute with which memory is taken for what returns: the last of an earlier tick, if any."""
         first = bisect_left(self._computes, transfer.tick)

@@ -12,7 +12,7 @@ from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op, parse_op
-from megatrain.scheduler.step_kind import MODES, OUTPUTS, TRANSFERS, UPDATES, StepKind
+from megatrain.scheduler.step_kind import MODES, OUTPUTS, RANKS, TRANSFERS, UPDATES, StepKind
 from megatrain.scheduler.table import Place, Slot, Table, Tick, columns
 from megatrain.scheduler.workload import Workload
 
@@ -278,6 +278,7 @@ _LINES: dict[str, _Line] = {
     "updates": _Line(_updates, _read_updates),
     "places": _Line(lambda s: [f"{x.block} = {x.offset}+{x.nbytes}" for x in s.places], _read_places, "; "),
     "outputs": _choice("outputs", OUTPUTS),
+    "ranks": _choice("ranks", RANKS),
 }
 
 

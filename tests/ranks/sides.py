@@ -1,0 +1,95 @@
+"""The same training in one process and in several: what each rank runs, and what is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatrain
+from tests.comparing import snapshot
+from tests.training.adapters import adapted_llama
+from tests.training.parity import MODES, TASKS, Task, adamw, labelled, listed, sgd
+
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+OURS: dict[str, Task] = {
+    **TASKS,
+    "lora": Task(lambda: adapted_llama(("q_proj", "v_proj"), rank=4, scale=2.0, dropout=0.0), labelled),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Args:
+        task: Its model and batches.
+        mode: When updates run.
+        deal: How many micro-batches each rank has in each step.
+        optimizer: Its name.
+        compile: Options of `compile`.
+        options: More options of the step.
+        is_weighted: Micro-batches count as many rows as they have.
+        frozen: Parameters whose names begin so aren't trained.
+    """
+
+    task: str
+    mode: str
+    deal: Sequence[Sequence[int]]
+    optimizer: str = "adamw"
+    compile: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_weighted: bool = False
+
+    def batches(self, step: int) -> list[list[Any]]:
+        """The micro-batches of a step, by rank; sizes differ."""
+        task, number = OURS[self.task], 0
+        found: list[list[Any]] = []
+        for count in self.deal[step]:
+            found.append([task.batch(100 * step + number + i, 1 + (number + i) % 2) for i in range(count)])
+            number += count
+        return found
+
+
+def rows(batch: Any) -> int:
+    return len(next(iter(batch.values()))) if isinstance(batch, dict) else len(batch)
+
+
+def begin(case: Case, group: Any = None, **options: Any) -> tuple[Any, Any, megatrain.TrainStep]:
+    task = OURS[case.task]
+    compiled = megatrain.compile(task.build(), device="cpu", process_group=group, **case.compile)
+    optimizer = OPTIMIZERS[case.optimizer](compiled.megatrain.model)
+    weight = {"weight": rows} if case.is_weighted else {}
+    settings = {**MODES[case.mode], **case.options, **weight, **options}
+    return compiled, optimizer, megatrain.TrainStep(compiled, optimizer, loss=task.loss, **settings)
+
+
+def state_of(compiled: Any, optimizer: Any, step: megatrain.TrainStep) -> dict[str, Any]:
+    """Everything that training has changed, and the masters' lower halves."""
+    step.flush()
+    found = snapshot(compiled.megatrain.model, *listed(optimizer))
+    pieces = {name: [p.clone() for p in source.pieces()] for name, source in compiled.masters.sources().items()}
+    return {**found, "masters": pieces, "progress": asdict(step.progress)}
+
+
+def train(case: Case, group: Any, rank: int | None) -> dict[str, Any]:
+    """Takes the steps of a case, of one rank or of all ranks' micro-batches together."""
+    torch.manual_seed(5)
+    compiled, optimizer, step = begin(case, group)
+    losses: list[torch.Tensor] = []
+    norms: list[Any] = []
+    for number in range(len(case.deal)):
+        by_rank = case.batches(number)
+        losses.append(step([b for each in by_rank for b in each] if rank is None else by_rank[rank]))
+        norms.append(step.progress.grad_norm)
+    return {"losses": losses, "norms": norms, **state_of(compiled, optimizer, step)}
+
+
+def train_here(rank: int, case: Case) -> Any:
+    """What a rank runs; ranks beyond the deal have nothing to do."""
+    size = len(case.deal[0])
+    group: Any = dist.new_group(list(range(size)))
+    return train(case, group, rank) if rank < size else None
