@@ -26,7 +26,7 @@ else:  # torch may be built without; then nothing is one
 
 MEETING_S = 600.0
 """How long a rank waits for the others to call `compile`."""
-_MOST_S = timedelta(days=7)  # ranks that live are waited for; see `Watch`
+_MEETING, _TRANSFER = timedelta(seconds=MEETING_S), timedelta(days=7)  # ranks that live are waited for; see `Watch`
 _made: Counter[str] = Counter()
 
 PROCESS_GROUP = Rule(
@@ -61,18 +61,17 @@ class Ranks:
         self.agreed = threading.Event()
         name = f"{group.group_name}/{_made[group.group_name]}"
         _made[group.group_name] += 1
-        self._watch = Watch(
-            dist.PrefixStore(f"megatrain/{name}", group.get_group_store().clone()), self.rank, self.size
-        )
+        store = dist.PrefixStore(f"megatrain/{name}", group.get_group_store().clone())
+        self._watch = Watch(store, self.rank, self.size)
         self._meet()
-        members = dist.get_process_group_ranks(group)
-        self._meetings = _group(members)
-        self._totals = _group(members)
-        self._before = self._after = None
-        for first in range(self.size - 1):
-            if self.rank in (first, first + 1):
-                pair = _group(members[first : first + 2])
-                self._before, self._after = (self._before, pair) if self.rank == first else (pair, self._after)
+
+        def gloo(what: str, first: int, size: int) -> Any:
+            return dist.ProcessGroupGloo(dist.PrefixStore(what, store), self.rank - first, size, _MEETING)
+
+        self._meetings, self._totals = gloo("meetings", 0, self.size), gloo("totals", 0, self.size)
+        pairs = [r for r in (self.rank - 1, self.rank) if 0 <= r < self.size - 1]
+        found = {first: gloo(f"pair/{first}", first, 2) for first in pairs}
+        self._before, self._after = found.get(self.rank - 1), found.get(self.rank)
 
     @staticmethod
     def of(group: ProcessGroup | None) -> Ranks | None:
@@ -113,12 +112,16 @@ class Ranks:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         size = torch.tensor([text.numel()])
-        self._wait(lambda: dist.all_gather(sizes, size, group=self._meetings, async_op=True))
+        self._wait(
+            lambda: self._meetings.allgather([sizes], [size], _options(dist.distributed_c10d.AllgatherOptions()))
+        )
         longest = max(int(each) for each in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: text.numel()] = text
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-        self._wait(lambda: dist.all_gather(texts, padded, group=self._meetings, async_op=True))
+        self._wait(
+            lambda: self._meetings.allgather([texts], [padded], _options(dist.distributed_c10d.AllgatherOptions()))
+        )
         return [json.loads(bytes(t[: int(n)].numpy())) for t, n in zip(texts, sizes, strict=True)]
 
     # -- sums of gradients ----------------------------------------------------------------------------------
@@ -149,8 +152,10 @@ class Ranks:
         return self._transfer(Packet.into(out), self._totals, self.size - 1, go_on)
 
     def _transfer(self, packet: Packet, group: Any, source: int, go_on: GoOn) -> list[bool]:
+        options = _options(dist.BroadcastOptions())
+        options.rootRank = source
         for part in packet.parts():
-            self._wait(lambda part=part: dist.broadcast(part, group=group, group_src=source, async_op=True), go_on)
+            self._wait(lambda part=part: group.broadcast([part], options), go_on)
         return packet.present
 
     def wait_until_agreed(self, go_on: GoOn) -> None:
@@ -176,9 +181,9 @@ class Ranks:
             raise self._watch.reason(error) from error
 
 
-def _group(members: Sequence[int]) -> Any:
-    """A group of our own; only its members make it."""
-    return dist.new_group(list(members), timeout=_MOST_S, backend="gloo", use_local_synchronization=True)
+def _options(made: Any) -> Any:
+    made.timeout = _TRANSFER
+    return made
 
 
 def check_ranks(group: ProcessGroup | None, device: Device, kernels: str) -> None:

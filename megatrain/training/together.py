@@ -2,8 +2,8 @@
 
 A step has two meetings. Before it runs, each rank tells how much its micro-batches count, and a digest of everything
 that must not differ. Before its first backward, each rank tells that its forward has succeeded; until then a rank may
-run it again, with all others, and a failure leaves no trace on any rank. From then on sums of gradients travel, and a rank
-that fails ends the training of all: some may have updated what others have not.
+run it again, with all others, and a failure leaves no trace on any rank. From then on sums of gradients travel, and a
+rank that fails ends the training of all: some may have updated what others have not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -98,7 +98,8 @@ class Together:
         is_quiet = self._stage != _AGREED and not self._is_telling and isinstance(error, Exception)
         if found is None and is_quiet:
             again = self._stage == _RUNNING_FORWARD and isinstance(error, GuardFailedError)
-            self._tell(ranks, {"again": True} if again else {"failed": _words(error)})
+            with nullcontext() if again else suppress(RanksError):  # of several failures each rank raises its own
+                self._tell(ranks, {"again": True} if again else {"failed": _words(error)})
             return
         if found is not None and is_quiet:
             return  # it was said in a meeting, in which all ranks were

@@ -33,7 +33,7 @@ class Case:
         compile: Options of `compile`.
         options: More options of the step.
         is_weighted: Micro-batches count as many rows as they have.
-        frozen: Parameters whose names begin so aren't trained.
+        draws: Whether the model's dropouts draw.
     """
 
     task: str
@@ -43,6 +43,7 @@ class Case:
     compile: Mapping[str, Any] = field(default_factory=dict[str, Any])
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_weighted: bool = False
+    draws: bool = False
 
     def batches(self, step: int) -> list[list[Any]]:
         """The micro-batches of a step, by rank; sizes differ."""
@@ -61,6 +62,7 @@ def rows(batch: Any) -> int:
 def begin(case: Case, group: Any = None, **options: Any) -> tuple[Any, Any, megatrain.TrainStep]:
     task = OURS[case.task]
     compiled = megatrain.compile(task.build(), device="cpu", process_group=group, **case.compile)
+    compiled.train(case.draws)
     optimizer = OPTIMIZERS[case.optimizer](compiled.megatrain.model)
     weight = {"weight": rows} if case.is_weighted else {}
     settings = {**MODES[case.mode], **case.options, **weight, **options}
