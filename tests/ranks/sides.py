@@ -8,15 +8,57 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
 import megatrain
 from tests.comparing import snapshot
 from tests.training.adapters import adapted_llama
-from tests.training.parity import MODES, TASKS, Task, adamw, labelled, listed, sgd
+from tests.training.parity import MODES, TASKS, Task, adamw, ids, labelled, listed, sgd
+
+
+class Tied(nn.Module):
+    """Its first and its last block have one weight, whose gradient is a sum over both; a bias is used by some batches.
+
+    Half of the parameters are frozen if `is_adapted`.
+    """
+
+    def __init__(self, *, is_adapted: bool = False):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(8, 11)
+        self.head.weight = self.embedding.weight
+        self.blocks[1].requires_grad_(not is_adapted)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + self.drop(block(x))
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
+
+
+def tied_batch(step: int, size: int) -> Any:
+    return {"ids": ids(step, size, vocab=11), "targets": ids(step + 50, size, vocab=11)}
+
+
+def seeded(**options: Any) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1234)
+        return Tied(**options)
+
+
+def own(result: Any, batch: Any) -> torch.Tensor:
+    return result["loss"]
+
 
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
 OURS: dict[str, Task] = {
     **TASKS,
+    "tied": Task(seeded, tied_batch, own),
+    "adapted": Task(lambda: seeded(is_adapted=True), tied_batch, own),
     "lora": Task(lambda: adapted_llama(("q_proj", "v_proj"), rank=4, scale=2.0, dropout=0.0), labelled),
 }
 
