@@ -1,0 +1,205 @@
+"""A rank that fails, ends or differs is named by an error on every other rank, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatrain
+from tests.models import Stack
+from tests.ranks.processes import Processes
+from tests.ranks.sides import Case, begin
+from tests.training.parity import seeded_stack, square, stack_batch
+
+CASE = Case("stack", "overlap", [(1, 1, 1)] * 4)
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    made = Processes(3)
+    yield made
+    made.close()
+
+
+def batch(step: int, rank: int) -> Any:
+    return CASE.batches(step)[rank]
+
+
+def refused(work: Callable[[], object]) -> str:
+    """What was raised, or nothing."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# -- what differs --------------------------------------------------------------------------------------------
+
+
+def differing(rank: int, what: str) -> str:
+    """Rank 1 has something else than the others."""
+    is_odd = rank == 1
+    model = seeded_stack(4) if what != "width" or not is_odd else Stack(4, 6)
+    if what == "value" and is_odd:
+        model.head.bias.data[0] += 1
+    compiled = megatrain.compile(model, device="cpu", process_group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if what != "lr" or not is_odd else 0.2)
+    clip = {"max_grad_norm": 1.0} if what == "clip" and is_odd else {}
+    step = megatrain.TrainStep(compiled, optimizer, loss=square, **clip)
+    text = refused(lambda: step(stack_batch(rank, 2)))
+    # Nothing has happened, so that ranks which are made alike can go on.
+    assert step.progress.count == 0
+    if what == "lr":
+        optimizer.param_groups[0]["lr"] = 0.1
+        step(stack_batch(rank, 2))
+        assert step.progress.count == 1
+    return text
+
+
+DIFFERENCES = {
+    "width": r"what block \d trains is .* on rank 0, but .* on rank 1",
+    "value": r"the value of `head.bias` is f32\[2\] with the digest \w+ on rank 0, but f32.* on rank 1",
+    "lr": "lr of group 0 of optimizer 0 is 0.1 on rank 0, but 0.2 on rank 1",
+    "clip": "max_grad_norm is None on rank 0, but 1.0 on rank 1",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_ranks_that_differ_are_refused_on_each_with_the_difference(what: str, three: Processes):
+    texts = three.run(differing, what)
+    assert len(set(texts)) == 1
+    assert re.match(f"RanksError: the ranks differ: {DIFFERENCES[what]}", texts[0]), texts[0]
+
+
+# -- before all have agreed ----------------------------------------------------------------------------------
+
+
+def failing_early(rank: int) -> tuple[list[str], int]:
+    """Rank 1 gives a bad batch once; then all go on."""
+    step = begin(CASE, dist.group.WORLD)[2]
+    texts = []
+    for number in range(3):
+        given = [] if number == 1 and rank == 1 else batch(number, rank)
+        texts.append(refused(lambda given=given: step(given)))
+    return texts, step.progress.count
+
+
+def test_a_rank_that_fails_before_the_step_leaves_all_as_they_were(three: Processes):
+    found = three.run(failing_early)
+    assert [count for _, count in found] == [2, 2, 2]
+    assert found[1][0][1].startswith("ExecuteError: a step was called with an empty list.")
+    for rank in (0, 2):
+        first, second, third = found[rank][0]
+        assert (first, third) == ("", "")
+        assert second.startswith("RanksError: rank 1 failed before the step: ExecuteError: a step was called with")
+
+
+# -- in the middle -------------------------------------------------------------------------------------------
+
+
+def failing_late(rank: int) -> list[str]:
+    """The second loss of rank 1 raises."""
+    step = begin(CASE, dist.group.WORLD)[2]
+    own = step._taking._loss
+
+    def loss(result: Any, given: Any) -> torch.Tensor:
+        if rank == 1 and step.progress.count == 1:
+            raise ValueError("no loss today")
+        assert own is not None
+        return own(result, given)
+
+    step._taking._loss = loss
+    return [refused(lambda number=number: step(batch(number, rank))) for number in range(3)]
+
+
+def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Processes):
+    began = time.monotonic()
+    found = three.run(failing_late)
+    assert time.monotonic() - began < 30
+    assert [texts[0] for texts in found] == ["", "", ""]
+    assert found[1][1] == "ValueError: no loss today"
+    for rank in (0, 2):
+        assert found[rank][1] == "RanksError: rank 1 failed: ValueError: no loss today"
+    for texts in found:
+        assert texts[2].startswith("ExecuteError: the ranks are no longer at the same step")
+
+
+def dying(rank: int, when: str) -> str:
+    """Rank 1 is killed at some place."""
+    step = begin(CASE, dist.group.WORLD)[2]
+    step(batch(0, rank))
+    if rank == 1:
+        if when == "loss":
+            step._taking._loss = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        elif when == "between":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif when == "still":
+            os.kill(os.getpid(), signal.SIGSTOP)
+    return refused(lambda: step(batch(1, rank)))
+
+
+@pytest.mark.parametrize("when", ["loss", "between"])
+def test_a_rank_that_is_killed_is_named(when: str, processes: Processes):
+    began = time.monotonic()
+    found = processes.run(dying, when, of=(0, 2))
+    assert time.monotonic() - began < 40
+    for text in found:
+        assert text.startswith(("RanksError: rank 1 ended: no sign of life", "RanksError: rank 1 failed: it ended"))
+
+
+# -- what isn't possible yet ---------------------------------------------------------------------------------
+
+
+def impossible(rank: int) -> list[str]:
+    group = dist.group.WORLD
+    compiled, _, step = begin(CASE, group)
+    given = batch(0, rank)[0]
+    normed = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    writes = megatrain.TrainStep(
+        megatrain.compile(normed, device="cpu", process_group=group),
+        torch.optim.SGD(normed.parameters(), lr=0.1),
+        loss=square,
+    )
+    inductor = {"kernels": "inductor", "process_group": group}
+    return [
+        refused(lambda: compiled(given).sum().backward()),
+        refused(lambda: step.measure([given])),
+        refused(lambda: writes(given)),
+        refused(lambda: megatrain.compile(seeded_stack(1), device="cpu", **inductor)),
+    ]
+
+
+def test_what_several_ranks_cannot_do_is_refused_by_name(three: Processes):
+    texts = (
+        "ExecuteError: loss.backward() of a model that was compiled with process_group= isn't possible.",
+        "ExecuteError: step.measure isn't possible with a process_group of 3 ranks.",
+        "ExecuteError: the forward writes the buffer `1.running_mean`, which can't be trained by several ranks.",
+        'OptionError: process_group= has 3 ranks, but kernels="inductor".',
+    )
+    for found in three.run(impossible):
+        assert [text.partition("\n")[0] for text in found] == list(texts)
+
+
+def test_a_group_of_one_rank_is_a_process_alone():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        compiled = megatrain.compile(seeded_stack(2), device="cpu", process_group=dist.group.WORLD)
+        assert compiled.megatrain.ranks is None
+        compiled(stack_batch(0, 2)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_group_is_one():
+    with pytest.raises(megatrain.OptionError, match="process_group"):
+        megatrain.compile(seeded_stack(2), process_group="gloo")  # pyright: ignore[reportArgumentType]
