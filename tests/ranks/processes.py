@@ -6,8 +6,6 @@ import io
 import multiprocessing as mp
 import os
 import signal
-import sys
-import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-WAIT_S = 120.0
+WAIT_S = 100.0
 
 
 class Processes:
@@ -75,12 +73,10 @@ def _serve(rank: int, size: int, port: int, inbox: Any, outbox: Any) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=WAIT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     while True:
-        function, arguments = inbox.get()
         try:
+            function, arguments = inbox.get()
             found = function(rank, *arguments)
         except BaseException as error:
-            if "-v" in sys.argv:
-                traceback.print_exc()
             found = error
         content = io.BytesIO()
         torch.save(found, content)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import megatrain
-from tests.models import Stack
+from tests.ranks.failing import differing, dying, failing_early, failing_late, impossible
 from tests.ranks.processes import Processes
-from tests.ranks.sides import Case, begin
-from tests.training.parity import seeded_stack, square, stack_batch
-
-CASE = Case("stack", "overlap", [(1, 1, 1)] * 4)
+from tests.training.parity import seeded_stack, stack_batch
 
 
 @pytest.fixture
@@ -29,40 +22,7 @@ def processes() -> Iterator[Processes]:
     made.close()
 
 
-def batch(step: int, rank: int) -> Any:
-    return CASE.batches(step)[rank]
-
-
-def refused(work: Callable[[], object]) -> str:
-    """What was raised, or nothing."""
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 # -- what differs --------------------------------------------------------------------------------------------
-
-
-def differing(rank: int, what: str) -> str:
-    """Rank 1 has something else than the others."""
-    is_odd = rank == 1
-    model = seeded_stack(4) if what != "width" or not is_odd else Stack(4, 6)
-    if what == "value" and is_odd:
-        model.head.bias.data[0] += 1
-    compiled = megatrain.compile(model, device="cpu", process_group=dist.group.WORLD)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if what != "lr" or not is_odd else 0.2)
-    clip = {"max_grad_norm": 1.0} if what == "clip" and is_odd else {}
-    step = megatrain.TrainStep(compiled, optimizer, loss=square, **clip)
-    text = refused(lambda: step(stack_batch(rank, 2)))
-    # Nothing has happened, so that ranks which are made alike can go on.
-    assert step.progress.count == 0
-    if what == "lr":
-        optimizer.param_groups[0]["lr"] = 0.1
-        step(stack_batch(rank, 2))
-        assert step.progress.count == 1
-    return text
 
 
 DIFFERENCES = {
@@ -83,16 +43,6 @@ def test_ranks_that_differ_are_refused_on_each_with_the_difference(what: str, th
 # -- before all have agreed ----------------------------------------------------------------------------------
 
 
-def failing_early(rank: int) -> tuple[list[str], int]:
-    """Rank 1 gives a bad batch once; then all go on."""
-    step = begin(CASE, dist.group.WORLD)[2]
-    texts = []
-    for number in range(3):
-        given = [] if number == 1 and rank == 1 else batch(number, rank)
-        texts.append(refused(lambda given=given: step(given)))
-    return texts, step.progress.count
-
-
 def test_a_rank_that_fails_before_the_step_leaves_all_as_they_were(three: Processes):
     found = three.run(failing_early)
     assert [count for _, count in found] == [2, 2, 2]
@@ -104,21 +54,6 @@ def test_a_rank_that_fails_before_the_step_leaves_all_as_they_were(three: Proces
 
 
 # -- in the middle -------------------------------------------------------------------------------------------
-
-
-def failing_late(rank: int) -> list[str]:
-    """The second loss of rank 1 raises."""
-    step = begin(CASE, dist.group.WORLD)[2]
-    own = step._taking._loss
-
-    def loss(result: Any, given: Any) -> torch.Tensor:
-        if rank == 1 and step.progress.count == 1:
-            raise ValueError("no loss today")
-        assert own is not None
-        return own(result, given)
-
-    step._taking._loss = loss
-    return [refused(lambda number=number: step(batch(number, rank))) for number in range(3)]
 
 
 def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Processes):
@@ -133,20 +68,6 @@ def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Process
         assert texts[2].startswith("ExecuteError: the ranks are no longer at the same step")
 
 
-def dying(rank: int, when: str) -> str:
-    """Rank 1 is killed at some place."""
-    step = begin(CASE, dist.group.WORLD)[2]
-    step(batch(0, rank))
-    if rank == 1:
-        if when == "loss":
-            step._taking._loss = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        elif when == "between":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif when == "still":
-            os.kill(os.getpid(), signal.SIGSTOP)
-    return refused(lambda: step(batch(1, rank)))
-
-
 @pytest.mark.parametrize("when", ["loss", "between"])
 def test_a_rank_that_is_killed_is_named(when: str, processes: Processes):
     began = time.monotonic()
@@ -157,25 +78,6 @@ def test_a_rank_that_is_killed_is_named(when: str, processes: Processes):
 
 
 # -- what isn't possible yet ---------------------------------------------------------------------------------
-
-
-def impossible(rank: int) -> list[str]:
-    group = dist.group.WORLD
-    compiled, _, step = begin(CASE, group)
-    given = batch(0, rank)[0]
-    normed = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    writes = megatrain.TrainStep(
-        megatrain.compile(normed, device="cpu", process_group=group),
-        torch.optim.SGD(normed.parameters(), lr=0.1),
-        loss=square,
-    )
-    inductor = {"kernels": "inductor", "process_group": group}
-    return [
-        refused(lambda: compiled(given).sum().backward()),
-        refused(lambda: step.measure([given])),
-        refused(lambda: writes(given)),
-        refused(lambda: megatrain.compile(seeded_stack(1), device="cpu", **inductor)),
-    ]
 
 
 def test_what_several_ranks_cannot_do_is_refused_by_name(three: Processes):
