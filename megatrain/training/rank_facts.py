@@ -28,7 +28,7 @@ def check_supported(setting: Setting, compiled: Compiled, optimizers: Sequence[O
     """Refuses a step that several ranks can't take with the bits of one process.
 
     Raises:
-        ExecuteError: If the model draws random numbers, writes buffers, or runs its own code.
+        ExecuteError: If the model writes buffers, or runs its own code.
         OptimizerError: If an optimizer has parameters outside the model.
     """
     for program in setting.programs:
@@ -38,12 +38,6 @@ def check_supported(setting: Setting, compiled: Compiled, optimizers: Sequence[O
                 f"the forward writes the buffer `{written[0]}`, which can't be trained by several ranks.\n"
                 "  In one process each micro-batch begins with what the one before has written; ranks run together.\n"
                 "  Use a norm without running statistics (LayerNorm, GroupNorm), or model.eval() for these modules."
-            )
-        if any(template.is_random or template.hides_draws for template in program.templates.values()):
-            raise ExecuteError(
-                "the model draws random numbers, which several ranks can't do yet.\n"
-                "  In one process each micro-batch draws after the one before it.\n"
-                "  Set dropout to 0, or train in one process."
             )
         if program.opaque_calls:
             raise ExecuteError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,7 +114,8 @@ class Taking:
             self.running = running
             try:
                 # No name keeps the run alive: it must end while Ctrl-C is held back, as a `__del__` loses one.
-                self._boundary.run(executor.begin(running.inputs(), watch=watch), running, updates, before)
+                options: dict[str, Any] = {"watch": watch, "dealt": self._together.dealt}
+                self._boundary.run(executor.begin(running.inputs(), **options), running, updates, before)
                 self._completion.mark()  # here, where Ctrl-C is held back
             finally:
                 self.running = None

@@ -21,9 +21,12 @@ from megatrain.errors import ExecuteError, RanksError
 from megatrain.files.digest import digest_of
 from megatrain.optim.impostor import Optimizer
 from megatrain.ranks.ranks import Ranks
+from megatrain.runtime.draws import DealtDraws
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.rng import GlobalGenerators
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.training.boundary import Boundary, NotFiniteError, Progress
+from megatrain.training.rank_draws import deal
 from megatrain.training.rank_facts import Facts, check_supported, facts_of, values_of
 from megatrain.training.setup import Setting
 from megatrain.training.shares import Counts, Shares
@@ -43,6 +46,9 @@ class Together:
         compiled: The model, with its ranks.
         optimizers: In the order of their steps.
         rules: Options of the step that must be the same on all ranks.
+
+    Attributes:
+        dealt: The random numbers of this rank in the present step; None if the model draws none, or trains alone.
     """
 
     def __init__(self, compiled: Compiled, optimizers: Sequence[Optimizer], rules: Mapping[str, object]):
@@ -53,6 +59,7 @@ class Together:
         self._stage = _MEETING
         self._is_telling = False
         self._is_compared = False
+        self.dealt: DealtDraws | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -128,7 +135,7 @@ class Together:
         return words
 
     def meet(self, setting: Setting, executor: Executor, counts: Counts, progress: Progress) -> Shares:
-        """Compares everything that must not differ, and finds the share of each micro-batch.
+        """Compares everything that must not differ; finds the share of each micro-batch, and `dealt`.
 
         Args:
             setting: What runs here.
@@ -140,18 +147,26 @@ class Together:
             RanksError: If the ranks differ.
             OptionError: See `Shares`.
             ExecuteError: If the model is one that several ranks can't train.
+            DrawsError: If it draws random numbers that can't be drawn ahead.
         """
-        assert self._ranks is not None
+        ranks = self._ranks
+        assert ranks is not None
         check_supported(setting, self._compiled, self._optimizers)
         facts = facts_of(executor, self._compiled, self._optimizers, self._rules, progress)
         if not self._is_compared:
             facts |= values_of(self._compiled, self._optimizers)
-        words = self._tell(self._ranks, {"digest": _digest(facts), **counts.said()})
+        is_random = any(t.is_random for program in setting.programs for t in program.templates.values())
+        words = self._tell(ranks, {"digest": _digest(facts), "random": is_random, **counts.said()})
         if len({word["digest"] for word in words}) > 1:
-            self._refuse(self._ranks, facts)
+            self._refuse(ranks, facts)
         self._is_compared = True
+        self.dealt = None
+        if any(word["random"] for word in words):
+            numbers = [len(word["counts"]) for word in words]
+            device = self._compiled.options.device
+            self.dealt = deal(lambda word: self._tell(ranks, word), ranks.rank, numbers, executor.draws, device)
         self._stage = _RUNNING_FORWARD
-        return Shares(counts, others=words, rank=self._ranks.rank)
+        return Shares(counts, others=words, rank=ranks.rank)
 
     def _refuse(self, ranks: Ranks, facts: Facts) -> None:
         """Finds what differs: all ranks say the same."""
@@ -181,6 +196,25 @@ class Together:
             raise AgainError
         self._stage = _AGREED
         self._ranks.agreed.set()
+
+    @contextmanager
+    def watching_loss(self) -> Generator[None]:
+        """Runs the code of a loss.
+
+        Raises:
+            ExecuteError: If it moves generators which on one process would go on to the next micro-batch.
+        """
+        if self._ranks is None or self.dealt is not None:
+            yield  # in its own generators
+            return
+        before = GlobalGenerators.now(self._compiled.options.device)
+        yield
+        if not before.is_same(GlobalGenerators.now(self._compiled.options.device)):
+            raise ExecuteError(
+                "the loss draws random numbers, which several ranks can't do for a model that draws none.\n"
+                "  In one process the losses of all micro-batches draw one after the other.\n"
+                "  Draw in the model, or train in one process."
+            )
 
     def sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum of the losses of all micro-batches, in their order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -31,6 +32,10 @@ class Agrees(Protocol):
 
     def vote(self) -> None:
         """Waits until all ranks have run the forward."""
+
+    def watching_loss(self) -> AbstractContextManager[None]:
+        """Runs the code of a loss, which must not draw what other ranks would draw after it."""
+        ...
 
 
 class Running:
@@ -125,7 +130,7 @@ class Running:
             next(of_results) if trained else t.requires_grad_(b)
             for t, trained, b in zip(outputs, is_trained, returned, strict=True)
         ]
-        with torch.enable_grad():
+        with torch.enable_grad(), self._together.watching_loss():
             traced.leave(given, own.tensors)
             result = traced.result(given, own.tensors)
             loss = loss_of(result, self._setting.batches[micro_batch], self._loss)
