@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -119,17 +120,27 @@ def state_of(compiled: Any, optimizer: Any, step: megatrain.TrainStep) -> dict[s
     return {**found, "masters": pieces, "progress": asdict(step.progress)}
 
 
-def train(case: Case, group: Any, rank: int | None) -> dict[str, Any]:
-    """Takes the steps of a case, of one rank or of all ranks' micro-batches together."""
-    torch.manual_seed(5)
-    compiled, optimizer, step = begin(case, group)
+def take(case: Case, rank: int | None, step: megatrain.TrainStep, numbers: Sequence[int]) -> dict[str, Any]:
+    """Takes some steps of a case, of one rank or of all ranks' micro-batches together."""
     losses: list[torch.Tensor] = []
     norms: list[Any] = []
-    for number in range(len(case.deal)):
+    for number in numbers:
         by_rank = case.batches(number)
         losses.append(step([b for each in by_rank for b in each] if rank is None else by_rank[rank]))
         norms.append(step.progress.grad_norm)
-    return {"losses": losses, "norms": norms, **state_of(compiled, optimizer, step)}
+    return {"losses": losses, "norms": norms}
+
+
+def train(case: Case, group: Any, rank: int | None) -> dict[str, Any]:
+    """Takes the steps of a case. The generators of ranks other than the first stay as they are."""
+    torch.manual_seed(5)
+    compiled, optimizer, step = begin(case, group)
+    torch.manual_seed(6 + (rank or 0))
+    taken = take(case, rank, step, range(len(case.deal)))
+    found = {**taken, **state_of(compiled, optimizer, step)}
+    if rank:
+        assert torch.equal(found.pop("generator"), torch.Generator().manual_seed(6 + rank).get_state())
+    return found
 
 
 def train_here(rank: int, case: Case) -> Any:
@@ -137,3 +148,25 @@ def train_here(rank: int, case: Case) -> Any:
     size = len(case.deal[0])
     group: Any = dist.new_group(list(range(size)))
     return train(case, group, rank) if rank < size else None
+
+
+def resume_here(rank: int, case: Case, folder: str, start: int, saves: bool) -> Any:
+    """Begins at a step, from a checkpoint unless it is the first; saves after the steps, or returns everything."""
+    size = len(case.deal[0])
+    group: Any = dist.new_group(list(range(size)))
+    return resume(case, group, rank, folder, start, saves=saves) if rank < size else None
+
+
+def resume(case: Case, group: Any, rank: int | None, folder: str, start: int, *, saves: bool) -> Any:
+    torch.manual_seed(6)
+    compiled, optimizer, step = begin(case, group)
+    if start:
+        task = OURS[case.task]
+        options = {**MODES[case.mode], **case.options}
+        del step
+        step = megatrain.TrainStep.load(folder, compiled, optimizer, loss=task.loss, **options)
+    taken = take(case, rank, step, range(start, len(case.deal)))
+    if saves:
+        step.save(folder)
+        return os.path.exists(folder)
+    return {**taken, **state_of(compiled, optimizer, step)}

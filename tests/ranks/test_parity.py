@@ -17,6 +17,7 @@ CASES = {
     "tied-deferred-copy": Case("tied", "deferred", TWO, compile={"transfer": "copy"}),
     "tied-overlap-bf16": Case("tied", "overlap", THREE, compile={"precision": "bf16"}, options={"report_norm": True}),
     "adapted-serial-sum": Case("adapted", "serial", TWO, optimizer="sgd", options={"reduce": "sum"}),
+    "tied-spread-dropout": Case("tied", "spread", THREE, draws=True),
     "stack-serial-clipped": Case("stack", "serial_clipped", THREE, compile={"transfer": "copy", "block_bytes": "100B"}),
 }
 FURTHER = {
@@ -25,7 +26,7 @@ FURTHER = {
     for mode in MODES
     for transfer in ("bind", "copy")
 }
-LARGE = {task: Case(task, "spread", TWO, is_weighted=True) for task in ("gpt", "llama", "t5", "lora")}
+LARGE = {task: Case(task, "spread", TWO, is_weighted=True, draws=True) for task in ("gpt", "llama", "t5", "lora")}
 
 
 def assert_parity(case: Case, processes: Processes) -> None:
@@ -33,7 +34,8 @@ def assert_parity(case: Case, processes: Processes) -> None:
     expected = train(case, None, None)
     for rank in range(len(case.deal[0])):
         assert not isinstance(found[rank], BaseException), found[rank]
-        assert_same(expected, found[rank], f"rank {rank}")
+        wanted = {name: value for name, value in expected.items() if name in found[rank]}
+        assert_same(wanted, found[rank], f"rank {rank}")
 
 
 @pytest.mark.parametrize("name", CASES)
