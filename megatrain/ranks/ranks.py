@@ -17,7 +17,7 @@ from megatrain.checks import Rule
 from megatrain.device import Device
 from megatrain.errors import OptionError, RanksError
 from megatrain.ranks.packet import Packet, Spec
-from megatrain.ranks.watch import LOOK_S, Watch
+from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,7 +26,11 @@ else:  # torch may be built without; then nothing is one
 
 MEETING_S = 600.0
 """How long a rank waits for the others to call `compile`."""
-_MEETING, _TRANSFER = timedelta(seconds=MEETING_S), timedelta(days=7)  # ranks that live are waited for; see `Watch`
+_MEETING = timedelta(seconds=MEETING_S)
+_TRANSFER = timedelta(days=7)  # ranks that live are waited for; see `SignsOfLife`
+    timedelta(seconds=MEETING_S),
+    timedelta(days=7),
+)  # ranks that live are waited for; see `SignsOfLife`
 _made: Counter[str] = Counter()
 
 PROCESS_GROUP = Rule(
@@ -62,7 +66,7 @@ class Ranks:
         name = f"{group.group_name}/{_made[group.group_name]}"
         _made[group.group_name] += 1
         store = dist.PrefixStore(f"megatrain/{name}", group.get_group_store().clone())
-        self._watch = Watch(store, self.rank, self.size)
+        self._signs = SignsOfLife(store, self.rank, self.size)
         self._meet()
 
         def gloo(what: str, first: int, size: int) -> Any:
@@ -85,8 +89,8 @@ class Ranks:
 
     def _meet(self) -> None:
         until = time.monotonic() + MEETING_S
-        while missing := self._watch.missing():
-            self._watch.look()
+        while missing := self._signs.missing():
+            self._signs.look()
             if time.monotonic() > until:
                 names = ", ".join(map(str, missing))
                 raise RanksError(
@@ -98,7 +102,7 @@ class Ranks:
 
     def announce(self, text: str) -> None:
         """Tells all ranks that wait for this one that it has failed."""
-        self._watch.announce(text)
+        self._signs.announce(text)
 
     def exchange(self, value: Any) -> list[Any]:
         """Gives a value to all ranks; returns those of all, by rank.
@@ -175,10 +179,10 @@ class Ranks:
             future.add_done_callback(lambda _: over.set())
             while not over.wait(LOOK_S):
                 go_on()
-                self._watch.look()
+                self._signs.look()
             future.value()
         except RuntimeError as error:
-            raise self._watch.reason(error) from error
+            raise self._signs.reason(error) from error
 
 
 def _options(made: Any) -> Any:

@@ -7,39 +7,13 @@ one handler of the runtime, and one rule of the checker, which shares nothing wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.items import NO_BLOCK, Effect, Item, Sections, Stream, divided
+from megatrain.scheduler.items import NO_BLOCK, Effect, Item, OpKind, Sections, Stream, divided
 from megatrain.scheduler.parking import Parks, turn_block
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
-
-
-@dataclass(frozen=True, slots=True)
-class OpKind:
-    """One row of the table.
-
-    Args:
-        stream: Where it runs.
-        what: One letter.
-        effect: Its effect, as a function of step, block and micro-batch.
-        workspace: Device bytes that it takes while it runs, beyond the items that it makes; None if it takes none.
-        per_micro_batch: Whether it runs once for each micro-batch, or once for all of them.
-        has_block: Whether it concerns one block.
-        has_slot: Whether it fills a slot.
-        has_sections: Whether it may do its work on one section of its block.
-    """
-
-    stream: Stream
-    what: str
-    effect: Callable[[Effects, int, int], Effect]
-    workspace: Callable[[Effects, int, int], int] | None = None
-    per_micro_batch: bool = False
-    has_block: bool = True
-    has_slot: bool = False
-    has_sections: bool = False
 
 
 class Effects:
@@ -263,14 +237,13 @@ def _return(step: Effects, block: int, micro_batch: int) -> Effect:
 
 def _offload(step: Effects, block: int, micro_batch: int) -> Effect:
     makes = (Item("landed", block), Item("left", NO_BLOCK)) if step.kind.holds_gradients else ()
-    if step.kind.sends:  # the total comes from the last rank, to the host
-        return Effect((Item("passed", block),), makes)
+    if step.kind.sends:
+        return Effect((Item("passed", block),), makes)  # the total comes from the last rank, to the host
     return Effect((Item("parameters", block),), makes, moves=step.copied(step.workload.blocks[block].gradient_bytes))
 
 
 def _receive(step: Effects, block: int, micro_batch: int) -> Effect:
-    moves = step.workload.blocks[block].gradient_bytes
-    return Effect(adds=(Item("parameters", block),), moves=moves)
+    return Effect(adds=(Item("parameters", block),), moves=step.workload.blocks[block].gradient_bytes)
 
 
 def _pass(step: Effects, block: int, micro_batch: int) -> Effect:

@@ -1,10 +1,11 @@
-"""Items: the things that ops read and make, and the memory of each; Effect: what one op does to them; Stream: where."""
+"""Items: the things that ops read and make, and the memory of each; Effect and OpKind: what ops do; Stream: where."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from megatrain.hardware.work import Works
 from megatrain.sizes import Section
@@ -100,6 +101,31 @@ class Effect:
     adds: tuple[Item, ...] = ()
     moves: int = 0
     work: Works = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpKind:
+    """One row of the table.
+
+    Args:
+        stream: Where it runs.
+        what: One letter.
+        effect: Its effect, as a function of the step's `Effects`, block and micro-batch.
+        workspace: Device bytes that it takes while it runs, beyond the items that it makes; None if it takes none.
+        per_micro_batch: Whether it runs once for each micro-batch, or once for all of them.
+        has_block: Whether it concerns one block.
+        has_slot: Whether it fills a slot.
+        has_sections: Whether it may do its work on one section of its block.
+    """
+
+    stream: Stream
+    what: str
+    effect: Callable[[Any, int, int], Effect]
+    workspace: Callable[[Any, int, int], int] | None = None
+    per_micro_batch: bool = False
+    has_block: bool = True
+    has_slot: bool = False
+    has_sections: bool = False
 
 
 ITEMS: dict[str, ItemKind] = {

@@ -23,6 +23,8 @@ from megatrain.scheduler.timing.costs import Measured
 from megatrain.scheduler.timing.timed_run import TimedRun
 from megatrain.sizes import SIZE
 from megatrain.training import saved_step as checkpoint
+from megatrain.training.attempts.taking import Taking
+from megatrain.training.attempts.together import Together
 from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
@@ -30,8 +32,6 @@ from megatrain.training.given_plan import plan_of
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
 from megatrain.training.setup import Setup, known
 from megatrain.training.shares import Counts, Weight, check_reduce
-from megatrain.training.taking import Taking
-from megatrain.training.together import Together
 
 
 class TrainStep:

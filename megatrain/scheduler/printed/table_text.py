@@ -121,8 +121,7 @@ def parse_table(text: str, workload: Workload | None = None) -> Table:
         ScheduleError: With the number of the line that can't be read, and the line.
     """
     read = _Read()
-    lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines := text.splitlines(), start=1):
         if line.strip():
             _at_line(number, line.strip(), _reader_of(line, read), read)
     _at_line(max(1, len(lines)), lines[-1].strip() if lines else "", _check_complete, read)

@@ -25,9 +25,9 @@ from megatrain.runtime.draws import DealtDraws
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import GlobalGenerators
 from megatrain.tracer.expectations import GuardFailedError
+from megatrain.training.attempts.rank_draws import deal
+from megatrain.training.attempts.rank_facts import Facts, check_supported, facts_of, values_of
 from megatrain.training.boundary import Boundary, NotFiniteError, Progress
-from megatrain.training.rank_draws import deal
-from megatrain.training.rank_facts import Facts, check_supported, facts_of, values_of
 from megatrain.training.setup import Setting
 from megatrain.training.shares import Counts, Shares
 

@@ -15,12 +15,12 @@ from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import RngState
 from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.tracer.expectations import GuardFailedError
+from megatrain.training.attempts.together import AgainError, Together
 from megatrain.training.batch import MicroBatch
 from megatrain.training.boundary import Boundary
 from megatrain.training.completion import Completion
 from megatrain.training.setup import Setting, Setup
 from megatrain.training.shares import Counts, Shares
-from megatrain.training.together import AgainError, Together
 from megatrain.training.trainer import Running
 
 

@@ -1,4 +1,4 @@
-"""Watch: finds out that another rank has failed, has ended or stands still, and which one."""
+"""SignsOfLife: finds out that another rank has failed, has ended or stands still, and which one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BROKEN_S = 5.0
 """How long to look for the reason of a broken connection, and how long the rank that broke it has been silent then."""
 
 
-class Watch:
+class SignsOfLife:
     """Signs of life and announced failures of all ranks, in the store of their process group.
 
     Args:
@@ -129,6 +129,6 @@ def _beat(store: Any, rank: int, stop: threading.Event) -> None:
         try:
             store.set(f"alive/{rank}", str(count))
         except RuntimeError:
-            return  # the store is gone; whoever waits finds out
+            return  # the store is gone; a rank that waits finds out
         count += 1
         stop.wait(BEAT_S)
