@@ -28,9 +28,6 @@ MEETING_S = 600.0
 """How long a rank waits for the others to call `compile`."""
 _MEETING = timedelta(seconds=MEETING_S)
 _TRANSFER = timedelta(days=7)  # ranks that live are waited for; see `SignsOfLife`
-    timedelta(seconds=MEETING_S),
-    timedelta(days=7),
-)  # ranks that live are waited for; see `SignsOfLife`
 _made: Counter[str] = Counter()
 
 PROCESS_GROUP = Rule(
@@ -65,7 +62,8 @@ class Ranks:
         self.agreed = threading.Event()
         name = f"{group.group_name}/{_made[group.group_name]}"
         _made[group.group_name] += 1
-        store = dist.PrefixStore(f"megatrain/{name}", group.get_group_store().clone())
+        of_group: Any = group.get_group_store()
+        store = dist.PrefixStore(f"megatrain/{name}", of_group.clone())
         self._signs = SignsOfLife(store, self.rank, self.size)
         self._meet()
 

@@ -34,13 +34,13 @@ def refused(work: Callable[[], object]) -> str:
 def differing(rank: int, what: str) -> str:
     """Rank 1 has something else than the others."""
     is_odd = rank == 1
-    model = seeded_stack(4) if what != "width" or not is_odd else Stack(4, 6)
+    model: Any = seeded_stack(4) if what != "width" or not is_odd else Stack(4, 6)
     if what == "value" and is_odd:
         model.head.bias.data[0] += 1
     compiled = megatrain.compile(model, device="cpu", process_group=dist.group.WORLD)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if what != "lr" or not is_odd else 0.2)
-    clip = {"max_grad_norm": 1.0} if what == "clip" and is_odd else {}
-    step = megatrain.TrainStep(compiled, optimizer, loss=square, **clip)
+    clip = 1.0 if what == "clip" and is_odd else None
+    step = megatrain.TrainStep(compiled, optimizer, loss=square, max_grad_norm=clip)
     text = refused(lambda: step(stack_batch(rank, 2)))
     # Nothing has happened, so that ranks which are made alike can go on.
     assert step.progress.count == 0
@@ -82,7 +82,8 @@ def dying(rank: int, when: str) -> str:
     step(batch(0, rank))
     if rank == 1:
         if when == "loss":
-            step._taking._loss = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            kill: Any = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+            step._taking._loss = kill
         elif when == "between":
             os.kill(os.getpid(), signal.SIGKILL)
         elif when == "still":
