@@ -1,4 +1,4 @@
-"""Sums of gradients between ranks: where they travel, which tables are refused, and that ranks never wait in a circle."""
+"""Sums of gradients between ranks: where they travel, which tables are refused; ranks never wait in a circle."""
 
 from __future__ import annotations
 
