@@ -270,7 +270,7 @@ class Operations:
         else:
             gradients = taken.calls[0].parameter_gradients[block.index]
             if is_total and kind.receives:
-                # Ahead of the sums over several blocks, which may be made in the same memory.
+                # Ahead of all that may write into them: sums over several blocks, hooks, updates.
                 self._rank_sums.spread(block.index, gradients)
         completes = loaded.facts.completes[block.index]
         self.sink.receive(block.index, block.binding, gradients, completes, instruction.landing)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import megatrain
+from megatrain.ranks import signs_of_life
 from tests.models import Stack
 from tests.ranks.sides import Case, begin
 from tests.training.parity import seeded_stack, square, stack_batch
@@ -76,8 +77,9 @@ def failing_late(rank: int) -> list[str]:
     return [refused(lambda number=number: step(batch(number, rank))) for number in range(3)]
 
 
-def dying(rank: int, when: str) -> str:
-    """Rank 1 is killed at some place."""
+def dying(rank: int, when: str, silent_s: float) -> str:
+    """Rank 1 is killed at some place, or stands still."""
+    signs_of_life.SILENT_S = silent_s
     step = begin(CASE, dist.group.WORLD)[2]
     step(batch(0, rank))
     if rank == 1:

@@ -77,6 +77,7 @@ class Case:
         options: More options of the step.
         is_weighted: Micro-batches count as many rows as they have.
         draws: Whether the model's dropouts draw.
+        looks: Whether rank 1 looks at its parameters after each step, which completes its updates.
     """
 
     task: str
@@ -87,6 +88,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_weighted: bool = False
     draws: bool = False
+    looks: bool = False
 
     def batches(self, step: int) -> list[list[Any]]:
         """The micro-batches of a step, by rank; sizes differ."""
@@ -128,6 +130,8 @@ def take(case: Case, rank: int | None, step: megatrain.TrainStep, numbers: Seque
         by_rank = case.batches(number)
         losses.append(step([b for each in by_rank for b in each] if rank is None else by_rank[rank]))
         norms.append(step.progress.grad_norm)
+        if case.looks and rank == 1:
+            step.flush()
     return {"losses": losses, "norms": norms}
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import megatrain
 from tests.ranks.failing import differing, dying, failing_early, failing_late, impossible
 from tests.ranks.processes import Processes
+from tests.tiers import wide
 from tests.training.parity import seeded_stack, stack_batch
 
 
@@ -68,10 +69,10 @@ def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Process
         assert texts[2].startswith("ExecuteError: the ranks are no longer at the same step")
 
 
-@pytest.mark.parametrize("when", ["loss", "between"])
-def test_a_rank_that_is_killed_is_named(when: str, processes: Processes):
+@pytest.mark.parametrize("when", ["loss", wide("between"), wide("still")])
+def test_a_rank_that_is_killed_or_stands_still_is_named(when: str, processes: Processes):
     began = time.monotonic()
-    found = processes.run(dying, when, of=(0, 2))
+    found = processes.run(dying, when, 6.0, of=(0, 2))
     assert time.monotonic() - began < 40
     for text in found:
         assert text.startswith(("RanksError: rank 1 ended: no sign of life", "RanksError: rank 1 failed: it ended"))

@@ -78,6 +78,9 @@ def facts_of(
         "precision": options.precision,
         "masters": options.masters,
         "chunking": options.chunking,
+        "passes": ", ".join(getattr(each, "__qualname__", type(each).__qualname__) for each in options.passes)
+        or "none",
+        "the number of modules in training mode": str(sum(module.training for module in compiled.model.modules())),
         **{name: str(value) for name, value in rules.items()},
         "the number of steps": str(progress.count),
         "the number of skipped steps": str(progress.skipped),
