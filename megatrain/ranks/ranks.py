@@ -74,6 +74,7 @@ class Ranks:
         pairs = [r for r in (self.rank - 1, self.rank) if 0 <= r < self.size - 1]
         found = {first: gloo(f"pair/{first}", first, 2) for first in pairs}
         self._before, self._after = found.get(self.rank - 1), found.get(self.rank)
+        self._is_abandoned = False
 
     @staticmethod
     def of(group: ProcessGroup | None) -> Ranks | None:
@@ -179,8 +180,23 @@ class Ranks:
                 go_on()
                 self._signs.look()
             future.value()
-        except RuntimeError as error:
-            raise self._signs.reason(error) from error
+        except BaseException as error:
+            self._abandon()
+            if isinstance(error, RuntimeError):
+                raise self._signs.reason(error) from error
+            raise
+
+    def _abandon(self) -> None:
+        """Keeps the groups for the life of the process: the end of a group waits for its transfers, maybe for ever."""
+        if not self._is_abandoned:
+            self._is_abandoned = True
+            groups = self._meetings, self._totals, self._before, self._after
+            # What a thread that never ends holds isn't let go of when Python ends.
+            threading.Thread(target=_hold, args=groups, name="megatrain-abandoned", daemon=True).start()
+
+
+def _hold(*_: object) -> None:
+    threading.Event().wait()
 
 
 def _options(made: Any) -> Any:
