@@ -110,3 +110,13 @@ def impossible(rank: int) -> list[str]:
         refused(lambda: writes(stack_batch(rank, 2))),
         refused(lambda: megatrain.compile(seeded_stack(1), device="cpu", **inductor)),
     ]
+
+
+def saving_alone(rank: int, folder: str) -> tuple[list[str], bool]:
+    """Rank 0 saves where the others take a step; then all do the same again."""
+    _, _, step = begin(CASE, dist.group.WORLD)
+    step(batch(0, rank))
+    texts = [refused(lambda: step.save(folder) if rank == 0 else step(batch(1, rank)))]
+    existed = os.path.exists(folder)
+    texts += [refused(lambda: step(batch(1, rank))), refused(lambda: step.save(folder))]
+    return texts, existed

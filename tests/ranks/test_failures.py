@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import megatrain
-from tests.ranks.failing import differing, dying, failing_early, failing_late, impossible
+from tests.ranks.failing import differing, dying, failing_early, failing_late, impossible, saving_alone
 from tests.ranks.processes import Processes
 from tests.tiers import wide
 from tests.training.parity import seeded_stack, stack_batch
@@ -76,6 +77,15 @@ def test_a_rank_that_is_killed_or_stands_still_is_named(when: str, processes: Pr
     assert time.monotonic() - began < 40
     for text in found:
         assert text.startswith(("RanksError: rank 1 ended: no sign of life", "RanksError: rank 1 failed: it ended"))
+
+
+def test_ranks_in_different_calls_are_refused(three: Processes, tmp_path: Path):
+    found = three.run(saving_alone, str(tmp_path / "run"))
+    text = "RanksError: the ranks are in different calls: rank 0 in save(), rank 1 in a step, rank 2 in a step."
+    for texts, _ in found:
+        assert texts[0].partition("\n")[0] == text
+        assert texts[1:] == ["", ""]
+    assert (tmp_path / "run" / "manifest.json").exists() or any((tmp_path / "run").iterdir())
 
 
 # -- what isn't possible yet ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import nn
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.compiled.inside import Compiled
 from megatrain.errors import ExecuteError, OptimizerError
-from megatrain.files.byte_source import bytes_of
+from megatrain.files.byte_source import bytes_of, obstacle
 from megatrain.files.digest import Digest
 from megatrain.optim.impostor import Optimizer
 from megatrain.runtime.executor import Executor
@@ -126,8 +126,13 @@ def values_of(compiled: Compiled, optimizers: Sequence[Optimizer]) -> Facts:
 
 def _value(value: Any) -> str:
     if isinstance(value, torch.Tensor):
+        if (reason := obstacle(value)) is not None:
+            return f"a tensor that {reason}"
         return repr(value.item()) if value.numel() == 1 else _source_digest(Source.of(value))
-    return repr(value)
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_value, value))})"  # pyright: ignore[reportUnknownArgumentType]
+    # Texts of other objects may have addresses.
+    return repr(value) if isinstance(value, bool | int | float | complex | str | None) else type(value).__qualname__
 
 
 def _source_digest(source: Source) -> str:

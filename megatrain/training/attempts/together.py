@@ -119,19 +119,28 @@ class Together:
         )
         if found is not None and found is not error:
             raise found from error
+        if isinstance(error, GuardFailedError):  # which would have the step run again
+            raise ExecuteError(boundary.broken) from error
 
-    def _tell(self, ranks: Ranks, word: dict[str, Any]) -> list[dict[str, Any]]:
+    def _tell(self, ranks: Ranks, word: dict[str, Any], at: str = "a step") -> list[dict[str, Any]]:
         """Tells all ranks something, and hears what they tell.
 
         Raises:
-            RanksError: If another rank failed.
+            RanksError: If another rank failed, or is elsewhere.
         """
         self._is_telling = True
-        words = ranks.exchange(word)
+        words = ranks.exchange({"at": at, **word})
         self._is_telling = False
         for rank, other in enumerate(words):
             if rank != ranks.rank and "failed" in other:
                 raise RanksError(f"rank {rank} failed before the step: {other['failed']}")
+        if len({other["at"] for other in words}) > 1:
+            places = ", ".join(f"rank {rank} in {other['at']}" for rank, other in enumerate(words))
+            raise RanksError(
+                f"the ranks are in different calls: {places}.\n"
+                "  All ranks take the same steps, and save at the same places.\n"
+                "  Call save() on each rank: rank 0 writes, the others wait."
+            )
         return words
 
     def meet(self, setting: Setting, executor: Executor, counts: Counts, progress: Progress) -> Shares:
@@ -240,7 +249,7 @@ class Together:
             except Exception as caught:
                 error = caught
         said = "" if error is None else _words(error)
-        words = self._ranks.exchange({"what": what, "said": said})
+        words = self._tell(self._ranks, {"said": said}, what)
         if error is not None:
             raise error
         if words[0]["said"]:
