@@ -15,7 +15,7 @@ from torch import nn
 import megatrain
 from tests.comparing import snapshot
 from tests.training.adapters import adapted_llama
-from tests.training.parity import MODES, TASKS, Task, adamw, ids, labelled, listed, sgd
+from tests.training.parity import MODES, TASKS, Task, adamw, ids, labelled, listed, sgd, square, stack_batch
 
 
 class Tied(nn.Module):
@@ -41,6 +41,32 @@ class Tied(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
 
 
+class Branching(nn.Module):
+    """Python code reads a value in the middle: a batch of the other sign runs another capture, found out in a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.rest = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).abs() * x.mean(1, keepdim=True)
+        x = x * 2 if x.mean() > 0 else x.cos()
+        for layer in self.rest:
+            x = layer(x).tanh()
+        return x
+
+
+def branching_batch(step: int, size: int) -> Any:
+    return stack_batch(step, size).abs() * (1 if step % 3 else -1)
+
+
+def branching() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1234)
+        return Branching()
+
+
 def tied_batch(step: int, size: int) -> Any:
     return {"ids": ids(step, size, vocab=11), "targets": ids(step + 50, size, vocab=11)}
 
@@ -58,6 +84,7 @@ def own(result: Any, batch: Any) -> torch.Tensor:
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
 OURS: dict[str, Task] = {
     **TASKS,
+    "branching": Task(branching, branching_batch, square),
     "tied": Task(seeded, tied_batch, own),
     "adapted": Task(lambda: seeded(is_adapted=True), tied_batch, own),
     "lora": Task(lambda: adapted_llama(("q_proj", "v_proj"), rank=4, scale=2.0, dropout=0.0), labelled),

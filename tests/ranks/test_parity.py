@@ -18,6 +18,7 @@ CASES = {
     "tied-overlap-bf16": Case("tied", "overlap", THREE, compile={"precision": "bf16"}, options={"report_norm": True}),
     "adapted-serial-sum": Case("adapted", "serial", TWO, optimizer="sgd", options={"reduce": "sum"}),
     "tied-spread-dropout": Case("tied", "spread", THREE, draws=True),
+    "branching-spread": Case("branching", "spread", [*THREE, *THREE]),
     "stack-spread-looks": Case("stack", "spread", [*TWO, *TWO], looks=True),
     "stack-serial-clipped": Case("stack", "serial_clipped", THREE, compile={"transfer": "copy", "block_bytes": "100B"}),
 }
