@@ -108,5 +108,9 @@ class ReadsParameterError(ExecuteError):
     """The loss of a training step gives a parameter a gradient that doesn't come through the model's results."""
 
 
+class RanksError(MegatrainError):
+    """Another process of a training step failed or ended, or the processes differ where they must not."""
+
+
 class DrawsError(ExecuteError):
     """A model drew an unexpected number of random values in a step of several micro-batches."""

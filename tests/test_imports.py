@@ -26,6 +26,7 @@ GROUPS = (
     "torch_probes",
     "torch_features",
     "device",
+    "ranks",
     "tracer",
     "memory",
     "files",

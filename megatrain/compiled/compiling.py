@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.checks import checked
+from megatrain.checks import checked, optional
 from megatrain.compiled.inside import Compiled
 from megatrain.compiled.module import CompiledModule, compiled_module
 from megatrain.device import Device
@@ -18,10 +18,11 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.optim.masters.narrow_model import narrowed
 from megatrain.options import COMPILE, Options
 from megatrain.passes.pipeline import Rewrite
+from megatrain.ranks.ranks import PROCESS_GROUP, ProcessGroup, Ranks, check_ranks
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 
 
-@checked(**COMPILE)
+@checked(**COMPILE, process_group=optional(PROCESS_GROUP))
 def compile(  # noqa: PLR0913  # the name torch users expect; all but the model are keywords
     model: nn.Module,
     *,
@@ -40,6 +41,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
     hardware: Hardware | str | None = None,
     chunking: str = "auto",
     kernels: str = "eager",
+    process_group: ProcessGroup | None = None,
     chaos: Chaos | None = None,
     recording: Recording | None = None,
 ) -> CompiledModule:
@@ -85,6 +87,9 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             forward and the backward of each template once, by torch.compile; all blocks of the template share the
             result. Numbers differ by rounding. A template that can't be compiled runs on eager's kernels:
             `print(compiled)` says why. See docs/kernels.md.
+        process_group: Processes that train the model together, such as `torch.distributed.group.WORLD` under torchrun;
+            all of them call `compile` at the same time. Each gives a `TrainStep` micro-batches of its own, and all make
+            the same updates, with the bits of one process that has all micro-batches. See docs/several-devices.md.
         chaos: Random delays, poisoned slots and injected faults; for tests.
         recording: Collects the operations that the executor issued; for tests.
 
@@ -97,6 +102,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         LowerError: If one of `passes` doesn't return such a graph, or breaks a rule (now, or at the first call).
         ScheduleError: If `memory` is too small for the largest block.
         WeightsError: If `weights` can't be read, or don't fit the model.
+        RanksError: If another process of `process_group` doesn't call `compile`, or ends meanwhile.
     """
     if isinstance(model, CompiledModule):
         raise OptionError(
@@ -118,7 +124,8 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         chunking,
         kernels,
     )
-    compiled = Compiled(model, options, chaos, recording)
+    check_ranks(process_group, options.device, kernels)
+    compiled = Compiled(model, options, chaos, recording, Ranks.of(process_group))
     module = compiled_module(compiled)
     with narrowed(model, compiled.masters):
         if compiled._weights is not None:

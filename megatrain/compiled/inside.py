@@ -24,6 +24,7 @@ from megatrain.optim.masters.from_files import MasterWeights
 from megatrain.optim.masters.narrow_model import explained, masters_of
 from megatrain.optim.masters.registry import Masters
 from megatrain.options import Options
+from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.autograd import run_step
 from megatrain.runtime.engine import Engine, ordinary_tensors
 from megatrain.runtime.executor import Executor
@@ -44,6 +45,7 @@ class Compiled(LatestCapture):
         options: The options of `compile`.
         chaos: Random delays, poisoned slots and injected faults, for tests.
         recording: Log of the issued operations and their waits, for tests.
+        ranks: The processes that train the model together; None for one that trains alone.
 
     Attributes:
         model: The user's model.
@@ -51,8 +53,11 @@ class Compiled(LatestCapture):
         budget: The bound of the device memory that schedules take.
     """
 
-    def __init__(self, model: nn.Module, options: Options, chaos: Chaos | None, recording: Recording | None):
+    def __init__(
+        self, model: nn.Module, options: Options, chaos: Chaos | None, recording: Recording | None, ranks: Ranks | None
+    ):
         self.model = model
+        self.ranks = ranks
         self.options = options
         self._chaos = chaos
         self._recording = recording
@@ -282,6 +287,7 @@ class Compiled(LatestCapture):
                 turn=self._turn,
                 budget=self.budget,
                 kernels=self.options.kernels,
+                ranks=self.ranks,
             )
             self._weights = None
         return self._engine

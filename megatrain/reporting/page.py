@@ -14,6 +14,7 @@ from megatrain.reporting.memory_curve import Curve
 from megatrain.reporting.step_figures import StepFigures
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
+from megatrain.scheduler.table import columns
 from megatrain.scheduler.timing.bands import Band, format_s
 from megatrain.sizes import format_bytes
 
@@ -84,7 +85,7 @@ def _kind(figures: StepFigures) -> str:
 
 def _data(figures: StepFigures) -> dict[str, Any]:
     """What the script draws; times are whole nanoseconds."""
-    table, names = figures.schedule, streams()
+    table, names = figures.schedule, columns(figures.schedule.ticks)
     sources = list(dict.fromkeys(figures.sources))
     blocks = table.known_workload().blocks
     saves = frozenset(table.saves)

@@ -152,6 +152,11 @@ class Call:
         known = self.gradients.get(name)
         self.set_gradient(name, gradient if known is None else known + gradient)
 
+    def set_sums(self, block: int, sums: list[ParameterGradient]) -> None:
+        """Keeps the sums so far of a block's gradients of parameters."""
+        self.parameter_gradients[block] = sums
+        self.hold("parameters", block, [gradient for gradient, _ in sums])
+
     def drop(self, kind: str, name: str | int) -> None:
         """Drops the tensors of a `hold`; an `original` is the value of that name, which was parked."""
         if kind == "original":

@@ -120,6 +120,55 @@ def _draw_of(node: fx.Node) -> _Draw | None:
     return None if code.opaque else _Draw(code, operands)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DealtDraws:
+    """The part of a step's random numbers that is one rank's.
+
+    Args:
+        starts_at: Where the generators of rank 0 are when the step begins.
+        begins_at: Where this rank's first forward begins.
+        ends: Where each of its forwards ends.
+        first: How many micro-batches earlier ranks have.
+        total: How many all ranks have.
+        leaves_at: Where the step leaves this rank's global generators: on rank 0 at the end of the last forward of all
+            ranks, on others where they are.
+    """
+
+    starts_at: RngState
+    begins_at: RngState
+    ends: Sequence[RngState]
+    first: int
+    total: int
+    leaves_at: RngState
+
+
+def drawn_ends(draws: Sequence[Draws | None], begins_at: RngState, device: Device) -> list[RngState]:
+    """Draws what some forwards draw, one after the other; returns where the generators are after each of them.
+
+    Args:
+        draws: Of each forward.
+        begins_at: Where the first begins.
+        device: Compute device.
+
+    Raises:
+        DrawsError: If a forward can't be drawn ahead.
+    """
+    ends: list[RngState] = []
+    with kept_generators(device):
+        begins_at.restore(device)
+        for each in draws:
+            if each is None or each.are_hidden or each.are_opaque:
+                raise DrawsError(
+                    "the model draws random numbers that nobody can draw ahead of its forward.\n"
+                    "  Each rank draws what one process would draw for its micro-batches, so it must know what others "
+                    "draw.\n"
+                    "  Use nn.Dropout or torch's own random functions in the model, or train in one process."
+                )
+            each.make(device)
+            ends.append(RngState.now(device))
+    return ends
+
+
 @dataclass(slots=True)
 class MicroBatchGenerators:
     """What a micro-batch of a training step draws from.
@@ -130,12 +179,34 @@ class MicroBatchGenerators:
         ends_at: Where its forward must end, because the next one begins there; None if none does.
         host: Where Python's and NumPy's generators must stay, because nobody knows of draws from them; None if they may
             move.
+        leaves_at: Where the step leaves the global generators; None: where the last forward does.
     """
 
     forward: OwnGenerators | None = None
     loss: OwnGenerators | None = None
     ends_at: RngState | None = None
     host: HostRng | None = None
+    leaves_at: RngState | None = None
+
+    @staticmethod
+    def of_rank(draws: Sequence[Draws | None], device: Device, dealt: DealtDraws) -> Sequence[MicroBatchGenerators]:
+        """What the micro-batches of one rank draw from: as those of a process that has the micro-batches of all ranks.
+
+        Args:
+            draws: The random calls of each micro-batch.
+            device: Compute device.
+            dealt: Where this rank stands.
+        """
+        found: list[MicroBatchGenerators] = []
+        begins = [dealt.begins_at, *dealt.ends]
+        for number, each in enumerate(draws):
+            assert each is not None
+            seed = micro_batch_seed(dealt.total + dealt.first + number, device, dealt.starts_at)
+            # The first of all draws from the global generators, as it does in a process alone.
+            forward = None if dealt.first + number == 0 else OwnGenerators(begins[number], device)
+            loss = OwnGenerators.seeded(seed, device)
+            found.append(MicroBatchGenerators(forward, loss, ends_at=begins[number + 1], leaves_at=dealt.leaves_at))
+        return found
 
     @staticmethod
     def of(draws: Sequence[Draws | None], are_random: Sequence[bool], device: Device) -> Sequence[MicroBatchGenerators]:
@@ -207,5 +278,7 @@ class MicroBatchGenerators:
 
     def leave(self, device: Device) -> None:
         """Sets the global generators to the end of this forward, the last of a step."""
-        if self.forward is not None and not self.forward.is_seeded:
+        if self.leaves_at is not None:
+            self.leaves_at.restore(device)
+        elif self.forward is not None and not self.forward.is_seeded:
             self.forward.state.restore(device)

@@ -18,6 +18,7 @@ from megatrain.memory.bus import Bus
 from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import MemoryFigures
 from megatrain.passes.program import Program, Template
+from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.blocks.block import BlockRunner
 from megatrain.runtime.blocks.runners import Runners
 from megatrain.runtime.stores.buffer_copies import BufferCopies
@@ -58,6 +59,7 @@ class Engine:
         turn: Of the model.
         budget: The bound of the device memory that schedules take; for errors.
         kernels: What computes a block: `"eager"`, or `"inductor"`.
+        ranks: The processes that train the model together; None for one that trains alone.
     """
 
     @checked(device=_DEVICE, kernels=one_of("eager", "inductor"))
@@ -73,8 +75,10 @@ class Engine:
         turn: Turn | None = None,
         budget: DeviceBudget | None = None,
         kernels: str = "eager",
+        ranks: Ranks | None = None,
     ):
         self._model = model
+        self.ranks = ranks
         self._budget = budget
         self._moving = moving
         self._weights = weights

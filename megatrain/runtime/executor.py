@@ -14,11 +14,12 @@ from megatrain.memory.out_of_memory import Attempts, MemoryFigures
 from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
 from megatrain.runtime.call_start import Start
+from megatrain.runtime.draws import DealtDraws, Draws
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.demand import Once
 from megatrain.runtime.gradients.landing import LandingArena
 from megatrain.runtime.gradients.sink import Take
-from megatrain.runtime.loaded import Loaded
+from megatrain.runtime.loaded import Loaded, check_fits
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.rng import repeated_rng
 from megatrain.runtime.run import Run
@@ -55,7 +56,7 @@ class Executor:
         merged: Sequence[Program] | None = None,
     ):
         programs = [program] if isinstance(program, Program) else list(program)
-        _check_fits(programs, schedule)
+        check_fits(programs, schedule)
         engine = model if isinstance(model, Engine) else Engine(model, programs[0].device)
         self.program = programs[0]
         self.schedule = schedule
@@ -78,6 +79,11 @@ class Executor:
         """What is known of the device's memory, for errors."""
         return self.engine.memory_figures(self.schedule.device_bytes)
 
+    @property
+    def draws(self) -> list[Draws | None]:
+        """The random calls of each micro-batch's forward; None if they can't be made without it."""
+        return [each.draws for each in self._operations.loaded]
+
     # -- training steps ------------------------------------------------------------------------------------
 
     @property
@@ -87,12 +93,19 @@ class Executor:
         return [[key for key in keys if key in known] for keys in self.facts.completes]
 
     @checked()
-    def begin(self, inputs: Sequence[Sequence[torch.Tensor]], *, watch: Watch | None = None) -> Run:
+    def begin(
+        self,
+        inputs: Sequence[Sequence[torch.Tensor]],
+        *,
+        watch: Watch | None = None,
+        dealt: DealtDraws | None = None,
+    ) -> Run:
         """Takes the inputs of a training step.
 
         Args:
             inputs: Per micro-batch: the model's tensor inputs, in order, each where `program.values` has it.
             watch: Takes the time of each operation.
+            dealt: The random numbers of this rank, where several train together and the model draws some.
 
         Raises:
             ScheduleError: If the schedule is of a call.
@@ -105,7 +118,7 @@ class Executor:
             _check_number("inputs", tensors, loaded.program.inputs)
         self.engine.refresh()
         starts = [self._operations.start(tensors, number) for number, tensors in enumerate(inputs)]
-        return Run(self._operations, starts, can_repeat=True, watch=watch)
+        return Run(self._operations, starts, can_repeat=True, watch=watch, dealt=dealt)
 
     # -- calls ---------------------------------------------------------------------------------------------
 
@@ -286,20 +299,6 @@ def _cold_schedule(warm: Schedule) -> Schedule:
         return backward_schedule(warm, memory=warm.device_bytes)
     except ScheduleError:
         return backward_schedule(warm, num_slots=1)
-
-
-def _check_fits(programs: Sequence[Program], schedule: Schedule) -> None:
-    if len(programs) != schedule.kind.micro_batches:
-        raise ExecuteError(
-            f"the schedule has {counted(schedule.kind.micro_batches, 'micro-batch')}; programs: {len(programs)}.\n"
-            "  Each micro-batch runs a program; several may run the same program.\n  Give one program per micro-batch."
-        )
-    for program in programs:
-        if schedule.num_blocks != len(program.blocks):
-            raise ExecuteError(
-                f"the schedule has {counted(schedule.num_blocks, 'block')}, the program has {len(program.blocks)}.\n"
-                "  A schedule runs the program that it was made for.\n  Give megatrain.schedule(program)."
-            )
 
 
 _FURTHER_OPS = (

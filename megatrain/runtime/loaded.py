@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from megatrain.counts import counted
 from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import BlockImage
 from megatrain.passes.kept_results import kept_results
@@ -16,6 +17,7 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.flow import Facts
 from megatrain.scheduler.from_program import merge_programs
 from megatrain.scheduler.items import Sections
+from megatrain.scheduler.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,4 +118,23 @@ class Loaded:
             raise ExecuteError(
                 f"block {sections.block} holds rows of a tensor, and the schedule divides it into sections.\n"
                 "  Sections are of whole tensors, as updates are.\n  Build the schedule without sections."
+            )
+
+
+def check_fits(programs: Sequence[Program], schedule: Schedule) -> None:
+    """Checks that a schedule is one of these programs.
+
+    Raises:
+        ExecuteError: If it has other micro-batches or blocks.
+    """
+    if len(programs) != schedule.kind.micro_batches:
+        raise ExecuteError(
+            f"the schedule has {counted(schedule.kind.micro_batches, 'micro-batch')}; programs: {len(programs)}.\n"
+            "  Each micro-batch runs a program; several may run the same program.\n  Give one program per micro-batch."
+        )
+    for program in programs:
+        if schedule.num_blocks != len(program.blocks):
+            raise ExecuteError(
+                f"the schedule has {counted(schedule.num_blocks, 'block')}, the program has {len(program.blocks)}.\n"
+                "  A schedule runs the program that it was made for.\n  Give megatrain.schedule(program)."
             )

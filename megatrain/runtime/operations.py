@@ -14,13 +14,15 @@ from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.forwards import forward_without_graph
 from megatrain.runtime.gradients.landing import Landing, LandingArena, PlainLanding
+from megatrain.runtime.gradients.rank_sums import RankSums
 from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.runtime.gradients.sums import added, marked
 from megatrain.runtime.loaded import Loaded
 from megatrain.runtime.slots import Slots
 from megatrain.runtime.streams.stopwatch import Watch
 from megatrain.runtime.streams.stream_set import Event
-from megatrain.runtime.taken import StepTrainer, Taken
+from megatrain.runtime.taken import StepTrainer, Taken, release
+from megatrain.runtime.turning import turn
 from megatrain.scheduler.effects import kind_of
 from megatrain.scheduler.instructions import Half, Instruction
 from megatrain.scheduler.items import Item, Stream
@@ -52,6 +54,7 @@ class Operations:
         self._slots = Slots(loaded[0].images, engine, loaded[0].program, schedule.persistent)
         landing, parts = self._landing(arena), loaded[0].facts.parts
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
+        self._rank_sums = RankSums(engine, loaded[0].program, schedule.kind)
         blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
         self._without_offload = blocks["B"] - blocks["G"]
 
@@ -94,7 +97,7 @@ class Operations:
         left = [instruction for instruction in half.instructions if instruction.position not in done]
         events = {instruction.position: Event(str(instruction.op)) for instruction in left}
         streams, taken = self.engine.streams, Taken(calls, trainer)
-        self.take(calls, half.takes)
+        self._take(calls, half.takes)
         # Transfers first: each starts as soon as its waits are over, while compute runs on this thread.
         in_order = sorted(left, key=lambda instruction: instruction.op.stream == "compute")
         # In a training step a G waits on its own thread behind the last weights that somebody reads.
@@ -102,13 +105,15 @@ class Operations:
         try:
             with streams.step(waits_for=waits_for, is_recovery=is_recovery):
                 for instruction in in_order:
+                    if trainer is not None and instruction.turns and instruction.micro_batch == 0:
+                        trainer.before_backward()
                     waits, over = self._waits(instruction, events), events[instruction.position]
                     work = self._work(taken, instruction)
                     work = work if watch is None else watch.timed(instruction, work)
                     streams.submit(instruction.op.stream, str(instruction.op), work, waits, over)
         finally:
             done.update(position for position, event in events.items() if event.host_done and not event.has_failed)
-        self.release(calls, half.frees)
+        release(calls, half.frees)
 
     def _waits(self, instruction: Instruction, events: Mapping[Position, Event]) -> list[Event]:
         """Events of these operations; others are over."""
@@ -122,47 +127,23 @@ class Operations:
         def work() -> None:
             if trainer is not None and instruction.op.stream == Stream.COMPUTE:
                 trainer.before_compute(instruction.micro_batch)
-            self.release(calls, instruction.frees_before)
-            self.take(calls, instruction.takes)
+            release(calls, instruction.frees_before)
+            self._take(calls, instruction.takes)
             if trainer is not None and instruction.turns:
-                self._turn(calls[instruction.micro_batch], instruction.micro_batch, trainer)
+                turn(calls[instruction.micro_batch], instruction.micro_batch, trainer, self.engine)
             handler(self, taken, instruction)
-            self.release(calls, instruction.frees_after)
+            release(calls, instruction.frees_after)
             self._slots.poison(instruction.leaves)
 
         return work
 
-    def _turn(self, call: Call, micro_batch: int, trainer: StepTrainer) -> None:
-        """Hands the trainer a micro-batch's outputs, and takes their gradients, ahead of its first B."""
-        # The trainer may use outputs freely, but not write into them.
-        call.remember_versions(call.loaded.facts.watched)
-        outputs = call.loaded.program.outputs
-        call.generators.check(self.engine.device)
-        with call.drawing(of_loss=True):
-            gradients = trainer.differentiate(micro_batch, [self._output(call, ref.kind, ref.name) for ref in outputs])
-        call.check_versions()
-        for ref, gradient in zip(outputs, gradients, strict=True):
-            if gradient is not None:
-                call.add_gradient(ref.name, gradient)
-
-    def _output(self, call: Call, kind: str, name: str) -> torch.Tensor:
-        tensor = call.values[name] if kind == "value" else self.engine.tensors[name].to(self.engine.device.torch_device)
-        return tensor.detach()
-
-    def release(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
-        """Lets go of items."""
+    def _take(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
+        """Takes device memory for what transfers will bring; on the thread of compute, in the order of its stream."""
         for kind, number, micro_batch, _ in items:
             call = calls[micro_batch]
-            name = call.loaded.names[number] if kind in _OF_VALUES else number
-            if name is not None:  # otherwise it is a value of other micro-batches
-                call.drop(kind, name)
-
-    def take(self, calls: Sequence[Call], items: Sequence[Item]) -> None:
-        """Takes device memory for what transfers will bring; on the thread of compute, in the order of its stream."""
-        for _, number, micro_batch, _ in items:
-            call = calls[micro_batch]
-            name = call.loaded.names[number]
-            if name is not None:
+            if kind == "parameters":
+                call.set_sums(number, [(tensor, False) for tensor in self._rank_sums.empty(number)])
+            elif (name := call.loaded.names[number]) is not None:
                 call.take(name, self.engine.device)
 
     # -- handlers ------------------------------------------------------------------------------------------
@@ -277,17 +258,33 @@ class Operations:
 
         def add() -> None:
             add_in_place()
-            first.parameter_gradients[index] = sums
-            first.hold("parameters", index, [gradient for gradient, _ in sums])
+            first.set_sums(index, sums)
 
         return add
 
     def offload(self, taken: Taken, instruction: Instruction) -> None:
-        """G."""
+        """G: of the total of all ranks, where there are several."""
         loaded, block = taken.calls[0].loaded, taken.calls[0].loaded.program.blocks[instruction.op.block]
-        gradients = taken.calls[0].parameter_gradients[block.index]
+        kind, is_total = self.schedule.kind, instruction.op.what == "G"
+        if is_total and kind.sends:
+            gradients = self._rank_sums.total(block.index)
+        else:
+            gradients = taken.calls[0].parameter_gradients[block.index]
+            if is_total and kind.receives:
+                # Ahead of all that may write into them: sums over several blocks, hooks, updates.
+                self._rank_sums.spread(block.index, gradients)
         completes = loaded.facts.completes[block.index]
         self.sink.receive(block.index, block.binding, gradients, completes, instruction.landing)
+
+    def receive(self, taken: Taken, instruction: Instruction) -> None:
+        """R: the sum of the ranks before, to which this rank adds."""
+        sums, block = taken.calls[0].parameter_gradients, instruction.op.block
+        sums[block] = self._rank_sums.receive([tensor for tensor, _ in sums[block]])
+
+    def pass_on(self, taken: Taken, instruction: Instruction) -> None:
+        """P."""
+        block = instruction.op.block
+        self._rank_sums.pass_on(block, taken.calls[0].parameter_gradients[block])
 
     def squares(self, taken: Taken, instruction: Instruction) -> None:
         """S."""
@@ -302,8 +299,6 @@ class Operations:
         taken.step_trainer.update(instruction.op.block, section_of(self.schedule, instruction.op))
 
 
-_OF_VALUES = ("value", "gradient", "original", "returned")
-
 Handler = Callable[[Operations, Taken, Instruction], None]
 
 HANDLERS: dict[tuple[str, str], Handler] = {
@@ -316,5 +311,7 @@ HANDLERS: dict[tuple[str, str], Handler] = {
     (Stream.HOST, "S"): Operations.squares,
     (Stream.HOST, "N"): Operations.norm,
     (Stream.HOST, "U"): Operations.update,
+    (Stream.RECEIVE, "R"): Operations.receive,
+    (Stream.SEND, "P"): Operations.pass_on,
 }
 """What does each kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

@@ -127,7 +127,9 @@ class OwnGenerators:
             self._host = None if self._host is None else HostRng.now()
 
 
-def micro_batch_seed(micro_batch: int, device: Device | torch.device | str = "cpu") -> int:
+def micro_batch_seed(
+    micro_batch: int, device: Device | torch.device | str = "cpu", state: RngState | None = None
+) -> int:
     """The seed for draws of a step of several micro-batches that would begin now, where no loop's order can be had.
 
     It is a digest of the states of torch's generators, which it doesn't move. See `MicroBatchGenerators`.
@@ -135,8 +137,9 @@ def micro_batch_seed(micro_batch: int, device: Device | torch.device | str = "cp
     Args:
         micro_batch: From 1.
         device: Compute device.
+        state: Of the generators when the step begins; None is now.
     """
-    state = RngState.now(find(device))
+    state = RngState.now(find(device)) if state is None else state
     parts = [state.host] if state.device is None else [state.host, state.device]
     content = b"".join(bytes(part.numpy()) for part in parts) + micro_batch.to_bytes(8, "little")
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatrain.runtime.call import Call
+from megatrain.scheduler.items import Item
 from megatrain.sizes import Section
 
 
@@ -16,6 +17,9 @@ class StepTrainer(Protocol):
 
     def before_compute(self, micro_batch: int) -> None:
         """Called before each F and B, on the caller's thread; an error in it stops the step."""
+
+    def before_backward(self) -> None:
+        """Called before the first B of all, on the caller's thread, ahead of what the B waits for."""
 
     def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Returns the gradients of a micro-batch's outputs, in their order; on the caller's thread."""
@@ -48,3 +52,15 @@ class Taken(NamedTuple):
         """The trainer, which a training step has."""
         assert self.trainer is not None
         return self.trainer
+
+
+def release(calls: Sequence[Call], items: Sequence[Item]) -> None:
+    """Lets go of items."""
+    for kind, number, micro_batch, _ in items:
+        call = calls[micro_batch]
+        name = call.loaded.names[number] if kind in _OF_VALUES else number
+        if name is not None:  # otherwise it is a value of other micro-batches
+            call.drop(kind, name)
+
+
+_OF_VALUES = ("value", "gradient", "original", "returned")

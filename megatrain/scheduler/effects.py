@@ -7,39 +7,13 @@ one handler of the runtime, and one rule of the checker, which shares nothing wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.items import NO_BLOCK, Effect, Item, Sections, Stream, divided
+from megatrain.scheduler.items import NO_BLOCK, Effect, Item, OpKind, Sections, Stream, divided
 from megatrain.scheduler.parking import Parks, turn_block
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
-
-
-@dataclass(frozen=True, slots=True)
-class OpKind:
-    """One row of the table.
-
-    Args:
-        stream: Where it runs.
-        what: One letter.
-        effect: Its effect, as a function of step, block and micro-batch.
-        workspace: Device bytes that it takes while it runs, beyond the items that it makes; None if it takes none.
-        per_micro_batch: Whether it runs once for each micro-batch, or once for all of them.
-        has_block: Whether it concerns one block.
-        has_slot: Whether it fills a slot.
-        has_sections: Whether it may do its work on one section of its block.
-    """
-
-    stream: Stream
-    what: str
-    effect: Callable[[Effects, int, int], Effect]
-    workspace: Callable[[Effects, int, int], int] | None = None
-    per_micro_batch: bool = False
-    has_block: bool = True
-    has_slot: bool = False
-    has_sections: bool = False
 
 
 class Effects:
@@ -210,6 +184,7 @@ def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
     adds = [Item("gradient", index, micro_batch) for index in step.inputs[block] if step.has_gradient[index]]
     if work.gradient_bytes > 0:
         adds.append(Item("parameters", block))
+        reads += [Item("parameters", block)] * step.kind.receives
     # The caller hands in the gradients of the outputs when the backward of their micro-batch starts.
     values = step.workload.values if step.turn == ("B", block) and step.kind.mode == "train" else ()
     handed = (index for index, value in enumerate(values) if value.is_output and step.has_gradient[index])
@@ -233,7 +208,8 @@ def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
 def _gradients_made(step: Effects, block: int, micro_batch: int) -> tuple[int, int]:
     """Bytes of the gradients that a B makes: those that are sums from now on, and those that it adds to such sums."""
     work = step.workload.blocks[block]
-    first, further = (0, work.gradient_bytes) if micro_batch > 0 else (work.gradient_bytes, 0)
+    is_added = micro_batch > 0 or step.kind.receives
+    first, further = (0, work.gradient_bytes) if is_added else (work.gradient_bytes, 0)
     for index in step.inputs[block] if work.has_backward else ():
         value = step.workload.values[index]
         if not step.has_gradient[index] or value.on_host:
@@ -261,7 +237,18 @@ def _return(step: Effects, block: int, micro_batch: int) -> Effect:
 
 def _offload(step: Effects, block: int, micro_batch: int) -> Effect:
     makes = (Item("landed", block), Item("left", NO_BLOCK)) if step.kind.holds_gradients else ()
+    if step.kind.sends:
+        return Effect((Item("passed", block),), makes)  # the total comes from the last rank, to the host
     return Effect((Item("parameters", block),), makes, moves=step.copied(step.workload.blocks[block].gradient_bytes))
+
+
+def _receive(step: Effects, block: int, micro_batch: int) -> Effect:
+    return Effect(adds=(Item("parameters", block),), moves=step.workload.blocks[block].gradient_bytes)
+
+
+def _pass(step: Effects, block: int, micro_batch: int) -> Effect:
+    moves = step.workload.blocks[block].gradient_bytes
+    return Effect((Item("parameters", block),), (Item("passed", block),), moves=moves)
 
 
 def _squares(step: Effects, block: int, micro_batch: int) -> Effect:
@@ -299,6 +286,9 @@ KINDS: dict[tuple[str, str], OpKind] = {
         OpKind(Stream.HOST, "S", _squares),
         OpKind(Stream.HOST, "N", _norm, has_block=False),
         OpKind(Stream.HOST, "U", _update, has_sections=True),
+        # Sums of gradients of parameters: from the rank before, and to the next one.
+        OpKind(Stream.RECEIVE, "R", _receive),
+        OpKind(Stream.SEND, "P", _pass),
     )
 }
 """Every kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

@@ -24,7 +24,8 @@ class Clocks:
     """
 
     def __init__(self, waits: Mapping[Position, Iterable[Position]]) -> None:
-        self._column = {stream: column for column, stream in enumerate(streams())}
+        used = {position.stream for position in waits}
+        self._column = {stream: column for column, stream in enumerate(s for s in streams() if s in used)}
         self._done: dict[Position, _Clock] = {}
         last: dict[Stream, Position] = {}
         for position, before in waits.items():

@@ -1,10 +1,11 @@
-"""Items: the things that ops read and make, and the memory of each; Effect: what one op does to them; Stream: where."""
+"""Items: the things that ops read and make, and the memory of each; Effect and OpKind: what ops do; Stream: where."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from megatrain.hardware.work import Works
 from megatrain.sizes import Section
@@ -23,9 +24,14 @@ class Stream(str):
     COMPUTE: ClassVar[Stream]
     D2H: ClassVar[Stream]
     HOST: ClassVar[Stream]
+    RECEIVE: ClassVar[Stream]
+    SEND: ClassVar[Stream]
 
 
 Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST = map(Stream, ("h2d", "compute", "d2h", "host"))
+Stream.RECEIVE, Stream.SEND = map(Stream, ("receive", "send"))
+BETWEEN_RANKS = (Stream.RECEIVE, Stream.SEND)
+"""Streams that only the steps of several ranks have."""
 
 
 class Item(NamedTuple):
@@ -97,6 +103,31 @@ class Effect:
     work: Works = ()
 
 
+@dataclass(frozen=True, slots=True)
+class OpKind:
+    """One row of the table.
+
+    Args:
+        stream: Where it runs.
+        what: One letter.
+        effect: Its effect, as a function of the step's `Effects`, block and micro-batch.
+        workspace: Device bytes that it takes while it runs, beyond the items that it makes; None if it takes none.
+        per_micro_batch: Whether it runs once for each micro-batch, or once for all of them.
+        has_block: Whether it concerns one block.
+        has_slot: Whether it fills a slot.
+        has_sections: Whether it may do its work on one section of its block.
+    """
+
+    stream: Stream
+    what: str
+    effect: Callable[[Any, int, int], Effect]
+    workspace: Callable[[Any, int, int], int] | None = None
+    per_micro_batch: bool = False
+    has_block: bool = True
+    has_slot: bool = False
+    has_sections: bool = False
+
+
 ITEMS: dict[str, ItemKind] = {
     # By the index of a value.
     "value": ItemKind("device", part="activations"),
@@ -111,6 +142,8 @@ ITEMS: dict[str, ItemKind] = {
     # What a B must know of its F besides: the state of random generators.
     "record": ItemKind(),
     "parameters": ItemKind("device", part="gradients of parameters"),
+    # That the sum of these so far has gone to the next rank.
+    "passed": ItemKind(),
     # Gradients on the host, of this step and, where updates are deferred, of the step before.
     "landed": ItemKind("landing"),
     "waiting": ItemKind("landing"),

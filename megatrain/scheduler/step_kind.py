@@ -14,6 +14,8 @@ TRANSFERS = ("copy", "bind")
 UPDATES = ("none", "overlap", "serial", "deferred", "spread")
 # Until when outputs of the model stay: the step ends; the backward of their micro-batch has begun.
 OUTPUTS = ("keep", "release")
+# Where a process stands in the chain of ranks along which sums of gradients go; one process has none.
+RANKS = ("alone", "first", "middle", "last")
 # A table has some rows for each micro-batch and block, and takes longer to check the more rows it has: this many take
 # minutes.
 MOST_MICRO_BATCHES = 10_000
@@ -27,7 +29,7 @@ KIND_RULES = {
 }
 
 
-@checked(**KIND_RULES)
+@checked(**KIND_RULES, ranks=one_of(*RANKS))
 @dataclass(frozen=True, slots=True)
 class StepKind:
     """The kind of a step besides its blocks: a plain call, or a training step with micro-batches and updates.
@@ -46,6 +48,9 @@ class StepKind:
             end, for the log: no update waits for it. Only with updates of this step, and without `clip`.
         outputs: `"keep"`: outputs of the model stay until the step ends. `"release"`: until the first B of their
             micro-batch, before which the caller has computed a loss from them, or until their last reader.
+        ranks: `"alone"`, or where this process stands among those that share a training step: `"first"`, `"middle"` or
+            `"last"`. All but the first begin a block's sum of gradients with what an `R` brings from the rank before;
+            all but the last hand the sum on with a `P`, and their `G` brings the total of all ranks from the last one.
 
     Raises:
         OptionError: If a part has another value, or belongs to a training step but the mode isn't `"train"`.
@@ -61,12 +66,19 @@ class StepKind:
     clip: bool = False
     outputs: str = OUTPUTS[0]
     reports_norm: bool = False
+    ranks: str = RANKS[0]
 
     def __post_init__(self) -> None:
         if self.mode != "train" and self.is_training_step:
             raise OptionError(
                 f'mode="{self.mode}" with micro-batches, updates, a norm or released outputs is impossible.\n'
                 '  These belong to a training step.\n  Use mode="train".'
+            )
+        if self.ranks != RANKS[0] and (self.mode != "train" or not self.is_training_step):
+            raise OptionError(
+                f'ranks="{self.ranks}" needs a training step.\n'
+                "  Only training steps are shared by several processes.\n"
+                '  Give updates, a norm or outputs="release" as well, or leave ranks out.'
             )
         if self.reports_norm and (self.clip or self.updates not in ("overlap", "serial")):
             raise OptionError(
@@ -85,6 +97,16 @@ class StepKind:
     def is_training_step(self) -> bool:
         """Whether it is more than one call: it has micro-batches, updates, a norm or released outputs."""
         return self.micro_batches > 1 or self.updates != "none" or self.clip or self.outputs != "keep"
+
+    @property
+    def receives(self) -> bool:
+        """Whether sums of gradients begin with those of the rank before."""
+        return self.ranks in ("middle", "last")
+
+    @property
+    def sends(self) -> bool:
+        """Whether sums of gradients go on to the next rank, and totals come back from the last one."""
+        return self.ranks in ("first", "middle")
 
     @property
     def holds_gradients(self) -> bool:

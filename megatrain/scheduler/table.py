@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatrain.checks import checked
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.effects import Effects, kind_of, streams
-from megatrain.scheduler.items import Sections, Stream
+from megatrain.scheduler.items import BETWEEN_RANKS, Sections, Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.parking import host_value_bytes, park_bytes, parked_values
 from megatrain.scheduler.step_kind import StepKind
@@ -135,13 +135,17 @@ class Tick(Mapping[Stream, Op]):
 def columns(ticks: Iterable[Tick]) -> tuple[Stream, ...]:
     """All streams in the order of the columns, once it is known that they hold every op.
 
+    Those between ranks only where they have one.
+
     Raises:
         ScheduleError: If the kind of an op is no longer registered.
     """
+    used: set[Stream] = set()
     for tick in ticks:
         for op in tick.values():
             kind_of(op.stream, op.what)
-    return streams()
+            used.add(op.stream)
+    return tuple(stream for stream in streams() if stream in used or stream not in BETWEEN_RANKS)
 
 
 @checked()

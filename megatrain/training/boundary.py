@@ -105,6 +105,9 @@ class Boundary:
                 if running.shares.fault is not None:
                     raise running.shares.fault from None  # found on a transfer's thread
                 raise
+            if running.is_shared:
+                self._give_up(run, updates, error)  # what passed between ranks can't pass again
+                raise
             if lacks_memory:
                 let_go(error, run.device)
             self.has_recovered = self._go_on(run, running, updates, error) and lacks_memory

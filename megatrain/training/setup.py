@@ -117,7 +117,7 @@ class Setup:
             is_planned=plan is not None,
         )
         self._loss, self._is_own_loss = loss, loss is None or reads == "loss"
-        self._tables = StepTables(compiled.options, compiled.budget, plan)
+        self._tables = StepTables(compiled.options, compiled.budget, plan, compiled.ranks)
         self._blocks: list[list[torch.Tensor]] = []
         self._shapes: dict[str, torch.Size] = {}
         self.updates: Updates | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,16 +30,34 @@ def check_reduce(reduce: str, weight: Weight | None) -> None:
         )
 
 
-class Shares:
-    """The factors of the micro-batches' losses; they add up to 1, or all are 1.
-
-    Counts that are on the device stay there: to read them here, the launching thread would have to wait. Then `check`
-    reads them, on another thread, before anything is updated.
+class Counts:
+    """How much each micro-batch of this process counts.
 
     Args:
         batches: The micro-batches.
         weight: Counts each; None lets all count the same.
         is_sum: Losses are added up as they are.
+    """
+
+    def __init__(self, batches: Sequence[MicroBatch], weight: Weight | None, *, is_sum: bool = False) -> None:
+        self.found: list[Any] = [1] * len(batches) if weight is None else [weight(batch.given) for batch in batches]
+        self.is_sum = is_sum
+
+    def said(self) -> dict[str, list[float]]:
+        """The counts as other ranks get them; waits for the device if they are there."""
+        return {"counts": [_number_of(count) for count in self.found]}
+
+
+class Shares:
+    """The factors of the micro-batches' losses; those of all ranks add up to 1, or all are 1.
+
+    Counts that are on the device stay there: to read them here, the launching thread would have to wait. Then `check`
+    reads them, on another thread, before anything is updated.
+
+    Args:
+        counts: How much each micro-batch counts.
+        others: What all ranks `said`, this one included; None if there are no others.
+        rank: This one.
 
     Raises:
         OptionError: If counts on the host aren't finite and positive in sum, or a count is no number.
@@ -48,18 +66,22 @@ class Shares:
         fault: What `check` raised.
     """
 
-    def __init__(self, batches: Sequence[MicroBatch], weight: Weight | None, *, is_sum: bool = False) -> None:
-        found: list[Any] = [1] * len(batches) if weight is None else [weight(batch.given) for batch in batches]
+    def __init__(self, counts: Counts, *, others: Sequence[Mapping[str, Any]] | None = None, rank: int = 0) -> None:
+        found = counts.found
         self.fault: OptionError | None = None
         self._unread: torch.Tensor | None = None
         self._factors: Sequence[float | torch.Tensor]
-        if is_sum:
-            self._factors = [1.0] * len(batches)
+        if counts.is_sum:
+            self._factors = [1.0] * len(found)
+        elif others is not None:
+            by_rank: list[list[float]] = [each["counts"] for each in others]
+            total = _checked_sum([number for numbers in by_rank for number in numbers])
+            self._factors = [number / total for number in by_rank[rank]]
         elif _are_on_device(found):
             self._unread = torch.stack([count.detach().reshape(()).double() for count in found])
-            counts = self._unread.unbind()
-            total = functools.reduce(torch.add, counts)
-            self._factors = [1.0] if len(counts) == 1 else [count / total for count in counts]
+            on_device = self._unread.unbind()
+            total = functools.reduce(torch.add, on_device)
+            self._factors = [1.0] if len(on_device) == 1 else [count / total for count in on_device]
         else:
             numbers = [_number_of(count) for count in found]
             total = _checked_sum(numbers)

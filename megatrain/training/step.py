@@ -9,34 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatrain.checks import FLAG, PATH, checked, number, one_of, optional
 from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers, optimizers_of
-from megatrain.compiled.inside import Variant
 from megatrain.compiled.module import COMPILED, CompiledModule
-from megatrain.memory.out_of_memory import Attempts
 from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan
-from megatrain.runtime.executor import Executor
-from megatrain.runtime.rng import RngState
 from megatrain.runtime.streams.stopwatch import RunClock, Stopwatch, Watch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.costs import Measured
 from megatrain.scheduler.timing.timed_run import TimedRun
 from megatrain.sizes import SIZE
-from megatrain.tracer.expectations import GuardFailedError
 from megatrain.training import saved_step as checkpoint
+from megatrain.training.attempts.taking import Taking
+from megatrain.training.attempts.together import Together
 from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
 from megatrain.training.given_plan import plan_of
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
-from megatrain.training.setup import Setting, Setup, known
-from megatrain.training.shares import Shares, Weight, check_reduce
-from megatrain.training.trainer import Running
+from megatrain.training.setup import Setup, known
+from megatrain.training.shares import Counts, Weight, check_reduce
 
 
 class TrainStep:
@@ -111,23 +106,25 @@ class TrainStep:
         compiled.megatrain.complete_updates()  # of other steps: the trials below look at the optimizers' state
         self._optimizers = optimizers_of(optimizer)
         self._compiled = compiled.megatrain
-        self._loss, self._weight, self._is_sum, self._looks = loss, weight, reduce == "sum", on_nonfinite is not None
-        norms: dict[str, Any] = {"max_norm": max_grad_norm, "needs_norm": max_grad_norm is not None or self._looks}
+        self._loss, self._weight, self._is_sum, looks = loss, weight, reduce == "sum", on_nonfinite is not None
+        norms: dict[str, Any] = {"max_norm": max_grad_norm, "needs_norm": max_grad_norm is not None or looks}
         times: dict[str, Any] = {"reports_norm": report_norm, "overlap": overlap, "spread": spread}
         self._setup = Setup(self._compiled, self._optimizers, loss=loss, reads=reads, **norms, **times, plan=plan)
         self._boundary = Boundary(on_nonfinite)
         self.user: Mapping[str, Any] = {}
-        self._setting: Setting | None = None
-        self._running: Running | None = None
-        self._failed_at = 0
         self._completion = Completion(self._complete, self._setup.changing)
+        rules = {"max_grad_norm": max_grad_norm, "report_norm": report_norm, "on_nonfinite": on_nonfinite}
+        rules |= {"reduce": reduce, "weight": "none" if weight is None else "given", "overlap": overlap, "reads": reads}
+        self._together = Together(self._compiled, self._optimizers, rules)
+        parts = self._compiled, self._setup, self._boundary, self._completion, self._together
+        self._taking = Taking(*parts, loss=loss, looks=looks)
         self._compiled.before_reads(self._completion)
         self._completion.attach(self._optimizers)
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of the latest call, or of `prepare`; before the first of them an `ExecuteError`."""
-        return known(self._setting).schedule
+        return known(self._taking.setting).schedule
 
     @property
     def plan(self) -> SavedPlan:
@@ -137,7 +134,7 @@ class TrainStep:
     @property
     def program(self) -> Program:
         """The blocks that the schedule runs, as for `schedule`; of several captures those of the first micro-batch."""
-        return known(self._setting).programs[0]
+        return known(self._taking.setting).programs[0]
 
     @property
     def progress(self) -> Progress:
@@ -147,12 +144,14 @@ class TrainStep:
     @property
     def host_plan(self) -> HostPlan:
         """The host memory that steps like the latest, or like the prepared one, take; as for `schedule`."""
-        return self._setup.host_plan(known(self._setting))
+        return self._setup.host_plan(known(self._taking.setting))
 
     def prepare(self, batch: Any) -> Schedule:
         """Makes the schedule of a batch like this one, without running or allocating anything."""
         with self._compiled.exclusively("prepare()"), torch.enable_grad(), self._completion.suspended():
-            self._setting = self._setup.setting(found := micro_batches(batch), [{} for _ in found]).without_tensors()
+            self._taking.setting = self._setup.setting(
+                found := micro_batches(batch), [{} for _ in found]
+            ).without_tensors()
         return self.schedule
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -177,6 +176,7 @@ class TrainStep:
 
         The first step isn't typical where blocks are persistent: it brings what then stays.
         """
+        self._together.refuse("step.measure", "Use step.time, which holds no stream up.")
         self._take(batch, watch := Stopwatch(self._compiled.options.device))
         return Measured.of(self.schedule, watch.seconds)
 
@@ -187,56 +187,19 @@ class TrainStep:
 
     def _take(self, batch: Any, watch: Watch | None) -> torch.Tensor:
         self._boundary.check_whole()
-        shares = Shares(batches := micro_batches(batch), self._weight, is_sum=self._is_sum)
-        failed: list[dict[Variant, str]] = [{} for _ in batches]
-        attempts = Attempts("the step", self._compiled.options.device)
-        with self._compiled.exclusively("the step"), torch.enable_grad(), self._completion.suspended():
-            self._compiled.complete_updates(besides=self._completion)  # of other steps over this model
-            while True:
-                setting = self._setup.setting(batches, failed)
-                if (executor := self._setup.executor(setting)) is None:
-                    self._setup.complete()
-                    continue
-                try:
-                    loss = self._run(setting, executor, shares, watch)
-                except GuardFailedError as failure:
-                    at = self._failed_at
-                    failed[at][setting.variants[at]] = str(failure)
-                    self._compiled.learn(failure, setting.arguments[at], failed[at])
-                except Exception as error:
-                    if not attempts.may_repeat(error, executor.memory_figures, is_undone=self._boundary.is_undone):
-                        raise
-                else:
-                    attempts.over(executor.memory_figures, is_half=self._boundary.has_recovered)
-                    return loss
-
-    def _run(self, setting: Setting, executor: Executor, shares: Shares, watch: Watch | None) -> torch.Tensor:
-        self._setting = setting.without_tensors()
-        engine, updates = executor.engine, self._setup.updates
-        assert updates is not None
-        own = {key: tensor for key, tensor in engine.tensors.items() if isinstance(tensor, nn.Parameter)}
-        running = Running(setting, shares, self._loss, updates, own, self._setup.threads, looks=self._looks)
-        before = RngState.now(engine.device, [call for variant in setting.variants for call in variant.opaque])
-        with engine.turn.run(differentiates=True), running.interrupts:
-            self._running = running
-            try:
-                # No name keeps the run alive: it must end while Ctrl-C is held back, as a `__del__` loses one.
-                self._boundary.run(executor.begin(running.inputs(), watch=watch), running, updates, before)
-                self._completion.mark()  # here, where Ctrl-C is held back
-            finally:
-                self._running = None
-                self._failed_at = running.micro_batch
-        return running.loss
+        with self._together.refusing():
+            counts = Counts(batches := micro_batches(batch), self._weight, is_sum=self._is_sum)
+        return self._taking.take(batches, counts, watch)
 
     def flush(self) -> None:
         """Runs the due updates, so that parameters have their values after the latest step."""
-        if self._running is not None or self._setup.is_due:
+        if self._taking.running is not None or self._setup.is_due:
             with self._compiled.exclusively("flush()", in_child=True), self._completion.suspended():
                 self._setup.look()
 
     def _complete(self) -> None:
         """Like `flush`, for a use of a marked object. Nothing is due within a step; hooks must not look then."""
-        running = self._running  # another thread may end it meanwhile
+        running = self._taking.running  # another thread may end it meanwhile
         if running is not None:
             running.check_no_hook()
         elif not self._setup.is_completing:
@@ -275,7 +238,8 @@ class TrainStep:
             self.flush()
             values = self.user if user is None else user
             options: dict[str, Any] = {"shard_bytes": shard_bytes, "more": more, "weights": weights, "user": values}
-            checkpoint.save(folder, self._compiled, self._optimizers, self.progress, scheduler=scheduler, **options)
+            parts = self._compiled, self._optimizers, self.progress
+            self._together.once("save()", lambda: checkpoint.save(folder, *parts, scheduler=scheduler, **options))
 
     @classmethod
     @checked(folder=PATH, scheduler=optional(SCHEDULERS), compiled=COMPILED, optimizer=OPTIMIZERS)

@@ -15,12 +15,13 @@ from megatrain.passes.program import Program
 from megatrain.planning.saved_plan import AnyPlan, saved_plan
 from megatrain.planning.smaller_blocks import with_true_hint
 from megatrain.planning.step_programs import StepPrograms, first_that_fits
+from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.gradients.landing import LandingArena
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.step_kind import StepKind
+from megatrain.scheduler.step_kind import RANKS, StepKind
 from megatrain.training.given_plan import GivenPlan
 
 # Steps may differ in sizes and numbers of micro-batches: the schedules used last are kept.
@@ -56,9 +57,11 @@ class StepTables:
         options: The options of `compile`.
         budget: The bound of the device memory that schedules take.
         plan: A plan whose schedule all steps take, or None.
+        ranks: The processes that train together; None for one that trains alone.
     """
 
-    def __init__(self, options: Options, budget: DeviceBudget, plan: AnyPlan | None = None):
+    def __init__(self, options: Options, budget: DeviceBudget, plan: AnyPlan | None = None, ranks: Ranks | None = None):
+        self._place = RANKS[0] if ranks is None else ranks.place
         self._options = options
         self._budget = budget
         self._given = None if plan is None else GivenPlan(saved_plan(plan), options)
@@ -73,7 +76,7 @@ class StepTables:
     def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""
         transfer = self._options.transfer
-        return StepKind("train", transfer, micro_batches, updates, clip, "release", reports_norm)
+        return StepKind("train", transfer, micro_batches, updates, clip, "release", reports_norm, self._place)
 
     def schedule(
         self,

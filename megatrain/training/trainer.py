@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,6 +22,22 @@ from megatrain.training.setup import Setting
 from megatrain.training.shares import Shares
 
 
+class Agrees(Protocol):
+    """Agrees with other ranks that all of them take the step; see `Together`."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are other ranks."""
+        ...
+
+    def vote(self) -> None:
+        """Waits until all ranks have run the forward."""
+
+    def watching_loss(self) -> AbstractContextManager[None]:
+        """Runs the code of a loss, which must not draw what other ranks would draw after it."""
+        ...
+
+
 class Running:
     """Computes losses from outputs, takes gradients, and updates parameters when the schedule says so.
 
@@ -32,6 +49,7 @@ class Running:
         tensors: The model's state, by key.
         threads: How many threads the work of the host may take.
         looks: Whether a gradient that isn't finite prevents the updates.
+        together: Agrees with other ranks once the forward is over.
 
     Attributes:
         has_begun: The optimizers have begun the step with this step's gradients.
@@ -53,6 +71,7 @@ class Running:
         threads: int,
         *,
         looks: bool,
+        together: Agrees,
     ):
         self.kind = setting.kind
         self.interrupts = Interrupts()
@@ -69,6 +88,7 @@ class Running:
         self._parameters = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
         self._threads = threads
         self._looks_for_nonfinite = looks
+        self._together = together
 
     def inputs(self) -> list[Sequence[torch.Tensor]]:
         """The model's tensor inputs, per micro-batch."""
@@ -76,9 +96,14 @@ class Running:
         return [traced.written_inputs.given(arguments.tensors) for traced, arguments in pairs]
 
     @property
-    def loss(self) -> torch.Tensor:
-        """The sum of the micro-batches' losses, each times its share."""
-        return functools.reduce(torch.add, self._losses)
+    def losses(self) -> Sequence[torch.Tensor]:
+        """The micro-batches' losses, each times its share."""
+        return self._losses
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks take this step too."""
+        return self._together.is_shared
 
     # -- on the caller's thread -----------------------------------------------------------------------------
 
@@ -87,6 +112,10 @@ class Running:
         self.micro_batch = micro_batch
         if not self.has_updated:
             self.interrupts.check()
+
+    def before_backward(self) -> None:
+        """See `StepTrainer`."""
+        self._together.vote()
 
     def differentiate(self, micro_batch: int, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """See `StepTrainer`."""
@@ -101,7 +130,7 @@ class Running:
             next(of_results) if trained else t.requires_grad_(b)
             for t, trained, b in zip(outputs, is_trained, returned, strict=True)
         ]
-        with torch.enable_grad():
+        with torch.enable_grad(), self._together.watching_loss():
             traced.leave(given, own.tensors)
             result = traced.result(given, own.tensors)
             loss = loss_of(result, self._setting.batches[micro_batch], self._loss)

@@ -8,6 +8,7 @@ from functools import cache, partial
 
 from megatrain.scheduler.books import item_lifetimes, live_bytes, moved_bytes, slab_bytes
 from megatrain.scheduler.builder.account import Account, Placed
+from megatrain.scheduler.builder.between_ranks import between_ranks
 from megatrain.scheduler.builder.host_places import place_gradients
 from megatrain.scheduler.builder.host_ticks import HostTicks, deferred_updates, head_updates, place_host, written
 from megatrain.scheduler.builder.order import Part, Rows, assign_ticks
@@ -120,6 +121,7 @@ class Builder:
             written=written(self.workload, placed.head, self._sections),
             sections=self._sections,
         )
+        rows = between_ranks(rows, self.kind)
         host = place_host(self.workload, self.kind, rows.ticks, placed.head)
         # A `W` makes nothing that has a lifetime: its slot exists all the time.
         live, nbytes = self._account.of(
@@ -201,6 +203,8 @@ def _ops(rows: Rows, host: HostTicks) -> Iterator[Placed]:
         (Stream.COMPUTE, "B", rows.ticks.backward),
         (Stream.D2H, "A", rows.ticks.park),
         (Stream.D2H, "G", rows.ticks.offload),
+        (Stream.RECEIVE, "R", rows.ticks.receive),
+        (Stream.SEND, "P", rows.ticks.send),
     ):
         yield from ((stream, tick, (what, block, number, None)) for (block, number), tick in ticks.items())
     yield from ((Stream.HOST, tick, ("U", block, 0, section)) for (block, section), tick in host.update.items())

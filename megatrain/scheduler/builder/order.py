@@ -19,13 +19,15 @@ Part = tuple[int, int | None]
 
 @dataclass(frozen=True, slots=True)
 class OpTicks:
-    """The tick of each op but `W`, by block and micro-batch; `G` counts as one of micro-batch 0."""
+    """The tick of each op but `W`, by block and micro-batch; `G`, `R` and `P` count as ones of micro-batch 0."""
 
     forward: dict[Run, int] = field(default_factory=dict[Run, int])
     backward: dict[Run, int] = field(default_factory=dict[Run, int])
     park: dict[Run, int] = field(default_factory=dict[Run, int])
     restore: dict[Run, int] = field(default_factory=dict[Run, int])
     offload: dict[Run, int] = field(default_factory=dict[Run, int])
+    receive: dict[Run, int] = field(default_factory=dict[Run, int])
+    send: dict[Run, int] = field(default_factory=dict[Run, int])
 
 
 @dataclass(frozen=True, slots=True)

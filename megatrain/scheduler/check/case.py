@@ -80,6 +80,10 @@ class Case:
         work = self.workload.values[value]
         return not work.is_result or work.producer in self.keeping
 
+    def leaving(self, block: int) -> list[Position]:
+        """The op with which a block's gradients leave the device: its G, or its P where they go on to another rank."""
+        return self.at(Stream.SEND, "P", block) if self.schedule.kind.sends else self.at(Stream.D2H, "G", block)
+
     def taker_of(self, transfer: Position) -> Position | None:
         """The op of compute with which memory is taken for what returns: the last of an earlier tick, if any."""
         first = bisect_left(self._computes, transfer.tick)

@@ -199,14 +199,17 @@ def _check_frees(case: Case, instructions: Instructions) -> None:
 
 def _check_takes(case: Case, instructions: Instructions) -> None:
     """Memory for what returns is taken in the order of compute, before its transfer starts."""
-    rule = "Memory for returning values is taken with the last op of compute of an earlier tick; their A waits for it."
+    rule = "Memory for what returns, or comes from another rank, is taken with compute of an earlier tick, and before."
     split = _split(instructions)
     expected: dict[Position, set[Item]] = {}
     starts: tuple[set[Item], set[Item]] = (set(), set())
     for position, op in case.ops:
-        if position.stream != Stream.H2D or op.what != "A":
+        if position.stream == Stream.RECEIVE:
+            items = {Item("parameters", op.block)}
+        elif position.stream == Stream.H2D and op.what == "A":
+            items = {Item("returned", value, op.micro_batch or 0) for value in case.parked[op.block]}
+        else:
             continue
-        items = {Item("returned", value, op.micro_batch or 0) for value in case.parked[op.block]}
         taker, half = case.taker_of(position), 0 if position.tick <= split else 1
         if taker is None or (half == 1 and taker.tick <= split):
             starts[half].update(items)
@@ -251,7 +254,7 @@ def _uses(case: Case) -> Iterator[tuple[Item, list[Position]]]:
             yield Item("saved", block, number), [case.backward(block, number)]
     for block in backwards:
         if workload.blocks[block].gradient_bytes > 0:
-            yield Item("parameters", block), case.at(Stream.D2H, "G", block)
+            yield Item("parameters", block), case.leaving(block)
 
 
 def _value_uses(

@@ -18,20 +18,24 @@ def check_releases_come_first(case: Case) -> None:
     last: dict[Stream, Position] = {}
     consumed = _consumed(case)
     for tick, row in enumerate(case.schedule.ticks):
-        allocating: list[tuple[Position, tuple[Stream, ...]]] = []
-        if row.compute is not None:
-            allocating.append((Position(tick, Stream.COMPUTE), (Stream.D2H,)))
-        if row.h2d is not None and row.h2d.what == "A":
-            allocating.append((Position(tick, Stream.H2D), (Stream.COMPUTE,)))
-        if row.d2h is not None and row.d2h.what == "G":
-            allocating.append((Position(tick, Stream.D2H), (Stream.HOST,)))
-        for position, releasing in allocating:
-            for stream in releasing:
-                if stream in last:
-                    case.require_before(last[stream], position, "takes memory released by", rule)
-        for stream in row:
-            if stream != Stream.HOST or tick in consumed:
+        for stream, op in row.items():
+            for other in _OF_COMPUTE if stream == Stream.COMPUTE else _RELEASING.get((stream, op.what), ()):
+                if other in last:
+                    case.require_before(last[other], Position(tick, stream), "takes memory released by", rule)
+        for stream, op in row.items():
+            # A total that comes from another rank frees nothing here.
+            frees_nothing = op.what == "G" and case.schedule.kind.sends
+            if not frees_nothing and (stream != Stream.HOST or tick in consumed):
                 last[stream] = Position(tick, stream)
+
+
+# Ops that take memory, and the streams that release some of it.
+_OF_COMPUTE = (Stream.D2H, Stream.SEND)
+_RELEASING: dict[tuple[Stream, str], tuple[Stream, ...]] = {
+    (Stream.H2D, "A"): (Stream.COMPUTE,),
+    (Stream.D2H, "G"): (Stream.HOST,),
+    (Stream.RECEIVE, "R"): (Stream.COMPUTE,),
+}
 
 
 def check_live_bytes(case: Case) -> None:
@@ -178,7 +182,10 @@ def _gradient_spans(case: Case) -> Iterator[tuple[int, range]]:
         work = case.workload.blocks[block]
         if work.gradient_bytes > 0:
             first = min(case.backwards(block)).tick
-            yield work.gradient_bytes, range(first, case.at(Stream.D2H, "G", block)[0].tick + 1)
+            if case.schedule.kind.receives:
+                taker = case.taker_of(case.at(Stream.RECEIVE, "R", block)[0])
+                first = 0 if taker is None else taker.tick
+            yield work.gradient_bytes, range(first, case.leaving(block)[0].tick + 1)
 
 
 def _with_workspace(case: Case) -> Iterator[int]:
@@ -195,10 +202,9 @@ def _with_workspace(case: Case) -> Iterator[int]:
             workspace = max(_measured(case, block).backward_workspace_bytes - held, 0)
             workspace += added.get((block, row.compute.micro_batch or 0), 0)
             # The gradients of each backward except the first exist in addition to the sum.
-            workspace += work.gradient_bytes if block in seen else 0
-            workspace = max(
-                workspace, _with_loss(case, block, row.compute.micro_batch or 0, is_first=block not in seen)
-            )
+            is_first = block not in seen and not case.schedule.kind.receives
+            workspace += 0 if is_first else work.gradient_bytes
+            workspace = max(workspace, _with_loss(case, block, row.compute.micro_batch or 0, is_first=is_first))
             seen.add(block)
         yield live + workspace
 
@@ -243,7 +249,7 @@ def _recount_moved(case: Case) -> tuple[int, int]:
         for position, op in case.ops:
             if op.what == "A":
                 moved[position.stream] += sum(case.workload.values[v].nbytes for v in case.parked[op.block])
-            elif op.what in ("W", "G"):
+            elif op.what == "W" or (op.what == "G" and not case.schedule.kind.sends):
                 block = case.workload.blocks[op.block]
                 there = block.frozen_bytes if op.block in case.schedule.persistent else 0
                 nbytes = block.state_bytes - there if op.what == "W" else block.gradient_bytes

@@ -21,6 +21,7 @@ from megatrain.scheduler.check.memory_rules import (
     check_live_bytes,
     check_releases_come_first,
 )
+from megatrain.scheduler.check.rank_rules import check_between_ranks
 from megatrain.scheduler.check.section_rules import check_sections
 from megatrain.scheduler.check.weight_rules import check_persistent, check_weights
 from megatrain.scheduler.dependency import dependency_graph
@@ -262,6 +263,7 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_weights,
     check_persistent,
     check_gradients,
+    check_between_ranks,
     check_norm,
     check_updates,
     check_places,

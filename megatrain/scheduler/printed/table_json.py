@@ -11,7 +11,7 @@ from megatrain.errors import ScheduleError
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import parse_op
-from megatrain.scheduler.step_kind import StepKind
+from megatrain.scheduler.step_kind import RANKS, StepKind
 from megatrain.scheduler.table import Place, Slot, Table, Tick, columns
 from megatrain.scheduler.workload import Workload
 
@@ -27,7 +27,7 @@ def table_to_json(schedule: Table) -> str:
         "format": FORMAT,
         "num_blocks": schedule.num_blocks,
         **{name: getattr(schedule, name) for name in _FIGURES},
-        **asdict(schedule.kind),
+        **{name: part for name, part in asdict(schedule.kind).items() if name != "ranks" or part != RANKS[0]},
         "saves": schedule.saves,
         "slots": [(slot.offset, slot.nbytes) for slot in schedule.slots],
         "places": [(place.block, place.offset, place.nbytes) for place in schedule.places],

@@ -14,7 +14,7 @@ from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op, parse_op
 from megatrain.scheduler.printed.block_ranges import ranges
-from megatrain.scheduler.step_kind import MODES, OUTPUTS, TRANSFERS, UPDATES, StepKind
+from megatrain.scheduler.step_kind import MODES, OUTPUTS, RANKS, TRANSFERS, UPDATES, StepKind
 from megatrain.scheduler.table import Place, Slot, Table, Tick, columns
 from megatrain.scheduler.workload import Workload
 
@@ -114,8 +114,7 @@ def parse_table(text: str, workload: Workload | None = None) -> Table:
         ScheduleError: With the number of the line that can't be read, and the line.
     """
     read = _Read()
-    lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines := text.splitlines(), start=1):
         if line.strip():
             _at_line(number, line.strip(), _reader_of(line, read), read)
     _at_line(max(1, len(lines)), lines[-1].strip() if lines else "", _check_complete, read)
@@ -275,6 +274,7 @@ _LINES: dict[str, _Line] = {
     "updates": _Line(_updates, _read_updates),
     "places": _Line(lambda s: [f"{x.block} = {x.offset}+{x.nbytes}" for x in s.places], _read_places, "; "),
     "outputs": _choice("outputs", OUTPUTS),
+    "ranks": _choice("ranks", RANKS),
 }
 
 

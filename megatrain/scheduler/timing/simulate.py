@@ -13,7 +13,7 @@ from megatrain.scheduler.books import Books
 from megatrain.scheduler.dependency import all_waits, dependency_graph
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
-from megatrain.scheduler.table import Position, Table
+from megatrain.scheduler.table import Position, Table, columns
 from megatrain.scheduler.timing.costs import Costs, books_durations, op_durations
 from megatrain.scheduler.timing.ends import ends
 from megatrain.scheduler.timing.shared import Timing, link_bound, shared_timeline
@@ -101,7 +101,7 @@ def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
     it. No op counts as slowed down by others otherwise.
     """
     durations = op_durations(schedule, costs)
-    bounds = {str(stream): 0.0 for stream in streams()}
+    bounds = {str(stream): 0.0 for stream in columns(schedule.ticks)}
     for position, seconds in durations.items():
         bounds[position.stream] += seconds
     if isinstance(costs, Hardware) and costs.is_shared:

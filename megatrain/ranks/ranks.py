@@ -1,0 +1,226 @@
+"""Ranks: the processes that train one model together, and everything that passes between them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatrain.checks import Rule
+from megatrain.device import Device
+from megatrain.errors import OptionError, RanksError
+from megatrain.ranks.packet import Packet, Spec
+from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+else:  # torch may be built without; then nothing is one
+    ProcessGroup = getattr(dist, "ProcessGroup", type("ProcessGroup", (), {}))
+
+MEETING_S = 600.0
+"""How long a rank waits for the others to call `compile`."""
+_MEETING = timedelta(seconds=MEETING_S)
+_TRANSFER = timedelta(days=7)  # ranks that live are waited for; see `SignsOfLife`
+_made: Counter[str] = Counter()
+
+PROCESS_GROUP = Rule(
+    "a process group of torch.distributed",
+    "{name}=torch.distributed.group.WORLD, after torch.distributed.init_process_group",
+    lambda value: None if isinstance(value, ProcessGroup) else "is no process group that this process is part of",
+)
+GoOn = Callable[[], object]
+"""Called now and then while a transfer waits; raises an error to give it up."""
+
+
+class Ranks:
+    """The processes that train one model together; all of them make it at the same time.
+
+    All transfers are collectives of Gloo on host memory, in groups of their own: the order of those in one group is all
+    that ranks must agree on.
+
+    Args:
+        group: The process group of the user.
+
+    Raises:
+        RanksError: If another rank doesn't come, or ends meanwhile.
+
+    Attributes:
+        rank: This rank, from 0.
+        size: How many ranks there are.
+        agreed: Set while all ranks take a step that none of them takes back.
+    """
+
+    def __init__(self, group: ProcessGroup):
+        self.rank, self.size = group.rank(), group.size()
+        self.agreed = threading.Event()
+        name = f"{group.group_name}/{_made[group.group_name]}"
+        _made[group.group_name] += 1
+        of_group: Any = group.get_group_store()
+        store = dist.PrefixStore(f"megatrain/{name}", of_group.clone())
+        self._signs = SignsOfLife(store, self.rank, self.size)
+        self._meet()
+
+        def gloo(what: str, first: int, size: int) -> Any:
+            return dist.ProcessGroupGloo(dist.PrefixStore(what, store), self.rank - first, size, _MEETING)
+
+        self._meetings, self._totals = gloo("meetings", 0, self.size), gloo("totals", 0, self.size)
+        pairs = [r for r in (self.rank - 1, self.rank) if 0 <= r < self.size - 1]
+        found = {first: gloo(f"pair/{first}", first, 2) for first in pairs}
+        self._before, self._after = found.get(self.rank - 1), found.get(self.rank)
+        self._is_abandoned = False
+
+    @staticmethod
+    def of(group: ProcessGroup | None) -> Ranks | None:
+        """The ranks of a group; None for a process that trains alone."""
+        return None if group is None or group.size() == 1 else Ranks(group)
+
+    @property
+    def place(self) -> str:
+        """Where this rank stands, as in `StepKind`."""
+        return "first" if self.rank == 0 else "last" if self.rank == self.size - 1 else "middle"
+
+    def _meet(self) -> None:
+        until = time.monotonic() + MEETING_S
+        while missing := self._signs.missing():
+            self._signs.look()
+            if time.monotonic() > until:
+                names = ", ".join(map(str, missing))
+                raise RanksError(
+                    f"rank {names} didn't come within {MEETING_S:.0f} s.\n"
+                    "  All ranks of the process group compile the model, in the same order among several models.\n"
+                    "  Call megatrain.compile(model, process_group=...) on each rank."
+                )
+            time.sleep(LOOK_S / 10)
+
+    def announce(self, text: str) -> None:
+        """Tells all ranks that wait for this one that it has failed."""
+        self._signs.announce(text)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Gives a value to all ranks; returns those of all, by rank.
+
+        Args:
+            value: Numbers, texts, lists and dictionaries.
+
+        Raises:
+            RanksError: If another rank can't answer.
+        """
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        size = torch.tensor([text.numel()])
+        self._wait(
+            lambda: self._meetings.allgather([sizes], [size], _options(dist.distributed_c10d.AllgatherOptions()))
+        )
+        longest = max(int(each) for each in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: text.numel()] = text
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        self._wait(
+            lambda: self._meetings.allgather([texts], [padded], _options(dist.distributed_c10d.AllgatherOptions()))
+        )
+        return [json.loads(bytes(t[: int(n)].numpy())) for t, n in zip(texts, sizes, strict=True)]
+
+    # -- sums of gradients ----------------------------------------------------------------------------------
+
+    def pass_on(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[Spec], go_on: GoOn) -> None:
+        """Hands tensors on to the next rank, whose `take` gets them.
+
+        Args:
+            tensors: On the host; None where there is none.
+            specs: Their shapes and dtypes, also of those that aren't there.
+            go_on: See `GoOn`.
+
+        Raises:
+            RanksError: If another rank can't go on.
+        """
+        self._transfer(Packet.of(tensors, specs), self._after, 0, go_on)
+
+    def take(self, out: Sequence[torch.Tensor], go_on: GoOn) -> list[bool]:
+        """Takes tensors from the rank before; returns which of them it had. For the rest see `pass_on`."""
+        return self._transfer(Packet.into(out), self._before, 0, go_on)
+
+    def spread(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[Spec], go_on: GoOn) -> None:
+        """Gives tensors of the last rank to all others, which `gather` them. For the rest see `pass_on`."""
+        self._transfer(Packet.of(tensors, specs), self._totals, self.size - 1, go_on)
+
+    def gather(self, out: Sequence[torch.Tensor], go_on: GoOn) -> list[bool]:
+        """Takes tensors from the last rank; returns which of them it had. For the rest see `pass_on`."""
+        return self._transfer(Packet.into(out), self._totals, self.size - 1, go_on)
+
+    def _transfer(self, packet: Packet, group: Any, source: int, go_on: GoOn) -> list[bool]:
+        options = _options(dist.BroadcastOptions())
+        options.rootRank = source
+        for part in packet.parts():
+            self._wait(lambda part=part: group.broadcast([part], options), go_on)
+        return packet.present
+
+    def wait_until_agreed(self, go_on: GoOn) -> None:
+        """Returns once all ranks take the step."""
+        while not self.agreed.wait(LOOK_S):
+            go_on()
+
+    def _wait(self, begin: Callable[[], Any], go_on: GoOn = lambda: None) -> None:
+        """Begins a transfer and waits for its end.
+
+        Raises:
+            RanksError: If another rank can't go on. The group of this transfer is of no use then.
+        """
+        over = threading.Event()
+        try:
+            future = begin().get_future()
+            future.add_done_callback(lambda _: over.set())
+            while not over.wait(LOOK_S):
+                go_on()
+                self._signs.look()
+            future.value()
+        except BaseException as error:
+            self._abandon()
+            if isinstance(error, RuntimeError):
+                raise self._signs.reason(error) from error
+            raise
+
+    def _abandon(self) -> None:
+        """Keeps the groups for the life of the process: the end of a group waits for its transfers, maybe for ever."""
+        if not self._is_abandoned:
+            self._is_abandoned = True
+            groups = self._meetings, self._totals, self._before, self._after
+            # What a thread that never ends holds isn't let go of when Python ends.
+            threading.Thread(target=_hold, args=groups, name="megatrain-abandoned", daemon=True).start()
+
+
+def _hold(*_: object) -> None:
+    threading.Event().wait()
+
+
+def _options(made: Any) -> Any:
+    made.timeout = _TRANSFER
+    return made
+
+
+def check_ranks(group: ProcessGroup | None, device: Device, kernels: str) -> None:
+    """Refuses what several ranks can't do yet.
+
+    Raises:
+        OptionError: Naming the option.
+    """
+    if group is None or group.size() == 1:
+        return
+    if not device.is_host:
+        raise OptionError(
+            f"process_group= has {group.size()} ranks, but the device is {device}.\n"
+            "  So far several ranks compute on CPUs.\n"
+            '  Give device="cpu", or train in one process.'
+        )
+    if kernels != "eager":
+        raise OptionError(
+            f'process_group= has {group.size()} ranks, but kernels="{kernels}".\n'
+            "  Each rank would compile kernels of its own, whose bits may differ.\n"
+            '  Leave kernels out: "eager" has the bits of one process.'
+        )

@@ -1,0 +1,147 @@
+"""Rank facts: everything that must be the same on all ranks, as texts by name; and models that ranks can't train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.checks.several_optimizers import parameters_of
+from megatrain.compiled.inside import Compiled
+from megatrain.errors import ExecuteError, OptimizerError
+from megatrain.files.byte_source import bytes_of, obstacle
+from megatrain.files.digest import Digest
+from megatrain.optim.impostor import Optimizer
+from megatrain.runtime.executor import Executor
+from megatrain.saving import Source
+from megatrain.tracer.spec import TensorSpec
+from megatrain.training.boundary import Progress
+from megatrain.training.model_state import State
+from megatrain.training.setup import Setting
+
+Facts = dict[str, str]
+
+
+def check_supported(setting: Setting, compiled: Compiled, optimizers: Sequence[Optimizer]) -> None:
+    """Refuses a step that several ranks can't take with the bits of one process.
+
+    Raises:
+        ExecuteError: If the model writes buffers, or runs its own code.
+        OptimizerError: If an optimizer has parameters outside the model.
+    """
+    for program in setting.programs:
+        written = [key for key, _ in program.commits]
+        if written:
+            raise ExecuteError(
+                f"the forward writes the buffer `{written[0]}`, which can't be trained by several ranks.\n"
+                "  In one process each micro-batch begins with what the one before has written; ranks run together.\n"
+                "  Use a norm without running statistics (LayerNorm, GroupNorm), or model.eval() for these modules."
+            )
+        if program.opaque_calls:
+            raise ExecuteError(
+                "a module or a hook runs its own code at each step, which several ranks can't do yet.\n"
+                "  Nobody knows what that code keeps from one micro-batch for the next.\n"
+                "  print(compiled.program) says why a module is opaque; or train in one process."
+            )
+    own = set(compiled.model.parameters())
+    others = sum(parameter not in own for parameter in parameters_of(*optimizers))
+    if others:
+        raise OptimizerError(
+            f"{others} parameters of the optimizer don't belong to the model.\n"
+            "  Gradients of parameters outside the model don't go from rank to rank.\n"
+            "  Register them in a module of the model, or train in one process."
+        )
+
+
+def facts_of(
+    executor: Executor,
+    compiled: Compiled,
+    optimizers: Sequence[Optimizer],
+    rules: Mapping[str, object],
+    progress: Progress,
+) -> Facts:
+    """Everything that must be the same on all ranks in each step.
+
+    Args:
+        executor: Runs the step.
+        compiled: The model.
+        optimizers: In the order of their steps.
+        rules: Options of the step.
+        progress: Of the training so far.
+    """
+    options, device = compiled.options, compiled.options.device
+    found: Facts = {
+        "the version of torch": torch.__version__,
+        "the device": device.kind,
+        "precision": options.precision,
+        "masters": options.masters,
+        "chunking": options.chunking,
+        "passes": ", ".join(getattr(each, "__qualname__", type(each).__qualname__) for each in options.passes)
+        or "none",
+        "the number of modules in training mode": str(sum(module.training for module in compiled.model.modules())),
+        **{name: str(value) for name, value in rules.items()},
+        "the number of steps": str(progress.count),
+        "the number of skipped steps": str(progress.skipped),
+        "the norm of the latest gradients": "none" if progress.grad_norm is None else float(progress.grad_norm).hex(),
+    }
+    if device.is_host:
+        # Kernels split sums among threads.
+        found["the number of threads (OMP_NUM_THREADS)"] = str(torch.get_num_threads())
+    sent = {op.block for op in executor.schedule.ops if op.what == "G"}
+    for block in executor.program.blocks:
+        if block.index in sent:
+            entries = [executor.program.state[key] for key in block.binding]
+            texts = [f"{entry.key} {_text(entry.spec)}" for entry in entries if entry.requires_grad]
+            found[f"what block {block.index} trains"] = ", ".join(texts)
+    return found | _settings(compiled, optimizers)
+
+
+def _settings(compiled: Compiled, optimizers: Sequence[Optimizer]) -> Facts:
+    names = {id(p): name for name, p in nn.Module.named_parameters(compiled.model)}
+    found: Facts = {}
+    for index, optimizer in enumerate(optimizers):
+        found[f"the class of optimizer {index}"] = type(optimizer).__qualname__
+        for place, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                where = f"{name} of group {place} of optimizer {index}"
+                found[where] = ", ".join(names[id(p)] for p in value) if name == "params" else _value(value)
+    return found
+
+
+def values_of(compiled: Compiled, optimizers: Sequence[Optimizer]) -> Facts:
+    """Digests of everything that an update reads and writes: parameters, buffers, masters and optimizers' state."""
+    state = State.of(compiled)
+    sources = {name: Source.of(tensor) for name, tensor in {**state.weights, **state.hidden}.items()}
+    sources |= compiled.masters.sources()
+    found = {f"the value of `{name}`": _source_digest(source) for name, source in sources.items()}
+    for name, tensor in nn.Module.named_parameters(compiled.model):
+        found[f"whether `{name}` is trained"] = str(tensor.requires_grad)
+        for index, optimizer in enumerate(optimizers):
+            for key, value in sorted(optimizer.state.get(tensor, {}).items(), key=str):
+                found[f"`{key}` of `{name}` in optimizer {index}"] = _value(value)
+    return found
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        if (reason := obstacle(value)) is not None:
+            return f"a tensor that {reason}"
+        return repr(value.item()) if value.numel() == 1 else _source_digest(Source.of(value))
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_value, value))})"  # pyright: ignore[reportUnknownArgumentType]
+    # Texts of other objects may have addresses.
+    return repr(value) if isinstance(value, bool | int | float | complex | str | None) else type(value).__qualname__
+
+
+def _source_digest(source: Source) -> str:
+    digest = Digest()
+    for piece in source.pieces():
+        digest.begin(bytes_of(piece))
+        digest.wait()
+    return f"{_text(source.spec)} with the digest {digest.finish()[:16]}"
+
+
+def _text(spec: TensorSpec) -> str:
+    return str(TensorSpec(spec.shape, spec.dtype))

@@ -1,0 +1,123 @@
+"""Taking: takes steps: an attempt for each capture that fails in the middle, and one more where memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.compiled.inside import Compiled, Variant
+from megatrain.memory.out_of_memory import Attempts
+from megatrain.planning.loss_bytes import Loss
+from megatrain.runtime.executor import Executor
+from megatrain.runtime.rng import RngState
+from megatrain.runtime.streams.stopwatch import Watch
+from megatrain.tracer.expectations import GuardFailedError
+from megatrain.training.attempts.together import AgainError, Together
+from megatrain.training.batch import MicroBatch
+from megatrain.training.boundary import Boundary
+from megatrain.training.completion import Completion
+from megatrain.training.setup import Setting, Setup
+from megatrain.training.shares import Counts, Shares
+from megatrain.training.trainer import Running
+
+
+class Taking:
+    """Takes the steps of a `TrainStep`.
+
+    Args:
+        compiled: The model.
+        setup: Finds what runs.
+        boundary: Makes each step end between two steps.
+        completion: Looks after due updates.
+        together: Agrees with the other ranks.
+        loss: The user's.
+        looks: Whether a gradient that isn't finite prevents the updates.
+
+    Attributes:
+        setting: Of the latest step, or the prepared one.
+        running: The step that runs.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        setup: Setup,
+        boundary: Boundary,
+        completion: Completion,
+        together: Together,
+        *,
+        loss: Loss | None,
+        looks: bool,
+    ):
+        self._compiled, self._setup, self._boundary, self._completion = compiled, setup, boundary, completion
+        self._together = together
+        self._loss, self._looks = loss, looks
+        self.setting: Setting | None = None
+        self.running: Running | None = None
+        self._failed_at = 0
+
+    def take(self, batches: Sequence[MicroBatch], counts: Counts, watch: Watch | None) -> torch.Tensor:
+        """Takes a step; returns its loss. See `TrainStep.__call__`.
+
+        Args:
+            batches: The micro-batches of this rank.
+            counts: How much each counts.
+            watch: Takes the time of each operation.
+        """
+        alone = None if self._together.is_shared else Shares(counts)
+        failed: list[dict[Variant, str]] = [{} for _ in batches]
+        attempts = Attempts("the step", self._compiled.options.device)
+        with self._compiled.exclusively("the step"), torch.enable_grad(), self._completion.suspended():
+            self._compiled.complete_updates(besides=self._completion)  # of other steps over this model
+            while True:
+                # Not before there is an executor: what is refused until then leaves no trace.
+                setting: Setting | None = None
+                executor: Executor | None = None
+                try:
+                    with self._together.attempt(self._boundary):
+                        setting = self._setup.setting(batches, failed)
+                        while (executor := self._setup.executor(setting)) is None:
+                            self._setup.complete()
+                            setting = self._setup.setting(batches, failed)
+                        shares = alone or self._together.meet(setting, executor, counts, self._boundary.progress)
+                        loss = self._run(setting, executor, shares, watch)
+                except AgainError:
+                    continue
+                except GuardFailedError as failure:
+                    if setting is None or executor is None:
+                        raise
+                    at = self._failed_at
+                    failed[at][setting.variants[at]] = str(failure)
+                    self._compiled.learn(failure, setting.arguments[at], failed[at])
+                except Exception as error:
+                    if setting is None or executor is None or self._together.is_shared:
+                        raise
+                    if not attempts.may_repeat(error, executor.memory_figures, is_undone=self._boundary.is_undone):
+                        raise
+                else:
+                    attempts.over(executor.memory_figures, is_half=self._boundary.has_recovered)
+                    return loss
+
+    def _run(self, setting: Setting, executor: Executor, shares: Shares, watch: Watch | None) -> torch.Tensor:
+        self.setting = setting.without_tensors()
+        engine, updates = executor.engine, self._setup.updates
+        assert updates is not None
+        own = {key: tensor for key, tensor in engine.tensors.items() if isinstance(tensor, nn.Parameter)}
+        running = Running(
+            setting, shares, self._loss, updates, own, self._setup.threads, looks=self._looks, together=self._together
+        )
+        before = RngState.now(engine.device, [call for variant in setting.variants for call in variant.opaque])
+        with engine.turn.run(differentiates=True), running.interrupts:
+            self.running = running
+            try:
+                # No name keeps the run alive: it must end while Ctrl-C is held back, as a `__del__` loses one.
+                options: dict[str, Any] = {"watch": watch, "dealt": self._together.dealt}
+                self._boundary.run(executor.begin(running.inputs(), **options), running, updates, before)
+                self._completion.mark()  # here, where Ctrl-C is held back
+            finally:
+                self.running = None
+                self._failed_at = running.micro_batch
+        return self._together.sum(running.losses)

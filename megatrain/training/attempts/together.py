@@ -1,0 +1,285 @@
+"""Together: what the ranks of a process group agree on around each step; a process alone agrees with itself.
+
+A step has two meetings. Before it runs, each rank tells how much its micro-batches count, and a digest of everything
+that must not differ. Before its first backward, each rank tells that its forward has succeeded; until then a rank may
+run it again, with all others, and a failure leaves no trace on any rank. From then on sums of gradients travel, and a
+rank that fails ends the training of all: some may have updated what others have not.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+
+from megatrain.compiled.inside import Compiled
+from megatrain.errors import ExecuteError, RanksError
+from megatrain.files.digest import digest_of
+from megatrain.optim.impostor import Optimizer
+from megatrain.ranks.ranks import Ranks
+from megatrain.runtime.draws import DealtDraws
+from megatrain.runtime.executor import Executor
+from megatrain.runtime.rng import GlobalGenerators
+from megatrain.tracer.expectations import GuardFailedError
+from megatrain.training.attempts.rank_draws import deal
+from megatrain.training.attempts.rank_facts import Facts, check_supported, facts_of, values_of
+from megatrain.training.boundary import Boundary, NotFiniteError, Progress
+from megatrain.training.setup import Setting
+from megatrain.training.shares import Counts, Shares
+
+# The stages of an attempt: before its first meeting, before the second, and from then on.
+_MEETING, _RUNNING_FORWARD, _AGREED = "meeting", "forward", "agreed"
+
+
+class AgainError(Exception):
+    """Another rank runs its forwards again, and this one with it. Never reaches the user."""
+
+
+class Together:
+    """Agrees with the other ranks.
+
+    Args:
+        compiled: The model, with its ranks.
+        optimizers: In the order of their steps.
+        rules: Options of the step that must be the same on all ranks.
+
+    Attributes:
+        dealt: The random numbers of this rank in the present step; None if the model draws none, or trains alone.
+    """
+
+    def __init__(self, compiled: Compiled, optimizers: Sequence[Optimizer], rules: Mapping[str, object]):
+        self._compiled = compiled
+        self._ranks: Ranks | None = compiled.ranks
+        self._optimizers = optimizers
+        self._rules = rules
+        self._stage = _MEETING
+        self._is_telling = False
+        self._is_compared = False
+        self.dealt: DealtDraws | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are other ranks."""
+        return self._ranks is not None
+
+    @contextmanager
+    def attempt(self, boundary: Boundary) -> Generator[None]:
+        """Runs one attempt at a step. If it fails here, the others hear why; if it fails there, this rank stops too.
+
+        Args:
+            boundary: No step can follow one that failed when all had agreed on it.
+
+        Raises:
+            RanksError: If another rank failed, or differs.
+        """
+        if self._ranks is None:
+            yield
+            return
+        self._stage, self._is_telling = _MEETING, False
+        self._ranks.agreed.clear()
+        try:
+            yield
+        except (AgainError, NotFiniteError):
+            raise  # so does every rank
+        except BaseException as error:
+            self._fail(self._ranks, error, boundary)
+            raise
+
+    @contextmanager
+    def refusing(self) -> Generator[None]:
+        """Tells the others if a step is refused before its first attempt, because they wait for this rank."""
+        try:
+            yield
+        except Exception as error:
+            if self._ranks is not None:
+                with suppress(RanksError):
+                    self._tell(self._ranks, {"failed": _words(error)})
+            raise
+
+    def _fail(self, ranks: Ranks, error: BaseException, boundary: Boundary) -> None:
+        found = _other_rank(error)
+        is_quiet = self._stage != _AGREED and not self._is_telling and isinstance(error, Exception)
+        if found is None and is_quiet:
+            again = self._stage == _RUNNING_FORWARD and isinstance(error, GuardFailedError)
+            with nullcontext() if again else suppress(RanksError):  # of several failures each rank raises its own
+                self._tell(ranks, {"again": True} if again else {"failed": _words(error)})
+            return
+        if found is not None and is_quiet:
+            return  # it was said in a meeting, in which all ranks were
+        if found is None:
+            ranks.announce(_words(error))
+        boundary.broken = (
+            "the ranks are no longer at the same step, because one of them failed in the middle of one.\n"
+            f"  {_words(error)}\n"
+            "  Start all ranks again, and load the latest checkpoint."
+        )
+        if found is not None and found is not error:
+            raise found from error
+        if isinstance(error, GuardFailedError):  # which would have the step run again
+            raise ExecuteError(boundary.broken) from error
+
+    def _tell(self, ranks: Ranks, word: dict[str, Any], at: str = "a step") -> list[dict[str, Any]]:
+        """Tells all ranks something, and hears what they tell.
+
+        Raises:
+            RanksError: If another rank failed, or is elsewhere.
+        """
+        self._is_telling = True
+        words = ranks.exchange({"at": at, **word})
+        self._is_telling = False
+        for rank, other in enumerate(words):
+            if rank != ranks.rank and "failed" in other:
+                raise RanksError(f"rank {rank} failed before the step: {other['failed']}")
+        if len({other["at"] for other in words}) > 1:
+            places = ", ".join(f"rank {rank} in {other['at']}" for rank, other in enumerate(words))
+            raise RanksError(
+                f"the ranks are in different calls: {places}.\n"
+                "  All ranks take the same steps, and save at the same places.\n"
+                "  Call save() on each rank: rank 0 writes, the others wait."
+            )
+        return words
+
+    def meet(self, setting: Setting, executor: Executor, counts: Counts, progress: Progress) -> Shares:
+        """Compares everything that must not differ; finds the share of each micro-batch, and `dealt`.
+
+        Args:
+            setting: What runs here.
+            executor: Runs it.
+            counts: How much each micro-batch counts.
+            progress: Of the training so far.
+
+        Raises:
+            RanksError: If the ranks differ.
+            OptionError: See `Shares`.
+            ExecuteError: If the model is one that several ranks can't train.
+            DrawsError: If it draws random numbers that can't be drawn ahead.
+        """
+        ranks = self._ranks
+        assert ranks is not None
+        check_supported(setting, self._compiled, self._optimizers)
+        facts = facts_of(executor, self._compiled, self._optimizers, self._rules, progress)
+        if not self._is_compared:
+            facts |= values_of(self._compiled, self._optimizers)
+        is_random = any(t.is_random for program in setting.programs for t in program.templates.values())
+        words = self._tell(ranks, {"digest": _digest(facts), "random": is_random, **counts.said()})
+        if len({word["digest"] for word in words}) > 1:
+            self._refuse(ranks, facts)
+        self._is_compared = True
+        self.dealt = None
+        if any(word["random"] for word in words):
+            numbers = [len(word["counts"]) for word in words]
+            device = self._compiled.options.device
+            self.dealt = deal(lambda word: self._tell(ranks, word), ranks.rank, numbers, executor.draws, device)
+        self._stage = _RUNNING_FORWARD
+        return Shares(counts, others=words, rank=ranks.rank)
+
+    def _refuse(self, ranks: Ranks, facts: Facts) -> None:
+        """Finds what differs: all ranks say the same."""
+        all_facts = [word["facts"] for word in self._tell(ranks, {"facts": facts})]
+        for rank, theirs in enumerate(all_facts[1:], start=1):
+            names = [n for n in {**all_facts[0], **theirs} if all_facts[0].get(n) != theirs.get(n)]
+            if names:
+                first, other = (found.get(names[0], "nothing") for found in (all_facts[0], theirs))
+                raise RanksError(
+                    f"the ranks differ: {names[0]} is {first} on rank 0, but {other} on rank {rank}.\n"
+                    f"  Ranks that train together have the same model, values, optimizer and options; {len(names)} "
+                    "differ.\n"
+                    "  Build all alike on each rank: call torch.manual_seed first, or load the same checkpoint."
+                )
+
+    def vote(self) -> None:
+        """Waits until all ranks have run the forward.
+
+        Raises:
+            AgainError: If one of them runs its forwards again.
+            RanksError: If one failed.
+        """
+        if self._ranks is None:
+            return
+        words = self._tell(self._ranks, {"again": False})
+        if any(word["again"] for word in words):
+            raise AgainError
+        self._stage = _AGREED
+        self._ranks.agreed.set()
+
+    @contextmanager
+    def watching_loss(self) -> Generator[None]:
+        """Runs the code of a loss.
+
+        Raises:
+            ExecuteError: If it moves generators which on one process would go on to the next micro-batch.
+        """
+        if self._ranks is None or self.dealt is not None:
+            yield  # in its own generators
+            return
+        before = GlobalGenerators.now(self._compiled.options.device)
+        yield
+        if not before.is_same(GlobalGenerators.now(self._compiled.options.device)):
+            raise ExecuteError(
+                "the loss draws random numbers, which several ranks can't do for a model that draws none.\n"
+                "  In one process the losses of all micro-batches draw one after the other.\n"
+                "  Draw in the model, or train in one process."
+            )
+
+    def sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of the losses of all micro-batches, in their order."""
+        if self._ranks is not None:
+            words = self._tell(self._ranks, {"losses": [float(loss) for loss in losses]})
+            own = losses[0]
+            losses = [torch.tensor(x, dtype=own.dtype, device=own.device) for word in words for x in word["losses"]]
+        return functools.reduce(torch.add, losses)
+
+    def once(self, what: str, work: Callable[[], object]) -> None:
+        """Does work on rank 0, for which all others wait.
+
+        Raises:
+            RanksError: If rank 0 failed.
+        """
+        if self._ranks is None:
+            work()
+            return
+        error: Exception | None = None
+        if self._ranks.rank == 0:
+            try:
+                work()
+            except Exception as caught:
+                error = caught
+        said = "" if error is None else _words(error)
+        words = self._tell(self._ranks, {"said": said}, what)
+        if error is not None:
+            raise error
+        if words[0]["said"]:
+            raise RanksError(f"rank 0 failed in {what}: {words[0]['said']}")
+
+    def refuse(self, what: str, way_out: str) -> None:
+        """Refuses something that only a process alone can do.
+
+        Raises:
+            ExecuteError: If there are other ranks.
+        """
+        if self._ranks is not None:
+            raise ExecuteError(
+                f"{what} isn't possible with a process_group of {self._ranks.size} ranks.\n"
+                "  Ranks wait for each other in one order, which it would change.\n"
+                f"  {way_out}"
+            )
+
+
+def _other_rank(error: BaseException) -> RanksError | None:
+    """The failure of another rank that an error comes from."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, RanksError):
+        cause = cause.__cause__
+    return cause
+
+
+def _digest(facts: Facts) -> str:
+    return digest_of(json.dumps(facts, sort_keys=True).encode())
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0]

@@ -1,0 +1,83 @@
+"""Processes of one process group, which run functions of tests side by side; Gloo on the loopback interface."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing as mp
+import os
+import signal
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from queue import Empty
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WAIT_S = 100.0
+
+
+class Processes:
+    """Some processes of one group. A function that they run gets the group's ranks from `torch.distributed`.
+
+    Args:
+        size: How many.
+    """
+
+    def __init__(self, size: int):
+        # A server that has imported everything once, and forks: a process is there in no time.
+        context: Any = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed", "megatrain", "tests.training.parity"])
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.size = size
+        self.inboxes = [context.SimpleQueue() for _ in range(size)]
+        self.outboxes = [context.Queue() for _ in range(size)]
+        self.processes: list[BaseProcess] = []
+        for rank in range(size):
+            queues = self.inboxes[rank], self.outboxes[rank]
+            process = context.Process(target=_serve, args=(rank, size, self.store.port, *queues), daemon=True)
+            process.start()
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, of: Sequence[int] | None = None) -> list[Any]:
+        """Runs a function of a module on all ranks; returns the results, or the errors that were raised, by rank.
+
+        Args:
+            function: Gets its rank, then these arguments.
+            arguments: What can be pickled.
+            of: Whose results; None waits for all.
+        """
+        for inbox in self.inboxes:
+            inbox.put((function, arguments))
+        return [self.result(rank) for rank in (range(self.size) if of is None else of)]
+
+    def result(self, rank: int) -> Any:
+        """The result of a rank."""
+        try:
+            return torch.load(io.BytesIO(self.outboxes[rank].get(timeout=WAIT_S)), weights_only=False)
+        except Empty:
+            raise AssertionError(f"rank {rank} has no result after {WAIT_S:.0f} s") from None
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, size: int, port: int, inbox: Any, outbox: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=WAIT_S))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    while True:
+        try:
+            function, arguments = inbox.get()
+            found = function(rank, *arguments)
+        except BaseException as error:
+            found = error
+        content = io.BytesIO()
+        torch.save(found, content)
+        outbox.put(content.getvalue())

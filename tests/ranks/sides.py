@@ -1,0 +1,203 @@
+"""The same training in one process and in several: what each rank runs, and what is compared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import megatrain
+from tests.comparing import snapshot
+from tests.training.adapters import adapted_llama
+from tests.training.parity import MODES, TASKS, Task, adamw, ids, labelled, listed, sgd, square, stack_batch
+
+
+class Tied(nn.Module):
+    """Its first and its last block have one weight, whose gradient is a sum over both; a bias is used by some batches.
+
+    Half of the parameters are frozen if `is_adapted`.
+    """
+
+    def __init__(self, *, is_adapted: bool = False):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(8, 11)
+        self.head.weight = self.embedding.weight
+        self.blocks[1].requires_grad_(not is_adapted)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + self.drop(block(x))
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
+
+
+class Branching(nn.Module):
+    """Python code reads a value in the middle: a batch of the other sign runs another capture, found out in a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.rest = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).abs() * x.mean(1, keepdim=True)
+        x = x * 2 if x.mean() > 0 else x.cos()
+        for layer in self.rest:
+            x = layer(x).tanh()
+        return x
+
+
+def branching_batch(step: int, size: int) -> Any:
+    return stack_batch(step, size).abs() * (1 if step % 3 else -1)
+
+
+def branching() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1234)
+        return Branching()
+
+
+def tied_batch(step: int, size: int) -> Any:
+    return {"ids": ids(step, size, vocab=11), "targets": ids(step + 50, size, vocab=11)}
+
+
+def seeded(**options: Any) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1234)
+        return Tied(**options)
+
+
+def own(result: Any, batch: Any) -> torch.Tensor:
+    return result["loss"]
+
+
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+OURS: dict[str, Task] = {
+    **TASKS,
+    "branching": Task(branching, branching_batch, square),
+    "tied": Task(seeded, tied_batch, own),
+    "adapted": Task(lambda: seeded(is_adapted=True), tied_batch, own),
+    "lora": Task(lambda: adapted_llama(("q_proj", "v_proj"), rank=4, scale=2.0, dropout=0.0), labelled),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Args:
+        task: Its model and batches.
+        mode: When updates run.
+        deal: How many micro-batches each rank has in each step.
+        optimizer: Its name.
+        compile: Options of `compile`.
+        options: More options of the step.
+        is_weighted: Micro-batches count as many rows as they have.
+        draws: Whether the model's dropouts draw.
+        looks: Whether rank 1 looks at its parameters after each step, which completes its updates.
+    """
+
+    task: str
+    mode: str
+    deal: Sequence[Sequence[int]]
+    optimizer: str = "adamw"
+    compile: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_weighted: bool = False
+    draws: bool = False
+    looks: bool = False
+
+    def batches(self, step: int) -> list[list[Any]]:
+        """The micro-batches of a step, by rank; sizes differ."""
+        task, number = OURS[self.task], 0
+        found: list[list[Any]] = []
+        for count in self.deal[step]:
+            found.append([task.batch(100 * step + number + i, 1 + (number + i) % 2) for i in range(count)])
+            number += count
+        return found
+
+
+def rows(batch: Any) -> int:
+    return len(next(iter(batch.values()))) if isinstance(batch, dict) else len(batch)
+
+
+def begin(case: Case, group: Any = None, **options: Any) -> tuple[Any, Any, megatrain.TrainStep]:
+    task = OURS[case.task]
+    compiled = megatrain.compile(task.build(), device="cpu", process_group=group, **case.compile)
+    compiled.train(case.draws)
+    optimizer = OPTIMIZERS[case.optimizer](compiled.megatrain.model)
+    weight = {"weight": rows} if case.is_weighted else {}
+    settings = {**MODES[case.mode], **case.options, **weight, **options}
+    return compiled, optimizer, megatrain.TrainStep(compiled, optimizer, loss=task.loss, **settings)
+
+
+def state_of(compiled: Any, optimizer: Any, step: megatrain.TrainStep) -> dict[str, Any]:
+    """Everything that training has changed, and the masters' lower halves."""
+    step.flush()
+    found = snapshot(compiled.megatrain.model, *listed(optimizer))
+    pieces = {name: [p.clone() for p in source.pieces()] for name, source in compiled.masters.sources().items()}
+    return {**found, "masters": pieces, "progress": asdict(step.progress)}
+
+
+def take(case: Case, rank: int | None, step: megatrain.TrainStep, numbers: Sequence[int]) -> dict[str, Any]:
+    """Takes some steps of a case, of one rank or of all ranks' micro-batches together."""
+    losses: list[torch.Tensor] = []
+    norms: list[Any] = []
+    for number in numbers:
+        by_rank = case.batches(number)
+        losses.append(step([b for each in by_rank for b in each] if rank is None else by_rank[rank]))
+        norms.append(step.progress.grad_norm)
+        if case.looks and rank == 1:
+            step.flush()
+    return {"losses": losses, "norms": norms}
+
+
+def train(case: Case, group: Any, rank: int | None) -> dict[str, Any]:
+    """Takes the steps of a case. The generators of ranks other than the first stay as they are."""
+    torch.manual_seed(5)
+    compiled, optimizer, step = begin(case, group)
+    torch.manual_seed(6 + (rank or 0))
+    taken = take(case, rank, step, range(len(case.deal)))
+    found = {**taken, **state_of(compiled, optimizer, step)}
+    if rank:
+        assert torch.equal(found.pop("generator"), torch.Generator().manual_seed(6 + rank).get_state())
+    return found
+
+
+def train_here(rank: int, case: Case) -> Any:
+    """What a rank runs; ranks beyond the deal have nothing to do."""
+    size = len(case.deal[0])
+    group: Any = dist.new_group(list(range(size)))
+    return train(case, group, rank) if rank < size else None
+
+
+def resume_here(rank: int, case: Case, folder: str, start: int, saves: bool) -> Any:
+    """Begins at a step, from a checkpoint unless it is the first; saves after the steps, or returns everything."""
+    size = len(case.deal[0])
+    group: Any = dist.new_group(list(range(size)))
+    return resume(case, group, rank, folder, start, saves=saves) if rank < size else None
+
+
+def resume(case: Case, group: Any, rank: int | None, folder: str, start: int, *, saves: bool) -> Any:
+    torch.manual_seed(6)
+    compiled, optimizer, step = begin(case, group)
+    if start:
+        task = OURS[case.task]
+        options = {**MODES[case.mode], **case.options}
+        del step
+        step = megatrain.TrainStep.load(folder, compiled, optimizer, loss=task.loss, **options)
+    taken = take(case, rank, step, range(start, len(case.deal)))
+    if saves:
+        step.save(folder)
+        return os.path.exists(folder)
+    return {**taken, **state_of(compiled, optimizer, step)}

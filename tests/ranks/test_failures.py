@@ -1,0 +1,118 @@
+"""A rank that fails, ends or differs is named by an error on every other rank, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import megatrain
+from tests.ranks.failing import differing, dying, failing_early, failing_late, impossible, saving_alone
+from tests.ranks.processes import Processes
+from tests.tiers import wide
+from tests.training.parity import seeded_stack, stack_batch
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    made = Processes(3)
+    yield made
+    made.close()
+
+
+# -- what differs --------------------------------------------------------------------------------------------
+
+
+DIFFERENCES = {
+    "width": r"what block \d trains is .* on rank 0, but .* on rank 1",
+    "value": r"the value of `head.bias` is f32\[2\] with the digest \w+ on rank 0, but f32.* on rank 1",
+    "lr": "lr of group 0 of optimizer 0 is 0.1 on rank 0, but 0.2 on rank 1",
+    "clip": "max_grad_norm is None on rank 0, but 1.0 on rank 1",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_ranks_that_differ_are_refused_on_each_with_the_difference(what: str, three: Processes):
+    texts = three.run(differing, what)
+    assert len(set(texts)) == 1
+    assert re.match(f"RanksError: the ranks differ: {DIFFERENCES[what]}", texts[0]), texts[0]
+
+
+# -- before all have agreed ----------------------------------------------------------------------------------
+
+
+def test_a_rank_that_fails_before_the_step_leaves_all_as_they_were(three: Processes):
+    found = three.run(failing_early)
+    assert [count for _, count in found] == [2, 2, 2]
+    assert found[1][0][1].startswith("ExecuteError: a step was called with an empty list.")
+    for rank in (0, 2):
+        first, second, third = found[rank][0]
+        assert (first, third) == ("", "")
+        assert second.startswith("RanksError: rank 1 failed before the step: ExecuteError: a step was called with")
+
+
+# -- in the middle -------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Processes):
+    began = time.monotonic()
+    found = three.run(failing_late)
+    assert time.monotonic() - began < 30
+    assert [texts[0] for texts in found] == ["", "", ""]
+    assert found[1][1] == "ValueError: no loss today"
+    for rank in (0, 2):
+        assert found[rank][1] == "RanksError: rank 1 failed: ValueError: no loss today"
+    for texts in found:
+        assert texts[2].startswith("ExecuteError: the ranks are no longer at the same step")
+
+
+@pytest.mark.parametrize("when", ["loss", wide("between"), wide("still")])
+def test_a_rank_that_is_killed_or_stands_still_is_named(when: str, processes: Processes):
+    began = time.monotonic()
+    found = processes.run(dying, when, 6.0, of=(0, 2))
+    assert time.monotonic() - began < 40
+    for text in found:
+        assert text.startswith(("RanksError: rank 1 ended: no sign of life", "RanksError: rank 1 failed: it ended"))
+
+
+def test_ranks_in_different_calls_are_refused(three: Processes, tmp_path: Path):
+    found = three.run(saving_alone, str(tmp_path / "run"))
+    text = "RanksError: the ranks are in different calls: rank 0 in save(), rank 1 in a step, rank 2 in a step."
+    for texts, _ in found:
+        assert texts[0].partition("\n")[0] == text
+        assert texts[1:] == ["", ""]
+    assert (tmp_path / "run" / "manifest.json").exists() or any((tmp_path / "run").iterdir())
+
+
+# -- what isn't possible yet ---------------------------------------------------------------------------------
+
+
+def test_what_several_ranks_cannot_do_is_refused_by_name(three: Processes):
+    texts = (
+        "ExecuteError: loss.backward() of a model that was compiled with process_group= isn't possible.",
+        "ExecuteError: step.measure isn't possible with a process_group of 3 ranks.",
+        "ExecuteError: the forward writes the buffer `1.running_mean`, which can't be trained by several ranks.",
+        'OptionError: process_group= has 3 ranks, but kernels="inductor".',
+    )
+    for found in three.run(impossible):
+        assert [text.partition("\n")[0] for text in found] == list(texts)
+
+
+def test_a_group_of_one_rank_is_a_process_alone():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        compiled = megatrain.compile(seeded_stack(2), device="cpu", process_group=dist.group.WORLD)
+        assert compiled.megatrain.ranks is None
+        compiled(stack_batch(0, 2)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_group_is_one():
+    with pytest.raises(megatrain.OptionError, match="process_group"):
+        megatrain.compile(seeded_stack(2), process_group="gloo")  # pyright: ignore[reportArgumentType]

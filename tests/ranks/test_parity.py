@@ -1,0 +1,50 @@
+"""Several ranks train with the bits of one process that has all of their micro-batches, in the order of the ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.comparing import assert_same
+from tests.ranks.processes import Processes
+from tests.ranks.sides import Case, train, train_here
+from tests.tiers import wide
+from tests.training.parity import MODES
+
+TWO = ((1, 1), (2, 1), (1, 3))
+THREE = ((1, 1, 1), (2, 1, 3), (1, 2, 1))
+CASES = {
+    "tied-spread": Case("tied", "spread", THREE, is_weighted=True),
+    "tied-deferred-copy": Case("tied", "deferred", TWO, compile={"transfer": "copy"}),
+    "tied-overlap-bf16": Case("tied", "overlap", THREE, compile={"precision": "bf16"}, options={"report_norm": True}),
+    "adapted-serial-sum": Case("adapted", "serial", TWO, optimizer="sgd", options={"reduce": "sum"}),
+    "tied-spread-dropout": Case("tied", "spread", THREE, draws=True),
+    "branching-spread": Case("branching", "spread", [*THREE, *THREE]),
+    "stack-spread-looks": Case("stack", "spread", [*TWO, *TWO], looks=True),
+    "stack-serial-clipped": Case("stack", "serial_clipped", THREE, compile={"transfer": "copy", "block_bytes": "100B"}),
+}
+FURTHER = {
+    f"{task}-{mode}-{transfer}": Case(task, mode, THREE, compile={"transfer": transfer})
+    for task in ("stack", "tied", "adapted")
+    for mode in MODES
+    for transfer in ("bind", "copy")
+}
+LARGE = {task: Case(task, "spread", TWO, is_weighted=True, draws=True) for task in ("gpt", "llama", "t5", "lora")}
+
+
+def assert_parity(case: Case, processes: Processes) -> None:
+    found = processes.run(train_here, case)
+    expected = train(case, None, None)
+    for rank in range(len(case.deal[0])):
+        assert not isinstance(found[rank], BaseException), found[rank]
+        wanted = {name: value for name, value in expected.items() if name in found[rank]}
+        assert_same(wanted, found[rank], f"rank {rank}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
+    assert_parity(CASES[name], three)
+
+
+@pytest.mark.parametrize("name", [*map(wide, FURTHER), *map(wide, LARGE)])
+def test_more_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
+    assert_parity((FURTHER | LARGE)[name], three)

@@ -1,0 +1,39 @@
+"""A checkpoint that ranks wrote goes on in any number of ranks, or in one process, with the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.comparing import assert_same
+from tests.ranks.processes import Processes
+from tests.ranks.sides import Case, begin, resume, resume_here, state_of, take
+from tests.tiers import wide
+
+# The same micro-batches in each step, dealt to two ranks and to three.
+TWO = Case("tied", "deferred", [(1, 3)] * 2, compile={"precision": "bf16"}, draws=True)
+FOUR_STEPS = replace(TWO, deal=[(1, 3)] * 4)
+READERS = {"three": [(1, 1, 2)] * 4, "two": [(2, 2)] * 4, "alone": None}
+
+
+@pytest.mark.parametrize("reader", ["three", wide("two"), wide("alone")])
+def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(reader: str, three: Processes, tmp_path: Path):
+    folder = str(tmp_path / "run")
+    assert three.run(resume_here, TWO, folder, 0, True)[:2] == [True, True]
+    deal = READERS[reader]
+    if deal is None:
+        found = [resume(FOUR_STEPS, None, None, folder, 2, saves=False)]
+    else:
+        found = three.run(resume_here, replace(FOUR_STEPS, deal=deal), folder, 2, False)[: len(deal[0])]
+    torch.manual_seed(6)
+    compiled, optimizer, step = begin(FOUR_STEPS)
+    take(FOUR_STEPS, None, step, range(2))
+    expected = {**take(FOUR_STEPS, None, step, range(2, 4)), **state_of(compiled, optimizer, step)}
+    for rank, side in enumerate(found):
+        assert not isinstance(side, BaseException), side
+        if rank > 0:
+            del side["generator"]
+        assert_same({name: expected[name] for name in side}, side, f"rank {rank}")

@@ -1,0 +1,161 @@
+"""Sums of gradients between ranks: where they travel, which tables are refused; ranks never wait in a circle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import networkx as nx
+import pytest
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.errors import OptionError, ScheduleError
+from megatrain.scheduler.builder.build import build
+from megatrain.scheduler.check.schedule_rules import check_schedule
+from megatrain.scheduler.dependency import dependency_graph
+from megatrain.scheduler.instructions import Instructions
+from megatrain.scheduler.items import Stream
+from megatrain.scheduler.op import Op
+from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.step_kind import StepKind
+from megatrain.scheduler.table import Position
+from megatrain.scheduler.workload import Workload
+from tests.draws import draws
+from tests.scheduler.mutations import with_cells, with_figures
+from tests.scheduler.workloads import Options, trained, whole_steps, workloads
+
+
+def place(rank: int, size: int) -> str:
+    return "first" if rank == 0 else "last" if rank == size - 1 else "middle"
+
+
+def of_rank(workload: Workload, chosen: Options, ranks: str) -> Schedule:
+    kind = StepKind(
+        "train",
+        chosen.transfer,
+        chosen.micro_batches,
+        chosen.updates,
+        chosen.clip,
+        "release",
+        chosen.reports_norm,
+        ranks,
+    )
+    return build(workload, kind, num_slots=chosen.num_slots, keep=chosen.keep, activations=chosen.activations)
+
+
+def position(schedule: Schedule, token: str) -> Position:
+    return next(p for p, op in schedule.positions() if str(op) == token)
+
+
+@given(workloads(), whole_steps(), st.sampled_from(["first", "middle", "last"]))
+@draws(60)
+def test_a_rank_has_the_ops_of_a_process_alone_and_those_between_ranks(workload: Workload, chosen: Options, ranks: str):
+    alone, found = (of_rank(workload, chosen, each) for each in ("alone", ranks))
+    blocks = sorted(op.block for op in alone.ops if op.what == "G")
+    further = {"R": blocks * found.kind.receives, "P": blocks * found.kind.sends}
+    for what, expected in further.items():
+        assert sorted(op.block for op in found.ops if op.what == what) == expected
+        assert all(op.what != what for op in alone.ops)
+    for other in (found, alone):
+        other.check(workload, instructions=other.instructions)
+        assert Schedule.parse(str(other), workload) == other == Schedule.from_json(other.to_json())
+        assert Instructions.parse(str(other.instructions)) == other.instructions
+    assert ("\nranks: " in str(found), "ranks" in str(alone), "ranks" in alone.to_json()) == (True, False, False)
+
+
+@given(workloads(), st.lists(whole_steps(), min_size=2, max_size=4))
+@draws(60)
+def test_ranks_never_wait_for_each_other_in_a_circle(workload: Workload, chosen: list[Options]):
+    # A transfer is one moment of both sides: its ops on all ranks are one node.
+    graph: nx.DiGraph[object] = nx.DiGraph()
+    for rank, options in enumerate(chosen):
+        schedule = of_rank(workload, options, place(rank, len(chosen)))
+        ops = dict(schedule.positions())
+
+        def node(at: Position, rank: int = rank, ops: dict[Position, Op] = ops) -> object:
+            op = ops[at]
+            pairs = {"R": ("sum", rank - 1, op.block), "P": ("sum", rank, op.block), "G": ("total", op.block)}
+            return pairs.get(op.what, (rank, at))
+
+        graph.add_edges_from((node(a), node(b)) for a, b in dependency_graph(schedule, workload).edges)
+    assert nx.is_directed_acyclic_graph(graph)
+
+
+def middle() -> Schedule:
+    return build(trained(3), StepKind(updates="overlap", ranks="middle"), num_slots=3)
+
+
+def test_a_middle_rank_receives_adds_and_passes_on():
+    text = str(middle())
+    assert_expected_inline(
+        text[text.index("ranks:") :],
+        """\
+ranks: middle
+tick  h2d   compute  d2h  host  receive  send  live_bytes
+   0  W0@0  .        .    .     .        .         398848
+   1  W1@1  F0       .    .     .        .         407040
+   2  W2@2  F1       .    .     .        .         548096
+   3  .     F2*      .    .     R2       .         705536
+   4  .     B2       .    .     R1       .         854784
+   5  .     B1       .    .     R0       P2        830208
+   6  .     B0       G2   .     .        P1        680960
+   7  .     .        G1   U2    .        P0        539648
+   8  .     .        G0   U1    .        .         406784
+   9  .     .        .    U0    .        .         406784""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("token", "rule"),
+    [
+        ("R1", "receive:R1 is missing"),
+        ("P1", "d2h:G1 at tick 7 moves gradients of compute:B1 at tick 5, which may not be done"),
+    ],
+)
+def test_a_sum_that_does_not_travel_is_refused(token: str, rule: str):
+    schedule = middle()
+    broken = with_figures(with_cells(schedule, {position(schedule, token): None}))
+    with pytest.raises(ScheduleError, match=rule):
+        broken.check()
+
+
+@pytest.mark.parametrize(("one", "other"), [("R2", "R1"), ("P2", "P1"), ("G2", "G1")])
+def test_another_order_than_that_of_all_ranks_is_refused(one: str, other: str):
+    schedule = middle()
+    cells = {position(schedule, a): schedule.ticks[position(schedule, b).tick][position(schedule, b).stream]
+             for a, b in ((one, other), (other, one))}  # fmt: skip
+    with pytest.raises(ScheduleError):
+        with_figures(with_cells(schedule, dict(cells))).check()
+
+
+def test_a_sum_that_comes_too_late_is_refused():
+    schedule = middle()
+    late = position(schedule, "B1").tick + 1
+    cells = {position(schedule, "R1"): None, Position(late, Stream.RECEIVE): Op(Stream.RECEIVE, "R", 1)}
+    moved = with_cells(schedule, {**cells, position(schedule, "R0"): None})
+    moved = with_cells(moved, {Position(len(moved.ticks), Stream.RECEIVE): Op(Stream.RECEIVE, "R", 0)})
+    with pytest.raises(ScheduleError, match="adds to the sum that comes with"):
+        with_figures(moved).check()
+
+
+def test_an_op_between_ranks_that_waits_for_a_later_one_is_refused():
+    """`P2` would wait for `R1`, and the rank before could wait for `P2` ahead of its `P1`."""
+    schedule = middle()
+    graph = dependency_graph(schedule)
+    graph.add_edge(position(schedule, "R1"), position(schedule, "P2"), kind="data")
+    with pytest.raises(ScheduleError, match=r"send:P2 at tick \d+ waits for receive:R1 at tick \d+, of a later block"):
+        check_schedule(schedule, schedule.known_workload(), graph)
+
+
+@pytest.mark.parametrize("kind", [StepKind(), StepKind(mode="forward")])
+def test_only_training_steps_have_ranks(kind: StepKind):
+    with pytest.raises(OptionError, match='ranks="first" needs a training step'):
+        replace(kind, ranks="first")
+
+
+def test_a_process_alone_has_no_op_between_ranks():
+    alone = build(trained(3), StepKind(updates="overlap"), num_slots=3)
+    broken = with_cells(alone, {Position(3, Stream.RECEIVE): Op(Stream.RECEIVE, "R", 2)})
+    with pytest.raises(ScheduleError, match="receive:R2 at tick 3 has no other rank"):
+        with_figures(broken).check()
