@@ -249,6 +249,25 @@ def test_other_kernels_in_the_backward_are_run():
     assert_same(grads_there(expected), grads_there(compiled), tolerance=1e-4, scale=1.0)
 
 
+def test_a_call_that_takes_another_way_leaves_the_results_of_the_next_one_alone():
+    q, k = (text()[:, :, :16].reshape(1, 1, -1, 16) * scale for scale in (1.0, 2.0))
+
+    def attended(mode: Any, other: Any = None) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for number, operand in enumerate((q, k)):
+            with mode, other if other is not None and number == 0 else torch.enable_grad():
+                found.append(torch.nn.functional.scaled_dot_product_attention(operand, operand, operand))
+        return found
+
+    notes = kept_results.NotedResults(torch.device("cpu"))
+    expected = attended(notes)
+    with kernels_of_attention() as kernels:
+        found = attended(HandedResults(notes.taken()), sdpa_kernel(SDPBackend.MATH))
+    assert kernels == []
+    assert torch.equal(found[1], expected[1])
+    assert torch.allclose(found[0], expected[0], atol=1e-5)
+
+
 def test_compiled_kernels_keep_no_results():
     """Inductor's kernels return what they return: nothing is handed out, so nothing is planned."""
     compiled = megatrain.compile(Layers(), device="cpu", memory="3MiB", kernels="inductor", hardware=EAGER_TO_KEEP)
