@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -41,8 +41,9 @@ class _Unused(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    """A kernel that ran, and what it returned: tensors that are kept are places."""
+    """A kernel that ran, in which of the calls, and what it returned: tensors that are kept are places."""
 
+    call: int
     func: Any
     returned: tuple[Any, ...]
 
@@ -78,15 +79,21 @@ class NotedResults(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
+        self._call = -1
         self._kernels: list[_Kernel] = []
         self._tensors: list[tuple[torch.Tensor, int]] = []
+
+    def __enter__(self) -> Self:
+        self._call += 1
+        super().__enter__()
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_wrappers(types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if is_kept(func, args, kwargs or {}):
-            self._kernels.append(_Kernel(func, tuple(map(self._noted, result))))
+            self._kernels.append(_Kernel(self._call, func, tuple(map(self._noted, result))))
         return result
 
     def _noted(self, result: Any) -> Any:
@@ -126,15 +133,27 @@ class HandedResults(TorchDispatchMode):
 
     def __init__(self, kept: KeptResults) -> None:
         super().__init__()
-        self._left = list(reversed(kept.kernels))
+        self._call = -1
+        self._kernels = kept.kernels
+        self._left: list[_Kernel] = []
         self._tensors = [(tensor, tensor._version) for tensor in kept.tensors]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_wrappers(types):
             return NotImplemented
-        if self._left and self._left[-1].func is func and is_kept(func, args, kwargs or {}):
-            return tuple(map(self._handed, self._left.pop().returned))
+        if is_kept(func, args, kwargs or {}) and self._left:
+            kernel = self._left.pop(0)
+            if kernel.func is func:
+                return tuple(map(self._handed, kernel.returned))
+            self._left = []  # the call takes another way than in the forward
         return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Self:
+        # Each call finds its own: one that takes another way leaves those of the next one alone.
+        self._call += 1
+        self._left = [kernel for kernel in self._kernels if kernel.call == self._call]
+        super().__enter__()
+        return self
 
     def _handed(self, result: Any) -> Any:
         if isinstance(result, _Unused):

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("short_texts")
 
 def results_of(program: Program) -> list[ResultCost | None]:
     costs = [program.templates[block.template].cost for block in program.blocks]
+    assert all(cost is not None and not cost.unmeasured for cost in costs)
     return [cost.results if cost is not None else None for cost in costs]
 
 

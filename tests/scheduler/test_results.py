@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from megatrain.errors import ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import products
+from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.builder.results import parkable_results, sparing_results
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.merging import merge
-from megatrain.scheduler.schedule import Schedule
+from megatrain.scheduler.schedule import Schedule, schedule_of
+from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import KeptWork, ValueWork, Workload
 from tests.scheduler.symbolic import find_harm
 from tests.scheduler.workloads import ACT, LAYER, chain, with_results, with_updates
@@ -147,6 +150,18 @@ def test_a_value_that_is_no_result_is_refused(change: dict[str, object], message
     bad: ValueWork = replace(last, **change)  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match=message):
         replace(workload, values=(*others, bad)).check()
+
+
+@pytest.mark.parametrize(("num_slots", "micro_batches"), [(2, 1), (3, 2), (5, 3)])
+def test_results_return_after_they_have_left_however_soon_that_is(num_slots: int, micro_batches: int):
+    """Other parked values are made a block earlier, so they have always left by then."""
+    for count, keep in product((2, 3, 4), (0, 1)):
+        builder = Builder(keepers(count=count), StepKind(micro_batches=micro_batches, outputs="release"))
+        saves = () if micro_batches > 1 else (count - 1,)
+        results = tuple(block for block in range(count) if block not in saves)
+        plan = schedule_of(builder.finish(builder.draft(Choices(num_slots, keep, saves, results=results))))
+        plan.check()
+        find_harm(plan, builder.workload, runs=3)
 
 
 def without_kept(workload: Workload) -> Workload:
