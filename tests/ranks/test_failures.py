@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import megatrain
-from tests.ranks.failing import differing, dying, failing_early, failing_late, impossible, saving_alone
+from tests.ranks.failing import differing, dying, failing_early, failing_late, failing_op, impossible, saving_alone
 from tests.ranks.processes import Processes
 from tests.tiers import wide
 from tests.training.parity import seeded_stack, stack_batch
@@ -68,6 +68,18 @@ def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Process
         assert found[rank][1] == "RanksError: rank 1 failed: ValueError: no loss today"
     for texts in found:
         assert texts[2].startswith("ExecuteError: the ranks are no longer at the same step")
+
+
+@pytest.mark.parametrize("op", ["F1", "P1", *map(wide, ("B1", "R1", "R3", "G0", "G3", "U0", "U2"))])
+def test_an_op_that_fails_is_named_on_all_ranks(op: str, three: Processes):
+    found = three.run(failing_op, op)
+    assert f"{op} fail" in found[1][0]
+    early = "before the step" if op == "F1" else ""  # and the next step fails likewise
+    for rank in (0, 2):
+        assert found[rank][0].startswith(f"RanksError: rank 1 failed {early}".rstrip()), found[rank]
+        assert f"{op} fail" in found[rank][0]
+    for _, then in found:
+        assert (f"{op} fail" in then) if early else then.startswith("ExecuteError: the ranks are no longer at the same")
 
 
 @pytest.mark.parametrize("when", ["loss", wide("between"), wide("still")])
