@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,9 +58,7 @@ def test_a_rank_that_fails_before_the_step_leaves_all_as_they_were(three: Proces
 
 
 def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Processes):
-    began = time.monotonic()
     found = three.run(failing_late)
-    assert time.monotonic() - began < 30
     assert [texts[0] for texts in found] == ["", "", ""]
     assert found[1][1] == "ValueError: no loss today"
     for rank in (0, 2):
@@ -84,9 +81,7 @@ def test_an_op_that_fails_is_named_on_all_ranks(op: str, three: Processes):
 
 @pytest.mark.parametrize("when", ["loss", wide("between"), wide("still")])
 def test_a_rank_that_is_killed_or_stands_still_is_named(when: str, processes: Processes):
-    began = time.monotonic()
     found = processes.run(dying, when, 6.0, of=(0, 2))
-    assert time.monotonic() - began < 40
     for text in found:
         assert text.startswith(("RanksError: rank 1 ended: no sign of life", "RanksError: rank 1 failed: it ended"))
 
