@@ -35,6 +35,7 @@ DISTURBED = {
     f"{task}-{mode}-chaos-{seed}": Case(task, mode, THREE, compile={"transfer": "copy"}, draws=True, chaos=10 * seed)
     for seed, (task, mode) in enumerate(product(("tied", "adapted", "branching"), MODES), start=1)
 }
+ROUNDED = {"tied-rounded": Case("tied", "overlap", THREE, compile={"precision": "bf16", "masters": "rounded"})}
 LARGE = {task: Case(task, "spread", TWO, is_weighted=True, draws=True) for task in ("gpt", "llama", "t5", "lora")}
 
 
@@ -52,6 +53,6 @@ def test_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
     assert_parity(CASES[name], three)
 
 
-@pytest.mark.parametrize("name", [*map(wide, FURTHER | LARGE | DISTURBED)])
+@pytest.mark.parametrize("name", [*map(wide, FURTHER | LARGE | DISTURBED | ROUNDED)])
 def test_more_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
-    assert_parity((FURTHER | LARGE | DISTURBED)[name], three)
+    assert_parity((FURTHER | LARGE | DISTURBED | ROUNDED)[name], three)
