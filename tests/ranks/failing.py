@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import megatrain
 from megatrain.ranks import signs_of_life
+from megatrain.runtime.streams.stream_set import Chaos
 from tests.models import Stack
 from tests.ranks.sides import Case, begin
 from tests.training.parity import seeded_stack, square, stack_batch
@@ -120,3 +122,12 @@ def saving_alone(rank: int, folder: str) -> tuple[list[str], bool]:
     existed = os.path.exists(folder)
     texts += [refused(lambda: step(batch(1, rank))), refused(lambda: step.save(folder))]
     return texts, existed
+
+
+def failing_op(rank: int, op: str) -> tuple[str, str]:
+    """An op of rank 1 fails; then there is another step."""
+    chaos = Chaos(max_delay_s=0, fail=op) if rank == 1 else None
+    _, _, step = begin(
+        replace(CASE, compile={"chaos": chaos, "transfer": "copy", "block_bytes": "100B"}), dist.group.WORLD
+    )
+    return refused(lambda: step(batch(0, rank))), refused(lambda: step(batch(1, rank)))

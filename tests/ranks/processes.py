@@ -6,6 +6,7 @@ import io
 import multiprocessing as mp
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -68,7 +69,8 @@ class Processes:
 
 def _serve(rank: int, size: int, port: int, inbox: Any, outbox: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=WAIT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
+from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import snapshot
 from tests.training.adapters import adapted_llama
 from tests.training.parity import MODES, TASKS, Task, adamw, ids, labelled, listed, sgd, square, stack_batch
@@ -104,6 +105,7 @@ class Case:
         options: More options of the step.
         is_weighted: Micro-batches count as many rows as they have.
         draws: Whether the model's dropouts draw.
+        chaos: Seed of delays of all streams, others on each rank; None for none.
         looks: Whether rank 1 looks at its parameters after each step, which completes its updates.
     """
 
@@ -116,6 +118,7 @@ class Case:
     is_weighted: bool = False
     draws: bool = False
     looks: bool = False
+    chaos: int | None = None
 
     def batches(self, step: int) -> list[list[Any]]:
         """The micro-batches of a step, by rank; sizes differ."""
@@ -133,7 +136,11 @@ def rows(batch: Any) -> int:
 
 def begin(case: Case, group: Any = None, **options: Any) -> tuple[Any, Any, megatrain.TrainStep]:
     task = OURS[case.task]
-    compiled = megatrain.compile(task.build(), device="cpu", process_group=group, **case.compile)
+    chaos = None
+    if group is not None and case.chaos is not None:
+        chaos = Chaos(seed=case.chaos + dist.get_rank(), max_delay_s=0.004)
+    settings: dict[str, Any] = {"chaos": chaos, **case.compile}
+    compiled = megatrain.compile(task.build(), device="cpu", process_group=group, **settings)
     compiled.train(case.draws)
     optimizer = OPTIMIZERS[case.optimizer](compiled.megatrain.model)
     weight = {"weight": rows} if case.is_weighted else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import megatrain
-from tests.ranks.failing import differing, dying, failing_early, failing_late, impossible, saving_alone
+from tests.ranks.failing import differing, dying, failing_early, failing_late, failing_op, impossible, saving_alone
 from tests.ranks.processes import Processes
 from tests.tiers import wide
 from tests.training.parity import seeded_stack, stack_batch
@@ -59,9 +58,7 @@ def test_a_rank_that_fails_before_the_step_leaves_all_as_they_were(three: Proces
 
 
 def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Processes):
-    began = time.monotonic()
     found = three.run(failing_late)
-    assert time.monotonic() - began < 30
     assert [texts[0] for texts in found] == ["", "", ""]
     assert found[1][1] == "ValueError: no loss today"
     for rank in (0, 2):
@@ -70,11 +67,21 @@ def test_a_rank_that_fails_in_the_middle_ends_the_training_of_all(three: Process
         assert texts[2].startswith("ExecuteError: the ranks are no longer at the same step")
 
 
+@pytest.mark.parametrize("op", ["F1", "P1", *map(wide, ("B1", "R1", "R3", "G0", "G3", "U0", "U2"))])
+def test_an_op_that_fails_is_named_on_all_ranks(op: str, three: Processes):
+    found = three.run(failing_op, op)
+    assert f"{op} fail" in found[1][0]
+    early = "before the step" if op == "F1" else ""  # and the next step fails likewise
+    for rank in (0, 2):
+        assert found[rank][0].startswith(f"RanksError: rank 1 failed {early}".rstrip()), found[rank]
+        assert f"{op} fail" in found[rank][0]
+    for _, then in found:
+        assert (f"{op} fail" in then) if early else then.startswith("ExecuteError: the ranks are no longer at the same")
+
+
 @pytest.mark.parametrize("when", ["loss", wide("between"), wide("still")])
 def test_a_rank_that_is_killed_or_stands_still_is_named(when: str, processes: Processes):
-    began = time.monotonic()
     found = processes.run(dying, when, 6.0, of=(0, 2))
-    assert time.monotonic() - began < 40
     for text in found:
         assert text.startswith(("RanksError: rank 1 ended: no sign of life", "RanksError: rank 1 failed: it ended"))
 

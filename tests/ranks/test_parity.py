@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from tests.comparing import assert_same
@@ -18,6 +20,7 @@ CASES = {
     "tied-overlap-bf16": Case("tied", "overlap", THREE, compile={"precision": "bf16"}, options={"report_norm": True}),
     "adapted-serial-sum": Case("adapted", "serial", TWO, optimizer="sgd", options={"reduce": "sum"}),
     "tied-spread-dropout": Case("tied", "spread", THREE, draws=True),
+    "tied-overlap-chaos": Case("tied", "overlap", THREE, compile={"transfer": "copy"}, draws=True, chaos=1),
     "branching-spread": Case("branching", "spread", [*THREE, *THREE]),
     "stack-spread-looks": Case("stack", "spread", [*TWO, *TWO], looks=True),
     "stack-serial-clipped": Case("stack", "serial_clipped", THREE, compile={"transfer": "copy", "block_bytes": "100B"}),
@@ -28,6 +31,11 @@ FURTHER = {
     for mode in MODES
     for transfer in ("bind", "copy")
 }
+DISTURBED = {
+    f"{task}-{mode}-chaos-{seed}": Case(task, mode, THREE, compile={"transfer": "copy"}, draws=True, chaos=10 * seed)
+    for seed, (task, mode) in enumerate(product(("tied", "adapted", "branching"), MODES), start=1)
+}
+ROUNDED = {"tied-rounded": Case("tied", "overlap", THREE, compile={"precision": "bf16", "masters": "rounded"})}
 LARGE = {task: Case(task, "spread", TWO, is_weighted=True, draws=True) for task in ("gpt", "llama", "t5", "lora")}
 
 
@@ -45,6 +53,6 @@ def test_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
     assert_parity(CASES[name], three)
 
 
-@pytest.mark.parametrize("name", [*map(wide, FURTHER), *map(wide, LARGE)])
+@pytest.mark.parametrize("name", [*map(wide, FURTHER | LARGE | DISTURBED | ROUNDED)])
 def test_more_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
-    assert_parity((FURTHER | LARGE)[name], three)
+    assert_parity((FURTHER | LARGE | DISTURBED | ROUNDED)[name], three)
