@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatrain.counts import counted
 from megatrain.finetune.run_callbacks import StopBetweenSteps
 from tests.comparing import assert_same
 from tests.finetune.commands import log_of, started, train, weights_of
@@ -69,7 +70,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
     assert train(*arguments(undisturbed, out), "--memory=1MiB") == 0  # the budget may change
     said = capsys.readouterr().out
     assert f"resume  step {saved} of {NUM_STEPS}, from" in said
-    assert f"trained {NUM_STEPS - saved} steps, " in said
+    assert f"trained {counted(NUM_STEPS - saved, 'step')}, " in said
     assert_same_run(out, undisturbed)
 
 
@@ -83,7 +84,7 @@ def test_a_killed_training_goes_on_from_the_newest_whole_checkpoint(
     assert train(*arguments(undisturbed, out)) == 0
     # The checkpoint of step 12 is whole or isn't, by the moment of the kill.
     said = capsys.readouterr().out
-    assert any(f"trained {NUM_STEPS - step} steps, " in said for step in (8, 12, 16))
+    assert any(f"trained {counted(NUM_STEPS - step, 'step')}, " in said for step in (8, 12, 16))
     assert_same_run(out, undisturbed)
 
 

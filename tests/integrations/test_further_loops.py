@@ -6,15 +6,18 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
+from packaging.version import Version
 from peft import LoraConfig
 from torch import nn
 
 import megatrain
+from tests.comparing import assert_same
 from tests.integrations.runs import RAGGED, ROWS, llama
 from tests.integrations.test_loops import NEEDS, POINTS, both, loader, stack, unet
 from tests.integrations.words import text
@@ -388,8 +391,8 @@ def test_a_picture_model_is_asked_by_a_pipeline_between_the_steps():
 @pytest.mark.parametrize("case", ["several", "prompts", "adapter", "evaluated"])
 def test_sentence_transformers_with_several_data_sets_prompts_adapters_and_evaluators(case: str, tmp_path: Path):
     module: Any = pytest.importorskip("tests.integrations.test_sentence_scripts")
-    from tests.comparing import assert_same
-
+    if case == "adapter" and Version(peft.__version__) < Version("0.19.1"):
+        pytest.skip("transformers refuses adapters of an older peft than 0.19.1")
     sentences, datasets = module.sentences, module.datasets
 
     def run(streams: bool) -> Any:

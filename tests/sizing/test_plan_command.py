@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain
 from megatrain import cli
+from megatrain.counts import counted
 from megatrain.device.reserve import of_card
 from megatrain.hardware.presets import PRESETS
 from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE
@@ -66,10 +67,8 @@ def test_the_plan_is_that_of_the_fastest_micro_batch(config: Path, capsys: pytes
     seconds = {n: plan.simulation.step_s for n, plan in plans.items() if plan.fits and plan.simulation is not None}
     best = min(seconds, key=lambda n: seconds[n])
     assert 0 < len(seconds) < 4
-    assert (
-        f"step: 64 tokens, 4 sequences of 16, as {4 // best} micro-batches of {best}: the shortest step of 1, 2, 4 "
-        in said
-    )
+    batches = counted(4 // best, "micro-batch")
+    assert f"step: 64 tokens, 4 sequences of 16, as {batches} of {best}: the shortest step of 1, 2, 4 " in said
     assert str(plans[best]) in said
 
 
