@@ -92,6 +92,7 @@ def _parks(schedule: Schedule, instructions: Instructions) -> tuple[Area, ...]:
         for each in instructions.all
         if each.op.stream == Stream.D2H
         for parked in each.parked
+        if parked.host.nbytes > 0
     )
 
 

@@ -69,7 +69,14 @@ NOTICED: dict[str, str] = {
 """Places, and a run that notices each one that is dropped."""
 
 _TRIED = "orders nothing: it tries whether the device has such calls at all"
+_OF_RANKS = "a rank waits for others, which nothing of a device does; tests/ranks has runs of several"
 UNNOTICED: dict[str, str] = {
+    "ranks._hold: threading.Event().wait": _OF_RANKS,
+    "ranks._transfer: self._wait": _OF_RANKS,
+    "ranks.exchange: self._wait": _OF_RANKS,
+    "ranks.exchange: self._wait (2)": _OF_RANKS,
+    "ranks.wait_until_agreed: self.agreed.wait": _OF_RANKS,
+    "signs_of_life._beat: stop.wait": _OF_RANKS,
     "accelerator._try_event: self.new_stream().record_event": _TRIED,
     "accelerator._try_event: stream.wait_event": _TRIED,
     "accelerator._try_event: event.synchronize": _TRIED,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatrain.counts import counted
 from megatrain.hardware.hardware import Hardware
 from megatrain.scheduler.builder.results import result_bytes, spared_seconds
 from megatrain.scheduler.printed.block_ranges import ranges
@@ -44,8 +45,8 @@ def results_reason(table: Schedule, hardware: Hardware | None) -> str:
         return ""
     kept = _kept(table, hardware)
     text = (
-        f"Of {len(table.results)} blocks the results of attention are kept ({format_bytes(kept.nbytes)}, of which "
-        f"{format_bytes(kept.parked_bytes)} are parked on the host), so that attention isn't recomputed"
+        f"Of {counted(len(table.results), 'block')} the results of attention are kept ({format_bytes(kept.nbytes)}, of "
+        f"which {format_bytes(kept.parked_bytes)} are parked on the host), so that attention isn't recomputed"
     )
     if kept.seconds is None or hardware is None:
         return f"{text}."
