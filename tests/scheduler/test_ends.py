@@ -92,7 +92,10 @@ def test_deferred_updates_all_come_before_the_backward():
     """The host takes longer than the forward: the last weights wait for all updates, and the backward for these."""
     workload = with_updates(chain([LAYER] * 8))
     plan = build(workload, StepKind(updates="deferred", clip=True, micro_batches=2, outputs="release"))
-    machine = replace(MACHINE, host_bytes_per_s=MACHINE.host_bytes_per_s / 30, flops_per_s=MACHINE.flops_per_s / 30)
+    host, flops = MACHINE.host_bytes_per_s, MACHINE.flops_per_s
+    assert isinstance(host, float)
+    assert isinstance(flops, float)
+    machine = replace(MACHINE, host_bytes_per_s=host / 30, flops_per_s=flops / 30)
     bounds, taken = plan.lower_bounds(machine), plan.simulate(machine).step_s
     assert max(seconds for reason, seconds in bounds.items() if reason != "turn") < 0.9 * bounds["turn"]
     assert taken == pytest.approx(bounds["turn"], rel=0.02)
