@@ -8,13 +8,16 @@ from megatrain.device import Device
 from megatrain.errors import DeviceMemoryWarning
 from megatrain.sizes import format_bytes
 
+# As a rule more than torch's allocator loses in holes. Less takes more attempts, more costs time in each step.
+_PART = 8
+
 
 class DeviceBudget:
     """A bound of the device memory that schedules count, the same for all schedules of a compiled model.
 
     Without a figure it is what is free before the first schedule, less the device's reserve. It is asked once: later
-    the model itself holds memory, and what torch's allocator keeps looks taken. Figures that are given stay as they
-    are, but leave the reserve of the whole device free.
+    the model itself holds memory, and what torch's allocator keeps looks taken. It gets smaller when a step ran out of
+    memory all the same. Figures that are given stay as they are, but leave the reserve of the whole device free.
 
     Args:
         device: The compute device.
@@ -25,6 +28,7 @@ class DeviceBudget:
         self._device = device
         self._given = given
         self._nbytes: int | None = None
+        self._is_lowered = False
 
     @property
     def nbytes(self) -> int:
@@ -35,6 +39,18 @@ class DeviceBudget:
         if self._nbytes is None:
             self._nbytes = self._found()
         return self._nbytes
+
+    def lower(self, scheduled: int) -> bool:
+        """Makes a bound that nobody gave smaller, after a schedule of so many bytes ran out of memory.
+
+        Returns:
+            Whether it did: a given bound stays.
+        """
+        if self._given is not None or self._device.is_host:
+            return False
+        self._nbytes = scheduled - scheduled // _PART
+        self._is_lowered = True
+        return True
 
     def _found(self) -> int:
         device, given = self._device, self._given
@@ -62,7 +78,8 @@ class DeviceBudget:
             return "what is free" if self._given is None else format_bytes(self._given)
         bound = format_bytes(self._nbytes)
         if self._given is None:
-            return f"{bound} (what was free, less a reserve)"
+            less = "a reserve, lowered after a step ran out of memory" if self._is_lowered else "a reserve"
+            return f"{bound} (what was free, less {less})"
         if self._nbytes < self._given:
             return f"{bound} ({format_bytes(self._given)} was given; the rest is a reserve)"
         return bound

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.device import Device
-from megatrain.errors import DeviceMemoryWarning, ExecuteError
+from megatrain.errors import DeviceMemoryWarning, ExecuteError, TooSmallError
+from megatrain.memory.device_budget import DeviceBudget
 from megatrain.sizes import format_bytes
 
 
@@ -39,6 +40,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             seen.add(id(found))
             yield found
             left += [found.__cause__, found.__context__]
+
+
+_MOST_ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,50 +89,70 @@ class MemoryFigures:
 
     def warn(self, what: str) -> None:
         """Says that something was repeated, which costs time."""
+        self._warn(f"{what} was repeated with an empty cache")
+
+    def warn_lowered(self, what: str) -> None:
+        """Says that something was repeated with a smaller budget, which all that follows has."""
+        self._warn(f"{what} was repeated with a smaller budget, which further ones keep")
+
+    def _warn(self, repeated: str) -> None:
         warnings.warn(
-            f"{self.device} ran out of memory; {what} was repeated with an empty cache, and has the same numbers.\n"
-            f"  {self}\n  {_WAYS_OUT}",
+            f"{self.device} ran out of memory; {repeated}, and has the same numbers.\n  {self}\n  {_WAYS_OUT}",
             DeviceMemoryWarning,
             stacklevel=2,
         )
 
 
 class Attempts:
-    """The first attempt at some work, and a second one if the device ran out of memory in the first.
+    """The first attempt at some work, and further ones if the device ran out of memory.
+
+    The second has an empty cache. Further ones have a smaller budget, if nobody gave one.
 
     Args:
         what: The work, for texts.
         device: The device.
+        budget: Of what is planned anew in each attempt; None if nothing is.
     """
 
-    def __init__(self, what: str, device: Device):
+    def __init__(self, what: str, device: Device, budget: DeviceBudget | None = None):
         self._what = what
         self._device = device
-        self._is_second = False
+        self._budget = budget
+        self._count = 1
+        self._error: DeviceMemoryError | None = None
 
-    def may_repeat(self, error: BaseException, figures: MemoryFigures, *, is_undone: bool = True) -> bool:
+    def may_repeat(self, error: BaseException, figures: MemoryFigures | None, *, is_undone: bool = True) -> bool:
         """Tells whether to do the work again after an error; frees what its frames keep if so.
 
         Args:
             error: What failed.
-            figures: For the error that is raised.
+            figures: For the error that is raised; None for work that hadn't begun, and isn't repeated.
             is_undone: The failed attempt left no trace.
 
         Raises:
             DeviceMemoryError: If the device ran out of memory and the work can't be repeated any more.
         """
-        if not ran_out(error, self._device):
+        if self._error is not None and isinstance(error, TooSmallError):
+            raise self._error from error  # the budget is too small only because it was lowered
+        if figures is None or not ran_out(error, self._device):
             return False
         let_go(error, self._device)
-        if self._is_second or not is_undone:
-            raise figures.error(error, self._what) from error
-        self._is_second = True
+        if self._count > 1 or not is_undone:
+            self._error = self._error or figures.error(error, self._what)
+            if not (is_undone and self._count < _MOST_ATTEMPTS and self._lowers(figures)):
+                raise self._error from error
+        self._count += 1
         return True
 
+    def _lowers(self, figures: MemoryFigures) -> bool:
+        return self._budget is not None and self._budget.lower(figures.scheduled)
+
     def over(self, figures: MemoryFigures, *, is_half: bool = False) -> None:
-        """Ends the work; warns if it took two attempts, or if a half of it did."""
-        if self._is_second or is_half:
-            figures.warn(self._what if self._is_second else f"the rest of {self._what}")
+        """Ends the work; warns if it took several attempts, or if a half of it did."""
+        if self._error is not None:
+            figures.warn_lowered(self._what)
+        elif self._count > 1 or is_half:
+            figures.warn(self._what if self._count > 1 else f"the rest of {self._what}")
 
 
 _WAYS_OUT = (

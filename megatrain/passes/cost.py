@@ -55,6 +55,8 @@ class TemplateCost:
             the context of an autograd.Function). It keeps a copy, counted in `saved_bytes`: slots are written again.
         backwards: Backwards of blocks that need fewer gradients: for which inputs and state, and their kernels.
         saved_parts: The bytes of each tensor in `saved_bytes`, largest first; empty where they aren't measured.
+        workspace_parts: The bytes of each tensor that is alive when the workspace of a forward is largest, and of a
+            backward with its recompute; largest first; empty where they aren't measured.
         results: What may be kept of a forward that is repeated; None if nothing is worth it anywhere.
 
     >>> from megatrain.hardware.work import Kernels
@@ -74,6 +76,7 @@ class TemplateCost:
     held_state: tuple[int, ...] = ()
     backwards: tuple[tuple[tuple[bool, ...], Works], ...] = ()
     saved_parts: tuple[int, ...] = ()
+    workspace_parts: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
     results: ResultCost | None = None
 
     def backward_of(self, needs: Sequence[bool]) -> Works:

@@ -117,7 +117,8 @@ class TrainStep:
         rules |= {"reduce": reduce, "weight": "none" if weight is None else "given", "overlap": overlap, "reads": reads}
         self._together = Together(self._compiled, self._optimizers, rules)
         parts = self._compiled, self._setup, self._boundary, self._completion, self._together
-        self._taking = Taking(*parts, loss=loss, looks=looks)
+        budget = self._compiled.budget if plan is None else None
+        self._taking = Taking(*parts, loss=loss, looks=looks, budget=budget)
         self._compiled.before_reads(self._completion)
         self._completion.attach(self._optimizers)
 

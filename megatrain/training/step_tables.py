@@ -101,7 +101,7 @@ class StepTables:
             ExecuteError: If there is nothing to train.
         """
         key = self._key(captures, kind)
-        if key not in self._tables:
+        if not self._is_known(key):
             nbytes = self._loss_bytes(key[0], loss_bytes)
             if self._given is not None and self._given.is_of(kind):
                 level, programs, planned = self._given.taken(captures, nbytes, divides, self._budget.nbytes)
@@ -115,6 +115,10 @@ class StepTables:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
         return self._tables[key].programs_of(captures), self._tables[key].schedule
+
+    def _is_known(self, key: tuple[frozenset[int], StepKind]) -> bool:
+        """Tells whether there is a schedule within the budget, which may have been lowered."""
+        return key in self._tables and self._tables[key].schedule.device_bytes <= self._budget.nbytes
 
     def has_executor(self, captures: Sequence[StepPrograms], kind: StepKind) -> bool:
         """Tells whether `executor` was called for these, in any order."""

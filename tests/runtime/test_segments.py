@@ -8,7 +8,8 @@ from torch import nn
 
 import megatrain
 from megatrain.device import Cpu
-from megatrain.runtime.stores.segments import LEAST_BYTES, Segments, held_sizes
+from megatrain.runtime.stores.segment_sizes import LEAST_BYTES, fitting, held_sizes, segment_sizes
+from megatrain.runtime.stores.segments import Segments
 from megatrain.scheduler.schedule import Schedule
 
 MIB = 1 << 20
@@ -95,3 +96,17 @@ def test_what_is_held_at_the_peak_is_listed_tensor_by_tensor(activations: str):
     assert (8 * MIB in found) == (activations == "keep")
     # All that the schedule counts at its peak, but slots, small tensors, the caller's inputs and workspaces.
     assert sum(found) < schedule.device_bytes - schedule.arena_bytes
+    every = segment_sizes(schedule, [step.program] * 2)
+    # The hidden values of the layer at the peak and its gradient, beyond a retained graph.
+    assert sum(every) >= sum(found) + 16 * MIB
+    # Slots aren't among them; small temporary tensors of other ops are less.
+    assert sum(every) < schedule.device_bytes
+
+
+def test_equal_tensors_share_segments_without_a_rest():
+    assert fitting([6 * MIB] * 5) == [12 * MIB, 12 * MIB, 6 * MIB]
+    assert fitting([7 * MIB, 6 * MIB, 7 * MIB]) == [14 * MIB, 6 * MIB]
+    assert fitting([12 * MIB] * 3) == [12 * MIB] * 3
+    # Three of them are 20.1 MiB, of which a segment takes 22.
+    assert fitting([int(6.7 * MIB)] * 5)[0] > 30 * MIB
+    assert fitting([1187 * MIB] * 2) == [1187 * MIB] * 2

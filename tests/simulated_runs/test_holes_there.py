@@ -78,6 +78,12 @@ def test_values_that_stay_take_no_holes_of_temporary_tensors(sim: Simulator, mod
     runs_on_the_smallest_card(sim, Layers(8, 384, 1024, 256), batch_of(8, 65536, 384), mode, "recompute")
 
 
+def test_small_tensors_share_segments_without_a_rest(sim: Simulator):
+    """Hidden values of 7.25 MiB: two of them leave 5.5 of the 20 MiB of a segment, which fit no third."""
+    sim.configure(compute=False, poison=False, capacity=64 << 30)
+    runs_on_the_smallest_card(sim, Layers(29, 256, 3712, 149184), batch_of(8, 512, 256), "spread", "keep")
+
+
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[Layers, list[torch.Tensor]]:
     """Models whose tensors are of all proportions, at sizes of cards."""

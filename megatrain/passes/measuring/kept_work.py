@@ -74,15 +74,15 @@ class KeptRuns:
             return None
         again = Code(hollow, around=_places(hollow, names))
         found = partial(again, mode=HandedResults(kept))
-        _, backward_peak, _ = measure_backward(
+        _, backward, _ = measure_backward(
             found, self._leaves, num_inputs, self._device, runs_backward=True, held=kept.tensors
         )
-        assert backward_peak is not None
+        assert backward is not None
         return ResultCost(
             calls=_places(original, names),
             specs=tuple(TensorSpec.of(tensor, self._device) for tensor in kept.tensors),
             forward_workspace_bytes=max(0, live.peak - sum(own)),
-            backward_workspace_bytes=backward_peak,
+            backward_workspace_bytes=backward.nbytes,
             repeated=repeated,
         )
 

@@ -14,15 +14,26 @@ from megatrain.tracer.packed.packing import has_wrappers
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the bytes of storages made on the compute device while it is active, and of kernels' own buffers."""
+    """Follows the bytes of storages made on the compute device while it is active, and of kernels' own buffers.
+
+    Args:
+        known: Tensors that don't count.
+        device: The compute device.
+
+    Attributes:
+        current: Bytes alive now.
+        peak: Most bytes alive at once.
+        peak_parts: The bytes of each storage that was alive then, and of a kernel's own buffers.
+    """
 
     def __init__(self, known: list[torch.Tensor], device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._alive: dict[int, Any] = {}
+        self._alive: dict[int, int] = {}  # bytes of each storage
         self._known = {t.untyped_storage()._cdata for t in known}  # pyright: ignore[reportPrivateUsage]
         self.current = 0
         self.peak = 0
+        self.peak_parts: tuple[int, ...] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_wrappers(types):
@@ -31,20 +42,25 @@ class LiveBytes(TorchDispatchMode):
         for item in result if isinstance(result, tuple | list) else (result,):
             if isinstance(item, torch.Tensor) and item.layout == torch.strided and is_on(item, self._device):
                 self._add(item.untyped_storage())
-        self.peak = max(self.peak, self.current + private_bytes(func, args))
+        self._note(private_bytes(func, args))
         return result
 
     def _add(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._known or key in self._alive:
             return
-        self._alive[key] = weakref.finalize(storage, self._remove, key, size)
+        weakref.finalize(storage, self._remove, key)
+        self._alive[key] = size
         self.current += size
-        self.peak = max(self.peak, self.current)
+        self._note(0)
 
-    def _remove(self, key: int, size: int) -> None:
-        self._alive.pop(key, None)
-        self.current -= size
+    def _note(self, private: int) -> None:
+        if self.current + private > self.peak:
+            self.peak = self.current + private
+            self.peak_parts = (*self._alive.values(), private)
+
+    def _remove(self, key: int) -> None:
+        self.current -= self._alive.pop(key)
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:

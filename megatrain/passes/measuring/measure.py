@@ -19,7 +19,7 @@ from megatrain.passes.exact_fakes import ExactFakes
 from megatrain.passes.interpret import Code, opaque_calls
 from megatrain.passes.measuring.kept_work import KeptRuns, may_be_worth
 from megatrain.passes.measuring.kernel_work import KernelWork
-from megatrain.passes.measuring.runs import measure_backward, measure_forward
+from megatrain.passes.measuring.runs import Workspace, measure_backward, measure_forward
 from megatrain.passes.program import Program, Template
 from megatrain.passes.rewrites.tiled_region import without_results
 from megatrain.torch_private import pytree
@@ -72,7 +72,7 @@ def _measured(template: Template, needs: list[_Needs], program: Program) -> Temp
         arguments = [port.spec.empty(device) for port in ports]
         leaves = _leaves(arguments, all_needs)
         with torch.set_grad_enabled(code.has_inner_grad):
-            forward_peak, forward = measure_forward(code, leaves if code.has_inner_grad else arguments, device)
+            in_forward, forward = measure_forward(code, leaves if code.has_inner_grad else arguments, device)
         held = _held_state(code, leaves, len(template.inputs)) if _functions(template) else ()
         watched = code.watched(_check_history)
         # A Function's backward is the user's own code, which must run when their backward does, not before. That of
@@ -80,9 +80,9 @@ def _measured(template: Template, needs: list[_Needs], program: Program) -> Temp
         runs_backward = all(isinstance(node.target, PackedCall) for node in _functions(template))
         measure_with = partial(measure_backward, num_inputs=len(template.inputs), device=device)
         repeated = _repeated(template.graph, device)
-        saved, backward_peak, backward = measure_with(watched, leaves, runs_backward=runs_backward)
+        saved, in_backward, backward = measure_with(watched, leaves, runs_backward=runs_backward)
         if repeated is not None:
-            _, backward_peak, backward = measure_with(repeated, leaves, runs_backward=runs_backward)
+            _, in_backward, backward = measure_with(repeated, leaves, runs_backward=runs_backward)
         results = None
         if runs_backward and may_be_worth(forward) and not code.has_inner_grad:
             with_results = KeptRuns(code.graph, leaves, device)
@@ -90,20 +90,21 @@ def _measured(template: Template, needs: list[_Needs], program: Program) -> Temp
             results = with_results.cost(template.graph, hollow, len(template.inputs), forward)
         others = [each for each in needs if each != all_needs and runs_backward]
         backwards = tuple((each, _backward_kernels(code, _leaves(arguments, each), device)) for each in others)
-    if backward_peak is None:
-        backward_peak = 2 * _result_bytes(template)
+    if in_backward is None:
+        in_backward = Workspace(2 * _result_bytes(template), ())
         backward = tuple(Kernels(rate, 2 * flops, 2 * nbytes, 2 * count) for rate, flops, nbytes, count in forward)
     held_parts = [template.state[index].spec.device_bytes for index in held]
     parts = tuple(sorted((*saved, *held_parts), reverse=True))
     return TemplateCost(
         sum(parts),
-        forward_peak,
-        backward_peak,
+        in_forward.nbytes,
+        in_backward.nbytes,
         forward,
         backward,
         held_state=held,
         backwards=backwards,
         saved_parts=parts,
+        workspace_parts=(in_forward.parts, in_backward.parts),
         results=results,
     )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -19,12 +20,24 @@ Run = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 """What is run: a `Code`, or one with all else that its call needs."""
 
 
-def measure_forward(code: Run, arguments: list[torch.Tensor], device: torch.device) -> tuple[int, Works]:
-    """Returns the most bytes alive within a forward beyond its arguments and outputs, and its kernels."""
+class Workspace(NamedTuple):
+    """What is alive within a run beyond what stays.
+
+    Args:
+        nbytes: Most bytes at once.
+        parts: The bytes of each tensor of them, and of a kernel's own buffers.
+    """
+
+    nbytes: int
+    parts: tuple[int, ...]
+
+
+def measure_forward(code: Run, arguments: list[torch.Tensor], device: torch.device) -> tuple[Workspace, Works]:
+    """Returns what is alive within a forward beyond its arguments and outputs, and its kernels."""
     with LiveBytes(arguments, device) as live, KernelWork(device) as kernels:
         outputs = code(arguments)
     own = storage_sizes([t for t in outputs if is_on(t, device)], beyond=[])
-    return max(0, live.peak - sum(own)), kernels.take()
+    return Workspace(max(0, live.peak - sum(own)), _without(live.peak_parts, own)), kernels.take()
 
 
 def measure_backward(
@@ -35,7 +48,7 @@ def measure_backward(
     *,
     runs_backward: bool,
     held: Sequence[torch.Tensor] = (),
-) -> tuple[list[int], int | None, Works]:
+) -> tuple[list[int], Workspace | None, Works]:
     """Measures a forward under autograd, and its backward.
 
     Args:
@@ -47,8 +60,8 @@ def measure_backward(
         held: Tensors that don't count.
 
     Returns:
-        The bytes of each tensor that is saved, the most bytes alive beyond arguments and gradients (None without a
-        backward), and the kernels of the backward.
+        The bytes of each tensor that is saved, what is alive beyond arguments and gradients (None without a backward),
+        and the kernels of the backward.
     """
     saved: list[weakref.ref[torch.Tensor]] = []
 
@@ -77,12 +90,17 @@ def measure_backward(
             if roots and leaves:
                 gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
     there = [g for g in gradients if g is not None and is_on(g, device)]
-    produced = sum(part.untyped_storage().nbytes() for g in there for part in _parts(g))
+    made = [part.untyped_storage().nbytes() for g in there for part in _parts(g)]
     pairs = zip(gradients, leaves, strict=False)
     state = {id(a) for a in arguments[num_inputs:]}
     # The runtime gives them the strides of their parameters, one after the other.
     copied = [g.nbytes for g, leaf in pairs if g is not None and id(leaf) in state and not has_strides_of(g, leaf)]
-    return saved_parts, max(0, live.peak - produced, *copied), kernels.take()
+    workspace = Workspace(max(0, live.peak - sum(made), *copied), _without(live.peak_parts, made))
+    return saved_parts, workspace, kernels.take()
+
+
+def _without(parts: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted((Counter(parts) - Counter(others)).elements(), reverse=True))
 
 
 def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:

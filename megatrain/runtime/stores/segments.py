@@ -7,45 +7,14 @@ fits no other value, and no product. So up to half of what a step holds could be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from megatrain.device import Device
 from megatrain.passes.program import Program
-from megatrain.scheduler.books import Books, alive_at, find_peak
+from megatrain.runtime.stores.segment_sizes import segment_sizes
 from megatrain.scheduler.schedule import Schedule
-
-# Smaller tensors are in segments of 2 MiB of their own, whatever is free elsewhere.
-LEAST_BYTES = 1 << 20
-
-
-def held_sizes(schedule: Schedule, programs: Sequence[Program]) -> list[int]:
-    """Bytes of each large tensor that a step makes and holds at its peak, besides slots; largest first.
-
-    Args:
-        schedule: The schedule.
-        programs: One per micro-batch.
-    """
-    found: list[int] = []
-    for life in alive_at(Books(schedule), find_peak(schedule).tick):
-        kind, number, micro_batch, _ = life.item
-        if life.start is None:
-            continue  # the caller's
-        program = programs[micro_batch]
-        if kind == "saved":
-            found += _saved_parts(program, number)
-        elif kind == "parameters":
-            states = (program.state[key] for key in program.blocks[number].binding)
-            found += (state.spec.nbytes for state in states if state.requires_grad)
-        else:
-            found.append(life.nbytes)
-    return sorted((nbytes for nbytes in found if nbytes > LEAST_BYTES), reverse=True)
-
-
-def _saved_parts(program: Program, block: int) -> Iterator[int]:
-    cost = program.templates[program.blocks[block].template].cost
-    yield from () if cost is None else cost.saved_parts
 
 
 class ScheduleSegments:
@@ -65,7 +34,7 @@ class ScheduleSegments:
     def make(self) -> None:
         """See `Segments.make`."""
         if self._sizes is None:
-            self._sizes = held_sizes(*self._of)
+            self._sizes = segment_sizes(*self._of)
         self._segments.make(self._sizes)
 
 
@@ -86,13 +55,13 @@ class Segments:
         return ScheduleSegments(self, schedule, programs)
 
     def make(self, sizes: Sequence[int]) -> None:
-        """Has the allocator take memory for some tensors at once, each a segment of its own, and keep it.
+        """Has the allocator take some segments at once, and keep them.
 
-        Then each tensor of these sizes takes its own segment, the smallest into which it fits. Segments that were made
+        Then each tensor of these sizes takes its own memory, the smallest into which it fits. Segments that were made
         for more than these stay instead, unless the allocator's cache was emptied since.
 
         Args:
-            sizes: Bytes of each tensor, largest first.
+            sizes: Bytes of each segment, largest first.
         """
         is_there = self._num_emptied == self._device.num_emptied
         if is_there and sum(sizes) <= self._nbytes:

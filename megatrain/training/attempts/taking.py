@@ -1,4 +1,4 @@
-"""Taking: takes steps: an attempt for each capture that fails in the middle, and one more where memory runs out."""
+"""Taking: takes steps: an attempt for each capture that fails in the middle, and more where memory runs out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatrain.compiled.inside import Compiled, Variant
+from megatrain.memory.device_budget import DeviceBudget
 from megatrain.memory.out_of_memory import Attempts
 from megatrain.planning.loss_bytes import Loss
 from megatrain.runtime.executor import Executor
@@ -35,6 +36,7 @@ class Taking:
         together: Agrees with the other ranks.
         loss: The user's.
         looks: Whether a gradient that isn't finite prevents the updates.
+        budget: Of the schedules that are made for steps; None where a given plan has the schedule.
 
     Attributes:
         setting: Of the latest step, or the prepared one.
@@ -51,10 +53,11 @@ class Taking:
         *,
         loss: Loss | None,
         looks: bool,
+        budget: DeviceBudget | None,
     ):
         self._compiled, self._setup, self._boundary, self._completion = compiled, setup, boundary, completion
         self._together = together
-        self._loss, self._looks = loss, looks
+        self._loss, self._looks, self._budget = loss, looks, budget
         self.setting: Setting | None = None
         self.running: Running | None = None
         self._failed_at = 0
@@ -69,7 +72,7 @@ class Taking:
         """
         alone = None if self._together.is_shared else Shares(counts)
         failed: list[dict[Variant, str]] = [{} for _ in batches]
-        attempts = Attempts("the step", self._compiled.options.device)
+        attempts = Attempts("the step", self._compiled.options.device, self._budget)
         with self._compiled.exclusively("the step"), torch.enable_grad(), self._completion.suspended():
             self._compiled.complete_updates(besides=self._completion)  # of other steps over this model
             while True:
@@ -93,9 +96,9 @@ class Taking:
                     failed[at][setting.variants[at]] = str(failure)
                     self._compiled.learn(failure, setting.arguments[at], failed[at])
                 except Exception as error:
-                    if setting is None or executor is None or self._together.is_shared:
-                        raise
-                    if not attempts.may_repeat(error, executor.memory_figures, is_undone=self._boundary.is_undone):
+                    has_begun = setting is not None and executor is not None and not self._together.is_shared
+                    figures = executor.memory_figures if executor is not None and has_begun else None
+                    if not attempts.may_repeat(error, figures, is_undone=self._boundary.is_undone):
                         raise
                 else:
                     attempts.over(executor.memory_figures, is_half=self._boundary.has_recovered)
