@@ -110,7 +110,8 @@ class ModelledStep:
         predicted_s: By the simulator of schedules, from the times of its ops in another step.
         by_rates_s: By the simulator of schedules, from the machine's rates alone.
         ends_s: Before compute can begin, and after its end: by the machine's rates, in any order of the same ops.
-        turn_s: The backward, with what must come before it and after it: by the machine's rates, in any order.
+        behind_s: All of the host that compute needs, all of compute that needs the last of it, and what comes after: by
+            the machine's rates, in any order.
         holes: Bytes of torch's allocator beyond those that the schedule counts.
         spans: The device's work.
         host_s: The work of the host.
@@ -123,7 +124,7 @@ class ModelledStep:
     predicted_s: float
     by_rates_s: float
     ends_s: float
-    turn_s: float
+    behind_s: float
     holes: int
     spans: Sequence[Span]
     host_s: float
@@ -159,7 +160,7 @@ class ModelledStep:
         The first block's weights come before anything computes. Its gradients leave after all compute, and what the
         host does with them comes then, or before the next step's weights. Deferred updates come before the backward.
         """
-        return max(self.busy["compute"] + self.ends_s, self.turn_s)
+        return max(self.busy["compute"] + self.ends_s, self.behind_s)
 
     @property
     def held_up_by(self) -> str:
@@ -203,7 +204,7 @@ def _step_of(simulator: Simulator, card: Hardware, step: megatrain.TrainStep, ba
         predicted_s=predicted,
         by_rates_s=step.schedule.simulate(card).step_s,
         ends_s=bounds["ends"] - bounds["compute"],
-        turn_s=bounds["turn"],
+        behind_s=bounds["behind"],
         holes=torch.accelerator.max_memory_reserved() - step.schedule.device_bytes,
         spans=spans,
         host_s=host_s,

@@ -114,7 +114,7 @@ def _compared(
         workload, memory=budget, micro_batches=count, updates="spread", outputs="release", hardware=card
     )
     searched = time.perf_counter() - begin
-    chains = ("data", "ends", "turn")
+    chains = ("data", "ends", "behind")
     bound = max(seconds for reason, seconds in timed.lower_bounds(card).items() if reason not in chains)
     return ruled.simulate(card).step_s, timed.simulate(card).step_s, bound, searched
 

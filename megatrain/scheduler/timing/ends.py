@@ -30,11 +30,43 @@ def ends(needed: nx.DiGraph[Position], durations: Mapping[Position, float], ops:
     Args:
         needed: Edges from ops to those that need their results.
         durations: Seconds of each op.
-        ops: All ops of compute, or those of the backward; at least one.
+        ops: All ops of compute; at least one.
     """
     needed = nx.DiGraph(needed)
     needed.add_nodes_from(durations)
     return Ends(_before_first(needed, durations, ops), _before_first(needed.reverse(), durations, ops))
+
+
+def behind(
+    needed: nx.DiGraph[Position], durations: Mapping[Position, float], ops: Collection[Position], stream: str
+) -> float:
+    """Seconds that a stream takes for all that `ops` need of it, and then those of them that need the last of it.
+
+    Whichever of the stream's ops is the last, `ops` that need its result come after it, one by one.
+
+    Args:
+        needed: Edges from ops to those that need their results.
+        durations: Seconds of each op.
+        ops: All ops of compute.
+        stream: Another stream.
+    """
+    graph: nx.DiGraph[Position] = nx.DiGraph(needed)
+    graph.add_nodes_from(durations)
+    after = {p: {*ops} & nx.descendants(graph, p) for p in durations if p.stream == stream}
+    last = [_after(graph, durations, position, found) for position, found in after.items() if found]
+    if not last:
+        return 0.0
+    return sum(durations[position] for position, found in after.items() if found) + min(last)
+
+
+def _after(
+    graph: nx.DiGraph[Position], durations: Mapping[Position, float], position: Position, found: set[Position]
+) -> float:
+    """Seconds of the ops that need another one, with what lies between at least."""
+    ways = nx.single_source_dijkstra_path_length(
+        graph, position, weight=lambda a, b, _: 0.0 if a == position else durations[a]
+    )
+    return min(ways[each] for each in found) + sum(durations[each] for each in found)
 
 
 def _before_first(graph: nx.DiGraph[Position], durations: Mapping[Position, float], ops: Collection[Position]) -> float:

@@ -15,7 +15,7 @@ from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Position, Table, columns
 from megatrain.scheduler.timing.costs import Costs, books_durations, op_durations
-from megatrain.scheduler.timing.ends import ends
+from megatrain.scheduler.timing.ends import behind, ends
 from megatrain.scheduler.timing.shared import Timing, link_bound, shared_timeline
 
 
@@ -97,8 +97,9 @@ def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
     Per stream the sum of its ops, which run one by one; `"link"` is the time that copies of both directions take
     together, where one slows the other down; `"data"` is the longest chain of ops that need each other's results,
     which no number of slots and no other order shortens; `"ends"` is all of compute with what comes before its first op
-    and after its last, in any order, and `"turn"` is the same of the backward alone: deferred updates all come before
-    it. No op counts as slowed down by others otherwise.
+    and after its last, in any order, and `"behind"` is all of the host that compute needs, then all of compute that
+    needs the last of it, whichever that is, and what comes after: a host may take longer for deferred updates than the
+    device for the forward. No op counts as slowed down by others otherwise.
     """
     durations = op_durations(schedule, costs)
     bounds = {str(stream): 0.0 for stream in columns(schedule.ticks)}
@@ -111,11 +112,10 @@ def lower_bounds(schedule: Table, costs: Costs) -> dict[str, float]:
     data = nx.DiGraph([*needed, *_section_edges(schedule, graph)])
     bounds["data"] = _longest_path(data, durations)[0]
     compute = {position for position in durations if position.stream == Stream.COMPUTE}
-    backward = {position for position, op in schedule.positions() if op.what == "B"}
-    for reason, ops in (("ends", compute), ("turn", backward)):
-        if ops:
-            head_s, tail_s = ends(data, durations, ops)
-            bounds[reason] = head_s + sum(durations[position] for position in ops) + tail_s
+    if compute:
+        head_s, tail_s = ends(data, durations, compute)
+        bounds["ends"] = head_s + bounds[Stream.COMPUTE] + tail_s
+        bounds["behind"] = behind(data, durations, compute, Stream.HOST) + tail_s
     return {reason: bound for reason, bound in bounds.items() if bound > 0}
 
 
