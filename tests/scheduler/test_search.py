@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -63,6 +66,7 @@ def chains(draw: st.DrawFn, most: int) -> Workload:
 
 
 WORKS = products(1_000), products(2_000)
+PARTS = st.integers(0, 100)
 RATES = st.sampled_from([1e3, 3e3, 1e4, 3e4])
 MACHINES = st.builds(Hardware, RATES, RATES, st.sampled_from([1e4, 1e5, 1e6]), st.just(0.0), RATES)
 STEPS = st.fixed_dictionaries(
@@ -73,6 +77,12 @@ STEPS = st.fixed_dictionaries(
         "micro_batches": st.integers(1, 2),
     }
 )
+
+
+def of_both(one: Hardware, other: Hardware, choose: Callable[..., float]) -> Hardware:
+    """A machine that is at each place as slow, or as fast, as one of two."""
+    names = ("h2d_bytes_per_s", "d2h_bytes_per_s", "flops_per_s", "host_bytes_per_s")
+    return replace(one, **{name: choose(getattr(one, name), getattr(other, name)) for name in names})
 
 
 def planned(workload: Workload, memory: int, machine: Hardware | None, step: dict[str, object]) -> Schedule:
@@ -147,6 +157,17 @@ def test_a_choice_that_the_ladder_takes_gives_way_to_a_better_one():
     assert build(works, kind, memory=817, hardware=machine).simulate(machine).step_s <= best * (1 + 1e-9)
 
 
+def test_gradients_may_leave_late_where_there_is_one_slot():
+    """The search took late offloads for useless with one slot; its plan was 5.4 % slower than the best."""
+    works = layers([(7, 5, 3, 5, False), (4, 11, 1, 3, False)], [0, 1, 1, 0], 8)
+    machine, kind = Hardware(1e3, 1e3, 1e6, 0.0, 3e3), StepKind(updates="none", outputs="release", micro_batches=2)
+    best = fastest_of_all(works, kind, 1834, machine)
+    found = build(works, kind, memory=1834, hardware=machine)
+    found.check()
+    assert best is not None
+    assert found.simulate(machine).step_s <= best * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(
     ("works", "machine", "micro_batches", "memories"),
     [
@@ -184,6 +205,23 @@ def test_a_plan_by_time_is_within_two_percent_of_the_best_of_all(
     best = fastest_of_all(workload, found.kind, memory, machine)
     assert best is not None
     assert found.simulate(machine).step_s <= best * 1.02
+
+
+@given(chains(6), st.tuples(PARTS, PARTS), MACHINES, MACHINES, STEPS)
+@draws(60)
+def test_more_memory_or_a_faster_part_is_never_slower(
+    workload: Workload, parts: tuple[int, int], one: Hardware, other: Hardware, step: dict[str, object]
+):
+    """But for what a search leaves: it ends when its work is spent, at a plan within 2 % of the best as a rule.
+
+    One of 1200 examples was more than 0.5 % slower, by 1.1 %.
+    """
+    between = memories(workload, step)
+    less, more = (between[len(between) * part // 101] for part in sorted(parts))
+    slowest, fastest = (of_both(one, other, choose) for choose in (min, max))
+    taken = planned(workload, less, slowest, step).simulate(slowest).step_s
+    for memory, machine in ((more, slowest), (less, fastest), (more, fastest)):
+        assert planned(workload, memory, machine, step).simulate(machine).step_s <= taken * 1.02
 
 
 def test_a_search_stops_when_its_work_is_spent():

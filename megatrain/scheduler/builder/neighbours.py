@@ -65,7 +65,7 @@ class Neighbours:
             yield from (replace(plan, num_slots=count) for count in counts if 1 <= count <= _MOST_SLOTS)
             if giants(self._builder.workload):
                 yield replace(plan, has_giants_alone=not plan.has_giants_alone)
-        if self._builder.kind.micro_batches > 1 and plan.num_slots > 1:
+        if self._builder.kind.micro_batches > 1:
             yield replace(plan, has_late_offloads=not plan.has_late_offloads)
 
 
