@@ -82,10 +82,11 @@ class HostPages(mmap.mmap):
     ) -> None:
         # A forked child has locked nothing, and at its end a process gives back all it has. The device's own functions
         # may fail by then.
-        if is_ending() or self.unlock is None or process() != self._process:
+        if is_ending() or process() != self._process:
             return
         _KEPT.pop(self._address, None)
-        self.unlock()
+        if self.unlock is not None:
+            self.unlock()
 
 
 _KEPT: dict[int, int] = {}

@@ -41,6 +41,13 @@ class HostArena:
             self._pages = HostPages.of(nbytes)
             self.tensor = self._pages.tensor()
 
+    @classmethod
+    def over(cls, pages: HostPages) -> HostArena:
+        """Returns one of memory that is there already."""
+        made = cls(0)
+        made._pages, made.tensor = pages, pages.tensor()
+        return made
+
     @property
     def nbytes(self) -> int:
         """Size in bytes; 0 once closed."""

@@ -142,6 +142,10 @@ class BlockOptimizer:
         if is_last:
             self._left.remove(block)
 
+    def reopen(self, block: int) -> None:
+        """Lets a block be updated again, because a part of its update is left that somebody else was to make."""
+        self._left.add(block)
+
     def finish(self) -> None:
         """Ends a step: updates parameters that are in no block, and runs the hooks after it.
 

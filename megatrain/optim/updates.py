@@ -2,58 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from megatrain.checks.several_optimizers import parameters_of
 from megatrain.optim.block_update import MasterStep
+from megatrain.optim.gradients import Gradients, GradientSource, hide_gradients, show_gradients, take_shown_gradients
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.masters.halves import Master
-from megatrain.optim.norm import GradientNorm, NonFinite
+from megatrain.optim.norm import GradientNorm
+from megatrain.optim.shared.host_parts import GoOn, HostParts, OtherFailedError
 from megatrain.optim.undo import Undo
 from megatrain.optim.updater import Updater
 from megatrain.sizes import Section
-
-
-@dataclass(slots=True, eq=False)
-class Gradients:
-    """The whole gradients of one step, on the host.
-
-    Args:
-        by_parameter: Gradients that no update has used yet.
-        received: The parameters whose gradient has arrived, also if an update has used it.
-        norm: Of all gradients; None until it is known, or if nobody asks.
-        scale: The factor of clipping.
-        nonfinite: The first that isn't finite, if somebody looked.
-    """
-
-    by_parameter: dict[torch.Tensor, torch.Tensor]
-    received: set[torch.Tensor] = field(default_factory=set[torch.Tensor])
-    norm: torch.Tensor | None = None
-    scale: float = 1.0
-    nonfinite: NonFinite | None = None
-
-    @staticmethod
-    def none() -> Gradients:
-        """Returns those of a step that begins."""
-        return Gradients({})
-
-
-class _Source:
-    """Where the optimizer's code finds gradients. An object of its own, so that nothing here needs the collector."""
-
-    def __init__(self, known: Mapping[torch.Tensor, int]):
-        self.using = Gradients.none()
-        self._known = known
-
-    def __call__(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Returns the whole gradient of a parameter."""
-        found = self.using.by_parameter.get(parameter)
-        if found is None and parameter not in self._known:
-            return parameter.grad  # of a parameter outside the model
-        return found
 
 
 class Updates:
@@ -75,6 +38,7 @@ class Updates:
         max_norm: Largest norm of all gradients; None doesn't clip.
         threads: How many threads a native kernel takes; None is as many as torch.
         norm_threads: See `GradientNorm`.
+        parts: Which of the updates are this rank's, where ranks share the parameters; None if all are.
 
     Attributes:
         has_updated: The latest step has updated a parameter.
@@ -91,10 +55,12 @@ class Updates:
         max_norm: float | None = None,
         threads: int | None = None,
         norm_threads: int | None = None,
+        parts: HostParts | None = None,
     ):
+        self._parts = parts
         self._blocks = blocks
         self._block_of = {parameter: index for index, block in enumerate(blocks) for parameter in block}
-        self._source = _Source(self._block_of)
+        self._source = GradientSource(self._block_of)
         self._code = MasterStep(masters, gradient_of=self._source, threads=threads)
         self._undo = Undo(masters)
         self._updaters = [Updater(optimizer, blocks, self._code, self._undo) for optimizer in optimizers]
@@ -156,6 +122,8 @@ class Updates:
             OptimizerError: See `BlockOptimizer.begin`.
         """
         assert not self.is_under_way, "a step must end before the next begins"
+        if self._parts is not None:
+            self._parts.begin()
         self.has_updated = False
         self._source.using = self.arriving
         for updater in self._updaters:
@@ -172,18 +140,20 @@ class Updates:
         has_hooks = any(updater.blocks.has_hooks for updater in waiting)
         try:
             if has_hooks:
-                _show_gradients(self._source.using)
+                show_gradients(self._source.using)
             for updater in waiting[:1] if has_hooks else waiting:
                 updater.begin()
         except BaseException:
-            _hide_gradients(self._source.using)
+            hide_gradients(self._source.using)
             raise
         if has_hooks:
-            _take_shown_gradients(self._source.using)
+            take_shown_gradients(self._source.using)
         self._code.scale = self._source.using.scale
 
-    def update(self, block: int, section: Section | None = None) -> None:
-        """Updates the parameters of a block, with each optimizer that has begun and not done so.
+    def update(
+        self, block: int, section: Section | None = None, *, takes_over: bool = False, keeps: bool = False
+    ) -> None:
+        """Updates the parameters of a block, or this rank's part, with each optimizer that has begun and not done so.
 
         If one of them fails, its parameters are as before; only what is left of the block may be tried again.
 
@@ -191,20 +161,66 @@ class Updates:
             block: The block.
             section: Updates this section, in their order; an optimizer that can't divide its update does
                 all with the first. None updates all that is left.
+            takes_over: Other ranks' parts as well; see `HostParts`.
+            keeps: Where other ranks have parts, their gradients stay until these are updated: they may be taken over.
         """
         updaters = [updater for updater in self._updaters if block in updater.blocks.left]
         is_done_before = section is not None and section.number > 0
         assert updaters or is_done_before, f"block {block} has no update left"
         if self.sums_squares:  # but what an update that failed has summed already
             self.take_squares(p for p in self._blocks[block] if not self._norm.has(p))
-        for updater in updaters:
-            self.has_updated |= updater.update(block, self._source.using.by_parameter, section)
+        with self._chosen(updaters, block, takes_over=takes_over) as gradients:
+            for updater in updaters:
+                self.has_updated |= updater.update(block, gradients, section)
         if any(block in updater.blocks.left for updater in updaters):
             return  # other sections follow
+        if not (keeps and self._parts is not None):
+            self._drop(block)
+
+    def _drop(self, block: int) -> None:
+        """Lets go of the gradients of a block that is updated."""
         if not self._has_waiting:  # a hook may look at all gradients until the last optimizer has begun
             for parameter in self._blocks[block]:
                 if self._source.using.by_parameter.pop(parameter, None) is not None:
                     parameter.grad = None
+
+    @contextmanager
+    def _chosen(
+        self, updaters: Sequence[Updater], block: int, *, takes_over: bool
+    ) -> Generator[Mapping[torch.Tensor, torch.Tensor]]:
+        """The gradients with which some updaters update a block here, in the body."""
+        gradients = self._source.using.by_parameter
+        if self._parts is None:
+            yield gradients
+            return
+        held = [p for updater in updaters for p in updater.owned(block) if p in gradients]
+        with self._parts.updating(held, takes_over=takes_over) as chosen:
+            self._source.chosen = chosen
+            try:
+                yield {parameter: gradients[parameter] for parameter in chosen}
+            finally:
+                self._source.chosen = None
+
+    def wait(self, block: int, go_on: GoOn = lambda: None, *, is_of_before: bool = True) -> None:
+        """Waits until other ranks have updated their parts of a block; see `HostParts.wait`."""
+        if self._parts is not None:
+            begun = [updater for updater in self._updaters if updater.blocks.is_under_way]
+            held = {p for updater in begun for p in updater.owned(block)}
+            self._parts.wait(held & self._source.using.received, go_on, is_of_before=is_of_before)
+            self._drop(block)
+
+    def _wait_or_take_over(self, block: int) -> None:
+        """As `wait`, but makes updates that have failed on other ranks."""
+        while True:
+            try:
+                return self.wait(block)
+            except OtherFailedError:
+                begun = [updater for updater in self._updaters if updater.blocks.is_under_way]
+                if not any(p in self._source.using.by_parameter for u in begun for p in u.owned(block)):
+                    raise
+                for updater in begun:
+                    updater.blocks.reopen(block)
+                self.update(block, takes_over=True, keeps=True)
 
     def finish(self) -> None:
         """Runs the rest of the optimizers' steps, and ends them."""
@@ -212,14 +228,16 @@ class Updates:
         while self._has_waiting:
             self._begin_waiting()
             self._finish_begun()
-        _hide_gradients(self._source.using)
+        hide_gradients(self._source.using)
         self._source.using = Gradients.none()
         for parameter in self._parameters():
             parameter.grad = None
 
     def _finish_begun(self) -> None:
         for block in sorted({block for updater in self._updaters for block in updater.blocks.left}):
-            self.update(block)
+            self.update(block, takes_over=True, keeps=True)
+        for block in range(len(self._blocks)):
+            self._wait_or_take_over(block)
         self._code.scale = 1.0  # the remaining parameters are outside the model, and weren't clipped with it
         for updater in self._updaters:
             if updater.blocks.is_under_way:
@@ -233,7 +251,7 @@ class Updates:
         """Ends the optimizers' step without a further update; see `BlockOptimizer.abandon`."""
         for updater in self._updaters:
             updater.abandon()
-        _hide_gradients(self._source.using)
+        hide_gradients(self._source.using)
         self._source.using = Gradients.none()
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -258,23 +276,3 @@ class Updates:
         found = self.arriving.nonfinite
         assert found is not None
         return f"the gradient of `{self._names[found.parameter]}`, of block {found.block},"
-
-
-def _show_gradients(found: Gradients) -> None:
-    """Lets hooks before a step see gradients where they look for them, clipped."""
-    for parameter, gradient in found.by_parameter.items():
-        if parameter.grad is not gradient:
-            # A copy, which the hooks may keep: gradients lie where the next step's will.
-            parameter.grad = gradient.clone().mul_(found.scale)
-
-
-def _take_shown_gradients(found: Gradients) -> None:
-    """Reads the gradients back after the hooks."""
-    shown: list[tuple[torch.Tensor, torch.Tensor | None]] = [(p, p.grad) for p in found.by_parameter]
-    found.by_parameter = {parameter: gradient for parameter, gradient in shown if gradient is not None}
-    found.scale = 1.0
-
-
-def _hide_gradients(found: Gradients) -> None:
-    for parameter in found.by_parameter:
-        parameter.grad = None

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatrain.checks import Rule
 from megatrain.device import Device
 from megatrain.errors import OptionError, RanksError
+from megatrain.ranks.host import host_of
 from megatrain.ranks.packet import Packet, Spec
 from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife
 
@@ -55,6 +56,7 @@ class Ranks:
         rank: This rank, from 0.
         size: How many ranks there are.
         agreed: Set while all ranks take a step that none of them takes back.
+        host: The ranks of this host, which may share memory; None for a rank that has its host to itself, or can't.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -75,6 +77,7 @@ class Ranks:
         found = {first: gloo(f"pair/{first}", first, 2) for first in pairs}
         self._before, self._after = found.get(self.rank - 1), found.get(self.rank)
         self._is_abandoned = False
+        self.host = host_of(self.rank, self.exchange)
 
     @staticmethod
     def of(group: ProcessGroup | None) -> Ranks | None:
@@ -160,6 +163,17 @@ class Ranks:
         for part in packet.parts():
             self._wait(lambda part=part: group.broadcast([part], options), go_on)
         return packet.present
+
+    def look(self) -> None:
+        """Looks for a rank that can't go on.
+
+        Raises:
+            RanksError: Naming the rank.
+        """
+        self._signs.look()
+        ended = () if self.host is None else self.host.ended()
+        if ended:
+            raise self._signs.ended(ended)
 
     def wait_until_agreed(self, go_on: GoOn) -> None:
         """Returns once all ranks take the step."""

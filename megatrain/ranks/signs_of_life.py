@@ -110,6 +110,17 @@ class SignsOfLife:
                 found[rank] = now - self._seen[rank][1]
         return found
 
+    def ended(self, ranks: Sequence[int]) -> RanksError:
+        """Tells the others that the processes of some ranks are gone; returns the error, or what they said before."""
+        try:
+            self.look()
+        except RanksError as found:
+            return found
+        for rank in ranks:
+            self.announce(f"it ended.\n  {_GONE}", rank)
+        names = ", ".join(map(str, ranks))
+        return RanksError(f"{'rank' if len(ranks) == 1 else 'ranks'} {names} ended.\n  {_GONE}")
+
     def _ended(self, ranks: Sequence[int], seconds: float) -> RanksError:
         names = ", ".join(map(str, ranks))
         text = (

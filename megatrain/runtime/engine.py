@@ -27,6 +27,7 @@ from megatrain.runtime.stores.gradient_memory import GradientMemory
 from megatrain.runtime.stores.host_store import BlockImage, HostStore
 from megatrain.runtime.stores.parks import ParkPool
 from megatrain.runtime.stores.segments import Segments
+from megatrain.runtime.stores.shared_store import SharedStore
 from megatrain.runtime.stores.weights import Weights
 from megatrain.runtime.streams.stream_set import Chaos, Recording, StreamSet
 from megatrain.runtime.streams.turn import Turn
@@ -60,6 +61,9 @@ class Engine:
         budget: The bound of the device memory that schedules take; for errors.
         kernels: What computes a block: `"eager"`, or `"inductor"`.
         ranks: The processes that train the model together; None for one that trains alone.
+
+    Attributes:
+        shared: What this rank shares with others of its host; None if it has its host to itself.
     """
 
     @checked(device=_DEVICE, kernels=one_of("eager", "inductor"))
@@ -79,6 +83,7 @@ class Engine:
     ):
         self._model = model
         self.ranks = ranks
+        self.shared = None if ranks is None or ranks.host is None else SharedStore(ranks.host)
         self._budget = budget
         self._moving = moving
         self._weights = weights

@@ -229,8 +229,7 @@ class Operations:
             own, parameters = graph.gradients(output_gradients, carried)
             add = self._added(taken, block, parameters)
         except BaseException:
-            # Half of it is gone. A second attempt, if there is one, recomputes.
-            call.drop("saved", block.index)
+            call.drop("saved", block.index)  # half of it is gone; a second attempt, if there is one, recomputes
             raise
         for name, gradient in zip(block.inputs, own, strict=True):
             if gradient is not None:
@@ -283,8 +282,7 @@ class Operations:
 
     def pass_on(self, taken: Taken, instruction: Instruction) -> None:
         """P."""
-        block = instruction.op.block
-        self._rank_sums.pass_on(block, taken.calls[0].parameter_gradients[block])
+        self._rank_sums.pass_on(instruction.op.block, taken.calls[0].parameter_gradients[instruction.op.block])
 
     def squares(self, taken: Taken, instruction: Instruction) -> None:
         """S."""
@@ -297,6 +295,10 @@ class Operations:
     def update(self, taken: Taken, instruction: Instruction) -> None:
         """U: of a block, or of a section of it."""
         taken.step_trainer.update(instruction.op.block, section_of(self.schedule, instruction.op))
+
+    def wait(self, taken: Taken, instruction: Instruction) -> None:
+        """V: until other ranks have updated the block."""
+        taken.step_trainer.wait(instruction.op.block, self._rank_sums.go_on)
 
 
 Handler = Callable[[Operations, Taken, Instruction], None]
@@ -313,5 +315,6 @@ HANDLERS: dict[tuple[str, str], Handler] = {
     (Stream.HOST, "U"): Operations.update,
     (Stream.RECEIVE, "R"): Operations.receive,
     (Stream.SEND, "P"): Operations.pass_on,
+    (Stream.PEERS, "V"): Operations.wait,
 }
 """What does each kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

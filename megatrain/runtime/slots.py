@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -23,20 +23,14 @@ class Slots:
         engine: Holds the store and the arena that slots are cut from.
         program: Whose blocks they are.
         persistent: Blocks whose frozen weights stay.
-
-    Attributes:
-        places: The place of each tensor of the blocks' state in the store, by key; for a tensor in parts, of one part.
     """
 
     def __init__(self, images: Sequence[BlockImage], engine: Engine, program: Program, persistent: Sequence[int] = ()):
         self._images = images
         self._program = program
         self._engine = engine
-        self.places = {
-            entry.owner: place
-            for image in images
-            for entry, place in zip(image.entries, self._store.bound(image), strict=True)
-        }
+        self._places: dict[str, torch.Tensor] = {}
+        self._at: int | None = None
         self._frozen = {
             block: frozenset(k for k in program.blocks[block].binding if not program.state[k].requires_grad)
             for block in persistent
@@ -47,6 +41,18 @@ class Slots:
     def _store(self) -> HostStore:
         assert self._engine.store is not None
         return self._engine.store
+
+    @property
+    def places(self) -> Mapping[str, torch.Tensor]:
+        """The place of each tensor of the blocks' state in the store, by key; for a tensor in parts, of one part."""
+        if self._at != self._store.num_moves:
+            self._at = self._store.num_moves
+            self._places = {
+                entry.owner: place
+                for image in self._images
+                for entry, place in zip(image.entries, self._store.bound(image), strict=True)
+            }
+        return self._places
 
     def prefetch(
         self, block: int, where: Bytes | None, *, persists: bool = False, section: Section | None = None

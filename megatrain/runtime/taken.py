@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -38,6 +38,14 @@ class StepTrainer(Protocol):
         """Updates the parameters that belong to a block, or a section of them.
 
         Sections come in their order. Once one is over it must hold its final values, and may hold those of later ones.
+        """
+
+    def wait(self, block: int, go_on: Callable[[], object]) -> None:
+        """Waits until other ranks have updated their parts of a block; on a thread of its own.
+
+        Args:
+            block: The block.
+            go_on: Called now and then; raises an error to give the wait up.
         """
 
 

@@ -267,8 +267,14 @@ def _update(step: Effects, block: int, micro_batch: int) -> Effect:
     reads = [Item(kind, b) for b in group if blocks[b].has_backward and blocks[b].gradient_bytes > 0]
     reads += [Item("norm", NO_BLOCK)] * step.kind.clip + [Item("left", NO_BLOCK)] * (step.kind.updates == "serial")
     makes = (Item("state", block), *[Item("squares", block)] * step.kind.reports_norm)
+    makes += (Item("part", block),) * step.kind.is_shared
     moves = blocks[block].update_bytes + blocks[block].gradient_bytes * step.kind.reports_norm
     return Effect(tuple(reads), makes, moves=moves)
+
+
+def _whole(step: Effects, block: int, micro_batch: int) -> Effect:
+    # Others write into the state as well; who reads it waits for all of them.
+    return Effect((Item("part", block),), (Item("state", block),))
 
 
 KINDS: dict[tuple[str, str], OpKind] = {
@@ -289,6 +295,8 @@ KINDS: dict[tuple[str, str], OpKind] = {
         # Sums of gradients of parameters: from the rank before, and to the next one.
         OpKind(Stream.RECEIVE, "R", _receive),
         OpKind(Stream.SEND, "P", _pass),
+        # The updates of a block by the other ranks that share its state.
+        OpKind(Stream.PEERS, "V", _whole),
     )
 }
 """Every kind of op, by stream and letter; `megatrain.extending.register_op` adds more."""

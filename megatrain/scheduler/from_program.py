@@ -149,7 +149,8 @@ def step_schedule(
         check_buffers(program)
     works = replace(merge_programs(programs, masters).workload, loss_bytes=loss_bytes)
     most = worthwhile_sections(works, kind)
-    is_divisible = most > 1 and not has_parts(programs[0], first_deferred(works, kind)) and divides()
+    may_divide = most > 1 and not kind.is_shared
+    is_divisible = may_divide and not has_parts(programs[0], first_deferred(works, kind)) and divides()
     return build(
         works,
         kind,

@@ -26,11 +26,12 @@ class Stream(str):
     HOST: ClassVar[Stream]
     RECEIVE: ClassVar[Stream]
     SEND: ClassVar[Stream]
+    PEERS: ClassVar[Stream]
 
 
 Stream.H2D, Stream.COMPUTE, Stream.D2H, Stream.HOST = map(Stream, ("h2d", "compute", "d2h", "host"))
-Stream.RECEIVE, Stream.SEND = map(Stream, ("receive", "send"))
-BETWEEN_RANKS = (Stream.RECEIVE, Stream.SEND)
+Stream.RECEIVE, Stream.SEND, Stream.PEERS = map(Stream, ("receive", "send", "peers"))
+BETWEEN_RANKS = (Stream.RECEIVE, Stream.SEND, Stream.PEERS)
 """Streams that only the steps of several ranks have."""
 
 
@@ -150,6 +151,8 @@ ITEMS: dict[str, ItemKind] = {
     # A block's state in a slot, and in host memory.
     "weights": ItemKind(edge="weight"),
     "state": ItemKind(edge="weight"),
+    # That this rank has updated its part of a block's state, which other ranks of this host update as well.
+    "part": ItemKind(),
     # The sum of the squares of the gradients that are whole with a block.
     "squares": ItemKind(),
     # Of all blocks together: the norm of the gradients, and that the gradients so far have left.

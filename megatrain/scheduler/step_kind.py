@@ -16,6 +16,8 @@ UPDATES = ("none", "overlap", "serial", "deferred", "spread")
 OUTPUTS = ("keep", "release")
 # Where a process stands in the chain of ranks along which sums of gradients go; one process has none.
 RANKS = ("alone", "first", "middle", "last")
+# Whose host memory holds the state: this process's own, or that of several ranks of one host, which divide the updates.
+STORES = ("own", "shared")
 # A table has some rows for each micro-batch and block, and takes longer to check the more rows it has: this many take
 # minutes.
 MOST_MICRO_BATCHES = 10_000
@@ -29,7 +31,7 @@ KIND_RULES = {
 }
 
 
-@checked(**KIND_RULES, ranks=one_of(*RANKS))
+@checked(**KIND_RULES, ranks=one_of(*RANKS), store=one_of(*STORES))
 @dataclass(frozen=True, slots=True)
 class StepKind:
     """The kind of a step besides its blocks: a plain call, or a training step with micro-batches and updates.
@@ -51,6 +53,8 @@ class StepKind:
         ranks: `"alone"`, or where this process stands among those that share a training step: `"first"`, `"middle"` or
             `"last"`. All but the first begin a block's sum of gradients with what an `R` brings from the rank before;
             all but the last hand the sum on with a `P`, and their `G` brings the total of all ranks from the last one.
+        store: `"own"`, or `"shared"`: the ranks of this host share one store, a `U` updates this rank's part of a
+            block's parameters, and a `V` after it waits until the other ranks have updated theirs.
 
     Raises:
         OptionError: If a part has another value, or belongs to a training step but the mode isn't `"train"`.
@@ -67,6 +71,7 @@ class StepKind:
     outputs: str = OUTPUTS[0]
     reports_norm: bool = False
     ranks: str = RANKS[0]
+    store: str = STORES[0]
 
     def __post_init__(self) -> None:
         if self.mode != "train" and self.is_training_step:
@@ -79,6 +84,12 @@ class StepKind:
                 f'ranks="{self.ranks}" needs a training step.\n'
                 "  Only training steps are shared by several processes.\n"
                 '  Give updates, a norm or outputs="release" as well, or leave ranks out.'
+            )
+        if self.is_shared and self.ranks == RANKS[0]:
+            raise OptionError(
+                f'store="{self.store}" with ranks="{self.ranks}" is impossible.\n'
+                "  A process alone shares its store with nobody.\n"
+                "  Say where this rank stands, or leave store out."
             )
         if self.reports_norm and (self.clip or self.updates not in ("overlap", "serial")):
             raise OptionError(
@@ -107,6 +118,11 @@ class StepKind:
     def sends(self) -> bool:
         """Whether sums of gradients go on to the next rank, and totals come back from the last one."""
         return self.ranks in ("first", "middle")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks update parts of the state that this one reads."""
+        return self.store == "shared"
 
     @property
     def holds_gradients(self) -> bool:

@@ -30,7 +30,8 @@ from megatrain.tracer.traced import TracedModule
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.modes import without_modes
 from megatrain.training.step_tables import StepTables
-from megatrain.training.update_times import UpdateTimes
+from megatrain.training.updating.host_division import HostDivision
+from megatrain.training.updating.update_times import UpdateTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Setup:
         OptimizerError: If an optimizer needs all parameters at once, or two hold the same parameter.
 
     Attributes:
+        division: Whether ranks of this host divide the updates.
         updates: Take the gradients of the blocks; None before the first step.
         is_completing: Whether due updates are running.
     """
@@ -107,6 +109,7 @@ class Setup:
         self._optimizers = optimizers
         self._check_apart()
         self._max_norm = max_norm
+        self.division = HostDivision(compiled, optimizers)
         self._times = UpdateTimes(
             compiled.model,
             optimizers,
@@ -114,10 +117,12 @@ class Setup:
             spread=not compiled.options.device.is_host if spread is None else spread,
             needs_norm=needs_norm,
             reports_norm=reports_norm,
-            is_planned=plan is not None,
+            is_fixed=plan is not None or self.division.shares,
         )
         self._loss, self._is_own_loss = loss, loss is None or reads == "loss"
-        self._tables = StepTables(compiled.options, compiled.budget, plan, compiled.ranks)
+        self._tables = StepTables(
+            compiled.options, compiled.budget, plan, compiled.ranks, is_shared=self.division.shares
+        )
         self._blocks: list[list[torch.Tensor]] = []
         self._shapes: dict[str, torch.Size] = {}
         self.updates: Updates | None = None
@@ -240,11 +245,13 @@ class Setup:
         """
         if not self._tables.has_executor(setting.captures, setting.kind):
             plan = self.host_plan(setting)
-            if setting.kind.updates == "spread" and not self._tables.is_planned and plan.missing_bytes():
+            may_change = not self._tables.is_planned and not self.division.shares
+            if setting.kind.updates == "spread" and may_change and plan.missing_bytes():
                 self._times.spread_no_more()
                 return None
             plan.check()
         engine = self._compiled.engine
+        self.division.check()
         executor = self._tables.executor(setting.captures, setting.kind, engine)
         self._compiled.bind()
         engine.find_replaced()
@@ -264,6 +271,7 @@ class Setup:
                 threads=self.threads,
                 # On the CPU, where the loop's own norm is taken by torch, the bits are torch's.
                 norm_threads=None if engine.device.is_host else self.threads,
+                parts=self.division.parts(blocks),
             )
         if self.is_due:
             self._times.note_due()
@@ -308,13 +316,3 @@ def _check_no_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _are_same(left: Sequence[Sequence[torch.Tensor]], right: Sequence[Sequence[torch.Tensor]]) -> bool:
     return [[id(p) for p in block] for block in left] == [[id(p) for p in block] for block in right]
-
-
-def known(setting: Setting | None) -> Setting:
-    """Returns the setting of a step; if there is none yet, raises an `ExecuteError`."""
-    if setting is None:
-        raise ExecuteError(_NO_STEP)
-    return setting
-
-
-_NO_STEP = "no step is compiled yet.\n  A step needs the sizes of a batch.\n  Call the step, or prepare(batch), once."

@@ -13,6 +13,7 @@ import torch
 from megatrain.checks import FLAG, PATH, checked, number, one_of, optional
 from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers, optimizers_of
 from megatrain.compiled.module import COMPILED, CompiledModule
+from megatrain.errors import ExecuteError
 from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
@@ -23,6 +24,7 @@ from megatrain.scheduler.timing.costs import Measured
 from megatrain.scheduler.timing.timed_run import TimedRun
 from megatrain.sizes import SIZE
 from megatrain.training import saved_step as checkpoint
+from megatrain.training.attempts.host_sharing import HostSharing
 from megatrain.training.attempts.taking import Taking
 from megatrain.training.attempts.together import Together
 from megatrain.training.batch import micro_batches
@@ -30,7 +32,7 @@ from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
 from megatrain.training.given_plan import plan_of
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
-from megatrain.training.setup import Setup, known
+from megatrain.training.setup import Setting, Setup
 from megatrain.training.shares import Counts, Weight, check_reduce
 
 
@@ -115,7 +117,8 @@ class TrainStep:
         self._completion = Completion(self._complete, self._setup.changing)
         rules = {"max_grad_norm": max_grad_norm, "report_norm": report_norm, "on_nonfinite": on_nonfinite}
         rules |= {"reduce": reduce, "weight": "none" if weight is None else "given", "overlap": overlap, "reads": reads}
-        self._together = Together(self._compiled, self._optimizers, rules)
+        sharing = HostSharing(self._compiled, self._optimizers, shares=self._setup.division.shares)
+        self._together = Together(self._compiled, self._optimizers, rules, sharing)
         parts = self._compiled, self._setup, self._boundary, self._completion, self._together
         budget = self._compiled.budget if plan is None else None
         self._taking = Taking(*parts, loss=loss, looks=looks, budget=budget)
@@ -125,7 +128,7 @@ class TrainStep:
     @property
     def schedule(self) -> Schedule:
         """The schedule of the latest call, or of `prepare`; before the first of them an `ExecuteError`."""
-        return known(self._taking.setting).schedule
+        return _known(self._taking.setting).schedule
 
     @property
     def plan(self) -> SavedPlan:
@@ -135,7 +138,7 @@ class TrainStep:
     @property
     def program(self) -> Program:
         """The blocks that the schedule runs, as for `schedule`; of several captures those of the first micro-batch."""
-        return known(self._taking.setting).programs[0]
+        return _known(self._taking.setting).programs[0]
 
     @property
     def progress(self) -> Progress:
@@ -145,7 +148,7 @@ class TrainStep:
     @property
     def host_plan(self) -> HostPlan:
         """The host memory that steps like the latest, or like the prepared one, take; as for `schedule`."""
-        return self._setup.host_plan(known(self._taking.setting))
+        return self._setup.host_plan(_known(self._taking.setting))
 
     def prepare(self, batch: Any) -> Schedule:
         """Makes the schedule of a batch like this one, without running or allocating anything."""
@@ -283,3 +286,13 @@ class TrainStep:
 
     def __repr__(self) -> str:
         return f"<TrainStep: after step {self.progress.count}, model {self._compiled}>"
+
+
+def _known(setting: Setting | None) -> Setting:
+    """Returns the setting of a step; if there is none yet, raises an `ExecuteError`."""
+    if setting is None:
+        raise ExecuteError(_NO_STEP)
+    return setting
+
+
+_NO_STEP = "no step is compiled yet.\n  A step needs the sizes of a batch.\n  Call the step, or prepare(batch), once."

@@ -21,7 +21,7 @@ from megatrain.runtime.executor import Executor
 from megatrain.runtime.gradients.landing import LandingArena
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
-from megatrain.scheduler.step_kind import RANKS, StepKind
+from megatrain.scheduler.step_kind import RANKS, STORES, StepKind
 from megatrain.training.given_plan import GivenPlan
 
 # Steps may differ in sizes and numbers of micro-batches: the schedules used last are kept.
@@ -58,10 +58,20 @@ class StepTables:
         budget: The bound of the device memory that schedules take.
         plan: A plan whose schedule all steps take, or None.
         ranks: The processes that train together; None for one that trains alone.
+        is_shared: Whether others of its host share its store.
     """
 
-    def __init__(self, options: Options, budget: DeviceBudget, plan: AnyPlan | None = None, ranks: Ranks | None = None):
+    def __init__(
+        self,
+        options: Options,
+        budget: DeviceBudget,
+        plan: AnyPlan | None = None,
+        ranks: Ranks | None = None,
+        *,
+        is_shared: bool = False,
+    ):
         self._place = RANKS[0] if ranks is None else ranks.place
+        self._store = STORES[is_shared]
         self._options = options
         self._budget = budget
         self._given = None if plan is None else GivenPlan(saved_plan(plan), options)
@@ -76,7 +86,9 @@ class StepTables:
     def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""
         transfer = self._options.transfer
-        return StepKind("train", transfer, micro_batches, updates, clip, "release", reports_norm, self._place)
+        return StepKind(
+            "train", transfer, micro_batches, updates, clip, "release", reports_norm, self._place, self._store
+        )
 
     def schedule(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -231,7 +231,7 @@ class Running:
         torch.set_num_threads(self._threads)
         if block in self._deferred:
             if self._updates.is_under_way:  # otherwise nothing is due: in the first step, and after a look
-                self._updates.update(block, section)
+                self._updates.update(block, section, keeps=True)
             return
         if self.is_skipped:
             return
@@ -240,6 +240,14 @@ class Running:
             self._updates.update(block)
         finally:
             self._note_updates()
+
+    def wait(self, block: int, go_on: Callable[[], object]) -> None:
+        """See `StepTrainer`."""
+        if block in self._deferred:
+            if self._updates.is_under_way:
+                self._updates.wait(block, go_on)
+        elif not self.is_skipped:
+            self._updates.wait(block, go_on, is_of_before=False)
 
     def _begin(self) -> None:
         """Begins the optimizers' step with this step's gradients; the previous step ends first."""

@@ -17,6 +17,13 @@ def three() -> Iterator[Processes]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    made = Processes(4)
+    yield made
+    made.close()
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Sums are split among threads, and each of the processes has one."""

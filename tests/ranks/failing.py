@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import megatrain
+from megatrain.optim.block_update import MasterStep
 from megatrain.ranks import signs_of_life
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.models import Stack
@@ -82,12 +83,15 @@ def failing_late(rank: int) -> list[str]:
 def dying(rank: int, when: str, silent_s: float) -> str:
     """Rank 1 is killed at some place, or stands still."""
     signs_of_life.SILENT_S = silent_s
-    step = begin(CASE, dist.group.WORLD)[2]
+    step = begin(replace(CASE, mode="spread") if when == "update" else CASE, dist.group.WORLD)[2]
     step(batch(0, rank))
     if rank == 1:
         if when == "loss":
             kill: Any = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
             step._taking._loss = kill
+        elif when == "update":
+            killed: Any = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+            MasterStep.__call__ = killed
         elif when == "between":
             os.kill(os.getpid(), signal.SIGKILL)
         elif when == "still":

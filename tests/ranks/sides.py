@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
+from megatrain.ranks import host
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import snapshot
 from tests.training.adapters import adapted_llama
@@ -107,6 +108,8 @@ class Case:
         draws: Whether the model's dropouts draw.
         chaos: Seed of delays of all streams, others on each rank; None for none.
         looks: Whether rank 1 looks at its parameters after each step, which completes its updates.
+        hosts: The host of each rank; None is one host for all.
+        edits: What the user's code does between steps, on each rank; see `edited`.
     """
 
     task: str
@@ -119,6 +122,8 @@ class Case:
     draws: bool = False
     looks: bool = False
     chaos: int | None = None
+    hosts: Sequence[str] | None = None
+    edits: str = ""
 
     def batches(self, step: int) -> list[list[Any]]:
         """The micro-batches of a step, by rank; sizes differ."""
@@ -166,7 +171,33 @@ def take(case: Case, rank: int | None, step: megatrain.TrainStep, numbers: Seque
         norms.append(step.progress.grad_norm)
         if case.looks and rank == 1:
             step.flush()
+        if case.edits:
+            edited(case.edits, step)
     return {"losses": losses, "norms": norms}
+
+
+def edited(how: str, step: megatrain.TrainStep) -> None:
+    """Writes parameters or moments as a user's code may; twice the same is not the same as once."""
+    model, (optimizer,) = step._compiled.model, step._optimizers
+    parameter = next(p for p in model.parameters() if p.requires_grad)
+    with torch.no_grad():
+        if how == "in place":
+            parameter.mul_(0.5)
+        elif how == "unseen":
+            parameter.data.mul_(0.5)
+        elif how == "new memory":
+            parameter.data = parameter.data * 0.5
+        elif how == "state dict":
+            model.load_state_dict({name: tensor * 0.5 for name, tensor in model.state_dict().items()})
+        elif how == "moments":
+            optimizer.state[parameter]["exp_avg"].mul_(0.5)
+        elif how == "new moments":
+            optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"] * 0.5
+        elif how == "no moments":
+            optimizer.state.pop(parameter)
+
+
+EDITS = "in place", "unseen", "new memory", "state dict", "moments", "new moments", "no moments"
 
 
 def train(case: Case, group: Any, rank: int | None) -> dict[str, Any]:
@@ -185,7 +216,11 @@ def train_here(rank: int, case: Case) -> Any:
     """What a rank runs; ranks beyond the deal have nothing to do."""
     size = len(case.deal[0])
     group: Any = dist.new_group(list(range(size)))
-    return train(case, group, rank) if rank < size else None
+    host.NAME = None if case.hosts is None or rank >= size else case.hosts[rank]
+    try:
+        return train(case, group, rank) if rank < size else None
+    finally:
+        host.NAME = None
 
 
 def resume_here(rank: int, case: Case, folder: str, start: int, saves: bool) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.comparing import assert_same
 from tests.ranks.processes import Processes
-from tests.ranks.sides import Case, train, train_here
+from tests.ranks.sides import EDITS, Case, train, train_here
 from tests.tiers import wide
 from tests.training.parity import MODES
 
@@ -21,6 +21,10 @@ CASES = {
     "adapted-serial-sum": Case("adapted", "serial", TWO, optimizer="sgd", options={"reduce": "sum"}),
     "tied-spread-dropout": Case("tied", "spread", THREE, draws=True),
     "tied-overlap-chaos": Case("tied", "overlap", THREE, compile={"transfer": "copy"}, draws=True, chaos=1),
+    "tied-deferred-clipped-bf16": Case("tied", "deferred", THREE, compile={"precision": "bf16"}, looks=True),
+    "tied-spread-two-hosts": Case("tied", "spread", [*THREE, *THREE], hosts="aba", looks=True),
+    "adapted-overlap-in-place": Case("adapted", "overlap", TWO, edits="in place"),
+    "tied-spread-unseen-bf16": Case("tied", "spread", THREE, compile={"precision": "bf16"}, edits="unseen"),
     "branching-spread": Case("branching", "spread", [*THREE, *THREE]),
     "stack-spread-looks": Case("stack", "spread", [*TWO, *TWO], looks=True),
     "stack-serial-clipped": Case("stack", "serial_clipped", THREE, compile={"transfer": "copy", "block_bytes": "100B"}),
@@ -36,6 +40,22 @@ DISTURBED = {
     for seed, (task, mode) in enumerate(product(("tied", "adapted", "branching"), MODES), start=1)
 }
 ROUNDED = {"tied-rounded": Case("tied", "overlap", THREE, compile={"precision": "bf16", "masters": "rounded"})}
+EDITED = {
+    f"tied-{mode}-{edit}-bf16": Case("tied", mode, THREE, compile={"precision": "bf16"}, edits=edit)
+    for mode in ("overlap", "spread", "deferred", "serial_clipped")
+    for edit in EDITS
+}
+TWO_HOSTS = {
+    f"{task}-{mode}-{hosts}": Case(task, mode, THREE, hosts=hosts, draws=True, chaos=7, compile={"transfer": "copy"})
+    for task in ("tied", "adapted")
+    for mode in MODES
+    for hosts in ("aab", "abb", "abc")
+}
+FOUR = {
+    f"tied-{mode}-{hosts}": Case("tied", mode, [(1, 2, 1, 1), (2, 1, 1, 3), (1, 1, 1, 1)], hosts=hosts, looks=True)
+    for mode in MODES
+    for hosts in ("aaaa", "aabb", "abba")
+}
 LARGE = {task: Case(task, "spread", TWO, is_weighted=True, draws=True) for task in ("gpt", "llama", "t5", "lora")}
 
 
@@ -53,6 +73,11 @@ def test_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
     assert_parity(CASES[name], three)
 
 
-@pytest.mark.parametrize("name", [*map(wide, FURTHER | LARGE | DISTURBED | ROUNDED)])
+@pytest.mark.parametrize("name", [*map(wide, FURTHER | LARGE | DISTURBED | ROUNDED | EDITED | TWO_HOSTS)])
 def test_more_ranks_train_with_the_bits_of_one_process(name: str, three: Processes):
-    assert_parity((FURTHER | LARGE | DISTURBED | ROUNDED)[name], three)
+    assert_parity((FURTHER | LARGE | DISTURBED | ROUNDED | EDITED | TWO_HOSTS)[name], three)
+
+
+@pytest.mark.parametrize("name", [*map(wide, FOUR)])
+def test_four_ranks_train_with_the_bits_of_one_process(name: str, four: Processes):
+    assert_parity(FOUR[name], four)

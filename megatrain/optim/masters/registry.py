@@ -109,6 +109,31 @@ class Masters(Mapping[torch.Tensor, Master]):
         if held is not None:
             held.wrote()
 
+    def move(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        """Gives a parameter other memory with the same values."""
+        held = self._held.get(id(parameter))
+        if held is not None:
+            held.drop_old_low()
+        parameter.data = view
+        if held is not None:
+            held.wrote()
+
+    def settle(self, parameter: torch.Tensor) -> None:
+        """Sets the low half to zero if other code has written the parameter, now rather than at its next use."""
+        held = self._held.get(id(parameter))
+        if held is not None:
+            held.drop_old_low()
+            held.wrote()
+
+    def lows(self) -> dict[str, torch.Tensor]:
+        """The low half of each master in halves, by key, laid out like its parameter."""
+        return {held.key: held.room() for held in self._halved()}
+
+    def take_lows(self, lows: Mapping[str, torch.Tensor]) -> None:
+        """Takes other memory with the same low halves."""
+        for key, low in lows.items():
+            self._by_key[key].low = low
+
     @contextmanager
     def moving(self) -> Generator[None]:
         """In its body, parameters may get other memory with the same values."""

@@ -47,7 +47,7 @@ class RankSums:
         assert self._engine.ranks is not None
         return self._engine.ranks
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Gives a transfer up if the step has failed meanwhile."""
         if self._engine.streams.failure is not None:
             raise Aborted("a transfer between ranks")
@@ -58,10 +58,10 @@ class RankSums:
 
     def receive(self, out: Sequence[torch.Tensor | None]) -> list[ParameterGradient]:
         """Fills tensors of the device with the sums of the rank before, and returns those that it had."""
-        self._ranks.wait_until_agreed(self._go_on)
+        self._ranks.wait_until_agreed(self.go_on)
         trained = [tensor for tensor in out if tensor is not None]
         landed = trained if self._device.is_host else [torch.empty_like(t, device="cpu") for t in trained]
-        present = self._ranks.take(landed, self._go_on)
+        present = self._ranks.take(landed, self.go_on)
         for tensor, content, is_there in zip(trained, landed, present, strict=True):
             if is_there and content is not tensor:
                 tensor.copy_(content)
@@ -69,17 +69,17 @@ class RankSums:
 
     def pass_on(self, block: int, gradients: Sequence[ParameterGradient]) -> None:
         """Hands a block's sums on to the next rank."""
-        self._ranks.pass_on(self._given(block, gradients), self._specs(block), self._go_on)
+        self._ranks.pass_on(self._given(block, gradients), self._specs(block), self.go_on)
 
     def spread(self, block: int, gradients: Sequence[ParameterGradient]) -> None:
         """Gives the totals of a block, which are on the last rank, to all others."""
-        self._ranks.spread(self._given(block, gradients), self._specs(block), self._go_on)
+        self._ranks.spread(self._given(block, gradients), self._specs(block), self.go_on)
 
     def total(self, block: int) -> list[ParameterGradient]:
         """Gets the totals of a block from the last rank, in new host memory."""
         made = self._made(block, torch.device("cpu"))
         trained = [tensor for tensor in made if tensor is not None]
-        return _in_order(made, trained, self._ranks.gather(trained, self._go_on))
+        return _in_order(made, trained, self._ranks.gather(trained, self.go_on))
 
     def _keys(self, block: int) -> Sequence[str]:
         return self._program.blocks[block].binding

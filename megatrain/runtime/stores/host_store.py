@@ -41,6 +41,9 @@ class HostStore:
         bus: Takes the state to the compute device.
         weights: Files that hold the values of these tensors; with them, tensors may be on meta.
 
+    Attributes:
+        num_moves: How often state that was here got other memory.
+
     Raises:
         ExecuteError: Before anything is allocated or changed, if the host lacks the memory, or a tensor
             can't be moved faithfully.
@@ -60,6 +63,7 @@ class HostStore:
         self._arenas: list[HostArena] = []
         self._by_id: dict[int, _Placed] = {}
         self._by_value: dict[BlockImage, _Placed] = {}
+        self.num_moves = 0
         self.extend(images, weights=weights)
 
     @property
@@ -114,6 +118,31 @@ class HostStore:
         for placed in [p for p in self._by_value.values() if any(e.owner in gone for e in p.layout.entries)]:
             del self._by_value[placed.layout]
             self._by_id = {key: p for key, p in self._by_id.items() if p.layout != placed.layout}
+
+    @property
+    def homes(self) -> Mapping[str, Home]:
+        """Where the state is, by key."""
+        return self._homes
+
+    def move(self, places: Mapping[str, tuple[HostArena, int, torch.Tensor]]) -> None:
+        """Gives state that is here other memory, which has the same values.
+
+        Args:
+            places: By key: an arena, the offset in it, and the state there as a view of its own storage.
+        """
+        for key, (arena, offset, view) in places.items():
+            home = self._homes[key]
+            replace_memory(key, home.tensor, view)
+            home.arena, home.offset, home.view, home.address = arena, offset, view, view.data_ptr()
+            home.memory = new_memory()
+        used = {id(home.arena) for home in self._homes.values()}
+        self._arenas = [arena for arena in self._arenas if id(arena) in used]
+        layouts = [*self._by_value, *[placed.layout for placed in self._by_id.values()]]
+        self._by_value.clear()
+        self._by_id.clear()
+        for layout in layouts:
+            self._place(layout)
+        self.num_moves += 1
 
     def lock(self) -> None:
         """Page-locks what isn't yet, where transfers gain from that.

@@ -118,7 +118,7 @@ class Builder:
             parked,
             num_slots=plan.num_slots,
             has_late_offloads=plan.has_late_offloads,
-            written=written(self.workload, placed.head, self._sections),
+            written=written(self.workload, self.kind, placed.head, self._sections),
             sections=self._sections,
         )
         rows = between_ranks(rows, self.kind)
@@ -208,6 +208,7 @@ def _ops(rows: Rows, host: HostTicks) -> Iterator[Placed]:
     ):
         yield from ((stream, tick, (what, block, number, None)) for (block, number), tick in ticks.items())
     yield from ((Stream.HOST, tick, ("U", block, 0, section)) for (block, section), tick in host.update.items())
+    yield from ((Stream.PEERS, tick, ("V", block, 0, section)) for (block, section), tick in host.whole.items())
     yield from ((Stream.HOST, tick, ("S", block, 0, None)) for block, tick in host.squares.items())
     if host.norm is not None:
         yield Stream.HOST, host.norm, ("N", NO_BLOCK, 0, None)

@@ -23,16 +23,24 @@ class HostTicks:
         update: Of each `U`, by block and section.
         squares: Of each `S`, by block; none without `N`.
         norm: Of `N`; None if there is none.
+        is_shared: Each `U` has a `V`.
     """
 
     update: Mapping[Part, int]
     squares: Mapping[int, int]
     norm: int | None
+    is_shared: bool = False
+
+    @property
+    def whole(self) -> Mapping[Part, int]:
+        """Of each `V`, by block and section: after its `U`."""
+        return {part: tick + 1 for part, tick in self.update.items() if self.is_shared}
 
     @property
     def num_ticks(self) -> int:
         """Rows that they take."""
-        return 1 + max([*self.update.values(), -1 if self.norm is None else self.norm], default=-1)
+        last = max(self.update.values(), default=-1) + self.is_shared
+        return 1 + max(last, -1 if self.norm is None else self.norm)
 
 
 # A forward is shorter than the backward, and so is the host's time for deferred updates. See decision 56.
@@ -87,11 +95,14 @@ def head_updates(
     return {part: tick for tick, part in enumerate(parts)}
 
 
-def written(workload: Workload, head: Mapping[Part, int], sections: Sections | None) -> dict[Part, Written]:
-    """When the last update at the head writes a block's weights, or a section of them."""
+def written(
+    workload: Workload, kind: StepKind, head: Mapping[Part, int], sections: Sections | None
+) -> dict[Part, Written]:
+    """When the last update at the head has written a block's weights, or a section of them, on all ranks."""
     found: dict[Part, Written] = {}
     done = 0
-    for (block, section), tick in head.items():
+    for (block, section), begun in head.items():
+        tick = begun + kind.is_shared
         nbytes = workload.blocks[block].update_bytes
         done += nbytes if section is None or sections is None else nbytes // sections.num_sections
         found[block, section] = found[block, None] = Written(tick, done)
@@ -121,7 +132,7 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
         free += 1
     norm = max(last + 1, free) if kind.clip else None
     if kind.updates in ("none", "deferred"):
-        return HostTicks(head, squares, norm)
+        return HostTicks(head, squares, norm, kind.is_shared)
     at_least = last if kind.updates == "serial" else -1
     at_least = at_least if norm is None else norm
     arrivals = sorted(ticks.offload.values())
@@ -134,7 +145,7 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
         overlapped = arrivals[following] if following < len(arrivals) else max(ready, *arrivals[-1:]) + 1
         placed[block, None] = free = max(free, overlapped, at_least + 1)
         free += 1
-    return HostTicks(placed, squares, max(free, last + 1) if kind.reports_norm else norm)
+    return HostTicks(placed, squares, max(free, last + 1) if kind.reports_norm else norm, kind.is_shared)
 
 
 def _by_readiness(workload: Workload, ticks: OpTicks) -> Sequence[tuple[int, int]]:

@@ -41,6 +41,12 @@ def sections_of(workload: Workload, kind: StepKind, count: int) -> Sections | No
     """
     if count == 1:
         return None
+    if kind.is_shared:
+        raise ScheduleError(
+            f"a step can't have {counted(count, 'section')}: several ranks share the store.\n"
+            "  They divide the updates of a block by parameters.\n"
+            "  Leave `sections` out."
+        )
     block = first_deferred(workload, kind)
     if block == NO_BLOCK or workload.blocks[block].is_mostly_frozen:
         why = "no update is deferred" if block == NO_BLOCK else f"most weights of block {block} are frozen"

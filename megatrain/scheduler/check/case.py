@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatrain.counts import counted
 from megatrain.errors import ScheduleError
@@ -83,6 +83,15 @@ class Case:
     def leaving(self, block: int) -> list[Position]:
         """The op with which a block's gradients leave the device: its G, or its P where they go on to another rank."""
         return self.at(Stream.SEND, "P", block) if self.schedule.kind.sends else self.at(Stream.D2H, "G", block)
+
+    def weight_readers(self, members: Iterable[int]) -> Iterator[Position]:
+        """All that reads the parameters of some blocks in host memory: W, or F and B where they are used in place."""
+        for member in members:
+            yield from self.at(Stream.H2D, "W", member)
+            if self.schedule.kind.transfer == "bind":
+                for number in self.micro_batches:
+                    yield from self.at(Stream.COMPUTE, "F", member, number)
+                    yield from self.at(Stream.COMPUTE, "B", member, number)
 
     def taker_of(self, transfer: Position) -> Position | None:
         """The op of compute with which memory is taken for what returns: the last of an earlier tick, if any."""

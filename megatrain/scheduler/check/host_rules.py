@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.items import NO_BLOCK, Stream
@@ -135,7 +135,7 @@ def _check_update_of_before(case: Case, update: Position, members: tuple[int, ..
     """It is over when this step first reads the parameters, and when its gradients replace the ones that it reads."""
     rule = "A deferred U is done before its parameters are read, and before new gradients arrive."
     mine = case.op(update)
-    for reader in _weight_readers(case, members):
+    for reader in case.weight_readers(members):
         theirs = case.op(reader)
         # A section reads nothing that the update of another section of its block writes.
         is_other = None not in (mine.section, theirs.section) and mine.block == theirs.block
@@ -157,19 +157,9 @@ def _check_update_of_this(case: Case, update: Position, members: tuple[int, ...]
             case.require_before(offload, update, "reads what leaves with", rule)
     for norm in case.at(Stream.HOST, "N", NO_BLOCK) if case.schedule.kind.clip else ():
         case.require_before(norm, update, "is scaled by", rule)
-    for reader in _weight_readers(case, members):
+    for reader in case.weight_readers(members):
         case.require_before(reader, update, "writes what is read by", rule)
     if case.schedule.kind.updates == "serial":
         # Streams keep their order, so the last one to leave stands for all.
         last = max(p for p, op in case.ops if op.what == "G")
         case.require_before(last, update, "follows all gradients, the last of which leaves with", rule)
-
-
-def _weight_readers(case: Case, members: tuple[int, ...]) -> Iterator[Position]:
-    """All that reads the parameters of some blocks in host memory: W, or F and B where they are used in place."""
-    for member in members:
-        yield from case.at(Stream.H2D, "W", member)
-        if case.schedule.kind.transfer == "bind":
-            for number in case.micro_batches:
-                yield from case.at(Stream.COMPUTE, "F", member, number)
-                yield from case.at(Stream.COMPUTE, "B", member, number)

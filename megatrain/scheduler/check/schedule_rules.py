@@ -23,6 +23,7 @@ from megatrain.scheduler.check.memory_rules import (
 )
 from megatrain.scheduler.check.rank_rules import check_between_ranks
 from megatrain.scheduler.check.section_rules import check_sections
+from megatrain.scheduler.check.shared_rules import check_shared_store
 from megatrain.scheduler.check.weight_rules import check_persistent, check_weights
 from megatrain.scheduler.dependency import dependency_graph
 from megatrain.scheduler.happens import graph_waits
@@ -266,6 +267,7 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_between_ranks,
     check_norm,
     check_updates,
+    check_shared_store,
     check_places,
     check_releases_come_first,
     check_live_bytes,

@@ -11,12 +11,14 @@ from megatrain.errors import ScheduleError
 from megatrain.scheduler.effects import streams
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import parse_op
-from megatrain.scheduler.step_kind import RANKS, StepKind
+from megatrain.scheduler.step_kind import RANKS, STORES, StepKind
 from megatrain.scheduler.table import Place, Slot, Table, Tick, columns
 from megatrain.scheduler.workload import Workload
 
 FORMAT = 1
 
+# What schedules of a process alone don't say.
+_LEFT_OUT = (("ranks", RANKS[0]), ("store", STORES[0]))
 _FIGURES = ("keep", "h2d_bytes", "d2h_bytes", "peak_bytes", "device_bytes", "host_bytes")
 
 
@@ -27,7 +29,7 @@ def table_to_json(schedule: Table) -> str:
         "format": FORMAT,
         "num_blocks": schedule.num_blocks,
         **{name: getattr(schedule, name) for name in _FIGURES},
-        **{name: part for name, part in asdict(schedule.kind).items() if name != "ranks" or part != RANKS[0]},
+        **{name: part for name, part in asdict(schedule.kind).items() if (name, part) not in _LEFT_OUT},
         "saves": schedule.saves,
         "slots": [(slot.offset, slot.nbytes) for slot in schedule.slots],
         "places": [(place.block, place.offset, place.nbytes) for place in schedule.places],

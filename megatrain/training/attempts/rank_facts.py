@@ -135,6 +135,11 @@ def _value(value: Any) -> str:
     return repr(value) if isinstance(value, bool | int | float | complex | str | None) else type(value).__qualname__
 
 
+def value_text(value: torch.Tensor) -> str:
+    """A text that is the same for the same values only."""
+    return _source_digest(Source.of(value.detach()))
+
+
 def _source_digest(source: Source) -> str:
     digest = Digest()
     for piece in source.pieces():

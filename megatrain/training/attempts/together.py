@@ -25,6 +25,7 @@ from megatrain.runtime.draws import DealtDraws
 from megatrain.runtime.executor import Executor
 from megatrain.runtime.rng import GlobalGenerators
 from megatrain.tracer.expectations import GuardFailedError
+from megatrain.training.attempts.host_sharing import HostSharing
 from megatrain.training.attempts.rank_draws import deal
 from megatrain.training.attempts.rank_facts import Facts, check_supported, facts_of, values_of
 from megatrain.training.boundary import Boundary, NotFiniteError, Progress
@@ -46,12 +47,16 @@ class Together:
         compiled: The model, with its ranks.
         optimizers: In the order of their steps.
         rules: Options of the step that must be the same on all ranks.
+        sharing: Has the ranks of a host share one store.
 
     Attributes:
         dealt: The random numbers of this rank in the present step; None if the model draws none, or trains alone.
     """
 
-    def __init__(self, compiled: Compiled, optimizers: Sequence[Optimizer], rules: Mapping[str, object]):
+    def __init__(
+        self, compiled: Compiled, optimizers: Sequence[Optimizer], rules: Mapping[str, object], sharing: HostSharing
+    ):
+        self._sharing = sharing
         self._compiled = compiled
         self._ranks: Ranks | None = compiled.ranks
         self._optimizers = optimizers
@@ -108,7 +113,7 @@ class Together:
             with nullcontext() if again else suppress(RanksError):  # of several failures each rank raises its own
                 self._tell(ranks, {"again": True} if again else {"failed": _words(error)})
             return
-        if found is not None and is_quiet:
+        if found is error and is_quiet:
             return  # it was said in a meeting, in which all ranks were
         if found is None:
             ranks.announce(_words(error))
@@ -165,9 +170,13 @@ class Together:
         if not self._is_compared:
             facts |= values_of(self._compiled, self._optimizers)
         is_random = any(t.is_random for program in setting.programs for t in program.templates.values())
-        words = self._tell(ranks, {"digest": _digest(facts), "random": is_random, **counts.said()})
+        changed = self._sharing.told(setting.kind)
+        told = {"digest": _digest(facts), "random": is_random, "changed": changed, **counts.said()}
+        words = self._tell(ranks, told)
         if len({word["digest"] for word in words}) > 1:
             self._refuse(ranks, facts)
+        if self._sharing.check([word["changed"] for word in words]):
+            self._sharing.share(lambda: self._tell(ranks, {}))
         self._is_compared = True
         self.dealt = None
         if any(word["random"] for word in words):

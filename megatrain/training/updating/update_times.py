@@ -40,7 +40,7 @@ class UpdateTimes:
         spread: Whether some of them may run in the next step.
         needs_norm: Whether updates wait for a norm.
         reports_norm: Whether a norm is wanted for which they needn't wait.
-        is_planned: Whether a plan was given, so that looks at parameters don't change when updates run.
+        is_fixed: Looks at parameters don't change when updates run: a plan was given, or other ranks wouldn't know.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class UpdateTimes:
         spread: bool,
         needs_norm: bool,
         reports_norm: bool,
-        is_planned: bool = False,
+        is_fixed: bool = False,
     ) -> None:
         self._model, self._optimizers = model, optimizers
         self._overlap, self._spread = overlap, spread
         self._needs_norm, self._reports_norm = needs_norm, reports_norm
         self._looks = 0
-        self._most_looks = inf if is_planned else _MOST_LOOKS
+        self._most_looks = inf if is_fixed else _MOST_LOOKS
 
     def note_look(self) -> None:
         """Notes that somebody looked at what due updates change."""

@@ -1,0 +1,222 @@
+"""SharedStore: a model's state, its masters and the optimizers' moments in memory that the ranks of a host share."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from megatrain.device import is_on_host
+from megatrain.device.host_pages import HostPages
+from megatrain.memory.host_arena import HostArena
+from megatrain.ranks.host import Host
+from megatrain.ranks.host_file import Region
+
+STATE, LOW = "state", "low"
+_WORDS = 3  # the latest update that was claimed, by which rank, and the latest that is over
+_FAILED = -1
+
+
+class Name(NamedTuple):
+    """The name of a tensor.
+
+    Attributes:
+        kind: `STATE`, `LOW` (of a master), or the number of an optimizer.
+        key: The parameter or buffer, by its key in the model.
+        what: What the optimizer calls it; empty for others.
+    """
+
+    kind: str
+    key: str
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Twin:
+    """A tensor that ranks share, as two tensors over the same bytes.
+
+    Attributes:
+        private: What the user's code gets: it sees what any rank writes with `shared`. What this rank writes here stays
+            its own, and hides what others write, until it is dropped.
+        shared: What updates write.
+        arena: The memory of `private`.
+        start: The first byte there.
+    """
+
+    private: torch.Tensor
+    shared: torch.Tensor
+    arena: HostArena
+    start: int
+    region: Region
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has written into `private`."""
+        return self.region.is_written(self.start, self.private.nbytes)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether this rank has written other values into `private` than are there; what is the same is dropped."""
+        if not self.is_written:
+            return False
+        mine, all_see = (self._bytes(pages) for pages in (self.region.private, self.region.shared))
+        if torch.equal(mine, all_see):
+            self.drop()
+            return False
+        return True
+
+    def _bytes(self, pages: HostPages) -> torch.Tensor:
+        return torch.frombuffer(pages, dtype=torch.uint8, count=self.private.nbytes, offset=self.start)
+
+    def take_in(self) -> None:
+        """Gives all ranks what this rank has written into `private`."""
+        if self.is_written:
+            self.shared.copy_(self.private.detach())
+            self.drop()
+
+    def drop(self) -> None:
+        """Drops what this rank has written into `private`."""
+        self.region.drop(self.start, self.private.nbytes)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is `private`, or a tensor over the same bytes."""
+        return _place(tensor) == _place(self.private)
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has this one's shape, dtype and layout."""
+        return _place(tensor)[1:] == _place(self.private)[1:]
+
+
+class SharedStore:
+    """Tensors by name, and for each parameter which rank updates it, and how often it was updated.
+
+    Every tensor begins a page of its own, so that writes into its neighbours concern nobody.
+
+    Args:
+        host: The ranks that share it.
+
+    Attributes:
+        host: See above.
+        twins: The tensors that this rank knows.
+        number: How many updates of all parameters have begun. Ranks begin each at their own time, all the same ones.
+    """
+
+    def __init__(self, host: Host):
+        self.host = host
+        self.twins: dict[Name, Twin] = {}
+        self.number = 0
+        self._words: dict[str, torch.Tensor] = {}
+        self._arenas: dict[int, HostArena] = {}
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+
+    def kind_of(self, optimizer: torch.optim.Optimizer) -> str:
+        """The kind of the names of an optimizer's moments; ranks ask for the same optimizers in the same order."""
+        for number, known in enumerate(self._optimizers):
+            if known() is optimizer:
+                return str(number)
+        self._optimizers.append(weakref.ref(optimizer))
+        return str(len(self._optimizers) - 1)
+
+    # -- tensors -------------------------------------------------------------------------------------------
+
+    def place(self, tensors: Mapping[Name, torch.Tensor], parameters: Collection[str] = ()) -> None:
+        """Copies tensors to memory that all ranks share, and tells them.
+
+        Args:
+            tensors: Dense ones, by their names; each replaces one of this name.
+            parameters: Keys of parameters that will be updated.
+        """
+        with self.host.file.locked():
+            items: list[Any] = []
+            for name, tensor in tensors.items():
+                offset, start = self.host.file.take(tensor.nbytes)
+                nbytes = self.host.file.region_bytes(offset)
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                items.append([*name, offset, nbytes, start, dtype, list(tensor.shape), list(tensor.stride())])
+                twin = self._made(offset, nbytes, start, dtype, tensor.shape, tensor.stride())
+                twin.shared.copy_(tensor.detach())
+                self.twins[name] = twin
+            words: list[int] = []
+            if parameters:
+                offset, start = self.host.file.take(_WORDS * 8 * len(parameters))
+                words = [offset, self.host.file.region_bytes(offset), start]
+                self._take_words(words, parameters)
+            self.host.file.post({"by": self.host.index, "items": items, "words": words, "keys": list(parameters)})
+
+    def hear(self) -> list[Name]:
+        """Learns which tensors other ranks have placed; returns their names."""
+        found: list[Name] = []
+        with self.host.file.locked():
+            for news in self.host.file.news():
+                if news["by"] == self.host.index:
+                    continue
+                for kind, key, what, *place in news["items"]:
+                    found.append(Name(kind, key, what))
+                    self.twins[found[-1]] = self._made(*place)
+                if news["keys"]:
+                    self._take_words(news["words"], news["keys"])
+        return found
+
+    def _made(
+        self, offset: int, nbytes: int, start: int, dtype: str, shape: Iterable[int], stride: Iterable[int]
+    ) -> Twin:
+        region, kind = self.host.file.region(offset, nbytes), getattr(torch, dtype)
+        arena = self._arenas.setdefault(offset, HostArena.over(region.private))
+        shape, stride = tuple(shape), tuple(stride)
+        end = start + kind.itemsize * torch.Size(shape).numel()
+
+        def over(bytes_: torch.Tensor) -> torch.Tensor:
+            return bytes_.view(kind).as_strided(shape, stride)
+
+        shared = torch.frombuffer(memoryview(region.shared)[start:end], dtype=torch.uint8)
+        return Twin(over(arena.part(start, end)), over(shared), arena, start, region)
+
+    def _take_words(self, place: list[int], keys: Iterable[str]) -> None:
+        offset, nbytes, start = place
+        pages = self.host.file.region(offset, nbytes).shared
+        for index, key in enumerate(keys):
+            at = start + index * _WORDS * 8
+            self._words[key] = torch.frombuffer(memoryview(pages)[at : at + _WORDS * 8], dtype=torch.int64)
+
+    # -- who updates what ------------------------------------------------------------------------------------
+
+    def claim(self, keys: Iterable[str]) -> list[str]:
+        """Claims parameters for the present update; returns those that no rank has claimed or updated."""
+        found: list[str] = []
+        with self.host.file.locked():
+            for key in keys:
+                claimed, by, done = self._words[key].tolist()
+                if done < self.number and (claimed < self.number or by == _FAILED):
+                    self._words[key][0], self._words[key][1] = self.number, self.host.index
+                    found.append(key)
+        return found
+
+    def finish(self, keys: Iterable[str]) -> None:
+        """Tells all ranks that parameters claimed by this rank are updated."""
+        with self.host.file.locked():
+            for key in keys:
+                self._words[key][2] = self.number
+
+    def give_back(self, keys: Iterable[str]) -> None:
+        """Tells all ranks that the update of parameters claimed by this rank has failed, and left no trace."""
+        with self.host.file.locked():
+            for key in keys:
+                self._words[key][1] = _FAILED
+
+    def left(self, keys: Iterable[str]) -> dict[str, bool]:
+        """Which parameters aren't updated yet, and whether the rank that claimed each has failed to."""
+        with self.host.file.locked():
+            found = {key: self._words[key].tolist() for key in keys}
+        return {
+            key: claimed == self.number and by == _FAILED
+            for key, (claimed, by, done) in found.items()
+            if done < self.number
+        }
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    is_plain = tensor.layout == torch.strided and is_on_host(tensor)
+    return (tensor.data_ptr() if is_plain else 0, tensor.dtype, tuple(tensor.shape), tensor.stride() if is_plain else 0)

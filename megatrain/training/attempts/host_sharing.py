@@ -1,0 +1,185 @@
+"""HostSharing: what the ranks of a host do before each step so that they share one store.
+
+Before the first step each rank has the model in memory of its own. Once ranks have found the same values, the first
+rank of each host copies them to memory that all its ranks share, and the others let go of theirs. From then on the
+user's code of each rank still writes on its own (`Twin`). What it wrote between two steps is found here, must be the
+same on all ranks, and is then given to all by the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from megatrain.compiled.inside import Compiled
+from megatrain.errors import RanksError
+from megatrain.optim.impostor import Optimizer
+from megatrain.optim.shared.host_parts import check_moment, share_moments
+from megatrain.runtime.stores.shared_store import LOW, STATE, Name, SharedStore
+from megatrain.scheduler.step_kind import StepKind
+from megatrain.training.attempts.rank_facts import value_text
+
+_TIMES = "when updates run"
+Changed = Mapping[str, str]
+"""What isn't shared yet, or was written by this rank's user: a text of its value, by its name."""
+
+
+class HostSharing:
+    """Shares what isn't shared yet, and what users have written.
+
+    Args:
+        compiled: The model.
+        optimizers: In the order of their steps.
+        shares: Whether this rank shares its store with others.
+    """
+
+    def __init__(self, compiled: Compiled, optimizers: Sequence[Optimizer], *, shares: bool):
+        self._compiled, self._optimizers, self._shares = compiled, optimizers, shares
+        self._places: dict[str, torch.Tensor] = {}
+        self._moments: set[Name] = set()
+        self._written: set[Name] = set()
+
+    @property
+    def _store(self) -> SharedStore:
+        store = self._compiled.engine.shared
+        assert store is not None
+        return store
+
+    def told(self, kind: StepKind) -> Changed | None:
+        """Finds what this rank has to share, as it tells the others; None if it shares nothing.
+
+        Args:
+            kind: Of the step. Ranks that share a store make its updates at the same places.
+        """
+        if not self._shares:
+            return None
+        engine = self._compiled.engine
+        engine.refresh()
+        assert engine.store is not None
+        if not all(key in engine.store.homes for key in engine.tensors):
+            engine.adopt_state()
+        # After a look nothing is left of the step before.
+        updates = "deferred" if kind.updates == "none" else kind.updates
+        found: dict[str, str] = {_TIMES: f"{updates}, {'clipped' if kind.clip else 'not clipped'}"}
+        self._places, self._moments, self._written = {}, set(), set()
+        for key, home in engine.store.homes.items():
+            twin = self._store.twins.get(Name(STATE, key))
+            if home.spec.nbytes == 0:
+                continue
+            if twin is None or twin.arena is not home.arena:
+                self._places[key] = home.view
+            elif twin.has_changed:
+                self._written.add(Name(STATE, key))
+            else:
+                continue
+            found[f"the value of `{key}`"] = value_text(home.view)
+        for name in self._written:
+            # Now, so that no rank does that once others go on to updates.
+            self._compiled.masters.settle(engine.tensors[name.key])
+        return {**found, **self._changed_moments()}
+
+    def _changed_moments(self) -> Changed:
+        found: dict[str, str] = {}
+        for number, optimizer in enumerate(self._optimizers):
+            kind = self._store.kind_of(optimizer)
+            for key, parameter in self._trained().items():
+                state = optimizer.state.get(parameter, {})
+                for what, value in state.items():
+                    name = Name(kind, key, what)
+                    check_moment(optimizer, name, value)
+                    twin = self._store.twins.get(name)
+                    if twin is not None and twin.holds(value) and not twin.has_changed:
+                        continue
+                    if value.numel():
+                        self._moments.add(name)
+                        found[f"the value of `{what}` of `{key}` in optimizer {number}"] = value_text(value)
+                gone = [n for n in self._store.twins if n.kind == kind and n.key == key and n.what not in state]
+                for name in gone:
+                    found[f"the value of `{name.what}` of `{key}` in optimizer {number}"] = "gone"
+                    self._moments.add(name)
+        return found
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        tensors = self._compiled.engine.tensors
+        return {key: tensor for key, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+
+    def check(self, words: Sequence[Changed | None]) -> bool:
+        """Tells whether there is something to share, once it is the same on all ranks.
+
+        Raises:
+            RanksError: Naming what isn't.
+        """
+        told = [(rank, word) for rank, word in enumerate(words) if word is not None]
+        for rank, word in told[1:]:
+            first, ours = told[0]
+            for name in {**ours, **word}:
+                if ours.get(name) != word.get(name):
+                    mine, theirs = (each.get(name, "as it was") for each in (ours, word))
+                    raise RanksError(
+                        f"the ranks differ: {name} is {mine} on rank {first}, but {theirs} on rank {rank}.\n"
+                        "  Code that writes parameters, buffers or an optimizer's state between two steps must do the "
+                        "same on\n  each rank, although ranks of one host share the memory.\n"
+                        "  Write on all ranks, then take the step."
+                    )
+        return any(set(word) - {_TIMES} for _, word in told)
+
+    def share(self, meet: Callable[[], object]) -> None:
+        """Shares it; all ranks call this at the same time.
+
+        Args:
+            meet: Waits until all ranks have called it.
+        """
+        if not self._shares:
+            meet()
+            return
+        if self._store.host.index == 0:
+            self._give()
+        meet()
+        self._take()
+
+    def _give(self) -> None:
+        """The first rank of a host writes for all of them."""
+        parameters = self._trained()
+        masters = self._compiled.masters
+        masters.find()
+        lows = {Name(LOW, key): low for key, low in masters.lows().items() if key in self._places}
+        places = {Name(STATE, key): view for key, view in self._places.items()}
+        if places:
+            self._store.place({**places, **lows}, [key for key in self._places if key in parameters])
+        for name in self._written:
+            self._store.twins[name].take_in()
+        for optimizer in self._optimizers:
+            kind = self._store.kind_of(optimizer)
+            mine = [name for name in self._moments if name.kind == kind]
+            for name in mine:
+                if (twin := self._store.twins.get(name)) is not None:
+                    twin.take_in()
+            share_moments(self._store, kind, optimizer, {n.key: parameters[n.key] for n in mine})
+
+    def _take(self) -> None:
+        """Each rank of a host goes on with what the first one wrote."""
+        self._store.hear()
+        engine, twins = self._compiled.engine, self._store.twins
+        assert engine.store is not None
+        moved = {key: twins[Name(STATE, key)] for key in self._places}
+        if moved:
+            self._compiled.masters.find()
+            with self._compiled.masters.moving():
+                engine.store.move({key: (twin.arena, twin.start, twin.private) for key, twin in moved.items()})
+                self._compiled.masters.take_lows(
+                    {key: twins[Name(LOW, key)].shared for key in moved if Name(LOW, key) in twins}
+                )
+        for name in self._written:
+            twins[name].drop()
+        parameters = self._trained()
+        for optimizer in self._optimizers:
+            kind = self._store.kind_of(optimizer)
+            for name in (name for name in self._moments if name.kind == kind):
+                state = optimizer.state.get(parameters[name.key], {})
+                if name.what not in state:
+                    twins.pop(name, None)
+                    continue
+                twins[name].drop()
+                state[name.what] = twins[name].private

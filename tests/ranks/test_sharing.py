@@ -1,0 +1,121 @@
+"""Ranks of one host have one store: what is in it, what that saves, who waits for whom, and what users may write."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from dataclasses import replace
+
+import pytest
+
+from megatrain.ranks.host_file import PAGE, HostFile, can_tell_copies
+from tests.comparing import assert_same
+from tests.ranks.processes import Processes
+from tests.ranks.sharing import CASE, UPDATED, Wide, failing_update, forking, held, measured, slow, writing_alone
+from tests.ranks.sides import Case, begin, state_of, take
+from tests.tiers import wide
+
+needs_files = pytest.mark.skipif(not can_tell_copies(), reason="the system has no such memory")
+pytestmark = needs_files
+
+
+def test_a_host_file_is_one_memory_with_copies_of_what_each_writes_on_its_own():
+    one = HostFile.made()
+    other = HostFile.opened(one.address)
+    with one.locked():
+        offset, start = one.take(PAGE + 1)
+        one.post({"at": [offset, start]})
+    with other.locked():
+        assert [list(other.news()), list(other.news())] == [[{"at": [offset, start]}], []]
+        assert other.take(1) != (offset, start)
+    mine, theirs = (each.region(offset, one.region_bytes(offset)) for each in (one, other))
+    mine.shared[start] = 7
+    assert theirs.private[start] == theirs.shared[start] == 7
+    theirs.private[start + PAGE] = 9
+    assert (mine.private[start + PAGE], theirs.is_written(start, PAGE), theirs.is_written(start, PAGE + 1)) == (0, 0, 1)
+    theirs.drop(start, PAGE + 1)
+    assert (theirs.private[start + PAGE], theirs.is_written(start, PAGE + 1)) == (0, 0)
+
+
+def test_ranks_of_one_host_share_parameters_moments_and_masters(three: Processes):
+    found = three.run(held, CASE, None)
+    for each in found:
+        assert (each["kind"], each["parameters"], each["moments"]) == ("shared", True, True)
+        assert each["lows"] > 0
+    updated = [name for each in found for name in each["updated"]]
+    assert len(updated) == len(set(updated)), "each parameter is updated by one rank"
+    assert all(each["updated"] for each in found), "each rank updates some"
+
+
+@pytest.mark.parametrize("hosts", ["aab", wide("abc")])
+def test_ranks_of_different_hosts_share_nothing(hosts: str, three: Processes):
+    found = three.run(held, CASE, hosts)
+    assert [each["kind"] for each in found] == ["shared" if hosts.count(h) > 1 else "own" for h in hosts]
+    names = {name for each in found for name in each.get("updated", ())}
+    assert names == ({*dict(begin(CASE)[0].megatrain.model.named_parameters())} if hosts == "aab" else set())
+
+
+def test_state_that_cannot_be_shared_leaves_each_rank_its_own_store(three: Processes):
+    rounded = replace(CASE, compile={"precision": "bf16", "masters": "rounded"})
+    assert [each["kind"] for each in three.run(held, rounded, None)] == ["own"] * 3
+
+
+@pytest.mark.parametrize("mode", ["overlap", "spread", wide("serial"), wide("deferred")])
+def test_ranks_wait_for_a_slow_update_of_another(mode: str, three: Processes):
+    case = Case("tied", mode, [(1, 1, 1)] * 3)
+    expected = take(case, None, begin(case)[2], range(3))["losses"]
+    for found in three.run(slow, mode):
+        assert_same(expected, found, "losses")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_update_that_fails_leaves_no_trace_and_is_made_with_the_next_step(times: int, three: Processes):
+    found = three.run(failing_update, times)
+    assert re.fullmatch(r"ExecuteError: host:U\d failed: ValueError: no update today", found[1][0]), found
+    compiled, optimizer, step = begin(UPDATED)
+    expected = {"losses": take(UPDATED, None, step, range(3))["losses"][1:], **state_of(compiled, optimizer, step)}
+    for text, state in found[::2]:
+        assert text.startswith(("RanksError: rank 1 failed before the step", "ExecuteError: peers:V")), text
+        del state["norms"]
+        assert_same({name: expected[name] for name in state}, state, "state")
+
+
+@pytest.mark.parametrize("what", ["parameter", "moment"])
+def test_what_one_rank_alone_writes_is_refused_and_named(what: str, three: Processes):
+    for first, then in three.run(writing_alone, what):
+        name = "`embedding.weight`" if what == "parameter" else "`exp_avg` of `embedding.weight` in optimizer 0"
+        assert first.startswith(f"RanksError: the ranks differ: the value of {name} is as it was on rank 0, but "), (
+            first
+        )
+        assert then == ""
+
+
+def test_a_forked_process_makes_no_update_that_others_would_see_and_sees_none(three: Processes):
+    for (text, status), (_, later) in three.run(forking):
+        assert (text.partition("\n")[0], status) == (
+            "ExecuteError: updates are due, and a forked process can't make them.",
+            0,
+        )
+        assert os.WTERMSIG(later) == signal.SIGSEGV
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "overlap": False}], ids=["overlap", "serial-clipped"])
+def test_host_memory_of_three_ranks_is_that_of_one_and_what_is_per_device(options: dict[str, object]):
+    num, size = 128, 3
+    totals: dict[str, int] = {}
+    for hosts in ("abc", "aaa"):
+        processes = Processes(size)
+        try:
+            totals[hosts], shared = (
+                sum(each) for each in zip(*processes.run(measured, num, options, hosts), strict=True)
+            )
+        finally:
+            processes.close()
+    state = 3 * sum(p.nbytes for p in Wide(num).parameters())
+    per_device = (totals["abc"] - size * state) / size
+    expected = state + size * per_device
+    print(f"state {state}, per device {per_device:.0f}; {totals}, of which {shared} shared; expected {expected:.0f}")
+    assert abs(shared - state) <= 0.03 * state
+    assert abs(totals["aaa"] - expected) <= 0.03 * expected
