@@ -37,7 +37,7 @@ FURTHER = (
     "megatrain.scheduler.timing.costs.Measured",
     "megatrain.scheduler.timing.simulate.Simulation",
     "megatrain.scheduler.timing.timed_run.TimedRun",
-    "megatrain.training.progress_line.ProgressLine",
+    "megatrain.progress.ProgressLine",
 )
 """What pages speak of, and no public module names: results of public functions."""
 DIRECTIVES = [

@@ -17,6 +17,7 @@ from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan
+from megatrain.progress import ProgressLine
 from megatrain.runtime.streams.stopwatch import RunClock, Stopwatch, Watch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.costs import Measured
@@ -29,7 +30,6 @@ from megatrain.training.batch import micro_batches
 from megatrain.training.boundary import Boundary, Progress
 from megatrain.training.completion import Completion
 from megatrain.training.given_plan import plan_of
-from megatrain.training.progress_line import ProgressLine
 from megatrain.training.saved_schedulers import SCHEDULERS, Schedulers
 from megatrain.training.setup import Setup, known
 from megatrain.training.shares import Counts, Weight, check_reduce

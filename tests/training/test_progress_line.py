@@ -62,7 +62,7 @@ def test_a_resumed_loop_goes_on_where_it_was(step: megatrain.TrainStep, monkeypa
 
 
 def test_losses_are_read_only_now_and_then(step: megatrain.TrainStep, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatrain.training.progress_line.time.monotonic", lambda: 1.0)
+    monkeypatch.setattr("megatrain.progress.time.monotonic", lambda: 1.0)
     shown(monkeypatch, Terminal(), step, 20)
     assert Counted.reads == 2  # the first and the last
 
