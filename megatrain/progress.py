@@ -1,12 +1,18 @@
-"""stage(): a line on the terminal for work that takes longer than a moment and has no steps to count."""
+"""Lines on the terminal: `stage` for work without steps to count, `ProgressLine` for a loop of training steps."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
 
+import torch
 from tqdm import tqdm
+
+from megatrain.sizes import format_bytes
 
 
 @contextmanager
@@ -34,3 +40,60 @@ def stage(name: str, *, after_s: float = 1.0, every_s: float = 1.0) -> Generator
     finally:
         over.set()
         thread.join()
+
+
+class ProgressLine:
+    """Shows steps, tokens per second, the loss and the device's memory. Off where stderr isn't a terminal.
+
+    A context: `with step.progress_line(...) as line`, then `line.update(loss)` behind each step. A loss is read only to
+    be shown, which waits for the device, twice a second at most; where nothing is shown, never.
+
+    Args:
+        num_steps: Steps of the whole training, those before a resume included.
+        tokens_per_step: Tokens of a step, padding included.
+        count: How many steps were completed.
+        peak_bytes: The device memory that steps took.
+        every_s: Seconds between two losses.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        tokens_per_step: int,
+        count: Callable[[], int],
+        peak_bytes: Callable[[], int],
+        *,
+        every_s: float = 0.5,
+    ):
+        self._num_steps, self._tokens_per_step = num_steps, tokens_per_step
+        self._count, self._peak_bytes, self._every_s = count, peak_bytes, every_s
+        done, total = count() * tokens_per_step, num_steps * tokens_per_step
+        self._bar: tqdm[Any] = tqdm(
+            desc="training", initial=done, total=total, unit="tok", unit_scale=True, disable=None
+        )
+        self._shown = -every_s
+
+    def update(self, loss: torch.Tensor) -> None:
+        """Moves on to the step that was completed.
+
+        Args:
+            loss: What the step returned.
+        """
+        if self._bar.disable:
+            return
+        count, now = self._count(), time.monotonic()
+        if now - self._shown >= self._every_s or count >= self._num_steps:
+            self._shown = now
+            step, device = f"{count}/{self._num_steps}", format_bytes(self._peak_bytes())
+            self._bar.set_postfix(step=step, loss=f"{loss.item():.3f}", device=device, refresh=False)
+        self._bar.update(count * self._tokens_per_step - self._bar.n)
+
+    def close(self) -> None:
+        """Ends the line, which stays on the terminal."""
+        self._bar.close()
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()

@@ -37,6 +37,7 @@ FURTHER = (
     "megatrain.scheduler.timing.costs.Measured",
     "megatrain.scheduler.timing.simulate.Simulation",
     "megatrain.scheduler.timing.timed_run.TimedRun",
+    "megatrain.progress.ProgressLine",
 )
 """What pages speak of, and no public module names: results of public functions."""
 DIRECTIVES = [

@@ -7,13 +7,11 @@ import time
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 import megatrain
 from megatrain.demo.course import Course
 from megatrain.demo.recipe import learning_rate
 from megatrain.demo.text import step_batches
-from megatrain.sizes import format_bytes
 
 SAVE_EVERY_S = 60.0
 
@@ -110,24 +108,17 @@ class Training:
         step, course = self.step, self._course
         batches = step_batches(self._text, course.recipe, self._device, step.progress.count)
         began, saved = time.perf_counter() - course.seconds, time.perf_counter()
-        with self._bar() as bar:
+        with step.progress_line(course.total, course.recipe.tokens_per_step) as line:
             while course.goes_on(count := step.progress.count):
                 for group in self._optimizer.param_groups:
                     group["lr"] = learning_rate(course.recipe, count, course.total)
                 if self._interrupt is not None:
                     self._interrupt.before_step(count, course.total)
                 loss = step(next(batches))
-                device = format_bytes(self._compiled.megatrain.peak_bytes)
-                bar.set_postfix(loss=f"{loss.item():.3f}", device=device, refresh=False)
-                bar.update(course.recipe.tokens_per_step)
+                loss.item()  # waits for the device: the seconds below are of whole steps
+                line.update(loss)
                 now = time.perf_counter()
                 course.spend(step.progress.count, now - began)
                 if now - saved >= SAVE_EVERY_S:
                     self._save()
                     saved = time.perf_counter()
-
-    def _bar(self) -> tqdm[Any]:
-        per_step, course = self._course.recipe.tokens_per_step, self._course
-        initial = self.step.progress.count * per_step
-        total = course.total * per_step
-        return tqdm(desc="training", initial=initial, total=total, unit="tok", unit_scale=True, disable=None)

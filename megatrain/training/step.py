@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatrain.checks import FLAG, PATH, checked, number, one_of, optional
+from megatrain.checks import FLAG, PATH, checked, count, number, one_of, optional
 from megatrain.checks.several_optimizers import OPTIMIZERS, Optimizers, optimizers_of
 from megatrain.compiled.module import COMPILED, CompiledModule
 from megatrain.errors import ExecuteError
@@ -18,6 +18,7 @@ from megatrain.passes.program import Program
 from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan
+from megatrain.progress import ProgressLine
 from megatrain.runtime.streams.stopwatch import RunClock, Stopwatch, Watch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.costs import Measured
@@ -194,6 +195,19 @@ class TrainStep:
         with self._together.refusing():
             counts = Counts(batches := micro_batches(batch), self._weight, is_sum=self._is_sum)
         return self._taking.take(batches, counts, watch)
+
+    @checked(num_steps=count(1), tokens_per_step=count(1))
+    def progress_line(self, num_steps: int, tokens_per_step: int) -> ProgressLine:
+        """A line on the terminal for your loop: steps, tokens per second, loss and memory; none in a file or a pipe.
+
+        Args:
+            num_steps: Steps of the whole training, those before a resume included.
+            tokens_per_step: Tokens of a step, padding included.
+
+        Raises:
+            OptionError: If one of them isn't a whole number above 0.
+        """
+        return ProgressLine(num_steps, tokens_per_step, lambda: self.progress.count, lambda: self._compiled.peak_bytes)
 
     def flush(self) -> None:
         """Runs the due updates, so that parameters have their values after the latest step."""

@@ -1,4 +1,4 @@
-"""The code of docs/plugins.md in LLaMA-Factory's own trainer. Needs a checkout of it on the path."""
+"""The code of docs/plugins.md in LLaMA-Factory's own trainer and in verl's engine. Needs them on the path."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from tests.integrations.words import tokenizer
 NEEDS = "needs a checkout of LLaMA-Factory: PYTHONPATH=LLaMA-Factory/src"
 pytestmark = [pytest.mark.users, pytest.mark.filterwarnings("ignore")]
 PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+CODE = {name: block for name in ("llamafactory", "verl") for block in BLOCKS if f"from {name}." in block}
 
 
 class Steps:
@@ -48,8 +50,7 @@ def test_llama_factorys_trainer_has_the_stock_runs_bits(options: dict[str, Any],
     arguments: Any = pytest.importorskip("llamafactory.v1.config.training_args")
     interface: Any = pytest.importorskip("llamafactory.v1.accelerator.interface")
     callbacks: Any = pytest.importorskip("llamafactory.v1.utils.callbacks")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    exec(compile(code, "plugins.md", "exec"), {"__name__": "plugins"})
+    exec(compile(CODE["llamafactory"], "plugins.md", "exec"), {"__name__": "plugins"})
     log: list[Any] = []
 
     class Notes(callbacks.TrainerCallback):
@@ -84,3 +85,47 @@ def test_llama_factorys_trainer_has_the_stock_runs_bits(options: dict[str, Any],
     assert (
         sum(entry.stream == "compute" for entry in recording.issued) >= 3 * 2 * 5 * 2
     )  # forwards and backwards of five blocks
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_verls_engine_has_the_plain_models_bits(is_mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its optimizer, clipping and update around this test's own loss; nothing of its processes."""
+    pytest.importorskip("verl.workers.engine.fsdp.transformer_impl", reason="needs verl")
+    config: Any = pytest.importorskip("verl.workers.config")
+    base: Any = pytest.importorskip("verl.workers.engine.base")
+    monkeypatch.setattr(base.EngineRegistry, "_engines", {})  # a name is registered once in a process
+    names: dict[str, Any] = {"__name__": "plugins"}
+    # In a budget of the page's size nothing of a model this small would have to stream.
+    exec(compile(CODE["verl"].replace('memory="20GiB"', "**options"), "plugins.md", "exec", dont_inherit=True), names)
+    recording = megatrain.Recording()
+    names["options"] = {"memory": "300KiB", "device": "cpu", "transfer": "copy", "recording": recording}
+    assert names["MegatrainConfig"]().strategy == "megatrain"
+    kind = base.EngineRegistry.get_engine_cls("language_model", "megatrain")
+    assert kind is names["Megatrain"]
+    found: list[Any] = []
+    for streams in (False, True):
+        model = llama()
+        engine = object.__new__(kind)  # its __init__ needs verl's process groups
+        engine._is_lora = engine._qat_enabled = False
+        engine.scaler, engine.get_data_parallel_size = None, lambda: 1
+        engine.optimizer_config = config.FSDPOptimizerConfig(lr=1e-2, clip_grad=0.5)
+        engine.module = engine._build_fsdp_module(model) if streams else model
+        engine.optimizer, log = engine._build_optimizer(engine.module), []
+        for at in (0, 2, 4):
+            engine.optimizer_zero_grad()
+            for row in RAGGED[at : at + 2]:
+                with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+                    loss = engine.module(**{key: value[None] for key, value in row.items()}).loss / 2
+                loss.backward()
+                log.append(loss.item())
+            log.append(engine.optimizer_step())
+        engine.to("cpu", model=True, optimizer=True, grad=True)
+        rollout = dict(engine.get_per_tensor_param()[0])
+        found.append((log, {name: rollout[name].clone() for name in model.state_dict()}))
+    assert_same(found[1], found[0])
+    assert sum(entry.stream == "compute" for entry in recording.issued) >= 3 * 2 * 5 * 2
+    engine._is_lora = True
+    with pytest.raises(NotImplementedError, match="adapters"):
+        engine._build_fsdp_module(model)
+    with pytest.raises(NotImplementedError, match="checkpoints"):
+        engine.save_checkpoint("folder")

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 import megatrain
 from megatrain import saving
 from tests.saving.training import same
+from tests.test_progress import Terminal
 from tests.tiers import wide
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-SCRIPT, WEIGHT, GIVEN, SEVERAL, PLAN, SAVING, READING, DROPOUT = SNIPPETS
+SCRIPT, PROGRESS, WEIGHT, GIVEN, SEVERAL, PLAN, SAVING, READING, DROPOUT = SNIPPETS
 
 
 def execute(code: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -66,6 +67,12 @@ def test_the_script_goes_on_where_it_was_stopped(
     assert len(files) == 3  # weights, moments, generators
     for file in files:
         assert same(load_file(one.folder / file), load_file(other.folder / file))
+
+
+def test_a_line_shows_its_progress(ended: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    execute(PROGRESS, ended)
+    assert re.search(r"tok/s, device=\d.*, loss=\d\.\d{3}, step=14/14", terminal.getvalue())
 
 
 def stop(patch: pytest.MonkeyPatch, count: int) -> None:
