@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
@@ -14,17 +16,24 @@ from tqdm import tqdm
 
 from megatrain.sizes import format_bytes
 
+_IS_SHOWN: ContextVar[bool] = ContextVar("a stage is shown", default=False)
+
 
 @contextmanager
 def stage(name: str, *, after_s: float = 1.0, every_s: float = 1.0) -> Generator[None]:
     """Shows `name: 00:12` while the body runs, and nothing behind it. Off where stderr isn't a terminal.
+
+    Of stages within each other the outermost is shown.
 
     Args:
         name: What the body does.
         after_s: Seconds without a line.
         every_s: Seconds between two looks at the clock.
     """
-    over = threading.Event()
+    if _IS_SHOWN.get() or not _is_terminal():
+        yield
+        return
+    over, token = threading.Event(), _IS_SHOWN.set(True)
 
     def show() -> None:
         if over.wait(after_s):
@@ -40,6 +49,12 @@ def stage(name: str, *, after_s: float = 1.0, every_s: float = 1.0) -> Generator
     finally:
         over.set()
         thread.join()
+        _IS_SHOWN.reset(token)
+
+
+def _is_terminal() -> bool:
+    """Whether stderr is a terminal: there may be none, or something else in its place."""
+    return getattr(sys.stderr, "isatty", bool)()
 
 
 class ProgressLine:

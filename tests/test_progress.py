@@ -8,7 +8,9 @@ import threading
 import time
 
 import pytest
+import torch
 
+import megatrain
 from megatrain.progress import stage
 
 
@@ -41,3 +43,32 @@ def test_short_work_has_none(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_file_gets_none(monkeypatch: pytest.MonkeyPatch):
     assert said(monkeypatch, io.StringIO(), 0.3, after_s=0, every_s=0.01) == ""
+
+
+class Slow(torch.nn.Module):
+    """Takes a while to capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(1.6)
+        return self.layer(x).sum()
+
+
+def test_a_capture_that_takes_a_while_has_one(monkeypatch: pytest.MonkeyPatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    megatrain.compile(Slow(), device="cpu")(torch.ones(2, 4))
+    assert "capturing: 00:0" in terminal.getvalue()
+    assert terminal.getvalue().rpartition("\r")[2].strip() == ""
+
+
+def test_of_stages_within_each_other_the_outermost_is_shown(monkeypatch: pytest.MonkeyPatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with stage("planning", after_s=0, every_s=0.01), stage("capturing", after_s=0, every_s=0.01):
+        time.sleep(0.3)
+    assert "planning" in terminal.getvalue()
+    assert "capturing" not in terminal.getvalue()

@@ -19,6 +19,7 @@ from megatrain.options import Options
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only
 from megatrain.planning.step_programs import StepPrograms, undisturbed
+from megatrain.progress import stage
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.arguments import Arguments, call_signature
 from megatrain.tracer.capture.same_capture import is_same_capture
@@ -218,7 +219,8 @@ class Variants:
 
     def _capture(self, arguments: Arguments, others: Sequence[Variant]) -> Variant:
         args, kwargs = arguments.rebuild(arguments.tensors)
-        traced = trace(self._model, args, kwargs, device=self._options.device.torch_device, opaque=self._opaque)
+        with stage("capturing"):
+            traced = trace(self._model, args, kwargs, device=self._options.device.torch_device, opaque=self._opaque)
         check_opaque(traced, self._options.opaque, self._heard)
         if torch.is_grad_enabled():
             regions = (region for node in traced.graph.nodes for region in node.meta.get("autocast", ()))

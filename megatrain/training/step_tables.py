@@ -15,6 +15,7 @@ from megatrain.passes.program import Program
 from megatrain.planning.saved_plan import AnyPlan, saved_plan
 from megatrain.planning.smaller_blocks import with_true_hint
 from megatrain.planning.step_programs import StepPrograms, first_that_fits
+from megatrain.progress import stage
 from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
@@ -119,7 +120,8 @@ class StepTables:
                 level, programs, planned = self._given.taken(captures, nbytes, divides, self._budget.nbytes)
             else:
                 plan = partial(self._planned, kind=kind, loss_bytes=nbytes, divides=divides)
-                level, programs, planned = _fitting(captures, plan)
+                with stage("planning"):
+                    level, programs, planned = _fitting(captures, plan)
             for capture in captures:
                 capture.least = level
             self._tables[key] = _Table(tuple(captures), programs, planned)
