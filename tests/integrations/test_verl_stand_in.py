@@ -1,0 +1,145 @@
+"""The code of docs/plugins.md in an engine that stands in for verl's: what it overrides, without verl's libraries.
+
+That these names and signatures are verl's own is what test_plugins_page.py says, where verl is installed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from tests.comparing import assert_same
+
+PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+CODE = next(
+    block for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE) if "from verl." in block
+)
+ROWS = torch.linspace(-1.0, 1.0, 6 * 4 * 32).reshape(6, 4, 32)
+Found = dict[tuple[str, str, str], type]
+
+
+class Engine:
+    """Calls what it is made of in the order of verl's, on one process."""
+
+    _is_lora, num_processes = False, 1
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        self._build_module = build
+
+    def initialize(self) -> None:
+        self.module = self._build_fsdp_module(self._build_module())
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2)
+        self.to(device="cpu", model=True, optimizer=True, grad=True)
+
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def get_data_parallel_size(self) -> int:
+        return self.num_processes
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        if isinstance(self.module, megatrain.CompiledModule):
+            raise AssertionError("verl moves a module that is no FSDP module")
+
+    def train_batch(self, data: torch.Tensor, loss_function: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        self.optimizer.zero_grad()
+        losses = []
+        for rows in data:
+            loss = loss_function(self.module(rows)) / len(data)
+            loss.backward()
+            losses.append(loss.item())
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm=0.5)
+        self.optimizer.step()
+        return {"losses": losses, "norm": norm.item()}
+
+    def get_per_tensor_param(self, **kwargs: Any) -> Any:
+        return iter(self.module.state_dict().items()), None
+
+    def save_checkpoint(self, local_path: str, **kwargs: Any) -> None:
+        raise AssertionError("writes an FSDP module")
+
+    def load_checkpoint(self, local_path: str, **kwargs: Any) -> None:
+        raise AssertionError("reads an FSDP module")
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the page's code defines, and `registered`."""
+    registered: Found = {}
+
+    @dataclass
+    class Config:
+        strategy: str = "fsdp"
+
+        def __post_init__(self) -> None:
+            assert self.strategy in ("fsdp", "fsdp2"), f"strategy {self.strategy} not supported"
+
+    class Registry:
+        @classmethod
+        def register(cls, model_type: str, backend: str, device: Any = "cuda") -> Callable[[type], type]:
+            def note(kind: type) -> type:
+                registered.update({(model_type, backend, name): kind for name in device})
+                return kind
+
+            return note
+
+    here = {
+        "verl.workers.config": {"FSDPEngineConfig": Config},
+        "verl.workers.engine.base": {"EngineRegistry": Registry},
+        "verl.workers.engine.fsdp.transformer_impl": {"FSDPEngineWithLMHead": Engine},
+    }
+    for name in ("verl", "verl.workers", "verl.workers.engine", "verl.workers.engine.fsdp", *here):
+        module = ModuleType(name)
+        vars(module).update(here.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    names: dict[str, Any] = {"__name__": "plugins", "registered": registered}
+    monkeypatch.setitem(sys.modules, "plugins", ModuleType("plugins"))  # a dataclass looks its module up
+    # In a budget of the page's size nothing of a model this small would have to stream.
+    assert 'memory="20GiB"' in CODE
+    exec(compile(CODE.replace('memory="20GiB"', "**options"), "plugins.md", "exec", dont_inherit=True), names)
+    return names
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)), nn.Linear(32, 1))
+
+
+def test_the_engine_streams_with_the_plain_engines_bits(page: dict[str, Any]) -> None:
+    assert page["MegatrainConfig"]().strategy == "megatrain"
+    kind = page["Megatrain"]
+    assert page["registered"] == {("language_model", "megatrain", device): kind for device in ("cuda", "cpu")}
+    recording = megatrain.Recording()
+    page["options"] = {"memory": "24KiB", "device": "cpu", "transfer": "copy", "recording": recording}
+    found: list[Any] = []
+    for engine in (Engine(model), kind(model)):
+        engine.initialize()
+        log = [engine.train_batch(data, lambda result: result.square().mean()) for data in ROWS.split(2)]
+        found.append((log, {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}))
+    assert_same(found[1], found[0])
+    # Forwards and backwards of six blocks and a head, in three updates of two micro-batches.
+    assert sum(entry.stream == "compute" for entry in recording.issued) >= 3 * 2 * 7 * 2
+
+
+def test_what_the_engine_lacks_is_refused(page: dict[str, Any]) -> None:
+    page["options"] = {"device": "cpu", "transfer": "copy"}
+    engine = page["Megatrain"](model)
+    for call in (engine.save_checkpoint, engine.load_checkpoint):
+        with pytest.raises(NotImplementedError, match="checkpoints"):
+            call("folder")
+    engine._is_lora = True
+    with pytest.raises(NotImplementedError, match="adapters"):
+        engine.initialize()
+    engine._is_lora, engine.num_processes = False, 2
+    with pytest.raises(NotImplementedError, match="several processes"):
+        engine.initialize()
