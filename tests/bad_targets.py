@@ -114,6 +114,8 @@ def _training() -> Iterator[Target]:
     for method in ("__call__", "prepare", "measure", "time"):
         taken = megatrain.TrainStep(*step(), loss=loss)
         yield Target(f"TrainStep.{method}", lambda taken=taken, m=method: (getattr(taken, m), {"batch": INPUT}))
+    line = {"num_steps": 2, "tokens_per_step": 8}
+    yield Target("TrainStep.progress_line", lambda: (megatrain.TrainStep(*step(), loss=loss).progress_line, dict(line)))
     yield Target("TrainStep.save", lambda: (megatrain.TrainStep(*step(), loss=loss).save, {"folder": "run"}))
 
     def load() -> tuple[Any, dict[str, Any]]:
