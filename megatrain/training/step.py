@@ -196,7 +196,7 @@ class TrainStep:
             counts = Counts(batches := micro_batches(batch), self._weight, is_sum=self._is_sum)
         return self._taking.take(batches, counts, watch)
 
-    @checked(num_steps=count(1), tokens_per_step=count(1))
+    @checked(num_steps=count(1, 1 << 40), tokens_per_step=count(1, 1 << 40))
     def progress_line(self, num_steps: int, tokens_per_step: int) -> ProgressLine:
         """A line on the terminal for your loop: steps, tokens per second, loss and memory; none in a file or a pipe.
 
@@ -205,7 +205,7 @@ class TrainStep:
             tokens_per_step: Tokens of a step, padding included.
 
         Raises:
-            OptionError: If one of them isn't a whole number above 0.
+            OptionError: If one of them isn't a whole number from 1 to 2**40.
         """
         return ProgressLine(num_steps, tokens_per_step, lambda: self.progress.count, lambda: self._compiled.peak_bytes)
 
