@@ -76,7 +76,8 @@ def test_an_update_that_fails_leaves_no_trace_and_is_made_with_the_next_step(tim
     compiled, optimizer, step = begin(UPDATED)
     expected = {"losses": take(UPDATED, None, step, range(3))["losses"][1:], **state_of(compiled, optimizer, step)}
     for text, state in found[::2]:
-        assert text.startswith(("RanksError: rank 1 failed before the step", "ExecuteError: peers:V")), text
+        # A rank hears of it from the store, or from any rank that has heard of it before.
+        assert re.match(r"RanksError: rank \d failed before the step|ExecuteError: peers:V", text), text
         del state["norms"]
         assert_same({name: expected[name] for name in state}, state, "state")
 
