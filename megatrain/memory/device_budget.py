@@ -28,7 +28,7 @@ class DeviceBudget:
         self._device = device
         self._given = given
         self._nbytes: int | None = None
-        self._is_lowered = False
+        self._first = 0
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +37,7 @@ class DeviceBudget:
         It warns with a `DeviceMemoryWarning` if a given figure is more than is free.
         """
         if self._nbytes is None:
-            self._nbytes = self._found()
+            self._nbytes = self._first = self._found()
         return self._nbytes
 
     def lower(self, scheduled: int) -> bool:
@@ -49,8 +49,15 @@ class DeviceBudget:
         if self._given is not None or self._device.is_host:
             return False
         self._nbytes = scheduled - scheduled // _PART
-        self._is_lowered = True
         return True
+
+    def restore(self, nbytes: int) -> None:
+        """Takes smaller bounds back that didn't help.
+
+        Args:
+            nbytes: The bound before them.
+        """
+        self._nbytes = nbytes
 
     def _found(self) -> int:
         device, given = self._device, self._given
@@ -78,7 +85,7 @@ class DeviceBudget:
             return "what is free" if self._given is None else format_bytes(self._given)
         bound = format_bytes(self._nbytes)
         if self._given is None:
-            less = "a reserve, lowered after a step ran out of memory" if self._is_lowered else "a reserve"
+            less = "a reserve, lowered after a step ran out of memory" if self._nbytes < self._first else "a reserve"
             return f"{bound} (what was free, less {less})"
         if self._nbytes < self._given:
             return f"{bound} ({format_bytes(self._given)} was given; the rest is a reserve)"

@@ -120,6 +120,7 @@ class Attempts:
         self._budget = budget
         self._count = 1
         self._error: DeviceMemoryError | None = None
+        self._before: int | None = None  # the budget before it was lowered
 
     def may_repeat(self, error: BaseException, figures: MemoryFigures | None, *, is_undone: bool = True) -> bool:
         """Tells whether to do the work again after an error; frees what its frames keep if so.
@@ -132,6 +133,15 @@ class Attempts:
         Raises:
             DeviceMemoryError: If the device ran out of memory and the work can't be repeated any more.
         """
+        repeats = False
+        try:
+            repeats = self._repeats(error, figures, is_undone=is_undone)
+        finally:
+            if not repeats and self._budget is not None and self._before is not None:
+                self._budget.restore(self._before)  # smaller ones didn't help
+        return repeats
+
+    def _repeats(self, error: BaseException, figures: MemoryFigures | None, *, is_undone: bool) -> bool:
         if self._error is not None and isinstance(error, TooSmallError):
             raise self._error from error  # the budget is too small only because it was lowered
         if figures is None or not ran_out(error, self._device):
@@ -145,7 +155,13 @@ class Attempts:
         return True
 
     def _lowers(self, figures: MemoryFigures) -> bool:
-        return self._budget is not None and self._budget.lower(figures.scheduled)
+        if self._budget is None:
+            return False
+        before = self._budget.nbytes
+        is_lowered = self._budget.lower(figures.scheduled)
+        if is_lowered and self._before is None:
+            self._before = before
+        return is_lowered
 
     def over(self, figures: MemoryFigures, *, is_half: bool = False) -> None:
         """Ends the work; warns if it took several attempts, or if a half of it did."""

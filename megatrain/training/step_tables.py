@@ -37,12 +37,14 @@ class _Table:
         captures: What they are programs of.
         programs: In the order in which their workloads were merged.
         schedule: Of a step with these.
+        budget: The bound of device memory for which it was made.
         executors: By the order of the programs.
     """
 
     captures: Sequence[StepPrograms]
     programs: Sequence[Program]
     schedule: Schedule
+    budget: int
     executors: OrderedDict[tuple[int, ...], Executor] = field(default_factory=OrderedDict[tuple[int, ...], Executor])
 
     def programs_of(self, captures: Sequence[StepPrograms]) -> Sequence[Program]:
@@ -124,15 +126,15 @@ class StepTables:
                     level, programs, planned = _fitting(captures, plan)
             for capture in captures:
                 capture.least = level
-            self._tables[key] = _Table(tuple(captures), programs, planned)
+            self._tables[key] = _Table(tuple(captures), programs, planned, self._budget.nbytes)
             while len(self._tables) > _MOST:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(key)
         return self._tables[key].programs_of(captures), self._tables[key].schedule
 
     def _is_known(self, key: tuple[frozenset[int], StepKind]) -> bool:
-        """Tells whether there is a schedule within the budget, which may have been lowered."""
-        return key in self._tables and self._tables[key].schedule.device_bytes <= self._budget.nbytes
+        """Tells whether there is a schedule for the present budget, which may have been lowered, or restored."""
+        return key in self._tables and self._tables[key].budget == self._budget.nbytes
 
     def has_executor(self, captures: Sequence[StepPrograms], kind: StepKind) -> bool:
         """Tells whether `executor` was called for these, in any order."""

@@ -12,6 +12,7 @@ import megatrain
 from megatrain.device import find
 from megatrain.errors import DeviceMemoryWarning
 from megatrain.memory.out_of_memory import DeviceMemoryError
+from megatrain.sizes import format_bytes
 from tests.simulated_device.simulator import Simulator
 from tests.tiers import one_in
 from tests.training.parity import MODES, adamw, assert_same, snapshot
@@ -93,13 +94,17 @@ def test_a_card_that_is_too_small_for_any_budget_says_how_large_the_first_was(si
     model = stack()
     step = megatrain.TrainStep(megatrain.compile(model, device="sim"), adamw(model), loss=square)
     batch, before = torch.randn(16384, 256).to("sim"), snapshot(model)
-    step.prepare(batch)
+    planned = step.prepare(batch).device_bytes
     torch.accelerator.empty_cache()
     sim.configure(capacity=torch.accelerator.memory_reserved() + 8 * MIB)
-    with pytest.raises(DeviceMemoryError, match=r"^sim:0 ran out of memory"):
+    with pytest.raises(DeviceMemoryError, match=r"^sim:0 ran out of memory") as caught:
         step(batch)
+    assert f"the schedule counts {format_bytes(planned)}" in str(caught.value)
     sim.configure(capacity=total)
     assert_same(before, snapshot(model))
+    # Smaller budgets didn't help, and the first one is back.
+    assert step.prepare(batch).device_bytes == planned
+    assert "lowered" not in repr(step)
     step(batch)
     assert step.progress.count == 1
 
