@@ -33,19 +33,21 @@ def segment_sizes(schedule: Schedule, programs: Sequence[Program]) -> list[int]:
         for template in program.templates.values():
             for parts in template.cost.workspace_parts if template.cost is not None else ():
                 small |= Counter(nbytes for nbytes in _large(parts) if nbytes < _SMALL)
-    temporary = Counter(_large(_workspace_parts(schedule, programs)))
-    return fitting([*held_sizes(schedule, programs), *(temporary | small).elements()])
+    tick = find_peak(schedule).tick
+    temporary = Counter(_large(_workspace_parts(schedule, programs, tick)))
+    return fitting([*held_sizes(schedule, programs, tick), *(temporary | small).elements()])
 
 
-def held_sizes(schedule: Schedule, programs: Sequence[Program]) -> list[int]:
-    """Bytes of each large tensor that a step makes and holds at its peak, besides slots; largest first.
+def held_sizes(schedule: Schedule, programs: Sequence[Program], tick: int) -> list[int]:
+    """Bytes of each large tensor that a step makes and holds in a tick, besides slots; largest first.
 
     Args:
         schedule: The schedule.
         programs: One per micro-batch.
+        tick: That of the peak.
     """
     found: list[int] = []
-    for life in alive_at(Books(schedule), find_peak(schedule).tick):
+    for life in alive_at(Books(schedule), tick):
         kind, number, micro_batch, _ = life.item
         if life.start is None:
             continue  # the caller's
@@ -61,9 +63,9 @@ def held_sizes(schedule: Schedule, programs: Sequence[Program]) -> list[int]:
     return sorted(_large(found), reverse=True)
 
 
-def _workspace_parts(schedule: Schedule, programs: Sequence[Program]) -> Iterator[int]:
-    """Bytes of each temporary tensor of the op at the peak."""
-    op = schedule.ticks[find_peak(schedule).tick].compute
+def _workspace_parts(schedule: Schedule, programs: Sequence[Program], tick: int) -> Iterator[int]:
+    """Bytes of each temporary tensor of the op of a tick."""
+    op = schedule.ticks[tick].compute
     if op is None or op.what not in ("F", "B"):
         return
     program = programs[op.micro_batch or 0]
