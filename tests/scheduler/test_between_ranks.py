@@ -14,7 +14,6 @@ from megatrain.errors import OptionError, ScheduleError
 from megatrain.scheduler.builder.build import build
 from megatrain.scheduler.check.schedule_rules import check_schedule
 from megatrain.scheduler.dependency import dependency_graph
-from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
@@ -23,7 +22,7 @@ from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.mutations import with_cells, with_figures
-from tests.scheduler.workloads import Options, trained, whole_steps, workloads
+from tests.scheduler.workloads import Options, assert_checked_and_read_back, trained, whole_steps, workloads
 
 
 def place(rank: int, size: int) -> str:
@@ -58,9 +57,7 @@ def test_a_rank_has_the_ops_of_a_process_alone_and_those_between_ranks(workload:
         assert sorted(op.block for op in found.ops if op.what == what) == expected
         assert all(op.what != what for op in alone.ops)
     for other in (found, alone):
-        other.check(workload, instructions=other.instructions)
-        assert Schedule.parse(str(other), workload) == other == Schedule.from_json(other.to_json())
-        assert Instructions.parse(str(other.instructions)) == other.instructions
+        assert_checked_and_read_back(other, workload)
     assert ("\nranks: " in str(found), "ranks" in str(alone), "ranks" in alone.to_json()) == (True, False, False)
 
 

@@ -16,7 +16,6 @@ from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.check.schedule_rules import check_schedule
 from megatrain.scheduler.check.shared_rules import check_shared_store
 from megatrain.scheduler.dependency import dependency_graph, derive_waits
-from megatrain.scheduler.instructions import Instructions
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.op import Op
 from megatrain.scheduler.schedule import Schedule
@@ -26,7 +25,7 @@ from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.mutations import with_cells, with_figures
 from tests.scheduler.test_between_ranks import of_rank, place, position
-from tests.scheduler.workloads import Options, trained, whole_steps, workloads
+from tests.scheduler.workloads import Options, assert_checked_and_read_back, trained, whole_steps, workloads
 
 
 def shared(workload: Workload, chosen: Options, ranks: str) -> Schedule:
@@ -44,9 +43,7 @@ def test_each_update_of_a_shared_store_is_followed_by_a_wait_for_the_others(
     assert updates == sorted(op.block for op in found.ops if op.what == "V")
     assert updates == sorted(op.block for op in own.ops if op.what == "U")
     assert not any(op.what == "V" for op in own.ops)
-    found.check(workload, instructions=found.instructions)
-    assert Schedule.parse(str(found), workload) == found == Schedule.from_json(found.to_json())
-    assert Instructions.parse(str(found.instructions)) == found.instructions
+    assert_checked_and_read_back(found, workload)
     assert ("\nstore: shared" in str(found), "store" in str(own), "store" in own.to_json()) == (True, False, False)
 
 
