@@ -21,6 +21,8 @@ from megatrain.finetune.fine_tuning import FineTuning
 class ModelWanted(Protocol):
     """What a model on paper depends on; see `FineTuning`."""
 
+    # Properties, as nobody sets them. FineTuning says what each is, so none has a docstring here (D102).
+
     @property
     def model(self) -> str: ...  # noqa: D102
     @property

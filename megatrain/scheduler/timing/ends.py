@@ -1,4 +1,7 @@
-"""Ends: how long a step must take before the first of some ops, and after the last, in any order of all ops."""
+"""Ends: how long a step must take before the first of some ops, and after the last, in any order of all ops.
+
+`behind` is the same of what another stream does first.
+"""
 
 from __future__ import annotations
 
