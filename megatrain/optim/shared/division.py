@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def divided(blocks: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
+def rank_of_each(blocks: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
     """Gives each parameter to one rank, the largest of a block first, each to the rank that has the least so far.
 
     The ranks' shares differ by no more than the largest parameter.
@@ -17,7 +17,7 @@ def divided(blocks: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
     Returns:
         The rank of each parameter.
 
-    >>> divided([[4, 4], [1, 9]], 2)
+    >>> rank_of_each([[4, 4], [1, 9]], 2)
     [[0, 1], [1, 0]]
     """
     shares = [0] * num_ranks

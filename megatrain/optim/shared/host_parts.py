@@ -14,7 +14,7 @@ from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.memory.heap import return_free_memory
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.masters.registry import Masters
-from megatrain.optim.shared.division import divided
+from megatrain.optim.shared.division import rank_of_each
 from megatrain.optim.shared.shareable import unshareable_value
 from megatrain.runtime.stores.shared_store import STATE, Name, SharedStore
 
@@ -59,7 +59,7 @@ class HostParts:
         self._store, self._masters, self._keys, self._look = store, masters, keys, look
         self._kinds = {store.kind_of(optimizer): optimizer for optimizer in optimizers}
         self._parameters = {key: parameter for parameter, key in keys.items()}
-        ranks = divided([[p.nbytes for p in block] for block in blocks], store.host.size)
+        ranks = rank_of_each([[p.nbytes for p in block] for block in blocks], store.host.size)
         pairs = zip(blocks, ranks, strict=True)
         self._rank_of = {p: rank for block, of in pairs for p, rank in zip(block, of, strict=True)}
         self._updated: set[torch.Tensor] = set()

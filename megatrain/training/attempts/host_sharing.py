@@ -19,7 +19,7 @@ from megatrain.optim.impostor import Optimizer
 from megatrain.optim.shared.host_parts import check_moment, share_moments
 from megatrain.runtime.stores.shared_store import LOW, STATE, Name, SharedStore
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.training.attempts.rank_facts import value_text
+from megatrain.training.attempts.rank_facts import digest_text
 
 _TIMES = "when updates run"
 Changed = Mapping[str, str]
@@ -74,7 +74,7 @@ class HostSharing:
                 self._written.add(Name(STATE, key))
             else:
                 continue
-            found[f"the value of `{key}`"] = value_text(home.view)
+            found[f"the value of `{key}`"] = digest_text(home.view)
         for name in self._written:
             # Now, so that no rank does that once others go on to updates.
             self._compiled.masters.settle(engine.tensors[name.key])
@@ -94,7 +94,7 @@ class HostSharing:
                         continue
                     if value.numel():
                         self._moments.add(name)
-                        found[f"the value of `{what}` of `{key}` in optimizer {number}"] = value_text(value)
+                        found[f"the value of `{what}` of `{key}` in optimizer {number}"] = digest_text(value)
                 gone = [n for n in self._store.twins if n.kind == kind and n.key == key and n.what not in state]
                 for name in gone:
                     found[f"the value of `{name.what}` of `{key}` in optimizer {number}"] = "gone"

@@ -135,7 +135,7 @@ def _value(value: Any) -> str:
     return repr(value) if isinstance(value, bool | int | float | complex | str | None) else type(value).__qualname__
 
 
-def value_text(value: torch.Tensor) -> str:
+def digest_text(value: torch.Tensor) -> str:
     """A text that is the same for the same values only."""
     return _source_digest(Source.of(value.detach()))
 
