@@ -10,7 +10,7 @@ from typing import Any
 from megatrain.checks import Rule, checked, count, mapping_of, number, one_of, optional
 from megatrain.hardware.machine_text import hardware_text
 from megatrain.hardware.presets import PRESETS, preset_figures
-from megatrain.hardware.work import MEMORY, RATES, Works, fault_of_works
+from megatrain.hardware.work import MEMORY, RATES, SHARED_BYTES, Works, fault_of_works
 
 _RATE = number(above=0, example=1e9)
 _SECONDS = number(least=0, below=inf, example=0.0)
@@ -44,6 +44,7 @@ _INSTEAD = {"tf32": ("fp32", 1), "bf16": ("fp32", 1), "fp64": ("fp32", 2), "fp8"
     memory_bytes_per_s=_RATE,
     issue_s=_SECONDS,
     op_s=_SECONDS,
+    wake_s=_SECONDS,
     h2d_beside=_SHARE,
     d2h_beside=_SHARE,
     host_beside=_SHARE,
@@ -73,6 +74,8 @@ class Hardware:
         issue_s: Seconds that Python takes to launch a kernel. A block takes no less than that for each of its kernels.
             0 where kernels run in the calls that launch them: there `launch_s` has it.
         op_s: Seconds that Python takes for each op of compute and of the host besides.
+        wake_s: Seconds to wake the other threads of a kernel that several processors compute, beyond `launch_s`; 0
+            where the device isn't the host. A kernel of less than 256 KiB is computed by one.
         h2d_beside: The share of its rate that a copy to the device keeps while one to the host is under way.
         d2h_beside: The reverse: of a copy to the host.
         host_beside: The share that updates and norms keep while copies are under way.
@@ -103,6 +106,7 @@ class Hardware:
     memory_bytes_per_s: float = inf
     issue_s: float = 0.0
     op_s: float = 0.0
+    wake_s: float = 0.0
     h2d_beside: float = 1.0
     d2h_beside: float = 1.0
     host_beside: float = 1.0
@@ -174,12 +178,13 @@ class Hardware:
     @checked(works=_WORKS)
     def seconds(self, works: Works) -> float:
         """Seconds that an op with these kernels takes, one by one; no less than Python takes to launch them."""
-        taken, kernels = 0.0, 0
+        taken, kernels, woken = 0.0, 0, 0
         for rate, flops, nbytes, number_of in works:
             moving = nbytes / self.memory_bytes_per_s
             taken += moving if rate == MEMORY else max(moving, flops / self._product_rate(rate))
             kernels += number_of
-        taken += kernels * self.launch_s
+            woken += number_of if nbytes >= number_of * SHARED_BYTES else 0
+        taken += kernels * self.launch_s + woken * self.wake_s
         # Python launches kernels while the device works, or else it does nothing else meanwhile.
         return max(taken, kernels * self.issue_s + self.op_s) if self.issue_s else taken + self.op_s
 

@@ -27,6 +27,7 @@ _FIGURES = (
     ("launch_s", "launch of a kernel, device", "us", 1e-6),
     ("issue_s", "launch of a kernel, Python", "us", 1e-6),
     ("op_s", "an op besides, Python", "us", 1e-6),
+    ("wake_s", "waking threads for a kernel", "us", 1e-6),
     ("further_rates", "stream", "GB/s", 1e9),
 )
 # Figures that mean nothing at these values are left out unless somebody stated them.
@@ -38,6 +39,7 @@ _NONE = {
     "launch_s": 0.0,
     "issue_s": 0.0,
     "op_s": 0.0,
+    "wake_s": 0.0,
 }
 
 

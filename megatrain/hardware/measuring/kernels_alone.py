@@ -11,11 +11,12 @@ import torch.nn.functional as F
 
 from megatrain.device import HOST, Device
 from megatrain.hardware.measuring.timing import seconds_of
+from megatrain.hardware.work import SHARED_BYTES
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 # Of default products: so long that a launch doesn't count, so short that all of them take a second or two.
 _ABOUT_S = 0.004
-_IN_A_ROW = 4
+_IN_A_ROW = 3
 _LARGEST, _SMALLEST = 8192, 256
 # In a model each weight comes from memory once in each pass, so weights take turns here, more than caches hold.
 _BEYOND_CACHES = 256 << 20
@@ -43,23 +44,30 @@ class Product(NamedTuple):
         return 2 * self.rows * self.inner * self.columns
 
 
-def product_rates(device: Device, products: Sequence[Product]) -> dict[str, float]:
-    """FLOP/s by the name of the rate: of the given products, and of others for rates that none of them has."""
+def product_rates(device: Device, products: Sequence[Product], woken_s: float = 0.0) -> dict[str, float]:
+    """FLOP/s by the name of the rate: of the given products, and of others for rates that none of them has.
+
+    Args:
+        device: Where they are computed.
+        products: The given ones.
+        woken_s: Seconds that each of them takes longer because threads wake for it.
+    """
     taken: dict[str, list[tuple[int, float]]] = {}
     for product in dict.fromkeys(products):
-        taken.setdefault(product.rate, []).append((product.flops, _product_s(device, product)))
+        taken.setdefault(product.rate, []).append((product.flops, _product_s(device, product) - woken_s))
     for rate in ("bf16", "fp32"):
         if rate not in taken:
-            taken[rate] = [(p.flops, _product_s(device, p)) for p in _of_layers(_fitting_width(device, rate), rate)]
+            others = _of_layers(_fitting_width(device, rate), rate)
+            taken[rate] = [(p.flops, _product_s(device, p) - woken_s) for p in others]
     return {rate: sum(f for f, _ in found) / sum(s for _, s in found) for rate, found in sorted(taken.items())}
 
 
 def _of_layers(width: int, rate: str) -> Iterable[Product]:
-    """Products of a layer of this width: as many tokens, a projection, a wider one, and the gradient of a weight."""
+    """Products of a layer of this width, of half as many tokens: a projection, and those of an MLP."""
     return (
-        Product(width, width, width, rate),
-        Product(width, width, 4 * width, rate),
-        Product(width, 4 * width, width, rate),
+        Product(width // 2, width, width, rate),
+        Product(width // 2, width, 4 * width, rate),
+        Product(width // 2, 4 * width, width, rate),
     )
 
 
@@ -112,21 +120,31 @@ def attention_rates(device: Device, rates: Mapping[str, float]) -> dict[str, flo
 
 
 def memory_rate(device: Device, launched_s: float) -> float:
-    """Bytes per second that kernels read and write in the device's memory, launches apart.
+    """Bytes per second that kernels read and write in the device's memory.
 
-    Of additions, products and exponentials: on a processor these take longer than their bytes.
+    On a processor exponentials take longer than their bytes, and so does a large result: the system makes its memory
+    first. A quarter of the bytes are of such a kernel, the softmax of a head; in training steps of small language
+    models softmax and gradients of heads and embeddings are about as much.
+
+    Args:
+        device: Where they run.
+        launched_s: Seconds that each of them takes besides.
     """
     count = (4 << 20) if device.is_host else (32 << 20)
     x, y, out = (torch.ones(count, device=device.torch_device) for _ in range(3))
+    # Larger than what glibc keeps: how fast others are depends on what was there before.
+    logits = torch.ones(512, 4 * count // 512, device=device.torch_device)
 
     def kernels() -> None:
         for _ in range(_IN_A_ROW):  # Python launches the first, and the device doesn't wait for the others
             torch.add(x, y, out=out)
             torch.mul(x, y, out=out)
             torch.exp(x, out=out)
+        F.log_softmax(logits, dim=-1)
 
-    taken = seconds_of(device, kernels, least_s=0.1) / _IN_A_ROW
-    return 8 * x.nbytes / max(taken - 3 * launched_s, taken / 2)
+    taken = seconds_of(device, kernels, least_s=0.2)
+    moved = 8 * _IN_A_ROW * x.nbytes + 2 * logits.nbytes
+    return moved / max(taken - (3 * _IN_A_ROW + 1) * launched_s, taken / 2)
 
 
 def launch_s(device: Device) -> tuple[float, float]:
@@ -152,6 +170,16 @@ def launch_s(device: Device) -> tuple[float, float]:
     _many(x, count)()
     queued = device.moment().seconds_since(begin) / count
     return min(queued, issued), issued
+
+
+def wake_s() -> float:
+    """Seconds that a kernel of the host takes longer if all threads share it than if one thread has a part alone."""
+    count, part = 200, SHARED_BYTES // 8 - 1
+    alone, shared = (
+        seconds_of(HOST, _many(torch.ones(size), count), least_s=0.05)
+        for size in (part, part * torch.get_num_threads())
+    )
+    return max(0.0, shared - alone) / count
 
 
 def op_s() -> float:

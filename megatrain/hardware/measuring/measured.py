@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from megatrain.hardware.measuring.kernels_alone import (
     memory_rate,
     op_s,
     product_rates,
+    wake_s,
 )
 from megatrain.hardware.measuring.timing import Beside, seconds_of
 from megatrain.memory.processors import update_threads
@@ -70,28 +72,38 @@ def measured_figures(
 
 
 def _measured(device: Device, products: Sequence[Product]) -> dict[str, Any]:
-    rates = product_rates(device, products)
-    launched, issued = launch_s(device)
-    figures: dict[str, Any] = {
-        "name": str(device),
-        "flops_per_s": {**rates, **attention_rates(device, rates)},
-        "memory_bytes_per_s": memory_rate(device, launched),
-        "memory_bytes": device.memory().total,
-        "host_memory_bytes": psutil.virtual_memory().total,
-        "cores": update_threads(leave=0),
-        "launch_s": launched,
-        "issue_s": issued,
-        "op_s": op_s(),
-    }
     # As many as a training step gives its updates; where the host computes, blocks and updates have torch's.
     threads = torch.get_num_threads() if device.is_host else update_threads(device.launching_threads)
-    link, update = Link(device), Update(threads)
+    update = Update(threads)
+    with ThreadPoolExecutor(1) as host_stream:
+        # As in a training step: with more threads than processors, OpenMP lets those that wait sleep at once.
+        host_stream.submit(update).result()
+        figures = _of_kernels(device, products)
+    link = Link(device)
     try:
         figures |= _of_link(device, link)
         figures |= _of_host(device, link, update)
     finally:
         link.close()
     return figures
+
+
+def _of_kernels(device: Device, products: Sequence[Product]) -> dict[str, Any]:
+    launched, issued = launch_s(device)
+    woken = wake_s() if device.is_host else 0.0
+    rates = product_rates(device, products, woken)
+    return {
+        "name": str(device),
+        "flops_per_s": {**rates, **attention_rates(device, rates)},
+        "memory_bytes_per_s": memory_rate(device, launched + woken),
+        "memory_bytes": device.memory().total,
+        "host_memory_bytes": psutil.virtual_memory().total,
+        "cores": update_threads(leave=0),
+        "launch_s": launched,
+        "issue_s": issued,
+        "op_s": op_s(),
+        "wake_s": woken,
+    }
 
 
 def _of_link(device: Device, link: Link) -> dict[str, Any]:
