@@ -105,6 +105,7 @@ RIGHT = {
     "Hardware.launch_s": "zero half huge",
     "Hardware.issue_s": "zero half huge",
     "Hardware.op_s": "zero half huge",
+    "Hardware.wake_s": "zero half huge",
     "Hardware.*memory_bytes": "huge None",
     "Hardware.cores": "huge None",
     "Hardware.pageable_bytes_per_s": "half huge inf None",

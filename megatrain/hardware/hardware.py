@@ -75,7 +75,7 @@ class Hardware:
             0 where kernels run in the calls that launch them: there `launch_s` has it.
         op_s: Seconds that Python takes for each op of compute and of the host besides.
         wake_s: Seconds to wake the other threads of a kernel that several processors compute, beyond `launch_s`; 0
-            where the device isn't the host. A kernel of less than 256 KiB is computed by one.
+            where the device isn't the host. A kernel of less than 512 KiB is computed by one.
         h2d_beside: The share of its rate that a copy to the device keeps while one to the host is under way.
         d2h_beside: The reverse: of a copy to the host.
         host_beside: The share that updates and norms keep while copies are under way.

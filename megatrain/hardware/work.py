@@ -11,8 +11,8 @@ from megatrain.checks import shown
 MEMORY = "memory"
 """The rate of kernels that compute nothing which counts: they take as long as their bytes."""
 
-SHARED_BYTES = 256 << 10
-"""From so many bytes on torch shares a kernel of the host among threads: 32768 elements that it reads and writes."""
+SHARED_BYTES = 512 << 10
+"""A kernel of the host that reads and writes so much is shared among threads: torch does from 32769 elements on."""
 
 _DTYPES = ("bf16", "tf32", "fp32", "fp64", "fp8", "int8")
 RATES = (*_DTYPES, *(f"{dtype} attention" for dtype in _DTYPES))

@@ -24,6 +24,7 @@ MACHINES = st.builds(
     st.sampled_from([0.0, 2e-6]),
     memory_bytes_per_s=st.floats(1e9, 1e13),
     issue_s=st.sampled_from([0.0, 6e-6]),
+    wake_s=st.sampled_from([0.0, 5e-5]),
 )
 
 
@@ -36,6 +37,13 @@ def test_kernels_put_together_take_as_long_as_one_by_one(kernels: list[Kernels],
     assert machine.seconds(whole) >= 0.95 * one_by_one
     assert total_flops(whole) == total_flops(kernels)
     assert total_kernels(whole) == len(kernels)
+
+
+def test_threads_wake_for_kernels_that_are_shared_only():
+    machine = Hardware(1e9, 1e9, 1e12, launch_s=2e-6, wake_s=5e-5)
+    large, small = Kernels(MEMORY, 0, 3 << 20, 6), Kernels(MEMORY, 0, (3 << 20) - 6, 6)
+    assert machine.seconds((large,)) == pytest.approx(6 * (2e-6 + 5e-5))
+    assert machine.seconds((small,)) == pytest.approx(6 * 2e-6)
 
 
 @given(st.lists(KERNELS, max_size=30), st.randoms())

@@ -123,7 +123,7 @@ def memory_rate(device: Device, launched_s: float) -> float:
     """Bytes per second that kernels read and write in the device's memory.
 
     On a processor exponentials take longer than their bytes, and so does a large result: the system makes its memory
-    first. A quarter of the bytes are of such a kernel, the softmax of a head; in training steps of small language
+    first. A fifth of the bytes are of such a kernel, the softmax of a head; in training steps of small language
     models softmax and gradients of heads and embeddings are about as much.
 
     Args:
@@ -133,7 +133,7 @@ def memory_rate(device: Device, launched_s: float) -> float:
     count = (4 << 20) if device.is_host else (32 << 20)
     x, y, out = (torch.ones(count, device=device.torch_device) for _ in range(3))
     # Larger than what glibc keeps: how fast others are depends on what was there before.
-    logits = torch.ones(512, 4 * count // 512, device=device.torch_device)
+    logits = torch.ones(512, 3 * count // 512, device=device.torch_device)
 
     def kernels() -> None:
         for _ in range(_IN_A_ROW):  # Python launches the first, and the device doesn't wait for the others
@@ -174,7 +174,7 @@ def launch_s(device: Device) -> tuple[float, float]:
 
 def wake_s() -> float:
     """Seconds that a kernel of the host takes longer if all threads share it than if one thread has a part alone."""
-    count, part = 200, SHARED_BYTES // 8 - 1
+    count, part = 200, SHARED_BYTES // 16  # which one thread computes
     alone, shared = (
         seconds_of(HOST, _many(torch.ones(size), count), least_s=0.05)
         for size in (part, part * torch.get_num_threads())
