@@ -123,7 +123,7 @@ def memory_rate(device: Device, launched_s: float) -> float:
     """Bytes per second that kernels read and write in the device's memory.
 
     On a processor exponentials take longer than their bytes, and so does a large result: the system makes its memory
-    first. A fifth of the bytes are of such a kernel, the softmax of a head; in training steps of small language
+    first. A good fifth of the bytes are of such a kernel, the softmax of a head; in training steps of small language
     models softmax and gradients of heads and embeddings are about as much.
 
     Args:
@@ -133,7 +133,7 @@ def memory_rate(device: Device, launched_s: float) -> float:
     count = (4 << 20) if device.is_host else (32 << 20)
     x, y, out = (torch.ones(count, device=device.torch_device) for _ in range(3))
     # Larger than what glibc keeps: how fast others are depends on what was there before.
-    logits = torch.ones(512, 3 * count // 512, device=device.torch_device)
+    logits = torch.ones(512, 7 * count // 1024, device=device.torch_device)
 
     def kernels() -> None:
         for _ in range(_IN_A_ROW):  # Python launches the first, and the device doesn't wait for the others
