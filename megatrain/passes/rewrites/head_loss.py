@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from megatrain.passes.rewriting.replacing import is_written_after
 from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.tracer.calls import literal_text, target_name
 from megatrain.tracer.node_meta import CALLS
+from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.traced import TracedModule
 
 # Each acts on every element alone, with operands that are numbers or are broadcast along rows.
@@ -23,6 +24,7 @@ _POINTWISE = frozenset(
     "add sub mul div neg multiply divide true_divide subtract tanh sigmoid clamp float to bfloat16 half double".split()
 )
 # Each changes the shape of the leading dimensions alone, if the last one stays.
+_TRANSPOSING = frozenset("transpose permute movedim moveaxis swapaxes swapdims".split())
 _RESHAPING = frozenset("view reshape flatten unflatten squeeze unsqueeze contiguous clone".split())
 # A quarter of these takes no longer than all rows at once, 16 rows do (docs/benchmarks.md).
 _FEWEST = 128
@@ -70,15 +72,14 @@ class HeadLoss:
         log_probs, sums = chunked_log_probs(self.head, rows, words, weight, bias, class_weight, operands)
         loss = self._negative(log_probs, words, is_ignored, class_weight)
         if sums is None:
-            return loss.view(self.shape) if self.reduction == "none" else loss
-        smooth = (-sums).masked_fill(is_ignored, 0)
+            return loss
+        smooth = (-sums).masked_fill(is_ignored, 0).view(self.shape)
         if self.reduction == "mean":
             counted = (~is_ignored).sum() if class_weight is None else _counted(class_weight, words, is_ignored).sum()
             smooth = smooth.sum() / counted
         elif self.reduction == "sum":
             smooth = smooth.sum()
-        made = loss * (1 - self.smoothing) + smooth * (self.smoothing / len(weight))
-        return made.view(self.shape) if self.reduction == "none" else made
+        return loss * (1 - self.smoothing) + smooth * (self.smoothing / len(weight))
 
     def _negative(
         self,
@@ -89,10 +90,11 @@ class HeadLoss:
     ) -> torch.Tensor:
         """The negative log-likelihood. Without weights of classes torch sums rows as it would those of all words."""
         if class_weight is None:
-            only = torch.zeros_like(words).masked_fill(is_ignored, _NO_WORD)
-            return F.nll_loss(log_probs.unsqueeze(1), only, ignore_index=_NO_WORD, reduction=self.reduction)
+            only = torch.zeros_like(words).masked_fill(is_ignored, _NO_WORD).view(self.shape)
+            of_only = log_probs.view(self.shape).unsqueeze(1)
+            return F.nll_loss(of_only, only, ignore_index=_NO_WORD, reduction=self.reduction)
         factors = _counted(class_weight, words, is_ignored)
-        rows = -log_probs * factors
+        rows = (-log_probs * factors).view(self.shape)
         if self.reduction == "none":
             return rows
         return rows.sum() / factors.sum() if self.reduction == "mean" else rows.sum()
@@ -120,11 +122,13 @@ def chunk_head_loss(traced: TracedModule, *, rows: int | None = None, divisor: i
     """Returns the capture with each loss of a linear head computed in chunks of rows; `traced` itself if none can be.
 
     The pattern is `linear`, then calls that treat each row alone (casts, scales, a softcap, a bias), views and slices
-    of rows, then `cross_entropy`, or `log_softmax` and `nll_loss`. Nothing else may read the logits, or what is made of
-    them in between. All reductions, ignored labels, label smoothing and weights of classes are served.
+    of rows, then `cross_entropy`, also of transposed logits ([batch, words, length]), or `log_softmax` and `nll_loss`.
+    All of it may run under one autocast. Nothing else may read the logits, or what is made of them in between. All
+    reductions, ignored labels, label smoothing and weights of classes are served.
 
-    The loss and the gradients of hidden states have the bits of the unchunked computation on the CPU (with weights of
-    classes rows are summed in another order). Gradients of the head's weights are sums over chunks, in fp32 or wider.
+    The loss and the gradients of hidden states have the bits of the unchunked computation on the CPU (but weights of
+    classes sum rows in another order, and transposed logits the words of a row). Gradients of the head's weights are
+    sums over chunks, in fp32 or wider.
 
     Args:
         traced: The capture.
@@ -190,12 +194,19 @@ class _Pattern:
                 hidden = rewriter.call(self.loss, "__getitem__", hidden, node.args[1])
             elif _shape(node) != _shape(logits):
                 hidden = rewriter.call(self.loss, "reshape", hidden, (*_shape(node)[:-1], _shape(hidden)[-1]))
+        logits: Any = self.loss.args[0]
+        made = self.loss.meta["spec"].dtype
+        if (
+            self.loss.target is F.cross_entropy and logits.meta["spec"].dtype != made
+        ):  # autocast has this loss in fp32, with its softmax
+            calls.append(RowCall("to", (Logits(), made), (), f"to({literal_text(made)})"))
+        hidden, weight, bias = (self._cast(rewriter, operand) for operand in (hidden, weight, bias))
         labels, options = self.loss.args[1], self.loss.kwargs
         smoothing: Any = options.get("label_smoothing", 0.0)
         reduction: Any = options.get("reduction", "mean")
         ignore_index: Any = options.get("ignore_index", -100)
         target = HeadLoss(
-            Head(tuple(calls), self.dtype, rows, sums=smoothing > 0),
+            Head(tuple(calls), self.dtype, rows, sums=smoothing > 0, autocast=self.loss.meta["autocast"]),
             reduction,
             ignore_index,
             float(smoothing),
@@ -205,6 +216,13 @@ class _Pattern:
         site = replace(Site.of(self.loss), modules=self.linear.meta["modules"])
         made = rewriter.add(site, target, (hidden, labels, weight, bias, options.get("weight"), *operands))
         rewriter.replace(self.loss, made)
+
+    def _cast(self, rewriter: Rewriter, operand: Any) -> Any:
+        """An operand of the linear layer as autocast gives it: cast once, not for each chunk."""
+        dtype = self.linear.meta["spec"].dtype
+        if operand is None or operand.meta["spec"].dtype == dtype:
+            return operand
+        return rewriter.call(self.loss, "to", operand, dtype)
 
     def _row_call(self, rewriter: Rewriter, node: fx.Node, before: fx.Node, operands: list[Any]) -> RowCall:
         def without_nodes(argument: Any) -> Any:
@@ -234,8 +252,11 @@ def _pattern(loss: fx.Node) -> _Pattern | None:
     dtype: Any = None
     needs_softmax = loss.target is F.nll_loss
     between: list[fx.Node] = []
-    reader, node = loss, loss.args[0]
-    while isinstance(node, fx.Node) and node.op in CALLS and set(node.users) == {reader} and _is_plain(node):
+    reader: fx.Node = loss
+    node: Any = loss.args[0]
+    if len(_shape(node)) > 2:
+        reader, node = node, _with_words_last(loss, node)
+    while _is_read_by(node, reader) and _is_plain(node) and node.meta["autocast"] == loss.meta["autocast"]:
         before = node.args[0] if node.args else None
         if node.target is F.linear and not needs_softmax and not node.kwargs and len(_shape(node.args[1])) == 2:
             found = _Pattern(loss, node, tuple(reversed(between)), dtype)
@@ -259,15 +280,31 @@ def _is_of_words(loss: fx.Node) -> bool:
         return False
     logits, labels = given
     is_deprecated = loss.kwargs.get("size_average") is not None or loss.kwargs.get("reduce") is not None
-    are_words = labels.meta["spec"].dtype == torch.int64 and _shape(labels) == _shape(logits)[:-1]
-    return are_words and len(_shape(logits)) == 2 and not is_deprecated
+    shape = _shape(logits)
+    are_words = labels.meta["spec"].dtype == torch.int64 and _shape(labels) == (*shape[:1], *shape[2:])
+    return are_words and len(shape) >= 2 and not is_deprecated
+
+
+def _with_words_last(loss: fx.Node, logits: fx.Node) -> Any:
+    """Returns what a loss of [batch, words, ...] transposes for its logits, [batch, ..., words]; None if it doesn't."""
+    before = logits.args[0] if logits.args else None
+    if not (isinstance(before, fx.Node) and _is_read_by(logits, loss) and _is_plain(logits)):
+        return None
+    if target_name(logits) not in _TRANSPOSING or loss.target is not F.cross_entropy:
+        return None
+    moved = TensorSpec.of(before.meta["spec"].empty(torch.device("meta")).movedim(-1, 1))
+    return before if moved == logits.meta["spec"] else None
+
+
+def _is_read_by(node: Any, reader: fx.Node) -> TypeGuard[fx.Node]:
+    """Tells whether a call is read by this one alone."""
+    return isinstance(node, fx.Node) and node.op in CALLS and set(node.users) == {reader}
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Tells whether a call makes one tensor under no modes, and does nothing else."""
+    """Tells whether a call makes one tensor with gradients, and does nothing else."""
     meta = node.meta
-    has_effect = meta.get("is_random") or meta.get("writes")
-    return "spec" in meta and meta["grad"] and not meta["autocast"] and not has_effect
+    return "spec" in meta and meta["grad"] and not meta.get("is_random") and not meta.get("writes")
 
 
 def _is_softmax(node: fx.Node) -> bool:
