@@ -107,7 +107,7 @@ def main() -> None:
     """Prints line by line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--memory", default="4GiB", help="of the device, which is the CPU")
+    parser.add_argument("--memory", default="3GiB", help="of the device, which is the CPU")
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=150000)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +81,7 @@ class Head:
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
     @contextmanager
-    def recomputing(self) -> Iterator[None]:
+    def recomputing(self) -> Generator[None]:
         """The modes of the forward, for a backward that repeats it."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
