@@ -65,6 +65,15 @@ def row_by_row(model: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Ten
     return (flat(model, logits, ids, reduction="none", ignore_index=2) * torch.arange(ids.numel())).sum()
 
 
+def transposed(_: Any, logits: torch.Tensor, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), ids, **options)
+
+
+def transposed_rows(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    found = F.cross_entropy(logits.unflatten(1, (3, 11)).permute(0, 3, 1, 2), ids.view(3, 3, 11), reduction="none")
+    return (found * torch.arange(33.0).view(3, 11)).sum()
+
+
 def weighted(model: Any, logits: torch.Tensor, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     return flat(model, logits, ids, weight=model.classes.to(logits.dtype), **options)
 
@@ -120,13 +129,16 @@ def chunked(model: nn.Module, rows: int = ROWS) -> Any:
 SUMMED = {"head.weight", "head.bias", "scale"}
 
 
-def assert_chunked_equals_whole(model: nn.Module, rows: int = ROWS, *, is_exact: bool = True) -> None:
+def assert_chunked_equals_whole(
+    model: nn.Module, rows: int = ROWS, *, is_exact: bool = True, eps: float | None = None
+) -> None:
     """Compares losses and gradients; sums over chunks within what their order may change.
 
     A sum of n terms in another order differs by at most n eps times the sum of sizes. Here n is 99 rows, eps that of
-    fp32; bf16 rounds the sum once more, which may fall to the other side.
+    fp32; bf16 rounds the sum once more, which may fall to the other side. `eps` is that of products, if they are
+    coarser than the weights.
     """
-    eps = torch.finfo(next(model.parameters()).dtype).eps
+    eps = eps or torch.finfo(next(model.parameters()).dtype).eps
     whole = copy.deepcopy(model)
     compiled = chunked(model, rows)
     expected, found = losses_and_gradients(whole, whole), losses_and_gradients(compiled, model)
@@ -148,6 +160,22 @@ def test_loss_and_hidden_gradients_have_the_bits_of_the_whole(form: str, dtype: 
     assert_chunked_equals_whole(Reader(FORMS[form], bias=form != "flat").to(dtype), rows, is_exact=is_exact)
 
 
+TRANSPOSED: dict[str, Any] = {
+    "mean": transposed,
+    "ignored": partial(transposed, ignore_index=0),
+    "smoothed": partial(transposed, label_smoothing=0.2, ignore_index=1),
+    "smoothed rows": lambda m, x, ids: transposed(m, x, ids, label_smoothing=0.2, reduction="none").square().sum(),
+    "weighted rows": lambda m, x, ids: transposed(m, x, ids, weight=m.classes, reduction="none").square().sum(),
+    "rows of rows": transposed_rows,
+}
+
+
+@pytest.mark.parametrize("form", TRANSPOSED)
+def test_transposed_logits_sum_words_in_another_order(form: str):
+    """[batch, words, length]: torch's softmax over words that don't lie side by side adds them up otherwise."""
+    assert_chunked_equals_whole(Reader(TRANSPOSED[form]), is_exact=False)
+
+
 @pytest.mark.parametrize("form", WEIGHTED)
 def test_weights_of_classes_sum_rows_in_another_order(form: str):
     assert_chunked_equals_whole(Reader(WEIGHTED[form]), is_exact=False)
@@ -156,6 +184,20 @@ def test_weights_of_classes_sum_rows_in_another_order(form: str):
 @pytest.mark.parametrize("rows", [1, 3, 32, 98])
 def test_any_number_of_rows_makes_a_chunk(rows: int):
     assert_chunked_equals_whole(Reader(flat), rows, is_exact=rows > 32)
+
+
+class Mixed(Reader):
+    """Mixed precision: fp32 weights, and a forward under autocast."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(ids)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_under_autocast_the_loss_has_the_bits_of_the_whole(form: str):
+    rows, is_exact = (2, False) if form == "some rows" else (ROWS, True)
+    assert_chunked_equals_whole(Mixed(FORMS[form], bias=form != "flat"), rows, is_exact=is_exact, eps=2**-7)
 
 
 @pytest.mark.parametrize("frozen", ["head", "body"])
@@ -231,8 +273,9 @@ def regrouped(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.reshape(WORDS, -1).t().contiguous(), ids.flatten())
 
 
-def transposed(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.transpose(1, 2), ids)
+def transposed_otherwise(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    logits = logits.unflatten(1, (11, 3))  # 11 and 3 change places, too
+    return F.cross_entropy(logits.permute(0, 3, 2, 1), ids.view(3, 3, 11))
 
 
 def of_probabilities(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -259,7 +302,7 @@ def returned(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> Any:
     return flat(_, logits, ids), logits
 
 
-def under_autocast(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def partly_under_autocast(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return flat(_, logits, ids)
 
@@ -270,8 +313,9 @@ def without_gradients(_: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.
 
 
 OTHERS = [
-    in_place, dropped, scaled_by_row, centered, some_words, regrouped, transposed, of_probabilities, without_softmax,
-    softmax_over_rows, scaled_log_probs, read_twice, returned, under_autocast, without_gradients,
+    in_place, dropped, scaled_by_row, centered, some_words, regrouped, transposed_otherwise, of_probabilities,
+    without_softmax, softmax_over_rows, scaled_log_probs, read_twice, returned, partly_under_autocast,
+    without_gradients,
 ]  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +71,23 @@ class Head:
         dtype: Of the log-probabilities; None for that of the logits.
         rows: Of a chunk, at most.
         sums: Whether each row's log-probabilities are summed, too, as label smoothing needs.
+        autocast: The autocast regions that all of it runs in; operands of the linear layer are cast already.
     """
 
     calls: tuple[RowCall, ...]
     dtype: torch.dtype | None
     rows: int
     sums: bool
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+
+    @contextmanager
+    def recomputing(self) -> Generator[None]:
+        """The modes of the forward, for a backward that repeats it."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+            yield
 
     def log_probs(self, logits: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the log-probabilities of all words, for the result of the linear layer."""
@@ -165,7 +177,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(operands, needs_operands, strict=True)]
         start = 0
         for rows, words, *of_results in head.chunks(hidden, labels, *gradients[: 1 + head.sums]):
-            with torch.enable_grad():
+            with head.recomputing():
                 logits = F.linear(rows, weight, bias).detach().requires_grad_()
                 log_probs = head.log_probs(logits, leaves)
                 results = [_of(words, log_probs), *([_summed(log_probs, class_weight)] if head.sums else [])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,21 +10,12 @@ import torch.nn.functional as F
 from torch import fx
 
 from megatrain.passes.rewrites.chunked_log_probs import Head, Logits, Operand, RowCall, chunked_log_probs
+from megatrain.passes.rewrites.head_pattern import HeadPattern, head_pattern, is_pointwise, shape_of
 from megatrain.passes.rewriting.call_trial import Site
-from megatrain.passes.rewriting.replacing import is_written_after
 from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.tracer.calls import literal_text, target_name
-from megatrain.tracer.node_meta import CALLS
 from megatrain.tracer.traced import TracedModule
 
-# Each acts on every element alone, with operands that are numbers or are broadcast along rows.
-_POINTWISE = frozenset(
-    "add sub mul div neg multiply divide true_divide subtract tanh sigmoid clamp float to bfloat16 half double".split()
-)
-# Each changes the shape of the leading dimensions alone, if the last one stays.
-_RESHAPING = frozenset("view reshape flatten unflatten squeeze unsqueeze contiguous clone".split())
-# A quarter of these takes no longer than all rows at once, 16 rows do (docs/benchmarks.md).
-_FEWEST = 128
 # Of a loss, where no row is ignored: any index that is no word's.
 _NO_WORD = -100
 
@@ -70,15 +60,14 @@ class HeadLoss:
         log_probs, sums = chunked_log_probs(self.head, rows, words, weight, bias, class_weight, operands)
         loss = self._negative(log_probs, words, is_ignored, class_weight)
         if sums is None:
-            return loss.view(self.shape) if self.reduction == "none" else loss
-        smooth = (-sums).masked_fill(is_ignored, 0)
+            return loss
+        smooth = (-sums).masked_fill(is_ignored, 0).view(self.shape)
         if self.reduction == "mean":
             counted = (~is_ignored).sum() if class_weight is None else _counted(class_weight, words, is_ignored).sum()
             smooth = smooth.sum() / counted
         elif self.reduction == "sum":
             smooth = smooth.sum()
-        made = loss * (1 - self.smoothing) + smooth * (self.smoothing / len(weight))
-        return made.view(self.shape) if self.reduction == "none" else made
+        return loss * (1 - self.smoothing) + smooth * (self.smoothing / len(weight))
 
     def _negative(
         self,
@@ -89,10 +78,11 @@ class HeadLoss:
     ) -> torch.Tensor:
         """The negative log-likelihood. Without weights of classes torch sums rows as it would those of all words."""
         if class_weight is None:
-            only = torch.zeros_like(words).masked_fill(is_ignored, _NO_WORD)
-            return F.nll_loss(log_probs.unsqueeze(1), only, ignore_index=_NO_WORD, reduction=self.reduction)
+            only = torch.zeros_like(words).masked_fill(is_ignored, _NO_WORD).view(self.shape)
+            of_only = log_probs.view(self.shape).unsqueeze(1)
+            return F.nll_loss(of_only, only, ignore_index=_NO_WORD, reduction=self.reduction)
         factors = _counted(class_weight, words, is_ignored)
-        rows = -log_probs * factors
+        rows = (-log_probs * factors).view(self.shape)
         if self.reduction == "none":
             return rows
         return rows.sum() / factors.sum() if self.reduction == "mean" else rows.sum()
@@ -120,11 +110,13 @@ def chunk_head_loss(traced: TracedModule, *, rows: int | None = None, divisor: i
     """Returns the capture with each loss of a linear head computed in chunks of rows; `traced` itself if none can be.
 
     The pattern is `linear`, then calls that treat each row alone (casts, scales, a softcap, a bias), views and slices
-    of rows, then `cross_entropy`, or `log_softmax` and `nll_loss`. Nothing else may read the logits, or what is made of
-    them in between. All reductions, ignored labels, label smoothing and weights of classes are served.
+    of rows, then `cross_entropy`, also of transposed logits ([batch, words, length]), or `log_softmax` and `nll_loss`.
+    All of it may run under one autocast. Nothing else may read the logits, or what is made of them in between. All
+    reductions, ignored labels, label smoothing and weights of classes are served.
 
-    The loss and the gradients of hidden states have the bits of the unchunked computation on the CPU (with weights of
-    classes rows are summed in another order). Gradients of the head's weights are sums over chunks, in fp32 or wider.
+    The loss and the gradients of hidden states have the bits of the unchunked computation on the CPU (but weights of
+    classes sum rows in another order, and transposed logits the words of a row). Gradients of the head's weights are
+    sums over chunks, in fp32 or wider.
 
     Args:
         traced: The capture.
@@ -132,7 +124,7 @@ def chunk_head_loss(traced: TracedModule, *, rows: int | None = None, divisor: i
         divisor: Without `rows`: so many times fewer than these.
     """
     losses = [node for node in traced.graph.nodes if node.target in (F.cross_entropy, F.nll_loss)]
-    found = [pattern for pattern in map(_pattern, losses) if pattern is not None]
+    found = [pattern for pattern in map(head_pattern, losses) if pattern is not None]
     chunked = [
         (pattern, size) for pattern in found if (size := rows or pattern.usual_rows // divisor) < pattern.num_rows
     ]
@@ -140,176 +132,72 @@ def chunk_head_loss(traced: TracedModule, *, rows: int | None = None, divisor: i
         return traced
     rewriter = Rewriter(traced)
     for pattern, size in chunked:
-        pattern.rewrite(rewriter, size)
+        _rewrite(pattern, rewriter, size)
     return rewriter.done()
 
 
-@dataclass(frozen=True, slots=True)
-class _Pattern:
-    """A loss of a linear head in a graph.
-
-    Args:
-        loss: The call of `cross_entropy` or `nll_loss`.
-        linear: The call that makes logits.
-        between: What is called between the two, in order, without a softmax.
-        dtype: Of the softmax's result, where the call of the softmax says so.
-    """
-
-    loss: fx.Node
-    linear: fx.Node
-    between: tuple[fx.Node, ...]
-    dtype: torch.dtype | None
-
-    @property
-    def operands(self) -> set[fx.Node]:
-        """All that its calls read."""
-        return {operand for node in (self.linear, *self.between, self.loss) for operand in node.all_input_nodes}
-
-    @property
-    def num_rows(self) -> int:
-        """Of the logits that count."""
-        return math.prod(_shape(self.loss.args[1]))
-
-    @property
-    def usual_rows(self) -> int:
-        """As many as make the logits of a chunk about as large as the hidden states of all rows."""
-        num_words, width = _shape(self.linear.args[1])
-        wanted = max(_FEWEST, -(-self.num_rows // -(-num_words // width)))
-        return 1 << (wanted - 1).bit_length()
-
-    def rewrite(self, rewriter: Rewriter, rows: int) -> None:
-        """Replaces the loss; nothing reads the logits then, so that they go."""
-        hidden, weight, bias = (*self.linear.args, None)[:3]
-        calls: list[RowCall] = []
-        operands: list[Any] = []
-        for node in self.between:
-            logits: Any = node.args[0]
-            if _is_pointwise(node, logits):
-                calls.append(self._row_call(rewriter, node, logits, operands))
-            elif node.target == "__getitem__":  # rows of hidden states are moved as rows of logits were
-                hidden = rewriter.call(self.loss, "__getitem__", hidden, node.args[1])
-            elif _shape(node) != _shape(logits):
-                hidden = rewriter.call(self.loss, "reshape", hidden, (*_shape(node)[:-1], _shape(hidden)[-1]))
-        labels, options = self.loss.args[1], self.loss.kwargs
-        smoothing: Any = options.get("label_smoothing", 0.0)
-        reduction: Any = options.get("reduction", "mean")
-        ignore_index: Any = options.get("ignore_index", -100)
-        target = HeadLoss(
-            Head(tuple(calls), self.dtype, rows, sums=smoothing > 0),
-            reduction,
-            ignore_index,
-            float(smoothing),
-            torch.Size(_shape(labels)),
-        )
-        # The call stands for the head, and blocks are named for their modules.
-        site = replace(Site.of(self.loss), modules=self.linear.meta["modules"])
-        made = rewriter.add(site, target, (hidden, labels, weight, bias, options.get("weight"), *operands))
-        rewriter.replace(self.loss, made)
-
-    def _row_call(self, rewriter: Rewriter, node: fx.Node, before: fx.Node, operands: list[Any]) -> RowCall:
-        def without_nodes(argument: Any) -> Any:
-            if argument is before:
-                return Logits()
-            if not isinstance(argument, fx.Node):
-                return argument
-            spec = argument.meta["spec"]
-            if len(spec.shape) > 1:
-                argument = rewriter.call(self.loss, "reshape", argument, (spec.shape[-1],))
-            operands.append(argument)
-            return Operand(len(operands) - 1)
-
-        args = tuple(without_nodes(a) for a in node.args)
-        kwargs = tuple((name, without_nodes(value)) for name, value in node.kwargs.items())
-        given = [*(literal_text(a) for a in node.args if a is not before)]
-        given += [f"{name}={literal_text(value)}" for name, value in node.kwargs.items()]
-        text = f"{target_name(node)}({', '.join(given)})" if given else target_name(node)
-        target: Any = node.target
-        return RowCall(target, args, kwargs, text)
+def _rewrite(found: HeadPattern, rewriter: Rewriter, rows: int) -> None:
+    """Replaces the loss; nothing reads the logits then, so that they go."""
+    hidden, weight, bias = (*found.linear.args, None)[:3]
+    calls: list[RowCall] = []
+    operands: list[Any] = []
+    for node in found.between:
+        logits: Any = node.args[0]
+        if is_pointwise(node, logits):
+            calls.append(_row_call(rewriter, found.loss, node, operands))
+        elif node.target == "__getitem__":  # rows of hidden states are moved as rows of logits were
+            hidden = rewriter.call(found.loss, "__getitem__", hidden, node.args[1])
+        elif shape_of(node) != shape_of(logits):
+            hidden = rewriter.call(found.loss, "reshape", hidden, (*shape_of(node)[:-1], shape_of(hidden)[-1]))
+    scores: Any = found.loss.args[0]
+    dtype = found.loss.meta["spec"].dtype
+    if found.loss.target is F.cross_entropy and scores.meta["spec"].dtype != dtype:
+        # Autocast makes this loss in fp32, and its softmax with it.
+        calls.append(RowCall("to", (Logits(), dtype), (), f"to({literal_text(dtype)})"))
+    hidden, weight, bias = (_cast(found, rewriter, operand) for operand in (hidden, weight, bias))
+    labels, options = found.loss.args[1], found.loss.kwargs
+    smoothing: Any = options.get("label_smoothing", 0.0)
+    reduction: Any = options.get("reduction", "mean")
+    ignore_index: Any = options.get("ignore_index", -100)
+    target = HeadLoss(
+        Head(tuple(calls), found.dtype, rows, sums=smoothing > 0, autocast=found.loss.meta["autocast"]),
+        reduction,
+        ignore_index,
+        float(smoothing),
+        torch.Size(shape_of(labels)),
+    )
+    # The call stands for the head, and blocks are named for their modules.
+    site = replace(Site.of(found.loss), modules=found.linear.meta["modules"])
+    made = rewriter.add(site, target, (hidden, labels, weight, bias, options.get("weight"), *operands))
+    rewriter.replace(found.loss, made)
 
 
-def _pattern(loss: fx.Node) -> _Pattern | None:
-    """Finds the linear layer whose logits a loss is of; None if it can't be chunked."""
-    if not _is_of_words(loss):
-        return None
-    dtype: Any = None
-    needs_softmax = loss.target is F.nll_loss
-    between: list[fx.Node] = []
-    reader, node = loss, loss.args[0]
-    while isinstance(node, fx.Node) and node.op in CALLS and set(node.users) == {reader} and _is_plain(node):
-        before = node.args[0] if node.args else None
-        if node.target is F.linear and not needs_softmax and not node.kwargs and len(_shape(node.args[1])) == 2:
-            found = _Pattern(loss, node, tuple(reversed(between)), dtype)
-            return None if is_written_after(node, found.operands) else found
-        if not isinstance(before, fx.Node) or "spec" not in before.meta:
-            return None
-        if needs_softmax and _is_softmax(node):
-            needs_softmax, dtype = False, node.kwargs.get("dtype")
-        elif _moves_rows(node, before) or (not needs_softmax and _is_pointwise(node, before)):
-            between.append(node)
-        else:
-            return None
-        reader, node = node, before
-    return None
+def _cast(found: HeadPattern, rewriter: Rewriter, operand: Any) -> Any:
+    """An operand of the linear layer as autocast gives it: cast once, not for each chunk."""
+    dtype = found.linear.meta["spec"].dtype
+    if operand is None or operand.meta["spec"].dtype == dtype:
+        return operand
+    return rewriter.call(found.loss, "to", operand, dtype)
 
 
-def _is_of_words(loss: fx.Node) -> bool:
-    """Tells whether a loss compares rows of logits with the number of a word each."""
-    given: Any = loss.args
-    if len(given) != 2 or not all(isinstance(a, fx.Node) for a in given) or not _is_plain(loss):
-        return False
-    logits, labels = given
-    is_deprecated = loss.kwargs.get("size_average") is not None or loss.kwargs.get("reduce") is not None
-    are_words = labels.meta["spec"].dtype == torch.int64 and _shape(labels) == _shape(logits)[:-1]
-    return are_words and len(_shape(logits)) == 2 and not is_deprecated
+def _row_call(rewriter: Rewriter, loss: fx.Node, node: fx.Node, operands: list[Any]) -> RowCall:
+    before = node.args[0]
 
+    def without_nodes(argument: Any) -> Any:
+        if argument is before:
+            return Logits()
+        if not isinstance(argument, fx.Node):
+            return argument
+        spec = argument.meta["spec"]
+        if len(spec.shape) > 1:
+            argument = rewriter.call(loss, "reshape", argument, (spec.shape[-1],))
+        operands.append(argument)
+        return Operand(len(operands) - 1)
 
-def _is_plain(node: fx.Node) -> bool:
-    """Tells whether a call makes one tensor under no modes, and does nothing else."""
-    meta = node.meta
-    has_effect = meta.get("is_random") or meta.get("writes")
-    return "spec" in meta and meta["grad"] and not meta["autocast"] and not has_effect
-
-
-def _is_softmax(node: fx.Node) -> bool:
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    is_over_words = dim in (-1, len(_shape(node)) - 1) and len(node.args) <= 2
-    return is_over_words and node.target in (F.log_softmax, torch.log_softmax, "log_softmax")
-
-
-def _is_pointwise(node: fx.Node, logits: fx.Node) -> bool:
-    """Tells whether a call computes each row from this row, from numbers and from what all rows share."""
-    name = target_name(node)
-    if name not in _POINTWISE or node.target not in (name, getattr(torch, name, None)):
-        return False
-    if _shape(node) != _shape(logits):
-        return False
-    others = [n for n in node.all_input_nodes if n is not logits]
-    return all("spec" in n.meta and math.prod(_shape(n)[:-1]) == 1 for n in others)
-
-
-def _moves_rows(node: fx.Node, logits: fx.Node) -> bool:
-    """Tells whether a call leaves rows whole and in their order; it may leave out some."""
-    before, after = logits.meta["spec"], node.meta["spec"]
-    if node.op != "call_method" and node.target is not getattr(torch, target_name(node), None):
-        return False
-    if before.dtype != after.dtype or not after.shape or before.shape[-1] != after.shape[-1]:
-        return False
-    if node.target == "__getitem__":
-        return len(node.args) == 2 and _leaves_words(node.args[1], len(before.shape))
-    return target_name(node) in _RESHAPING and math.prod(before.shape) == math.prod(after.shape)
-
-
-def _leaves_words(index: Any, ndim: int) -> bool:
-    """Tells whether an index selects along leading dimensions alone, by numbers and slices."""
-    items = index if isinstance(index, tuple) else (index,)
-    if not all(item is Ellipsis or (isinstance(item, slice | int) and not isinstance(item, bool)) for item in items):
-        return False
-    if any(isinstance(part, fx.Node) for i in items if isinstance(i, slice) for part in (i.start, i.stop, i.step)):
-        return False
-    behind = items[items.index(Ellipsis) + 1 :] if Ellipsis in items else items
-    reaches_words = bool(behind) if Ellipsis in items else len(items) == ndim
-    return not reaches_words or items[-1] == slice(None)
-
-
-def _shape(node: Any) -> tuple[int, ...]:
-    return tuple(node.meta["spec"].shape)
+    args = tuple(without_nodes(a) for a in node.args)
+    kwargs = tuple((name, without_nodes(value)) for name, value in node.kwargs.items())
+    given = [*(literal_text(a) for a in node.args if a is not before)]
+    given += [f"{name}={literal_text(value)}" for name, value in node.kwargs.items()]
+    text = f"{target_name(node)}({', '.join(given)})" if given else target_name(node)
+    target: Any = node.target
+    return RowCall(target, args, kwargs, text)
