@@ -13,6 +13,7 @@ from megatrain.checks import checked, count, function, number, optional
 from megatrain.counts import counted
 from megatrain.device import HOST
 from megatrain.errors import LowerError
+from megatrain.passes.canonicalize import canonicalize
 from megatrain.passes.distance import TOLERANCES, scale_by_kind, tensor_distance
 from megatrain.passes.interpret import Code
 from megatrain.passes.pipeline import Rewrite, pass_name, run_pass
@@ -117,11 +118,11 @@ def check_rewrite(
 ) -> RewriteReport:
     """Compares the gradients of a capture with those of the rewritten one, over random weights and inputs.
 
-    Captures `model(*args, **kwargs)`, applies the rewrite, and runs both graphs as they are: without blocks, schedule
-    and runtime. Each trial draws other weights and inputs around the given ones, so that no bias of zeros and no norm
-    of ones hides a fault; whole numbers and flags among the inputs change places. Outputs, gradients of all parameters
-    and inputs, and written buffers are compared, with fixed random gradients of the outputs. Dropout draws the same
-    numbers in both if the rewrite keeps the order of its draws.
+    Captures `model(*args, **kwargs)`, applies the rewrite to the graph that `lower` would give it (without dead calls),
+    and runs both graphs as they are: without blocks, schedule and runtime. Each trial draws other weights and inputs
+    around the given ones, so that no bias of zeros and no norm of ones hides a fault; whole numbers and flags among the
+    inputs change places. Outputs, gradients of all parameters and inputs, and written buffers are compared, with fixed
+    random gradients of the outputs. Dropout draws the same numbers in both if the rewrite keeps the order of its draws.
 
     Args:
         model: Any module with values; it stays as it was.
@@ -146,7 +147,7 @@ def check_rewrite(
             f"`{meta}` is on the meta device.\n  A rewrite is checked on values.\n"
             "  Build the model on the CPU, with few layers; the rewrite is the same."
         )
-    traced = trace(model, args, given)
+    traced = canonicalize(trace(model, args, given))
     made: Any = run_pass(rewrite, traced, is_rewrite=True)
     changed = str(made) != str(traced)
     trial = _Trials(traced, Arguments.of(model, args, given), tensors, seed)

@@ -86,6 +86,21 @@ def test_a_gradient_that_is_lost_is_told_although_the_outputs_are_equal():
     assert [(d.kind, d.name) for d in report.deviations if not d.ok] == [("gradient", "fc.weight")]
 
 
+def test_a_rewrite_sees_the_graph_that_a_compiled_model_gives_it():
+    """`.float()` of a float makes a call that nothing reads: with it, the head isn't the only reader of its logits."""
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 9)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.head(x).float(), labels)
+
+    report = check_rewrite(Cast(), partial(chunk_head_loss, rows=2), (X, torch.tensor([1, 3, 5, 7, 2])))
+    assert report.ok, str(report)
+
+
 def test_a_rewrite_that_changes_nothing_is_not_ok():
     report = check_rewrite(Net(), lambda traced: traced, (X,))
     assert not report.ok

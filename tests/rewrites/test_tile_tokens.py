@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import megatrain
+from megatrain.passes import check_rewrite
 from megatrain.passes.canonicalize import canonicalize
 from megatrain.passes.rewrites import linear_into
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
@@ -182,6 +183,25 @@ def test_a_capture_with_dead_calls_is_tiled_too():
     tiled = tile_tokens(traced, rows=64)
     tiled.check()
     assert any(isinstance(node.target, TiledRegion) for node in tiled.graph.nodes)
+
+
+def _routed(x: torch.Tensor) -> torch.Tensor:
+    """A router of experts, which writes into one of the results of a call that makes several."""
+    chosen, _ = x.sin().softmax(-1).topk(4, -1)
+    chosen /= chosen.sum(-1, keepdim=True)
+    return x * chosen[..., :1]
+
+
+def _repeated(x: torch.Tensor) -> torch.Tensor:
+    """Heads of keys that several heads of queries read: one memory for all of them."""
+    return x.sin().unsqueeze(2).expand(-1, -1, 3, -1).cumsum(1).sum(2)
+
+
+@pytest.mark.parametrize("form", [_routed, _repeated])
+def test_results_that_a_region_does_not_make_alone_or_that_repeat_are_right(form: Callable[..., torch.Tensor]):
+    torch.manual_seed(7)
+    report = check_rewrite(Alone(form), partial(tile_tokens, rows=64), (torch.randn(2, TOKENS, WIDTH),), trials=1)
+    assert report.ok, str(report)
 
 
 def _divided(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

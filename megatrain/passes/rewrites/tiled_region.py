@@ -176,7 +176,7 @@ class _Tiles(torch.autograd.Function):
                 results = [_empty(spec, tile) for spec, tile in zip(region.specs, made, strict=True)]
                 constant = [whole for whole, tile in zip(results, made, strict=True) if not tile.requires_grad]
             for whole, axis, tile in zip(results, region.out_axes, made, strict=True):
-                whole.narrow(axis, start, length).copy_(tile.detach())
+                _copy(whole.narrow(axis, start, length), tile.detach())
             del made  # before the next tile's
         ctx.mark_non_differentiable(*constant)
         return tuple(results)
@@ -254,6 +254,14 @@ class _Backward:
         if whole is None:
             whole = self._whole[index] = torch.empty_like(self._operands[index])
         whole.narrow(axis, start, length).copy_(gradient)
+
+
+def _copy(place: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies values into a tensor; what repeats along a dimension that was expanded lies there once."""
+    for dim, stride in enumerate(place.stride()):
+        if stride == 0:
+            place, values = place.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    place.copy_(values)
 
 
 def _leaves(operands: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[torch.Tensor]:

@@ -180,11 +180,12 @@ class _Finder:
 
     def _closed(self) -> Iterator[TokenRegion]:
         nodes, self._open = self._without_outer_views(self._open), []
+        while nodes and "spec" not in nodes[-1].meta:  # several results, of which one is taken out behind the region
+            nodes.pop()
         own = set(nodes)
         outputs = tuple(n for n in nodes if not own.issuperset(n.users))
-        is_whole = all("spec" in node.meta for node in outputs)  # several results are read in here alone
-        pays = _saved_bytes(nodes, outputs) > 0 and any(map(_computes, nodes))
-        if is_whole and pays and self._keeps_order(nodes):
+        is_whole = all("spec" in node.meta for node in outputs)  # other several results are read in here alone
+        if is_whole and _pays(nodes, outputs) and self._keeps_order(nodes):
             yield TokenRegion(tuple(nodes), {n: self._axes[n] for n in self._axes}, outputs)
 
     def _without_outer_views(self, nodes: list[fx.Node]) -> list[fx.Node]:
@@ -209,6 +210,11 @@ class _Finder:
 
 
 _UNKNOWN = object()
+
+
+def _pays(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> bool:
+    """Tells whether a region computes anything, and its results are less than all that it makes."""
+    return any(map(_computes, nodes)) and _saved_bytes(nodes, outputs) > 0
 
 
 def _saved_bytes(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> int:
