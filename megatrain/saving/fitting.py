@@ -43,7 +43,7 @@ def misfits(own: Any, saved: Any, place: str, *, is_whole: bool = False) -> Iter
         place: The name of the value.
         is_whole: Whether dicts within the saved value must have all names of the existing dicts.
     """
-    here, there = kind_of(own), kind_of(saved)
+    here, there = name_of_kind(own), name_of_kind(saved)
     if there != here and there not in _ALSO.get(here, ()):
         yield f"`{place}` is a {here} here, but {shown(saved)} in the checkpoint"
     elif there == "number" and isinstance(saved, int) and abs(saved) > MAX_INT:
@@ -71,6 +71,6 @@ def _inner(own: Any, saved: Any, place: str, *, is_whole: bool) -> Iterator[str]
                 yield f"`{place}.{key}` is not in the checkpoint"
 
 
-def kind_of(value: object) -> str:
+def name_of_kind(value: object) -> str:
     """Names the kind of a value that a checkpoint can hold; of another one, its class."""
     return next((name for kinds, name in _KINDS if isinstance(value, kinds)), type(value).__qualname__)

@@ -32,7 +32,7 @@ from megatrain.files.json_rules import (
     text,
 )
 from megatrain.files.weight_files import DTYPES
-from megatrain.saving.values import encoded, tensors_in
+from megatrain.saving.values import encoded, tensor_places
 
 FILE = "checkpoint.json"
 INDEX = "model.safetensors.index.json"
@@ -166,7 +166,7 @@ def _refer(values: Iterable[tuple[str, Any]], tensors: Mapping[str, Any]) -> Ite
     """Each tensor appears once, at the path that is its name; the second of a name has a prime."""
     found: set[str] = set()
     for key, item in values:
-        for place, is_known, each, is_array in tensors_in(item, key):
+        for place, is_known, each, is_array in tensor_places(item, key):
             behind = each[len(place) :] if is_known else "'"
             if not each.startswith(place) or behind.strip("'") or each in found or each not in tensors:
                 yield f"`{place[:200]}` is the tensor {shown(each)}, but another tensor is stored for it"

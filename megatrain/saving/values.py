@@ -134,7 +134,7 @@ _TAGGED = {
 }
 
 
-def tensors_in(value: Any, path: str, *, is_known: bool = True) -> Iterator[tuple[str, bool, str, bool]]:
+def tensor_places(value: Any, path: str, *, is_known: bool = True) -> Iterator[tuple[str, bool, str, bool]]:
     """Lists the tensors that JSON of `encode` refers to.
 
     Yields:
@@ -142,19 +142,19 @@ def tensors_in(value: Any, path: str, *, is_known: bool = True) -> Iterator[tupl
     """
     if isinstance(value, list):
         for i, item in enumerate(cast(list[Any], value)):
-            yield from tensors_in(item, f"{path}.{i}" if is_known else path, is_known=is_known)
+            yield from tensor_places(item, f"{path}.{i}" if is_known else path, is_known=is_known)
     elif isinstance(value, dict):
         held = cast(dict[str, Any], value)
         tag = next(iter(held), "")
         if tag in ("!tensor", "!array"):
             yield path, is_known, held[tag], tag == "!array"
         elif tag in ("!dict", "!counter"):
-            yield from tensors_in(held[tag], path, is_known=False)
+            yield from tensor_places(held[tag], path, is_known=False)
         elif tag == "!tuple":
-            yield from tensors_in(held[tag], path, is_known=is_known)
+            yield from tensor_places(held[tag], path, is_known=is_known)
         elif tag != "!float":
             for key, item in held.items():
-                yield from tensors_in(item, f"{path}.{key}" if is_known else path, is_known=is_known)
+                yield from tensor_places(item, f"{path}.{key}" if is_known else path, is_known=is_known)
 
 
 def decode(encoded: Any, tensor: Callable[[str], Any]) -> Any:

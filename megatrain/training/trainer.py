@@ -14,7 +14,7 @@ from megatrain.errors import ExecuteError, ReadsParameterError
 from megatrain.interrupts import Interrupts
 from megatrain.optim.updates import Updates
 from megatrain.planning.loss_bytes import Loss
-from megatrain.runtime.gradients.sink import check_kind, hooked, kind_of, laid_out
+from megatrain.runtime.gradients.sink import check_kind, gradient_form, hooked, laid_out
 from megatrain.sizes import Section
 from megatrain.training.batch import Differentiated, loss_of
 from megatrain.training.handing import handed
@@ -191,7 +191,7 @@ class Running:
         post = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
         if not post:
             return gradient
-        kind = kind_of(gradient)
+        kind = gradient_form(gradient)
         parameter.grad = gradient
         try:
             for hook in post.values():

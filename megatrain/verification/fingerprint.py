@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatrain.device import is_on_host
-from megatrain.verification.leaves import tensors_in
+from megatrain.verification.leaves import distinct_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def followed_calls(model: nn.Module) -> Generator[list[ModuleCall]]:
 
     def follow(name: str) -> Any:
         def note(_module: nn.Module, _args: Any, output: Any) -> None:
-            calls.append(ModuleCall(name, counts[name], tuple(map(Fingerprint.of, tensors_in(output)))))
+            calls.append(ModuleCall(name, counts[name], tuple(map(Fingerprint.of, distinct_tensors(output)))))
             counts[name] += 1
 
         return note

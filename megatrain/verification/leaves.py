@@ -46,7 +46,7 @@ class SameAs(str):
     __slots__ = ()
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def distinct_tensors(value: Any) -> list[torch.Tensor]:
     """Returns the distinct tensors in an object."""
     return [leaf for _, leaf in named_leaves(value) if isinstance(leaf, torch.Tensor)]
 

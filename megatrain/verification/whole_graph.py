@@ -16,7 +16,7 @@ from megatrain.tracer.arguments import tensors_given
 from megatrain.tracer.inventory import inventory
 from megatrain.tracer.traced import TracedModule
 from megatrain.verification.fingerprint import Fingerprint, ModuleCall
-from megatrain.verification.leaves import tensors_in
+from megatrain.verification.leaves import distinct_tensors
 
 _MODES = {"grad": True, "autocast": ()}
 
@@ -91,7 +91,7 @@ class WholeGraph:
 
     def _probe(self, name: str, keeps: bool) -> Callable[[Any], None]:
         def probe(value: Any) -> None:
-            self._prints[name].update(map(Fingerprint.of, tensors_in(value)))
+            self._prints[name].update(map(Fingerprint.of, distinct_tensors(value)))
             if keeps and isinstance(value, torch.Tensor):
                 self._versions[name].append(value.detach().to("cpu", copy=True))
                 if value.requires_grad:

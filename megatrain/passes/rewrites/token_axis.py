@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatrain.passes.rewrites.token_rules import MixesTokensError, OperatorCall, axes_of_results, tensors_in
+from megatrain.passes.rewrites.token_rules import MixesTokensError, OperatorCall, axes_of_results, plain_tensors
 from megatrain.torch_private import TorchDispatchMode
 
 
@@ -48,9 +48,9 @@ class TokenAxes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         asks_alone = func.namespace == "prim"  # for a tensor's device
-        if asks_alone or all(self.axis_of(leaf) is None for leaf in tensors_in((args, kwargs))):
+        if asks_alone or all(self.axis_of(leaf) is None for leaf in plain_tensors((args, kwargs))):
             return result
-        made = tensors_in(result)
+        made = plain_tensors(result)
         call = OperatorCall(func, args, kwargs or {}, result, self.axis_of)
         try:
             call.groups = self._common_groups(call.operands)

@@ -36,8 +36,8 @@ class OperatorCall:
     ):
         names = [argument.name for argument in func._schema.arguments]
         self.given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-        self.operands = tensors_in((args, kwargs))
-        self.results = tensors_in(result)
+        self.operands = plain_tensors((args, kwargs))
+        self.results = plain_tensors(result)
         self.axis_of = axis_of
         self.groups = 1
 
@@ -277,6 +277,6 @@ _RULES: dict[str, Callable[[OperatorCall], Axes]] = {
 }
 
 
-def tensors_in(values: Any) -> list[torch.Tensor]:
+def plain_tensors(values: Any) -> list[torch.Tensor]:
     """The tensors among arguments or results."""
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]

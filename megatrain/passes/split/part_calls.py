@@ -14,7 +14,7 @@ from torch import fx
 from megatrain.passes.canonicalize import is_erased
 from megatrain.passes.rewriting.call_trial import Site, Target
 from megatrain.passes.rewriting.rewriter import Rewriter
-from megatrain.passes.split.rows import known_name, memory_order, operands, resized
+from megatrain.passes.split.rows import dims_by_stride, known_name, operands, resized
 from megatrain.passes.split.uses import Batch, Cut, Grouped, Row, Selection, Use
 from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateEntry
@@ -81,7 +81,7 @@ class PartWriter:
             results.append(self._on_rows(use.call, self._weights(use, part), rows))
         self._marker = ()
         # An einsum's result may lie in memory in another order than its dimensions; so must what replaces it.
-        order = memory_order(use.end.meta["spec"])
+        order = dims_by_stride(use.end.meta["spec"])
         results = [self._in_order(r, order) for r in results]
         joined = self._new(torch.cat, results, order.index(use.call.act.dim))
         return self._in_order(joined, [order.index(d) for d in range(len(order))])

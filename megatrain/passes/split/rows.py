@@ -202,7 +202,7 @@ def grouped_of(node: fx.Node, weights: fx.Node) -> tuple[fx.Node, fx.Node] | Non
     return (rows, ends) if is_plain and operands(node).count(weights) == 1 else None
 
 
-def memory_order(spec: TensorSpec) -> list[int]:
+def dims_by_stride(spec: TensorSpec) -> list[int]:
     """Returns the dimensions of a tensor, that with the largest stride first."""
     jumps = spec.stride
     dims = list(range(len(spec.shape)))
@@ -215,6 +215,6 @@ def resized(spec: TensorSpec, dim: int, size: int) -> TensorSpec:
     if spec.stride is None:
         return TensorSpec(shape, spec.dtype)
     strides, step = [0] * len(shape), 1
-    for d in reversed(memory_order(spec)):
+    for d in reversed(dims_by_stride(spec)):
         strides[d], step = step, step * shape[d]
     return TensorSpec.of(torch.empty_strided(shape, strides, dtype=spec.dtype, device="meta"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from megatrain.errors import MegatrainError
 from megatrain.planning.model_sizes import LORA, MICRO_BATCH
 from megatrain.planning.planned_step import PlannedStep
-from megatrain.planning.what_if.variation import IN_PYTHON, NUMBERS, Spelling, Variation, splits, varied, written
+from megatrain.planning.what_if.variation import IN_PYTHON, NUMBERS, Spelling, Variation, as_printed, splits, varied
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.sizes import format_bytes
 
@@ -164,9 +164,9 @@ def _candidates(plan: PlannedStep) -> Iterator[Variation]:
     assert plan.asked is not None
     options, sizes = plan.asked.options, plan.asked.sizes
     taken, budget = plan.schedule.device_bytes, plan.device_memory
-    yield from (varied(device_memory=written(int(part * min(taken, budget or taken)))) for part in _LESS)
+    yield from (varied(device_memory=as_printed(int(part * min(taken, budget or taken)))) for part in _LESS)
     if budget is not None and taken > _FULL * budget:
-        yield from (varied(device_memory=written(int(part * budget))) for part in _MORE)
+        yield from (varied(device_memory=as_printed(int(part * budget))) for part in _MORE)
     if MICRO_BATCH in sizes:
         yield from splits(sizes[MICRO_BATCH], plan.schedule.kind.micro_batches, (-4, -2, 2, 4))
     if options["activations"] != "auto":

@@ -84,7 +84,7 @@ def size(nbytes: int) -> str:
     return format_bytes(nbytes).replace(" ", "")
 
 
-def written(nbytes: int) -> int:
+def as_printed(nbytes: int) -> int:
     """The size that `size` writes, so that a plan is of exactly what is printed; at least a byte."""
     return parse_bytes(size(max(1, nbytes)))
 

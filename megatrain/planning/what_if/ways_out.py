@@ -9,7 +9,7 @@ from megatrain.errors import ExecuteError, MegatrainError, ScheduleError
 from megatrain.planning.model_sizes import MICRO_BATCH, SEQUENCE
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.planning.what_if.alternatives import Alternative, other_trainings, planned
-from megatrain.planning.what_if.variation import IN_PYTHON, NUMBERS, Spelling, Variation, splits, varied, written
+from megatrain.planning.what_if.variation import IN_PYTHON, NUMBERS, Spelling, Variation, as_printed, splits, varied
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.sizes import format_bytes
 
@@ -116,7 +116,7 @@ def _families(plan: PlannedStep) -> Iterator[list[Variation]]:
         yield list(splits(sizes[MICRO_BATCH], micro_batches, factors))
     if plan.too_small is not None:
         largest = max((block.state_bytes for block in plan.schedule.known_workload().blocks), default=0)
-        yield [varied(block_bytes=written(largest >> n)) for n in range(1, 5)]
+        yield [varied(block_bytes=as_printed(largest >> n)) for n in range(1, 5)]
     if needs_host and not options["overlap"] and options["max_grad_norm"] is None and options["optimizer"] is not None:
         yield [varied(overlap=True)]
     for each in other_trainings(plan):

@@ -235,7 +235,7 @@ def hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     for hook in (parameter._backward_hooks or {}).values():  # pyright: ignore[reportPrivateUsage]
         replaced = hook(gradient)
         if replaced is not None:
-            check_kind(replaced, kind_of(gradient))
+            check_kind(replaced, gradient_form(gradient))
             gradient = replaced
     return gradient
 
@@ -246,7 +246,7 @@ def check_kind(gradient: Any, kind: str) -> None:
     Raises:
         ExecuteError: If shape, dtype, layout or device are others.
     """
-    found = kind_of(gradient) if isinstance(gradient, torch.Tensor) else type(gradient).__name__
+    found = gradient_form(gradient) if isinstance(gradient, torch.Tensor) else type(gradient).__name__
     if found != kind:
         raise ExecuteError(
             f"a hook on a gradient made {found} of {kind}.\n"
@@ -255,7 +255,7 @@ def check_kind(gradient: Any, kind: str) -> None:
         )
 
 
-def kind_of(gradient: torch.Tensor) -> str:
+def gradient_form(gradient: torch.Tensor) -> str:
     """Describes the properties that a hook must not change."""
     layout = "" if gradient.layout == torch.strided else f" {str(gradient.layout).removeprefix('torch.')}"
     return f"{TensorSpec(tuple(gradient.shape), gradient.dtype)}{layout} on {gradient.device}"
