@@ -22,7 +22,7 @@ from megatrain.tracer.arguments import Arguments
 from megatrain.tracer.expectations import GuardFailedError
 from megatrain.tracer.given import EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
 from megatrain.tracer.inventory import inventory
-from megatrain.tracer.recording.random_numbers import kept_rng
+from megatrain.tracer.recording.random_numbers import HostRng, kept_rng
 from megatrain.tracer.trace import trace
 from megatrain.tracer.traced import TracedModule
 
@@ -180,7 +180,7 @@ class _Trials:
     def __init__(
         self, traced: TracedModule, arguments: Arguments, tensors: Mapping[str, torch.Tensor], seed: int
     ) -> None:
-        self._traced, self._tensors, self._seed = traced, tensors, seed
+        self._traced, self._tensors, self._seed, self._host = traced, tensors, seed, HostRng.now()
         self._inputs = dict(zip(arguments.names, arguments.tensors, strict=True))
         self._parameters = {key for key, entry in traced.state.items() if entry.kind == "parameter"}
         self.kept: set[str] = set()
@@ -202,12 +202,19 @@ class _Trials:
         return deviations
 
     def _expected(self, number: int) -> _Tensors:
-        """Runs the capture; inputs of whole numbers stay as given if it was made for their values."""
+        """Runs the capture; inputs of whole numbers stay as given if it runs for their values alone."""
         try:
             return self._run(self._traced, number)
-        except GuardFailedError:
+        except (GuardFailedError, IndexError, RuntimeError):
             self.kept |= {name for name, tensor in self._inputs.items() if not _is_continuous(tensor)}
+        try:
             return self._run(self._traced, number)
+        except GuardFailedError as error:
+            raise LowerError(
+                f"the way that the model takes depends on values: {error}.\n"
+                "  A rewrite is checked over random weights and inputs, for which the capture must be right as well.\n"
+                "  Compare on your own: megatrain.verify(megatrain.compile(model, passes=[...]), ...)."
+            ) from error
 
     def _run(self, traced: TracedModule, number: int) -> _Tensors:
         generator = torch.Generator().manual_seed(self._seed + number)
@@ -217,6 +224,7 @@ class _Trials:
         # A forward that writes into its inputs, or into buffers, writes into copies: leaves keep their values.
         given = [tensor.clone() for tensor in inputs.values()]
         given += [(state[key] if key in state else traced.constants[key]).clone() for key in lifted.keys]
+        self._host.restore()  # draws of Python and NumPy, such as those of SpecAugment
         torch.manual_seed(self._seed + number)
         results = Code(lifted.graph)(given)
         leaves = {("gradient", key): tensor for key, tensor in state.items() if tensor.requires_grad}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,6 +100,34 @@ def test_a_rewrite_sees_the_graph_that_a_compiled_model_gives_it():
 
     report = check_rewrite(Cast(), partial(chunk_head_loss, rows=2), (X, torch.tensor([1, 3, 5, 7, 2])))
     assert report.ok, str(report)
+
+
+class Mask(nn.Module):
+    """Draws a mask from NumPy, as SpecAugment does; runs as a module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.from_numpy(np.random.rand(5, 1).astype("float32"))
+
+
+def test_draws_of_numpy_are_the_same_in_both():
+    before = np.random.get_state(legacy=False)["state"]["pos"]
+    report = check_rewrite(nn.Sequential(nn.Linear(6, 6), Mask()), replacing(F.linear, apart), (X,))
+    assert report.ok, str(report)
+    assert np.random.get_state(legacy=False)["state"]["pos"] == before
+
+
+def test_a_model_whose_way_depends_on_its_weights_is_refused():
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 6)
+            self.level = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x) if self.level == 1 else x
+
+    with pytest.raises(LowerError, match=r"(?s)the way that the model takes depends on values: .*megatrain\.verify"):
+        check_rewrite(Branching(), replacing(F.linear, apart), (X,))
 
 
 def test_a_rewrite_that_changes_nothing_is_not_ok():

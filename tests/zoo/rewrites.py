@@ -23,13 +23,12 @@ from torch import nn
 from tqdm import tqdm
 
 import megatrain
-from megatrain.errors import MegatrainError
+from megatrain.errors import LowerError, MegatrainError
 from megatrain.passes import check_rewrite
 from megatrain.passes.rewrites import token_regions, token_trials
 from megatrain.passes.rewrites.head_loss import HeadLoss, chunk_head_loss
 from megatrain.passes.rewrites.tile_tokens import tile_tokens
 from megatrain.passes.rewrites.tiled_region import TiledRegion
-from megatrain.tracer.expectations import GuardFailedError
 from tests.runtime.parity import loss_of
 from tests.zoo.case import Case
 from tests.zoo.collect import cases
@@ -38,8 +37,9 @@ from tests.zoo.run import fresh, seed
 _ROWS = 4
 # Texts of the zoo have 7 tokens and more. Calls are tried on fewer, a number that is rare among other sizes.
 _TRIED = 5
-# Of the largest gradient; sums over chunks and tiles associate otherwise.
-_CLOSE = 1e-5
+# Sums over chunks and tiles associate otherwise. Where the terms of a bias nearly cancel out, 1.5e-5 is left in fp32,
+# and 1.2e-13 in fp64.
+_CLOSE = 2e-5
 
 
 class LossAlone(nn.Module):
@@ -105,8 +105,8 @@ def found_in(case: Case) -> Found:
             tiled=sum(any(isinstance(target, TiledRegion) for target in each) for each in targets),
         )
         try:
-            report = check_rewrite(model, in_pieces, args, kwargs, trials=1)
-        except (GuardFailedError, IndexError, RuntimeError):  # with other values the model takes another way
+            report = check_rewrite(model, in_pieces, args, kwargs, trials=1, tolerance=_CLOSE)
+        except LowerError:  # the way that the model takes depends on values
             return found(verdict="equal" if _is_equal_as_given(case) else "DIFFERENT")
     except MegatrainError as error:
         return found(verdict=f"refused: {str(error).splitlines()[0]}")
