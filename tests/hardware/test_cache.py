@@ -11,8 +11,9 @@ import pytest
 from megatrain.device.kinds import HOST
 from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
-from megatrain.hardware.measuring import copies, measured
+from megatrain.hardware.measuring import copies, kernels_alone, measured
 from megatrain.hardware.measuring.cache import cached
+from megatrain.hardware.measuring.kernels_alone import Product, product_rates
 from megatrain.hardware.measuring.timing import rates_together
 
 FIGURES = {"h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 2e9, "flops_per_s": {"fp32": 1e12}, "memory_bytes": 2**30}
@@ -109,8 +110,18 @@ def test_products_that_are_none_are_refused(tmp_path: Path, products):
         Hardware.measure("cpu", cache=tmp_path, products=products)
 
 
+def test_products_that_one_thread_computes_wake_nobody(monkeypatch: pytest.MonkeyPatch):
+    """Waking takes longer than a small product: no rate is negative."""
+    monkeypatch.setattr(kernels_alone, "_product_s", lambda device, product: 1e-4)
+    small, shared = Product(8, 8, 8), Product(512, 512, 512, "bf16")
+    rates = product_rates(HOST, [small, shared], woken_s=4e-5)
+    assert rates["fp32"] == pytest.approx(small.flops / 1e-4)
+    assert rates["bf16"] == pytest.approx(shared.flops / 6e-5)
+    assert product_rates(HOST, [small, shared], woken_s=1.0)["bf16"] == pytest.approx(shared.flops / 5e-5)
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize("products", [[], [(64, 32, 48, "fp64")]])
+@pytest.mark.parametrize("products", [[], [(64, 32, 48, "fp64")], [(8, 8, 8, "fp32")]])
 def test_this_machine_has_figures(tmp_path: Path, products):
     machine = Hardware.measure("cpu", cache=tmp_path, products=products)
     assert machine.issue_s == 0  # a kernel is done when its call returns

@@ -43,6 +43,12 @@ class Product(NamedTuple):
         """Its floating-point operations."""
         return 2 * self.rows * self.inner * self.columns
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both matrices and of the result."""
+        sizes = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
+        return sizes * DTYPES[self.rate].itemsize
+
 
 def product_rates(device: Device, products: Sequence[Product], woken_s: float = 0.0) -> dict[str, float]:
     """FLOP/s by the name of the rate: of the given products, and of others for rates that none of them has.
@@ -50,15 +56,19 @@ def product_rates(device: Device, products: Sequence[Product], woken_s: float = 
     Args:
         device: Where they are computed.
         products: The given ones.
-        woken_s: Seconds that each of them takes longer because threads wake for it.
+        woken_s: Seconds that those which threads share take longer because these wake.
     """
+
+    def seconds(product: Product) -> float:
+        taken = _product_s(device, product)
+        return max(taken - woken_s, taken / 2) if product.nbytes >= SHARED_BYTES else taken
+
     taken: dict[str, list[tuple[int, float]]] = {}
     for product in dict.fromkeys(products):
-        taken.setdefault(product.rate, []).append((product.flops, _product_s(device, product) - woken_s))
+        taken.setdefault(product.rate, []).append((product.flops, seconds(product)))
     for rate in ("bf16", "fp32"):
         if rate not in taken:
-            others = _of_layers(_fitting_width(device, rate), rate)
-            taken[rate] = [(p.flops, _product_s(device, p) - woken_s) for p in others]
+            taken[rate] = [(p.flops, seconds(p)) for p in _of_layers(_fitting_width(device, rate), rate)]
     return {rate: sum(f for f, _ in found) / sum(s for _, s in found) for rate, found in sorted(taken.items())}
 
 
