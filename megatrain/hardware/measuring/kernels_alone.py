@@ -142,19 +142,20 @@ def memory_rate(device: Device, launched_s: float) -> float:
     """
     count = (4 << 20) if device.is_host else (32 << 20)
     x, y, out = (torch.ones(count, device=device.torch_device) for _ in range(3))
-    # Larger than what glibc keeps: how fast others are depends on what was there before.
-    logits = torch.ones(512, 7 * count // 1024, device=device.torch_device)
+    # Larger than what glibc keeps: how fast others are depends on what was there before. A device's keeps all.
+    logits = torch.ones(512, 7 * count // 1024) if device.is_host else None
 
     def kernels() -> None:
         for _ in range(_IN_A_ROW):  # Python launches the first, and the device doesn't wait for the others
             torch.add(x, y, out=out)
             torch.mul(x, y, out=out)
             torch.exp(x, out=out)
-        F.log_softmax(logits, dim=-1)
+        if logits is not None:
+            F.log_softmax(logits, dim=-1)
 
     taken = seconds_of(device, kernels, least_s=0.2)
-    moved = 8 * _IN_A_ROW * x.nbytes + 2 * logits.nbytes
-    return moved / max(taken - (3 * _IN_A_ROW + 1) * launched_s, taken / 2)
+    moved = 8 * _IN_A_ROW * x.nbytes + (0 if logits is None else 2 * logits.nbytes)
+    return moved / max(taken - (3 * _IN_A_ROW + device.is_host) * launched_s, taken / 2)
 
 
 def launch_s(device: Device) -> tuple[float, float]:

@@ -89,9 +89,9 @@ def _measured(device: Device, products: Sequence[Product]) -> dict[str, Any]:
 
 
 def _of_kernels(device: Device, products: Sequence[Product]) -> dict[str, Any]:
-    launched, issued = launch_s(device)
     woken = wake_s() if device.is_host else 0.0
     rates = product_rates(device, products, woken)
+    launched, issued = launch_s(device)
     return {
         "name": str(device),
         "flops_per_s": {**rates, **attention_rates(device, rates)},
