@@ -29,5 +29,6 @@ def test_measuring_a_machine_finds_its_rates(sim: Simulator, tmp_path: Path, nam
     both, wanted = (m.h2d_beside * m.h2d_bytes_per_s + m.d2h_beside * m.d2h_bytes_per_s for m in (found, given))
     assert both == pytest.approx(wanted, rel=0.05)  # the device gives what copies lose to the later one
     assert found.memory_bytes == torch.accelerator.get_memory_info()[1] == 64 * GIB
+    assert torch.accelerator.memory_reserved() == 0
     assert found.name == "sim:0"
     assert found.compute_beside == 1

@@ -50,7 +50,7 @@ class Product(NamedTuple):
         return sizes * DTYPES[self.rate].itemsize
 
 
-def product_rates(device: Device, products: Sequence[Product], woken_s: float = 0.0) -> dict[str, float]:
+def product_rates(device: Device, products: Sequence[Product], woken_s: float) -> dict[str, float]:
     """FLOP/s by the name of the rate: of the given products, and of others for rates that none of them has.
 
     Args:
@@ -59,16 +59,16 @@ def product_rates(device: Device, products: Sequence[Product], woken_s: float = 
         woken_s: Seconds that those which threads share take longer because these wake.
     """
 
-    def seconds(product: Product) -> float:
+    def alone_s(product: Product) -> float:
         taken = _product_s(device, product)
         return max(taken - woken_s, taken / 2) if product.nbytes >= SHARED_BYTES else taken
 
     taken: dict[str, list[tuple[int, float]]] = {}
     for product in dict.fromkeys(products):
-        taken.setdefault(product.rate, []).append((product.flops, seconds(product)))
+        taken.setdefault(product.rate, []).append((product.flops, alone_s(product)))
     for rate in ("bf16", "fp32"):
         if rate not in taken:
-            taken[rate] = [(p.flops, seconds(p)) for p in _of_layers(_fitting_width(device, rate), rate)]
+            taken[rate] = [(p.flops, alone_s(p)) for p in _of_layers(_fitting_width(device, rate), rate)]
     return {rate: sum(f for f, _ in found) / sum(s for _, s in found) for rate, found in sorted(taken.items())}
 
 
@@ -142,20 +142,19 @@ def memory_rate(device: Device, launched_s: float) -> float:
     """
     count = (4 << 20) if device.is_host else (32 << 20)
     x, y, out = (torch.ones(count, device=device.torch_device) for _ in range(3))
-    # Larger than what glibc keeps: how fast others are depends on what was there before. A device's keeps all.
-    logits = torch.ones(512, 7 * count // 1024) if device.is_host else None
+    # Its result is larger than what glibc keeps: how soon smaller ones are there depends on what was freed before.
+    logits = torch.ones(512, 7 * count // 1024, device=device.torch_device)
 
     def kernels() -> None:
         for _ in range(_IN_A_ROW):  # Python launches the first, and the device doesn't wait for the others
             torch.add(x, y, out=out)
             torch.mul(x, y, out=out)
             torch.exp(x, out=out)
-        if logits is not None:
-            F.log_softmax(logits, dim=-1)
+        F.log_softmax(logits, dim=-1)
 
     taken = seconds_of(device, kernels, least_s=0.2)
-    moved = 8 * _IN_A_ROW * x.nbytes + (0 if logits is None else 2 * logits.nbytes)
-    return moved / max(taken - (3 * _IN_A_ROW + device.is_host) * launched_s, taken / 2)
+    moved = 8 * _IN_A_ROW * x.nbytes + 2 * logits.nbytes
+    return moved / max(taken - (3 * _IN_A_ROW + 1) * launched_s, taken / 2)
 
 
 def launch_s(device: Device) -> tuple[float, float]:

@@ -85,6 +85,7 @@ def _measured(device: Device, products: Sequence[Product]) -> dict[str, Any]:
         figures |= _of_host(device, link, update)
     finally:
         link.close()
+        device.empty_cache()  # segments that are larger than a model's tensors would hold these
     return figures
 
 
