@@ -136,7 +136,8 @@ def check_rewrite(
 
     Raises:
         TraceError: If the model can't be captured.
-        LowerError: If the model is on the meta device, or if what the rewrite returns breaks a rule.
+        LowerError: If the model is on the meta device, if what the rewrite returns breaks a rule, or if the way that
+            the model takes depends on the values of its weights.
         OptionError: If an option has a wrong value.
     """
     given: dict[str, Any] = dict(kwargs or {})

@@ -109,6 +109,23 @@ class Mask(nn.Module):
         return x * torch.from_numpy(np.random.rand(5, 1).astype("float32"))
 
 
+def test_indices_that_fit_their_places_alone_stay_as_given():
+    class Places(nn.Module):
+        """The first column counts in a smaller table than the second."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.large = nn.Embedding(2, 6), nn.Embedding(90, 6)
+            self.fc = nn.Linear(6, 6)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.small(ids[:, 0]) + self.large(ids[:, 1]))
+
+    report = check_rewrite(Places(), replacing(F.linear, apart), (torch.tensor([[0, 80], [1, 81], [0, 82]]),))
+    assert report.ok, str(report)
+    assert report.kept == ("ids",)
+
+
 def test_draws_of_numpy_are_the_same_in_both():
     before = np.random.get_state(legacy=False)["state"]["pos"]
     report = check_rewrite(nn.Sequential(nn.Linear(6, 6), Mask()), replacing(F.linear, apart), (X,))
