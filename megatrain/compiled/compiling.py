@@ -124,7 +124,7 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         chunking,
         kernels,
     )
-    check_ranks(process_group, options.device, kernels)
+    check_ranks(process_group, kernels)
     compiled = Compiled(model, options, chaos, recording, Ranks.of(process_group))
     module = compiled_module(compiled)
     with narrowed(model, compiled.masters):

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from megatrain.checks import Rule
-from megatrain.device import Device
 from megatrain.errors import OptionError, RanksError
 from megatrain.ranks.host import host_of
 from megatrain.ranks.packet import Packet, Spec
@@ -218,7 +217,7 @@ def _options(made: Any) -> Any:
     return made
 
 
-def check_ranks(group: ProcessGroup | None, device: Device, kernels: str) -> None:
+def check_ranks(group: ProcessGroup | None, kernels: str) -> None:
     """Refuses what several ranks can't do yet.
 
     Raises:
@@ -226,12 +225,6 @@ def check_ranks(group: ProcessGroup | None, device: Device, kernels: str) -> Non
     """
     if group is None or group.size() == 1:
         return
-    if not device.is_host:
-        raise OptionError(
-            f"process_group= has {group.size()} ranks, but the device is {device}.\n"
-            "  So far several ranks compute on CPUs.\n"
-            '  Give device="cpu", or train in one process.'
-        )
     if kernels != "eager":
         raise OptionError(
             f'process_group= has {group.size()} ranks, but kernels="{kernels}".\n'

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from megatrain.memory.kept_arena import KeptArena
 from megatrain.passes.program import Block
 from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call import Call
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.forwards import forward_without_graph
-from megatrain.runtime.gradients.landing import Landing, LandingArena, PlainLanding
+from megatrain.runtime.gradients.landing import Landing, PlainLanding
 from megatrain.runtime.gradients.rank_sums import RankSums
 from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.runtime.gradients.sums import added, marked
@@ -45,7 +46,7 @@ class Operations:
         sink: Takes the gradients of parameters.
     """
 
-    def __init__(self, loaded: Sequence[Loaded], schedule: Schedule, engine: Engine, arena: LandingArena | None = None):
+    def __init__(self, loaded: Sequence[Loaded], schedule: Schedule, engine: Engine, arena: KeptArena | None = None):
         self.loaded = loaded
         self.schedule = schedule
         self.instructions = schedule.instructions
@@ -58,7 +59,7 @@ class Operations:
         blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
         self._without_offload = blocks["B"] - blocks["G"]
 
-    def _landing(self, arena: LandingArena | None) -> Landing | PlainLanding | None:
+    def _landing(self, arena: KeptArena | None) -> Landing | PlainLanding | None:
         """Returns where gradients land; None for calls whose gradients are made on the host, and stay there."""
         loaded, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
         if arena is not None:
@@ -271,7 +272,7 @@ class Operations:
             gradients = taken.calls[0].parameter_gradients[block.index]
             if is_total and kind.receives:
                 # Ahead of all that may write into them: sums over several blocks, hooks, updates.
-                self._rank_sums.spread(block.index, gradients)
+                gradients = self._rank_sums.spread(block.index, gradients)
         completes = loaded.facts.completes[block.index]
         self.sink.receive(block.index, block.binding, gradients, completes, instruction.landing)
 

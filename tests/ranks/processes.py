@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.simulated_device.loading import load
+
 WAIT_S = 100.0
 
 
@@ -24,9 +26,10 @@ class Processes:
 
     Args:
         size: How many.
+        simulated: Each has the simulated device.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, *, simulated: bool = False):
         # A server that has imported everything once, and forks: a process is there in no time.
         context: Any = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed", "megatrain", "tests.training.parity"])
@@ -37,7 +40,8 @@ class Processes:
         self.processes: list[BaseProcess] = []
         for rank in range(size):
             queues = self.inboxes[rank], self.outboxes[rank]
-            process = context.Process(target=_serve, args=(rank, size, self.store.port, *queues), daemon=True)
+            arguments = (rank, size, self.store.port, *queues, simulated)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self.processes.append(process)
 
@@ -67,11 +71,13 @@ class Processes:
             process.join()
 
 
-def _serve(rank: int, size: int, port: int, inbox: Any, outbox: Any) -> None:
+def _serve(rank: int, size: int, port: int, inbox: Any, outbox: Any, simulated: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    if simulated:
+        load()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=WAIT_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     while True:

@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import megatrain
 from megatrain.ranks import host
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import snapshot
+from tests.simulated_device.loading import load
+from tests.simulated_runs.on_device import choose
 from tests.training.adapters import adapted_llama
 from tests.training.parity import MODES, TASKS, Task, adamw, ids, labelled, listed, sgd, square, stack_batch
 
@@ -110,6 +113,7 @@ class Case:
         looks: Whether rank 1 looks at its parameters after each step, which completes its updates.
         hosts: The host of each rank; None is one host for all.
         edits: What the user's code does between steps, on each rank; see `edited`.
+        order: The order in which the streams of a simulated device work, on which the ranks train; empty for the CPU.
     """
 
     task: str
@@ -124,6 +128,11 @@ class Case:
     chaos: int | None = None
     hosts: Sequence[str] | None = None
     edits: str = ""
+    order: str = ""
+
+    def device(self, rank: int | None) -> str:
+        """Where a rank computes; the simulated device of a process has two numbers."""
+        return f"sim:{(rank or 0) % 2}" if self.order else "cpu"
 
     def batches(self, step: int) -> list[list[Any]]:
         """The micro-batches of a step, by rank; sizes differ."""
@@ -145,7 +154,8 @@ def begin(case: Case, group: Any = None, **options: Any) -> tuple[Any, Any, mega
     if group is not None and case.chaos is not None:
         chaos = Chaos(seed=case.chaos + dist.get_rank(), max_delay_s=0.004)
     settings: dict[str, Any] = {"chaos": chaos, **case.compile}
-    compiled = megatrain.compile(task.build(), device="cpu", process_group=group, **settings)
+    device = case.device(None if group is None else dist.get_rank())
+    compiled = megatrain.compile(task.build(), device=device, process_group=group, **settings)
     compiled.train(case.draws)
     optimizer = OPTIMIZERS[case.optimizer](compiled.megatrain.model)
     weight = {"weight": rows} if case.is_weighted else {}
@@ -166,14 +176,18 @@ def take(case: Case, rank: int | None, step: megatrain.TrainStep, numbers: Seque
     losses: list[torch.Tensor] = []
     norms: list[Any] = []
     for number in numbers:
-        by_rank = case.batches(number)
+        by_rank = [[_moved(batch, case.device(rank)) for batch in each] for each in case.batches(number)]
         losses.append(step([b for each in by_rank for b in each] if rank is None else by_rank[rank]))
         norms.append(step.progress.grad_norm)
         if case.looks and rank == 1:
             step.flush()
         if case.edits:
             edited(case.edits, step)
-    return {"losses": losses, "norms": norms}
+    return {"losses": [loss.cpu() for loss in losses], "norms": norms}
+
+
+def _moved(batch: Any, device: str) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
 
 
 def edited(how: str, step: megatrain.TrainStep) -> None:
@@ -210,6 +224,23 @@ def train(case: Case, group: Any, rank: int | None) -> dict[str, Any]:
     if rank:
         assert torch.equal(found.pop("generator"), torch.Generator().manual_seed(6 + rank).get_state())
     return found
+
+
+def train_there(rank: int, case: Case) -> Any:
+    """What a rank runs on the simulated device, with the streams of its order."""
+    simulator = load()
+    simulator.reset()
+    choose(simulator, case.order, seed=rank)
+    found = train_here(rank, case)
+    simulator.order("early")
+    assert simulator.violations() == []
+    return found
+
+
+def train_alone_there(rank: int, case: Case) -> Any:
+    """What one process computes on the simulated device; the other ranks have nothing to do."""
+    load().reset()
+    return train(case, None, None) if rank == 0 else None
 
 
 def train_here(rank: int, case: Case) -> Any:

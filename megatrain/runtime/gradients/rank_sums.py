@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from megatrain.errors import ExecuteError
+from megatrain.memory.block_image import image, views
+from megatrain.memory.host_arena import HostArena
 from megatrain.passes.program import Program
 from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.engine import Engine
@@ -19,7 +21,9 @@ from megatrain.tracer.spec import TensorSpec
 class RankSums:
     """Moves sums of the gradients of a block's parameters between ranks, through host memory.
 
-    Each method gets or gives the gradients of a block's state in its order, None where nothing flowed.
+    Each method gets or gives the gradients of a block's state in its order, None where nothing flowed. On an
+    accelerator a sum passes through page-locked memory, of which each stream has that of one block; the thread of the
+    stream waits for each copy, since the next block takes the same memory.
 
     Args:
         engine: Has the ranks, and the streams.
@@ -60,25 +64,42 @@ class RankSums:
         """Fills tensors of the device with the sums of the rank before, and returns those that it had."""
         self._ranks.wait_until_agreed(self.go_on)
         trained = [tensor for tensor in out if tensor is not None]
-        landed = trained if self._device.is_host else [torch.empty_like(t, device="cpu") for t in trained]
+        if self._device.is_host:
+            return _in_order(out, trained, self._ranks.take(trained, self.go_on))
+        arena, landed = self._rooms("receive", [TensorSpec.of(tensor) for tensor in trained])
         present = self._ranks.take(landed, self.go_on)
         for tensor, content, is_there in zip(trained, landed, present, strict=True):
-            if is_there and content is not tensor:
-                tensor.copy_(content)
+            if is_there:
+                self._engine.bus.to_device(tensor, content, arena)
+        self._device.synchronize()
         return _in_order(out, trained, present)
 
     def pass_on(self, block: int, gradients: Sequence[ParameterGradient]) -> None:
         """Hands a block's sums on to the next rank."""
-        self._ranks.pass_on(self._given(block, gradients), self._specs(block), self.go_on)
+        self._ranks.pass_on(self._on_host("send", block, gradients), self._specs(block), self.go_on)
 
-    def spread(self, block: int, gradients: Sequence[ParameterGradient]) -> None:
-        """Gives the totals of a block, which are on the last rank, to all others."""
-        self._ranks.spread(self._given(block, gradients), self._specs(block), self.go_on)
+    def spread(self, block: int, gradients: Sequence[ParameterGradient]) -> list[ParameterGradient]:
+        """Gives the totals of a block, which are on the last rank, to all others.
+
+        Returns:
+            Them on the host: on a device that has host memory itself, the same tensors; else until the next call.
+        """
+        found = self._on_host("total", block, gradients)
+        self._ranks.spread(found, self._specs(block), self.go_on)
+        if self._device.is_host:
+            return list(gradients)
+        totals = iter(found)
+        return [(next(totals) if is_trained else None, False) for is_trained in self._trained(block)]
 
     def total(self, block: int) -> list[ParameterGradient]:
-        """Gets the totals of a block from the last rank, in new host memory."""
-        made = self._made(block, torch.device("cpu"))
-        trained = [tensor for tensor in made if tensor is not None]
+        """Gets the totals of a block from the last rank; on an accelerator they are there until the next call."""
+        if self._device.is_host:
+            made = self._made(block, torch.device("cpu"))
+            trained = [tensor for tensor in made if tensor is not None]
+        else:
+            trained = self._rooms("total", self._specs(block))[1]
+            rooms = iter(trained)
+            made = [next(rooms) if is_trained else None for is_trained in self._trained(block)]
         return _in_order(made, trained, self._ranks.gather(trained, self.go_on))
 
     def _keys(self, block: int) -> Sequence[str]:
@@ -88,6 +109,16 @@ class RankSums:
         state = self._program.state
         return [state[key].spec for key in self._keys(block) if state[key].requires_grad]
 
+    def _trained(self, block: int) -> list[bool]:
+        return [self._program.state[key].requires_grad for key in self._keys(block)]
+
+    def _rooms(self, stream: str, specs: Sequence[TensorSpec]) -> tuple[HostArena, list[torch.Tensor]]:
+        """Host memory of a stream for tensors of these shapes and dtypes, contiguous."""
+        plain = [TensorSpec(spec.shape, spec.dtype) for spec in specs]
+        layout = image([(str(number), spec) for number, spec in enumerate(plain)])
+        arena = self._engine.sums[stream].ensure(layout.nbytes)
+        return arena, views(layout, arena.tensor)
+
     def _made(self, block: int, place: torch.device) -> list[torch.Tensor | None]:
         entries = [self._program.state[key] for key in self._keys(block)]
         # Contiguous, so that each goes from memory to memory; an update gets it in its parameter's layout.
@@ -95,6 +126,18 @@ class RankSums:
             torch.empty(entry.spec.shape, dtype=entry.spec.dtype, device=place) if entry.requires_grad else None
             for entry in entries
         ]
+
+    def _on_host(self, stream: str, block: int, gradients: Sequence[ParameterGradient]) -> list[torch.Tensor | None]:
+        """The gradients of what is trained, on the host; on an accelerator until the stream's next call."""
+        given = self._given(block, gradients)
+        if self._device.is_host:
+            return given
+        arena, rooms = self._rooms(stream, self._specs(block))
+        for room, gradient in zip(rooms, given, strict=True):
+            if gradient is not None:
+                self._engine.bus.to_host(room, gradient, arena)
+        self._device.synchronize()
+        return [None if gradient is None else room for room, gradient in zip(rooms, given, strict=True)]
 
     def _given(self, block: int, gradients: Sequence[ParameterGradient]) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = []
@@ -108,8 +151,6 @@ class RankSums:
                     f"  Between ranks go dense gradients of their parameter's dtype, {entry.spec.dtype}.\n"
                     "  Build an embedding with sparse=False, or train it in one process."
                 )
-            if gradient is not None and not self._device.is_host:
-                gradient = self._device.to_host(gradient)
             found.append(gradient)
         return found
 

@@ -32,6 +32,7 @@ __all__ = [
 
 
 TRANSFERS = ("h2d", "d2h")
+BETWEEN_RANKS = ("receive", "send")
 
 
 class StreamSet:
@@ -44,6 +45,7 @@ class StreamSet:
         device: Where compute runs; transfers get streams of their own there if it has any.
         chaos: Disturbance of all streams, for tests.
         recording: Log of what ran, for tests.
+        has_ranks: There are other ranks: what comes from them and goes to them passes through streams of its own.
 
     Attributes:
         h2d: Host to device: prefetches.
@@ -52,17 +54,27 @@ class StreamSet:
         compute: Compute, on the thread that submits.
     """
 
-    def __init__(self, device: Device, *, chaos: Chaos | None = None, recording: Recording | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        chaos: Chaos | None = None,
+        recording: Recording | None = None,
+        has_ranks: bool = False,
+    ) -> None:
         self.device = device
         self.chaos = chaos
         self.recording = recording
         self._steps = Steps()
-        self.h2d = StreamThread("h2d", device, chaos=chaos, recording=recording, steps=self._steps)
-        self.d2h = StreamThread("d2h", device, chaos=chaos, recording=recording, steps=self._steps)
-        self.host = StreamThread("host", HOST, chaos=chaos, recording=recording, steps=self._steps)
+        self.h2d, self.d2h = (self._thread(name, device) for name in TRANSFERS)
+        self.host = self._thread("host", HOST)
         self.compute = ComputeStream(device, chaos=chaos, recording=recording, steps=self._steps)
-        self._queues = {stream.name: stream for stream in (self.h2d, self.d2h, self.host)}
+        others = [self._thread(name, device) for name in BETWEEN_RANKS] if has_ranks else []
+        self._queues = {stream.name: stream for stream in (self.h2d, self.d2h, self.host, *others)}
         self._end_of_latest: DeviceEvent | None = None  # on the stream that was the caller's then
+
+    def _thread(self, name: str, device: Device) -> StreamThread:
+        return StreamThread(name, device, chaos=self.chaos, recording=self.recording, steps=self._steps)
 
     @property
     def failure(self) -> Failure | None:
@@ -100,14 +112,13 @@ class StreamSet:
     def submit(self, name: str, label: str, work: Callable[[], None], waits: Sequence[Event], done: Event) -> None:
         """Queues an operation of the stream of that name; compute runs at once. See `Stream.submit`.
 
-        A stream that isn't one of the four works on the host, and is made with its first operation.
+        A stream that the set doesn't have works on the host, and is made with its first operation.
         """
         if name == self.compute.name:
             self.compute.run(label, work, waits, done)
             return
         if name not in self._queues:
-            further = StreamThread(name, HOST, chaos=self.chaos, recording=self.recording, steps=self._steps)
-            self._queues[name] = further
+            self._queues[name] = self._thread(name, HOST)
         self._queues[name].submit(label, work, waits, done)
 
     def finish(self, *, waits_for: Collection[str] = TRANSFERS) -> None:
@@ -197,5 +208,5 @@ class StreamSet:
             self.device.settle()
 
     def _device_streams(self) -> tuple[DeviceStream, ...]:
-        streams = (self.h2d.device_stream, self.d2h.device_stream)
+        streams = (stream.device_stream for stream in self._queues.values())
         return tuple(stream for stream in streams if stream is not None)
