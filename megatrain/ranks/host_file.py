@@ -139,6 +139,10 @@ class HostFile:
             self._regions[offset] = self._mapped(offset, nbytes)
         return self._regions[offset]
 
+    def mapped(self, offset: int, nbytes: int) -> HostPages:
+        """Maps bytes from the start of a page on, shared."""
+        return HostPages(self._contents, aligned(nbytes, PAGE), flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
+
     def _mapped(self, offset: int, nbytes: int) -> Region:
         kinds = mmap.MAP_SHARED, mmap.MAP_PRIVATE
         shared, private = (

@@ -35,6 +35,7 @@ from tests.simulated_device.adapter import SimulatedDevice
 from tests.simulated_device.simulator import GIB, HardwareProfile, Simulator
 from tests.simulated_device.virtual_hosts import VirtualHosts
 from tests.simulated_runs.on_device import DEVICE, compiled_copy, on_device
+from tests.simulated_runs.passed_sums import passed
 from tests.simulated_runs.test_after_calls import Chain
 from tests.simulated_runs.test_virtual_steps import BUS, HOST_BYTES_PER_S, made
 from tests.training.parity import TASKS
@@ -325,6 +326,7 @@ RUNS: dict[str, Callable[[Simulator], Found]] = {
     "walked": lambda _: walked(),
     "failed": lambda _: failed(),
     "waited for as CUDA": lambda _: waited_for_as_cuda(),
+    "passed": lambda _: passed(),
     "ringed": ringed,
     "timed": timed,
     "measured": measured,

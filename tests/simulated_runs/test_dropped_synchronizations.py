@@ -45,6 +45,8 @@ NOTICED: dict[str, str] = {
     "engine.reserve_slots: self.streams.settle": "grown",
     "engine.release_slots: self.streams.settle": "walked",
     "landing.land: bus.device.synchronize": "spread",
+    "rank_sums._on_host: self._device.synchronize": "passed",
+    "rank_sums.receive: self._device.synchronize": "passed",
     "landing.land: self._bus.device.synchronize": "called",
     "buffer_copies.download: self._device.synchronize": "normed",
     "stopwatch.run: queue.synchronize": "timed",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -22,11 +22,27 @@ def new_memory() -> int:
     return next(_memories)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """Page-locked memory that the ranks of a host share, from which a tensor is copied to the device.
+
+    Args:
+        arena: The memory.
+        offset: The tensor's first byte there.
+        is_stale: Tells whether this rank's user has written other values, in memory that isn't page-locked.
+    """
+
+    arena: HostArena
+    offset: int
+    is_stale: Callable[[], bool]
+
+
 @dataclass(slots=True, eq=False)
 class Home:
     """The home of a key: the user's tensor, and the view of the arena that it uses.
 
-    `memory` is another number whenever the values come from another memory.
+    `memory` is another number whenever the values come from another memory. `sent` is where the same values can be
+    copied to the device from; None for the arena itself.
     """
 
     key: str
@@ -39,6 +55,11 @@ class Home:
     shape: torch.Size
     stride: tuple[int, ...]
     memory: int = field(default_factory=new_memory)
+    sent: Sent | None = None
+
+    def place(self, *, own: bool) -> tuple[HostArena, int]:
+        """The arena and the offset from which it is copied: what the user sees, or what ranks share where they do."""
+        return (self.arena, self.offset) if own or self.sent is None else (self.sent.arena, self.sent.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +93,28 @@ def take_in(home: Home) -> None:
     home.memory = new_memory()
 
 
-def copies_of(entries: Iterable[Entry], homes: Iterable[Home], alignment: int) -> Iterable[OneCopy]:
-    """Joins neighbours that have the same distance in the arena as in the image."""
+def copies_of(
+    entries: Iterable[Entry], homes: Iterable[Home], alignment: int, *, own: bool = False
+) -> Iterable[OneCopy]:
+    """Joins neighbours that have the same distance in the arena as in the image; for `own` see `Home.place`."""
     start = end = source = 0
     arena: HostArena | None = None
     for entry, home in zip(entries, homes, strict=True):
         if not entry.spec.nbytes:
             continue
         is_next = entry.offset <= aligned(end, alignment)
-        if arena is not home.arena or home.offset - entry.offset != source - start or not is_next:
+        found, offset = home.place(own=own)
+        if arena is not found or offset - entry.offset != source - start or not is_next:
             if arena is not None:
                 yield OneCopy(start, end, arena.tensor[source : source + end - start], arena)
-            arena, start, source = home.arena, entry.offset, home.offset
+            arena, start, source = found, entry.offset, offset
         end = entry.offset + entry.spec.nbytes
     if arena is not None:
         yield OneCopy(start, end, arena.tensor[source : source + end - start], arena)
 
 
-def section_of(entry: Entry, home: Home, section: Section) -> OneCopy:
-    """A section of one tensor, in the order of its memory."""
+def section_of(entry: Entry, home: Home, section: Section, *, own: bool = False) -> OneCopy:
+    """A section of one tensor, in the order of its memory; for `own` see `Home.place`."""
     start, stop = (edge * entry.spec.dtype.itemsize for edge in section.of(entry.spec.numel))
-    source = home.arena.tensor[home.offset + start : home.offset + stop]
-    return OneCopy(entry.offset + start, entry.offset + stop, source, home.arena)
+    arena, offset = home.place(own=own)
+    return OneCopy(entry.offset + start, entry.offset + stop, arena.tensor[offset + start : offset + stop], arena)

@@ -11,7 +11,7 @@ import torch
 from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride, views
 from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena, together
-from megatrain.runtime.stores.homes import Home, OneCopy, copies_of, new_memory, section_of, take_in
+from megatrain.runtime.stores.homes import Home, OneCopy, Sent, copies_of, new_memory, section_of, take_in
 from megatrain.runtime.stores.moving import check_movable, check_room
 from megatrain.runtime.stores.persisting import Stamp
 from megatrain.runtime.stores.weights import Weights, replace_memory
@@ -22,10 +22,28 @@ __all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "image", "stored_str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Other memory for a tensor of state.
+
+    Args:
+        arena: An arena.
+        offset: The tensor's first byte there.
+        view: The tensor there, as a view of its own storage.
+        sent: Where copies to the device come from; None for the arena.
+    """
+
+    arena: HostArena
+    offset: int
+    view: torch.Tensor
+    sent: Sent | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Placed:
     layout: BlockImage
     runs: tuple[OneCopy, ...]
     bound: tuple[torch.Tensor, ...]
+    sent: tuple[Sent, ...]
 
 
 class HostStore:
@@ -124,17 +142,17 @@ class HostStore:
         """Where the state is, by key."""
         return self._homes
 
-    def move(self, places: Mapping[str, tuple[HostArena, int, torch.Tensor]]) -> None:
+    def move(self, places: Mapping[str, Place]) -> None:
         """Gives state that is here other memory, which has the same values.
 
         Args:
-            places: By key: an arena, the offset in it, and the state there as a view of its own storage.
+            places: By key.
         """
-        for key, (arena, offset, view) in places.items():
-            home = self._homes[key]
+        for key, place in places.items():
+            home, view = self._homes[key], place.view
             replace_memory(key, home.tensor, view)
-            home.arena, home.offset, home.view, home.address = arena, offset, view, view.data_ptr()
-            home.memory = new_memory()
+            home.arena, home.offset, home.view, home.address = place.arena, place.offset, view, view.data_ptr()
+            home.memory, home.sent = new_memory(), place.sent
         used = {id(home.arena) for home in self._homes.values()}
         self._arenas = [arena for arena in self._arenas if id(arena) in used]
         layouts = [*self._by_value, *[placed.layout for placed in self._by_id.values()]]
@@ -187,11 +205,12 @@ class HostStore:
         if placed is None:
             homes = [self._home(entry) for entry in layout.entries]
             runs = tuple(copies_of(layout.entries, homes, layout.alignment))
-            placed = _Placed(layout, runs, tuple(home.view for home in homes))
+            sent = tuple(home.sent for home in homes if home.sent is not None)
+            placed = _Placed(layout, runs, tuple(home.view for home in homes), sent)
             self._by_value[layout] = placed
         # Hashing an image costs more than a small copy; a caller that keeps its image pays for a lookup only.
         if placed.layout is not layout:
-            placed = _Placed(layout, placed.runs, placed.bound)
+            placed = replace(placed, layout=layout)
         self._by_id[id(layout)] = placed
 
     def _home(self, entry: Entry) -> Home:
@@ -200,8 +219,9 @@ class HostStore:
         if entry.base is None:
             return home
         view = home.view.narrow(0, entry.first_row, entry.spec.shape[0])
-        offset = home.offset + view.data_ptr() - home.view.data_ptr()
-        return replace(home, key=entry.key, spec=entry.spec, offset=offset, view=view)
+        start = view.data_ptr() - home.view.data_ptr()
+        sent = None if home.sent is None else replace(home.sent, offset=home.sent.offset + start)
+        return replace(home, key=entry.key, spec=entry.spec, offset=home.offset + start, view=view, sent=sent)
 
     def _placed(self, layout: BlockImage) -> _Placed:
         placed = self._by_id.get(id(layout))
@@ -221,18 +241,23 @@ class HostStore:
     ) -> None:
         """Copies a block's state into a slot, with one copy for adjacent tensors and one for each tied.
 
+        What this rank's user has written, and other ranks don't see yet, is copied as well, from ordinary memory.
+
         Args:
             layout: An image known to this store.
             out: The slot, `uint8`, at least as large as the image.
             without: Keys of entries that are there.
             section: Copies only this section of each tensor.
         """
-        runs: Sequence[OneCopy] = self._placed(layout).runs
+        placed = self._placed(layout)
+        runs: Sequence[OneCopy] = placed.runs
+        own = any(sent.is_stale() for sent in placed.sent)
         if section is not None:
-            runs = [section_of(entry, self._home(entry), section) for entry in layout.entries if entry.spec.nbytes]
-        if without:
+            with_bytes = [entry for entry in layout.entries if entry.spec.nbytes]
+            runs = [section_of(entry, self._home(entry), section, own=own) for entry in with_bytes]
+        elif without or own:
             entries = [entry for entry in layout.entries if entry.key not in without]
-            runs = list(copies_of(entries, map(self._home, entries), layout.alignment))
+            runs = list(copies_of(entries, map(self._home, entries), layout.alignment, own=own))
         for run in runs:
             if run.start < run.end:  # a section of a small tensor may be empty
                 self._bus.to_device(out[run.start : run.end], run.source, run.arena)

@@ -14,6 +14,7 @@ from megatrain.device.host_pages import HostPages
 from megatrain.memory.host_arena import HostArena
 from megatrain.ranks.host import Host
 from megatrain.ranks.host_file import Region
+from megatrain.runtime.stores.homes import Sent
 
 STATE, LOW = "state", "low"
 _WORDS = 3  # the latest update that was claimed, by which rank, and the latest that is over
@@ -159,6 +160,24 @@ class SharedStore:
                 if news["keys"]:
                     self._take_words(news["words"], news["keys"])
         return found
+
+    def sent(self, twins: Mapping[str, Twin]) -> dict[str, Sent]:
+        """Maps tensors once more, so that they can be copied to a device from memory that can be page-locked.
+
+        To page-lock the private mapping would give this process a copy of each page.
+        """
+        spans: dict[int, tuple[int, int]] = {}
+        for twin in twins.values():
+            start, end = spans.get(twin.region.offset, (twin.start, 0))
+            spans[twin.region.offset] = min(start, twin.start), max(end, twin.start + twin.private.nbytes)
+        arenas = {
+            offset: HostArena.over(self.host.file.mapped(offset + start, end - start))
+            for offset, (start, end) in spans.items()
+        }
+        return {
+            key: Sent(arenas[at := twin.region.offset], twin.start - spans[at][0], lambda twin=twin: twin.is_written)
+            for key, twin in twins.items()
+        }
 
     def _made(
         self, offset: int, nbytes: int, start: int, dtype: str, shape: Iterable[int], stride: Iterable[int]

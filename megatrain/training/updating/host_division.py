@@ -29,9 +29,7 @@ class HostDivision:
         self._compiled, self._optimizers = compiled, optimizers
         self.unshared: str | None = None
         has_others = compiled.ranks is not None and compiled.ranks.host is not None
-        if has_others and not compiled.options.device.is_host:
-            self.unshared = "what ranks share isn't page-locked, and their device copies from page-locked memory"
-        elif has_others and compiled.masters.kind == "rounded":
+        if has_others and compiled.masters.kind == "rounded":
             self.unshared = "masters that are rounded at random draw from generators, which can't be shared"
         elif has_others:
             self.unshared = next(filter(None, map(unshareable, optimizers)), None)
