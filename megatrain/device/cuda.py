@@ -43,6 +43,10 @@ class Cuda(Accelerator):
         """Nothing: CUDA has all of the generic interface."""
         return ()
 
+    def identity(self) -> str:
+        """The number that the maker gave the card."""
+        return str(getattr(torch.cuda.get_device_properties(self.torch_device), "uuid", ""))
+
     def _software(self) -> str:
         version = Path("/proc/driver/nvidia/version")
         driver = version.read_text().partition("\n")[0] if version.is_file() else ""

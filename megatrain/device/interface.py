@@ -176,6 +176,10 @@ class Device:
         """The name that the maker gives the device, such as `NVIDIA GeForce RTX 4090`; empty if it has none."""
         return ""
 
+    def identity(self) -> str:
+        """What tells this device from all others, also for other processes; empty if nothing does."""
+        return ""
+
     def described(self) -> str:
         """Names the model and all else by which its speed may differ from that of another of its kind."""
         return f"{self.kind} {platform.machine()} {_processor()}, {os.cpu_count()} processors"

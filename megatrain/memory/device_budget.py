@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 
 from megatrain.device import Device
 from megatrain.errors import DeviceMemoryWarning
@@ -50,6 +51,15 @@ class DeviceBudget:
             return False
         self._nbytes = scheduled - scheduled // _PART
         return True
+
+    def agree(self, exchange: Callable[[int], Sequence[int]]) -> None:
+        """Takes the smallest bound of several processes, so that all of them plan alike.
+
+        Args:
+            exchange: Gives this process's bound to all; returns those of all.
+        """
+        if not self._device.is_host:
+            self._nbytes = self._first = min(exchange(self.nbytes))
 
     def restore(self, nbytes: int) -> None:
         """Takes smaller bounds back that didn't help.

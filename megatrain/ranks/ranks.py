@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatrain.checks import Rule
+from megatrain.device import Device
 from megatrain.errors import OptionError, RanksError
 from megatrain.ranks.host import host_of
 from megatrain.ranks.packet import Packet, Spec
@@ -215,6 +216,23 @@ def _hold(*_: object) -> None:
 def _options(made: Any) -> Any:
     made.timeout = _TRANSFER
     return made
+
+
+def check_cards(ranks: Ranks, device: Device) -> None:
+    """Refuses ranks that compute on one card, each of which would plan with all of its memory. All ranks call it.
+
+    Raises:
+        RanksError: Naming them.
+    """
+    cards = ranks.exchange(device.identity())
+    for card in filter(None, dict.fromkeys(cards)):
+        found = [str(rank) for rank, other in enumerate(cards) if other == card]
+        if len(found) > 1:
+            raise RanksError(
+                f"ranks {', '.join(found)} compute on the same device, {device} {device.card()}.\n"
+                "  Each rank has a device of its own, whose memory it plans.\n"
+                '  Give it one before compile: torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"])).'
+            )
 
 
 def check_ranks(group: ProcessGroup | None, kernels: str) -> None:

@@ -17,8 +17,6 @@ import megatrain
 from megatrain.ranks import host
 from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import snapshot
-from tests.simulated_device.loading import load
-from tests.simulated_runs.on_device import choose
 from tests.training.adapters import adapted_llama
 from tests.training.parity import MODES, TASKS, Task, adamw, ids, labelled, listed, sgd, square, stack_batch
 
@@ -176,7 +174,7 @@ def take(case: Case, rank: int | None, step: megatrain.TrainStep, numbers: Seque
     losses: list[torch.Tensor] = []
     norms: list[Any] = []
     for number in numbers:
-        by_rank = [[_moved(batch, case.device(rank)) for batch in each] for each in case.batches(number)]
+        by_rank = [[moved(batch, case.device(rank)) for batch in each] for each in case.batches(number)]
         losses.append(step([b for each in by_rank for b in each] if rank is None else by_rank[rank]))
         norms.append(step.progress.grad_norm)
         if case.looks and rank == 1:
@@ -186,7 +184,8 @@ def take(case: Case, rank: int | None, step: megatrain.TrainStep, numbers: Seque
     return {"losses": [loss.cpu() for loss in losses], "norms": norms}
 
 
-def _moved(batch: Any, device: str) -> Any:
+def moved(batch: Any, device: str) -> Any:
+    """A batch on a device."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
 
 
@@ -224,23 +223,6 @@ def train(case: Case, group: Any, rank: int | None) -> dict[str, Any]:
     if rank:
         assert torch.equal(found.pop("generator"), torch.Generator().manual_seed(6 + rank).get_state())
     return found
-
-
-def train_there(rank: int, case: Case) -> Any:
-    """What a rank runs on the simulated device, with the streams of its order."""
-    simulator = load()
-    simulator.reset()
-    choose(simulator, case.order, seed=rank)
-    found = train_here(rank, case)
-    simulator.order("early")
-    assert simulator.violations() == []
-    return found
-
-
-def train_alone_there(rank: int, case: Case) -> Any:
-    """What one process computes on the simulated device; the other ranks have nothing to do."""
-    load().reset()
-    return train(case, None, None) if rank == 0 else None
 
 
 def train_here(rank: int, case: Case) -> Any:

@@ -8,8 +8,17 @@ import pytest
 
 from tests.comparing import assert_same
 from tests.ranks.processes import Processes
-from tests.ranks.sides import Case, train_alone_there, train_there
+from tests.ranks.sides import EDITS, Case
 from tests.ranks.test_parity import THREE, TWO
+from tests.ranks.there import (
+    evaluating_there,
+    locked_there,
+    running_out,
+    sharing_a_card,
+    train_alone_there,
+    train_there,
+    waiting_there,
+)
 from tests.simulated_device.loading import unavailable
 from tests.tiers import wide
 from tests.training.parity import MODES
@@ -19,13 +28,17 @@ CASES = {
     "tied-spread-late": Case("tied", "spread", THREE, order="late", is_weighted=True, draws=True),
     "llama-deferred-clipped-bf16": Case("llama", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
     "adapted-overlap-late-but-compute": Case("adapted", "overlap", THREE, order="late but compute"),
+    "tied-spread-late-unseen": Case("tied", "spread", THREE, order="late", edits="unseen", looks=True),
 }
 FURTHER = {
     f"{task}-{mode}-{order}": Case(task, mode, THREE, order=order, draws=True)
     for task in ("tied", "adapted", "lora")
     for mode in MODES
     for order in ORDERS
+} | {
+    f"tied-{mode}-late-{edit}": Case("tied", mode, THREE, order="late", edits=edit) for mode in MODES for edit in EDITS
 }
+USUAL = Case("tied", "spread", THREE, order="late")
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +69,33 @@ def test_ranks_on_devices_train_with_the_bits_of_one_process(name: str, devices:
 @pytest.mark.parametrize("name", [*map(wide, FURTHER)])
 def test_more_ranks_on_devices_train_with_the_bits_of_one_process(name: str, devices: Processes):
     assert_parity(FURTHER[name], devices)
+
+
+def test_ranks_copy_weights_from_locked_memory_that_all_share(devices: Processes):
+    for found in devices.run(locked_there, USUAL):
+        assert found == {"store": "shared", "sent": True, "private": False, "copies": []}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_launching_thread_of_a_rank_waits_for_the_losses_alone(mode: str, devices: Processes):
+    for waits in devices.run(waiting_there, Case("tied", mode, THREE, order="early")):
+        # The losses go to the other ranks, and their sum comes back.
+        assert len(waits) == 2, waits
+        assert all("together.py" in wait for wait in waits), waits
+
+
+def test_an_evaluation_sees_what_its_rank_alone_has_written(devices: Processes):
+    assert devices.run(evaluating_there, USUAL) == [[True, True]] * 3
+
+
+def test_ranks_that_share_a_card_are_refused(devices: Processes):
+    for text in devices.run(sharing_a_card):
+        assert text.startswith("RanksError: ranks 0, 1, 2 compute on the same device"), text
+        assert "LOCAL_RANK" in text
+
+
+def test_a_rank_without_device_memory_ends_the_step_of_all(devices: Processes):
+    found = devices.run(running_out)
+    assert [texts[0] for texts in found] == [""] * 3
+    assert "out of memory" in found[1][1], found[1]
+    assert all("rank 1" in found[rank][1] for rank in (0, 2)), found

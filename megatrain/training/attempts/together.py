@@ -237,9 +237,11 @@ class Together:
     def sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum of the losses of all micro-batches, in their order."""
         if self._ranks is not None:
-            words = self._tell(self._ranks, {"losses": [float(loss) for loss in losses]})
             own = losses[0]
-            losses = [torch.tensor(x, dtype=own.dtype, device=own.device) for word in words for x in word["losses"]]
+            words = self._tell(self._ranks, {"losses": torch.stack([loss.to(own.dtype) for loss in losses]).tolist()})
+            # Added on the host, and moved to the device once.
+            there = [torch.tensor(x, dtype=own.dtype) for word in words for x in word["losses"]]
+            return functools.reduce(torch.add, there).to(own.device)
         return functools.reduce(torch.add, losses)
 
     def once(self, what: str, work: Callable[[], object]) -> None:
