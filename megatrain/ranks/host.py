@@ -27,13 +27,15 @@ class Host:
         file: The memory that they share.
 
     Attributes:
+        ranks: Theirs, ascending.
         index: The place of this rank among them, from 0.
         size: How many they are, at least two.
         file: See above.
     """
 
     def __init__(self, rank: int, processes: dict[int, int], file: HostFile):
-        self.index, self.size = sorted(processes).index(rank), len(processes)
+        self.ranks = sorted(processes)
+        self.index, self.size = self.ranks.index(rank), len(processes)
         self.file = file
         self._ends = {r: end for r, process in processes.items() if r != rank and (end := _end_of(process)) is not None}
         self._close = weakref.finalize(self, _close, list(self._ends.values()))

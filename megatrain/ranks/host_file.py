@@ -61,15 +61,16 @@ class HostFile:
     Args:
         contents: A descriptor of the memory.
         journal: A descriptor of the news.
+        channels: A descriptor of the memory of channels.
     """
 
-    def __init__(self, contents: int, journal: int):
-        self._contents, self._journal = contents, journal
+    def __init__(self, contents: int, journal: int, channels: int):
+        self._contents, self._journal, self._channels = contents, journal, channels
         self._read = 0
         self._lock = threading.Lock()
         self._regions: dict[int, Region] = {}
         self._region, self._free = 0, range(0)
-        self._end = weakref.finalize(self, _close, (contents, journal))
+        self._end = weakref.finalize(self, _close, (contents, journal, channels))
 
     @staticmethod
     def made() -> HostFile:
@@ -80,13 +81,13 @@ class HostFile:
         """
         if not hasattr(os, "memfd_create"):
             raise OSError("the system has no memory without a name that processes share (memfd_create)")
-        return HostFile(os.memfd_create("megatrain-store"), os.memfd_create("megatrain-journal"))
+        return HostFile(*(os.memfd_create(f"megatrain-{name}") for name in ("store", "journal", "channels")))
 
     @property
     def address(self) -> list[int]:
-        """Where other processes find it: the process, two descriptors there, and the identity of each."""
-        found = [os.fstat(each).st_ino for each in (self._contents, self._journal)]
-        return [os.getpid(), self._contents, self._journal, *found]
+        """Where other processes find it: the process, its descriptors there, and the identity of each."""
+        descriptors = [self._contents, self._journal, self._channels]
+        return [os.getpid(), *descriptors, *(os.fstat(each).st_ino for each in descriptors)]
 
     @staticmethod
     def opened(address: Sequence[int]) -> HostFile:
@@ -95,9 +96,9 @@ class HostFile:
         Raises:
             OSError: If it isn't there, or this process may not open it.
         """
-        process, *descriptors = address[:3]
+        process, *descriptors = address[:4]
         found = [os.open(f"/proc/{process}/fd/{each}", os.O_RDWR | os.O_CLOEXEC) for each in descriptors]
-        if [os.fstat(each).st_ino for each in found] != list(address[3:]):
+        if [os.fstat(each).st_ino for each in found] != list(address[4:]):
             _close(found)
             raise OSError(f"process {process} has other files")
         return HostFile(*found)
@@ -142,6 +143,14 @@ class HostFile:
     def mapped(self, offset: int, nbytes: int) -> HostPages:
         """Maps bytes from the start of a page on, shared."""
         return HostPages(self._contents, aligned(nbytes, PAGE), flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
+
+    def channel(self, offset: int, nbytes: int) -> HostPages:
+        """Maps bytes of the memory of channels, zeroed at first, as `mapped`."""
+        with self.locked():
+            end = offset + aligned(nbytes, PAGE)
+            if os.fstat(self._channels).st_size < end:
+                os.ftruncate(self._channels, end)
+        return HostPages(self._channels, aligned(nbytes, PAGE), flags=mmap.MAP_SHARED | _MAP_NORESERVE, offset=offset)
 
     def _mapped(self, offset: int, nbytes: int) -> Region:
         kinds = mmap.MAP_SHARED, mmap.MAP_PRIVATE

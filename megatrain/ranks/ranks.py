@@ -16,8 +16,10 @@ import torch.distributed as dist
 from megatrain.checks import Rule
 from megatrain.device import Device
 from megatrain.errors import OptionError, RanksError
+from megatrain.ranks.channel import Channel, GoOn
+from megatrain.ranks.gloo_channel import GlooChannel, Send
 from megatrain.ranks.host import host_of
-from megatrain.ranks.packet import Packet, Spec
+from megatrain.ranks.host_channel import HostChannel
 from megatrain.ranks.signs_of_life import LOOK_S, SignsOfLife
 
 if TYPE_CHECKING:
@@ -36,15 +38,13 @@ PROCESS_GROUP = Rule(
     "{name}=torch.distributed.group.WORLD, after torch.distributed.init_process_group",
     lambda value: None if isinstance(value, ProcessGroup) else "is no process group that this process is part of",
 )
-GoOn = Callable[[], object]
-"""Called now and then while a transfer waits; raises an error to give it up."""
 
 
 class Ranks:
     """The processes that train one model together; all of them make it at the same time.
 
-    All transfers are collectives of Gloo on host memory, in groups of their own: the order of those in one group is all
-    that ranks must agree on.
+    Ranks meet by collectives of Gloo. Sums of gradients go through channels: memory that ranks of one host share, or
+    collectives of Gloo in groups of their own, where the order of those in one group is all that ranks must agree on.
 
     Args:
         group: The process group of the user.
@@ -57,6 +57,9 @@ class Ranks:
         size: How many ranks there are.
         agreed: Set while all ranks take a step that none of them takes back.
         host: The ranks of this host, which may share memory; None for a rank that has its host to itself, or can't.
+        before: From the rank before this one; None for the first.
+        after: To the rank after this one; None for the last.
+        totals: From the last rank to all others.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -70,14 +73,29 @@ class Ranks:
         self._meet()
 
         def gloo(what: str, first: int, size: int) -> Any:
-            return dist.ProcessGroupGloo(dist.PrefixStore(what, store), self.rank - first, size, _MEETING)
+            group = dist.ProcessGroupGloo(dist.PrefixStore(what, store), self.rank - first, size, _MEETING)
+            self._groups.append(group)
+            return group
 
-        self._meetings, self._totals = gloo("meetings", 0, self.size), gloo("totals", 0, self.size)
-        pairs = [r for r in (self.rank - 1, self.rank) if 0 <= r < self.size - 1]
-        found = {first: gloo(f"pair/{first}", first, 2) for first in pairs}
-        self._before, self._after = found.get(self.rank - 1), found.get(self.rank)
+        self._groups: list[Any] = []
         self._is_abandoned = False
+        self._meetings = gloo("meetings", 0, self.size)
         self.host = host_of(self.rank, self.exchange)
+
+        def channel(what: str, givers: int, takers: Sequence[int]) -> Channel:
+            """From one rank to others: in memory if all are of this host."""
+            if self.host is not None and {givers, *takers} <= {*self.host.ranks}:
+                taker = takers.index(self.rank) if self.rank in takers else None
+                number = self.size if what == "totals" else givers
+                return HostChannel(self.host.file, number, len(takers), taker, self.look)
+            first = min(givers, *takers)
+            return GlooChannel(self._sender(gloo(what, first, 1 + len(takers)), givers - first))
+
+        def pair(first: int) -> Channel | None:
+            return channel(f"pair/{first}", first, [first + 1]) if 0 <= first < self.size - 1 else None
+
+        self.before, self.after = pair(self.rank - 1), pair(self.rank)
+        self.totals = channel("totals", self.size - 1, range(self.size - 1))
 
     @staticmethod
     def of(group: ProcessGroup | None) -> Ranks | None:
@@ -130,39 +148,11 @@ class Ranks:
         )
         return [json.loads(bytes(t[: int(n)].numpy())) for t, n in zip(texts, sizes, strict=True)]
 
-    # -- sums of gradients ----------------------------------------------------------------------------------
-
-    def pass_on(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[Spec], go_on: GoOn) -> None:
-        """Hands tensors on to the next rank, whose `take` gets them.
-
-        Args:
-            tensors: On the host; None where there is none.
-            specs: Their shapes and dtypes, also of those that aren't there.
-            go_on: See `GoOn`.
-
-        Raises:
-            RanksError: If another rank can't go on.
-        """
-        self._transfer(Packet.of(tensors, specs), self._after, 0, go_on)
-
-    def take(self, out: Sequence[torch.Tensor], go_on: GoOn) -> list[bool]:
-        """Takes tensors from the rank before; returns which of them it had. For the rest see `pass_on`."""
-        return self._transfer(Packet.into(out), self._before, 0, go_on)
-
-    def spread(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[Spec], go_on: GoOn) -> None:
-        """Gives tensors of the last rank to all others, which `gather` them. For the rest see `pass_on`."""
-        self._transfer(Packet.of(tensors, specs), self._totals, self.size - 1, go_on)
-
-    def gather(self, out: Sequence[torch.Tensor], go_on: GoOn) -> list[bool]:
-        """Takes tensors from the last rank; returns which of them it had. For the rest see `pass_on`."""
-        return self._transfer(Packet.into(out), self._totals, self.size - 1, go_on)
-
-    def _transfer(self, packet: Packet, group: Any, source: int, go_on: GoOn) -> list[bool]:
+    def _sender(self, group: Any, source: int) -> Send:
+        """What gives bytes of a rank to all ranks of a group, or gets them."""
         options = _options(dist.BroadcastOptions())
         options.rootRank = source
-        for part in packet.parts():
-            self._wait(lambda part=part: group.broadcast([part], options), go_on)
-        return packet.present
+        return lambda part, go_on: self._wait(lambda: group.broadcast([part], options), go_on)
 
     def look(self) -> None:
         """Looks for a rank that can't go on.
@@ -204,9 +194,8 @@ class Ranks:
         """Keeps the groups for the life of the process: the end of a group waits for its transfers, maybe for ever."""
         if not self._is_abandoned:
             self._is_abandoned = True
-            groups = self._meetings, self._totals, self._before, self._after
             # What a thread that never ends holds isn't let go of when Python ends.
-            threading.Thread(target=_hold, args=groups, name="megatrain-abandoned", daemon=True).start()
+            threading.Thread(target=_hold, args=self._groups, name="megatrain-abandoned", daemon=True).start()
 
 
 def _hold(*_: object) -> None:

@@ -16,7 +16,6 @@ from megatrain.errors import ExecuteError
 from megatrain.memory.block_image import image, state_image
 from megatrain.memory.bus import Bus
 from megatrain.memory.device_budget import DeviceBudget
-from megatrain.memory.kept_arena import KeptArena
 from megatrain.memory.out_of_memory import MemoryFigures
 from megatrain.passes.program import Program, Template
 from megatrain.ranks.ranks import Ranks
@@ -101,8 +100,6 @@ class Engine:
         self.parks = ParkPool(self.bus)
         self.buffers = BufferCopies(self.bus)
         self.gradients = GradientMemory(self.bus)
-        # Each stream that moves sums of gradients between ranks has memory of its own.
-        self.sums: Mapping[str, KeptArena] = {name: KeptArena(self.bus) for name in ("receive", "send", "total")}
         self.segments = Segments(self.device)
         # The call whose forward last used the slots; only its backward may find weights in them.
         self._slot_owner: weakref.ref[Any] | None = None

@@ -10,7 +10,6 @@ from torch import nn
 from megatrain.checks import checked, shown
 from megatrain.counts import counted
 from megatrain.errors import ExecuteError, ScheduleError
-from megatrain.memory.kept_arena import KeptArena
 from megatrain.memory.out_of_memory import Attempts, MemoryFigures
 from megatrain.passes.program import Program
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
@@ -18,6 +17,7 @@ from megatrain.runtime.call_start import Start
 from megatrain.runtime.draws import DealtDraws, Draws
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.demand import Once
+from megatrain.runtime.gradients.landing import LandingArena
 from megatrain.runtime.gradients.sink import Take
 from megatrain.runtime.loaded import Loaded, check_fits
 from megatrain.runtime.operations import Operations
@@ -52,7 +52,7 @@ class Executor:
         schedule: Schedule,
         model: nn.Module | Engine,
         *,
-        arena: KeptArena | None = None,
+        arena: LandingArena | None = None,
         merged: Sequence[Program] | None = None,
     ):
         programs = [program] if isinstance(program, Program) else list(program)
@@ -63,7 +63,7 @@ class Executor:
         self.engine = engine
         loaded = Loaded.of_each(programs, merged, engine, is_training=schedule.kind.mode == "train")
         if schedule.kind.is_training_step and arena is None:
-            arena = KeptArena(engine.bus)
+            arena = LandingArena(engine.bus)
         for each in loaded:
             each.check_recomputed(schedule.saves)
             each.check_sections(schedule.sections)

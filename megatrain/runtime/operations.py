@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from megatrain.memory.kept_arena import KeptArena
 from megatrain.passes.program import Block
 from megatrain.runtime.blocks.local_graph import LocalGraph
 from megatrain.runtime.call import Call
 from megatrain.runtime.call_start import Start
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.forwards import forward_without_graph
-from megatrain.runtime.gradients.landing import Landing, PlainLanding
+from megatrain.runtime.gradients.landing import Landing, LandingArena, PlainLanding
 from megatrain.runtime.gradients.rank_sums import RankSums
 from megatrain.runtime.gradients.sink import GradientSink
 from megatrain.runtime.gradients.sums import added, marked
@@ -46,7 +46,7 @@ class Operations:
         sink: Takes the gradients of parameters.
     """
 
-    def __init__(self, loaded: Sequence[Loaded], schedule: Schedule, engine: Engine, arena: KeptArena | None = None):
+    def __init__(self, loaded: Sequence[Loaded], schedule: Schedule, engine: Engine, arena: LandingArena | None = None):
         self.loaded = loaded
         self.schedule = schedule
         self.instructions = schedule.instructions
@@ -59,7 +59,7 @@ class Operations:
         blocks = {what: {i.op.block for i in self.instructions.all if i.op.what == what} for what in "BG"}
         self._without_offload = blocks["B"] - blocks["G"]
 
-    def _landing(self, arena: KeptArena | None) -> Landing | PlainLanding | None:
+    def _landing(self, arena: LandingArena | None) -> Landing | PlainLanding | None:
         """Returns where gradients land; None for calls whose gradients are made on the host, and stay there."""
         loaded, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
         if arena is not None:
@@ -266,20 +266,22 @@ class Operations:
         """G: of the total of all ranks, where there are several."""
         loaded, block = taken.calls[0].loaded, taken.calls[0].loaded.program.blocks[instruction.op.block]
         kind, is_total = self.schedule.kind, instruction.op.what == "G"
+        sums = taken.calls[0].parameter_gradients
         if is_total and kind.sends:
-            gradients = self._rank_sums.total(block.index)
+            totals = self._rank_sums.total(block.index)
+        elif is_total and kind.receives:
+            # Ahead of all that may write into them: sums over several blocks, hooks, updates.
+            totals = self._rank_sums.spread(block.index, sums[block.index])
         else:
-            gradients = taken.calls[0].parameter_gradients[block.index]
-            if is_total and kind.receives:
-                # Ahead of all that may write into them: sums over several blocks, hooks, updates.
-                gradients = self._rank_sums.spread(block.index, gradients)
+            totals = nullcontext(sums[block.index])
         completes = loaded.facts.completes[block.index]
-        self.sink.receive(block.index, block.binding, gradients, completes, instruction.landing)
+        with totals as gradients:
+            self.sink.receive(block.index, block.binding, gradients, completes, instruction.landing)
 
     def receive(self, taken: Taken, instruction: Instruction) -> None:
         """R: the sum of the ranks before, to which this rank adds."""
         sums, block = taken.calls[0].parameter_gradients, instruction.op.block
-        sums[block] = self._rank_sums.receive([tensor for tensor, _ in sums[block]])
+        sums[block] = self._rank_sums.receive(block, [tensor for tensor, _ in sums[block]])
 
     def pass_on(self, taken: Taken, instruction: Instruction) -> None:
         """P."""

@@ -10,7 +10,6 @@ from functools import partial
 from megatrain.errors import ExecuteError, TooSmallError
 from megatrain.hardware.machine import usual_machine
 from megatrain.memory.device_budget import DeviceBudget
-from megatrain.memory.kept_arena import KeptArena
 from megatrain.options import Options
 from megatrain.passes.program import Program
 from megatrain.planning.saved_plan import AnyPlan, saved_plan
@@ -20,6 +19,7 @@ from megatrain.progress import stage
 from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.executor import Executor
+from megatrain.runtime.gradients.landing import LandingArena
 from megatrain.scheduler.from_program import step_schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import RANKS, STORES, StepKind
@@ -78,7 +78,7 @@ class StepTables:
         self._options = options
         self._budget = budget
         self._given = None if plan is None else GivenPlan(saved_plan(plan), options)
-        self._arena: KeptArena | None = None
+        self._arena: LandingArena | None = None
         self._tables: OrderedDict[tuple[frozenset[int], StepKind], _Table] = OrderedDict()
 
     @property
@@ -147,7 +147,7 @@ class StepTables:
         if order not in known.executors:
             programs = known.programs_of(captures)
             if self._arena is None:
-                self._arena = KeptArena(engine.bus)
+                self._arena = LandingArena(engine.bus)
                 engine.gradients.clear()  # gradients land there from now on
             made = Executor(programs, known.schedule, engine, arena=self._arena, merged=known.programs)
             known.executors[order] = made

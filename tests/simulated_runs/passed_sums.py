@@ -3,45 +3,64 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 import megatrain
+from megatrain.memory.host_arena import HostArena
+from megatrain.ranks.channel import Channel, GoOn, Room, room_bytes
 from megatrain.runtime.gradients.rank_sums import RankSums
 from megatrain.scheduler.step_kind import StepKind
+from megatrain.tracer.spec import TensorSpec
 from tests.simulated_runs.on_device import DEVICE, on_device
 from tests.training.parity import TASKS
 
 
+class Answering(Channel):
+    """A channel of one room. What is given is kept, and what is taken are other numbers each time."""
+
+    def __init__(self) -> None:
+        self.got: list[torch.Tensor] = []
+        self._arena = HostArena(0)
+        self._count = 0
+
+    def expect(self, blocks: Sequence[Sequence[TensorSpec]]) -> None:
+        """Makes the room once."""
+        if not self._arena.nbytes:
+            self._arena = HostArena(max(map(room_bytes, blocks)))
+
+    @contextmanager
+    def give(self, specs: Sequence[TensorSpec], go_on: GoOn) -> Generator[Room]:
+        """Keeps what is there."""
+        room = Room.of(self._arena, specs)
+        yield room
+        self.got += [tensor.clone() for tensor, is_there in zip(room.tensors, room.present, strict=True) if is_there]
+
+    @contextmanager
+    def take(self, specs: Sequence[TensorSpec], go_on: GoOn) -> Generator[Room]:
+        """Fills all but the last."""
+        room = Room.of(self._arena, specs)
+        self._count += 1
+        for number, tensor in enumerate(room.tensors):
+            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 100 * self._count + number)
+        room.present = [number < len(specs) - 1 for number in range(len(specs))]
+        yield room
+
+
 class OtherRanks:
-    """Sends other numbers each time, and keeps what it gets."""
+    """All that sums ask of ranks."""
 
     place = "middle"
 
     def __init__(self) -> None:
         self.agreed = threading.Event()
-        self.got: list[torch.Tensor] = []
-        self._count = 0
+        self.before, self.after, self.totals = Answering(), Answering(), Answering()
 
     def wait_until_agreed(self, go_on: Callable[[], object]) -> None:
         """All agree."""
-
-    def take(self, out: Sequence[torch.Tensor], go_on: Callable[[], object]) -> list[bool]:
-        """Fills all but the last."""
-        self._count += 1
-        for number, tensor in enumerate(out[:-1]):
-            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 100 * self._count + number)
-        return [*[True] * (len(out) - 1), False]
-
-    gather = take
-
-    def pass_on(self, tensors: Sequence[torch.Tensor | None], specs: Any, go_on: Callable[[], object]) -> None:
-        """Keeps what is there."""
-        self.got += [tensor.clone() for tensor in tensors if tensor is not None]
-
-    spread = pass_on
 
 
 def passed() -> Sequence[torch.Tensor]:
@@ -52,10 +71,12 @@ def passed() -> Sequence[torch.Tensor]:
     others: Any = OtherRanks()
     compiled.engine.ranks = others
     sums, made = RankSums(compiled.engine, program, StepKind()), list[torch.Tensor]()
-    came = [sums.receive(sums.empty(block.index)) for block in program.blocks]
+    came = [sums.receive(block.index, sums.empty(block.index)) for block in program.blocks]
     for block, received in zip(program.blocks, came, strict=True):
         added = [(None if tensor is None else tensor * 2 + 1, False) for tensor, _ in received]
         sums.pass_on(block.index, added)
-        totals = sums.spread(block.index, added)
-        made += [tensor.clone() for tensor, _ in (*received, *totals, *sums.total(block.index)) if tensor is not None]
-    return [*others.got, *made]
+        with sums.spread(block.index, added) as totals:
+            made += [tensor.clone() for tensor, _ in (*received, *totals) if tensor is not None]
+        with sums.total(block.index) as totals:
+            made += [tensor.clone() for tensor, _ in totals if tensor is not None]
+    return [*others.after.got, *others.totals.got, *made]

@@ -45,7 +45,7 @@ NOTICED: dict[str, str] = {
     "engine.reserve_slots: self.streams.settle": "grown",
     "engine.release_slots: self.streams.settle": "walked",
     "landing.land: bus.device.synchronize": "spread",
-    "rank_sums._on_host: self._device.synchronize": "passed",
+    "rank_sums._fill: self._device.synchronize": "passed",
     "rank_sums.receive: self._device.synchronize": "passed",
     "landing.land: self._bus.device.synchronize": "called",
     "buffer_copies.download: self._device.synchronize": "normed",
@@ -74,7 +74,9 @@ _TRIED = "orders nothing: it tries whether the device has such calls at all"
 _OF_RANKS = "a rank waits for others, which nothing of a device does; tests/ranks has runs of several"
 UNNOTICED: dict[str, str] = {
     "ranks._hold: threading.Event().wait": _OF_RANKS,
-    "ranks._transfer: self._wait": _OF_RANKS,
+    "ranks._sender: self._wait": _OF_RANKS,
+    "host_channel.give: self._wait": _OF_RANKS,
+    "host_channel.take: self._wait": _OF_RANKS,
     "ranks.exchange: self._wait": _OF_RANKS,
     "ranks.exchange: self._wait (2)": _OF_RANKS,
     "ranks.wait_until_agreed: self.agreed.wait": _OF_RANKS,

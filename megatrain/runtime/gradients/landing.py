@@ -12,7 +12,6 @@ from megatrain.device import is_on_host
 from megatrain.memory.block_image import BlockImage, image, views
 from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena
-from megatrain.memory.kept_arena import KeptArena
 from megatrain.passes.program import Program
 from megatrain.runtime.gradients.flow import Facts
 from megatrain.runtime.stores.gradient_memory import GradientMemory
@@ -33,6 +32,33 @@ class Landed(NamedTuple):
     is_lent: bool = False
 
 
+class LandingArena:
+    """The memory where gradients of training steps wait, kept from step to step; grows if a later schedule needs more.
+
+    Args:
+        bus: Brings gradients to the host.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.memory = HostArena(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.memory.nbytes
+
+    def ensure(self, nbytes: int) -> HostArena:
+        """Returns the memory, at least `nbytes`; other memory than before if it had to grow.
+
+        Raises:
+            ExecuteError: If the host can't give it.
+        """
+        if nbytes > self.memory.nbytes:
+            self.memory = self.bus.arena(nbytes)
+        return self.memory
+
+
 class Landing:
     """The gradients of a training step: each block's have a place, where they wait for their updates.
 
@@ -42,7 +68,7 @@ class Landing:
         arena: Where they are.
     """
 
-    def __init__(self, nbytes: int, program: Program, arena: KeptArena):
+    def __init__(self, nbytes: int, program: Program, arena: LandingArena):
         self._arena = arena
         self._nbytes = nbytes
         self._layouts = _layouts(program)
@@ -54,7 +80,7 @@ class Landing:
         """Has the memory there before the step begins.
 
         Raises:
-            ExecuteError: See `KeptArena.ensure`.
+            ExecuteError: See `LandingArena.ensure`.
         """
         memory = self._arena.ensure(self._nbytes)
         if memory is not self._memory:
@@ -162,7 +188,7 @@ def _brought(
         return gradient
     if place is None or arena is None or gradient.layout != torch.strided or place.dtype != gradient.dtype:
         return bus.device.to_host(gradient)
-    # A total that came from another rank is on the host already.
+    # A total of all ranks is on the host already.
     return place.copy_(gradient) if is_on_host(gradient) else bus.to_host(place, gradient, arena)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from megatrain.errors import ExecuteError
-from megatrain.memory.block_image import image, views
-from megatrain.memory.host_arena import HostArena
 from megatrain.passes.program import Program
+from megatrain.ranks.channel import Channel, Room
 from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.sums import ParameterGradient
@@ -21,9 +21,9 @@ from megatrain.tracer.spec import TensorSpec
 class RankSums:
     """Moves sums of the gradients of a block's parameters between ranks, through host memory.
 
-    Each method gets or gives the gradients of a block's state in its order, None where nothing flowed. On an
-    accelerator a sum passes through page-locked memory, of which each stream has that of one block; the thread of the
-    stream waits for each copy, since the next block takes the same memory.
+    Each method gets or gives the gradients of a block's state in its order, None where nothing flowed. They pass
+    through rooms of host memory, page-locked where copies gain from that. The thread of a stream waits for each copy,
+    since another rank reads or writes the room next.
 
     Args:
         engine: Has the ranks, and the streams.
@@ -58,49 +58,73 @@ class RankSums:
 
     def empty(self, block: int) -> list[torch.Tensor | None]:
         """Takes memory of the device for a sum that will come; None for what isn't trained."""
-        return self._made(block, self._device.torch_device)
+        entries = [self._program.state[key] for key in self._keys(block)]
+        device = self._device.torch_device
+        # Contiguous, so that each goes from memory to memory; an update gets it in its parameter's layout.
+        return [
+            torch.empty(entry.spec.shape, dtype=entry.spec.dtype, device=device) if entry.requires_grad else None
+            for entry in entries
+        ]
 
-    def receive(self, out: Sequence[torch.Tensor | None]) -> list[ParameterGradient]:
+    def receive(self, block: int, out: Sequence[torch.Tensor | None]) -> list[ParameterGradient]:
         """Fills tensors of the device with the sums of the rank before, and returns those that it had."""
         self._ranks.wait_until_agreed(self.go_on)
-        trained = [tensor for tensor in out if tensor is not None]
-        if self._device.is_host:
-            return _in_order(out, trained, self._ranks.take(trained, self.go_on))
-        arena, landed = self._rooms("receive", [TensorSpec.of(tensor) for tensor in trained])
-        present = self._ranks.take(landed, self.go_on)
-        for tensor, content, is_there in zip(trained, landed, present, strict=True):
-            if is_there:
-                self._engine.bus.to_device(tensor, content, arena)
-        self._device.synchronize()
-        return _in_order(out, trained, present)
+        with self._expecting(self._ranks.before).take(self._specs(block), self.go_on) as room:
+            self._engine.bus.lock([room.arena])
+            trained = [tensor for tensor in out if tensor is not None]
+            for tensor, content, is_there in zip(trained, room.tensors, room.present, strict=True):
+                if is_there:
+                    self._engine.bus.to_device(tensor, content, room.arena)
+            self._device.synchronize()
+        there = iter(room.present)
+        return [(tensor if tensor is not None and next(there) else None, False) for tensor in out]
 
     def pass_on(self, block: int, gradients: Sequence[ParameterGradient]) -> None:
         """Hands a block's sums on to the next rank."""
-        self._ranks.pass_on(self._on_host("send", block, gradients), self._specs(block), self.go_on)
+        given = self._given(block, gradients)
+        with self._expecting(self._ranks.after).give(self._specs(block), self.go_on) as room:
+            self._fill(room, given)
 
-    def spread(self, block: int, gradients: Sequence[ParameterGradient]) -> list[ParameterGradient]:
+    @contextmanager
+    def spread(self, block: int, gradients: Sequence[ParameterGradient]) -> Generator[Sequence[ParameterGradient]]:
         """Gives the totals of a block, which are on the last rank, to all others.
 
-        Returns:
-            Them on the host: on a device that has host memory itself, the same tensors; else until the next call.
+        Yields:
+            Them on the host, for the time of the body; on a device that is the host, the same tensors.
         """
-        found = self._on_host("total", block, gradients)
-        self._ranks.spread(found, self._specs(block), self.go_on)
-        if self._device.is_host:
-            return list(gradients)
-        totals = iter(found)
-        return [(next(totals) if is_trained else None, False) for is_trained in self._trained(block)]
+        given = self._given(block, gradients)
+        with self._expecting(self._ranks.totals).give(self._specs(block), self.go_on) as room:
+            self._fill(room, given)
+        yield gradients if self._device.is_host else self._totals(block, room)
 
-    def total(self, block: int) -> list[ParameterGradient]:
-        """Gets the totals of a block from the last rank; on an accelerator they are there until the next call."""
-        if self._device.is_host:
-            made = self._made(block, torch.device("cpu"))
-            trained = [tensor for tensor in made if tensor is not None]
-        else:
-            trained = self._rooms("total", self._specs(block))[1]
-            rooms = iter(trained)
-            made = [next(rooms) if is_trained else None for is_trained in self._trained(block)]
-        return _in_order(made, trained, self._ranks.gather(trained, self.go_on))
+    @contextmanager
+    def total(self, block: int) -> Generator[Sequence[ParameterGradient]]:
+        """Gets the totals of a block from the last rank: on the host, for the time of the body."""
+        with self._expecting(self._ranks.totals).take(self._specs(block), self.go_on) as room:
+            yield self._totals(block, room)
+
+    def _expecting(self, channel: Channel | None) -> Channel:
+        assert channel is not None
+        channel.expect([self._specs(block.index) for block in self._program.blocks])
+        return channel
+
+    def _totals(self, block: int, room: Room) -> list[ParameterGradient]:
+        """What is in a room, in the order of a block's state. The room's memory isn't theirs."""
+        pairs = iter(zip(room.tensors, room.present, strict=True))
+        found: list[ParameterGradient] = []
+        for key in self._keys(block):
+            tensor, is_there = next(pairs) if self._program.state[key].requires_grad else (None, False)
+            found.append((tensor if is_there else None, True))
+        return found
+
+    def _fill(self, room: Room, given: Sequence[torch.Tensor | None]) -> None:
+        """Copies gradients to a room, and waits for the copies."""
+        self._engine.bus.lock([room.arena])
+        for place, gradient in zip(room.tensors, given, strict=True):
+            if gradient is not None:
+                self._engine.bus.to_host(place, gradient, room.arena)
+        self._device.synchronize()
+        room.present = [gradient is not None for gradient in given]
 
     def _keys(self, block: int) -> Sequence[str]:
         return self._program.blocks[block].binding
@@ -108,36 +132,6 @@ class RankSums:
     def _specs(self, block: int) -> list[TensorSpec]:
         state = self._program.state
         return [state[key].spec for key in self._keys(block) if state[key].requires_grad]
-
-    def _trained(self, block: int) -> list[bool]:
-        return [self._program.state[key].requires_grad for key in self._keys(block)]
-
-    def _rooms(self, stream: str, specs: Sequence[TensorSpec]) -> tuple[HostArena, list[torch.Tensor]]:
-        """Host memory of a stream for tensors of these shapes and dtypes, contiguous."""
-        plain = [TensorSpec(spec.shape, spec.dtype) for spec in specs]
-        layout = image([(str(number), spec) for number, spec in enumerate(plain)])
-        arena = self._engine.sums[stream].ensure(layout.nbytes)
-        return arena, views(layout, arena.tensor)
-
-    def _made(self, block: int, place: torch.device) -> list[torch.Tensor | None]:
-        entries = [self._program.state[key] for key in self._keys(block)]
-        # Contiguous, so that each goes from memory to memory; an update gets it in its parameter's layout.
-        return [
-            torch.empty(entry.spec.shape, dtype=entry.spec.dtype, device=place) if entry.requires_grad else None
-            for entry in entries
-        ]
-
-    def _on_host(self, stream: str, block: int, gradients: Sequence[ParameterGradient]) -> list[torch.Tensor | None]:
-        """The gradients of what is trained, on the host; on an accelerator until the stream's next call."""
-        given = self._given(block, gradients)
-        if self._device.is_host:
-            return given
-        arena, rooms = self._rooms(stream, self._specs(block))
-        for room, gradient in zip(rooms, given, strict=True):
-            if gradient is not None:
-                self._engine.bus.to_host(room, gradient, arena)
-        self._device.synchronize()
-        return [None if gradient is None else room for room, gradient in zip(rooms, given, strict=True)]
 
     def _given(self, block: int, gradients: Sequence[ParameterGradient]) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = []
@@ -153,10 +147,3 @@ class RankSums:
                 )
             found.append(gradient)
         return found
-
-
-def _in_order(
-    all_of: Sequence[torch.Tensor | None], trained: Sequence[torch.Tensor], present: Sequence[bool]
-) -> list[ParameterGradient]:
-    there = {id(tensor) for tensor, is_there in zip(trained, present, strict=True) if is_there}
-    return [(tensor if id(tensor) in there else None, False) for tensor in all_of]

@@ -1,0 +1,72 @@
+"""Channels: how the tensors of one block go from one rank to others, through rooms of host memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+from megatrain.memory.block_image import image, views
+from megatrain.memory.host_arena import HostArena
+from megatrain.tracer.spec import TensorSpec
+
+GoOn = Callable[[], object]
+"""Called now and then while a transfer waits; raises an error to give it up."""
+
+
+@dataclass(slots=True, eq=False)
+class Room:
+    """Host memory for the tensors of one block.
+
+    Attributes:
+        arena: The memory; whoever copies between it and a device page-locks it first.
+        tensors: Contiguous ones, of the shapes and dtypes that were asked for.
+        present: Which of them there are: said by who gives, known to who takes.
+    """
+
+    arena: HostArena
+    tensors: Sequence[torch.Tensor]
+    present: list[bool] = field(default_factory=list[bool])
+
+    @staticmethod
+    def of(arena: HostArena, specs: Sequence[TensorSpec], start: int = 0) -> Room:
+        """A room in an arena, from a byte on."""
+        nbytes = room_bytes(specs)
+        layout = image([(str(number), _plain(spec)) for number, spec in enumerate(specs)])
+        return Room(arena, views(layout, arena.tensor[start : start + nbytes]))
+
+
+def room_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Bytes of a room for tensors of these shapes and dtypes."""
+    return image([(str(number), _plain(spec)) for number, spec in enumerate(specs)]).nbytes
+
+
+def _plain(spec: TensorSpec) -> TensorSpec:
+    return TensorSpec(spec.shape, spec.dtype)
+
+
+class Channel(ABC):
+    """The way from one rank to one or more others. All its ends give and take for the same blocks in the same order."""
+
+    def expect(self, blocks: Sequence[Sequence[TensorSpec]]) -> None:
+        """Makes rooms large enough for each block; all ends call it for the same blocks, when nothing is under way."""
+        del blocks
+
+    @abstractmethod
+    def give(self, specs: Sequence[TensorSpec], go_on: GoOn) -> AbstractContextManager[Room]:
+        """A room to be filled in the body; what is in it then goes to the others.
+
+        Args:
+            specs: Of the tensors, on all ends the same.
+            go_on: See `GoOn`.
+
+        Raises:
+            RanksError: If another rank can't go on.
+        """
+
+    @abstractmethod
+    def take(self, specs: Sequence[TensorSpec], go_on: GoOn) -> AbstractContextManager[Room]:
+        """A room with what came, for the time of the body. For the rest see `give`."""
