@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatrain
+from megatrain.device import find
 from tests.ranks.failing import refused
 from tests.ranks.sides import OURS, Case, begin, moved, take, train, train_here
 from tests.simulated_device.loading import load
@@ -83,7 +84,7 @@ def sharing_a_card(rank: int) -> str:
     """Each rank asks for the device that the others have."""
     simulator = load()
     simulator.reset()
-    device = megatrain.device.find("sim:0")
+    device = find("sim:0")
     device.identity = lambda: "the only card"  # pyright: ignore
     return refused(lambda: megatrain.compile(seeded_stack(2), device=device, process_group=dist.group.WORLD))
 
