@@ -60,9 +60,15 @@ help:
 	@touch $@
 
 # The first process interrupts itself in mid-step, as Ctrl-C would (status 130); the second goes on from its checkpoint.
+# DEVICES=2 trains in two processes, of which one is killed in mid-step; torchrun starts both again, with a new store.
 demo: $(READY)
+ifdef DEVICES
+	TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(DEVICES) \
+		--max-restarts 1 -m megatrain.cli demo --interrupt-at 0.5 $(ARGS)
+else
 	$(PY) -m megatrain.cli demo --interrupt-at 0.5 $(ARGS) || [ $$? -eq 130 ]
 	$(PY) -m megatrain.cli demo --resume $(ARGS)
+endif
 
 quick: $(READY)
 	$(PYTEST) --quick $(ARGS)

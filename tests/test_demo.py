@@ -188,7 +188,7 @@ def test_a_wrong_value_ends_with_status_2_and_the_rule(arguments, said, tmp_path
 
 def test_the_command_line_offers_the_recipe_as_it_is(tmp_path, monkeypatch, capsys):
     seen: list[Recipe] = []
-    monkeypatch.setattr(command, "demonstrate", lambda course, interrupt_at: seen.append(course.recipe) or True)
+    monkeypatch.setattr(command, "demonstrate", lambda course, **_: seen.append(course.recipe) or True)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["demo"]) == 0
     assert cli.main(["demo", "--steps", "7"]) == 0
@@ -199,7 +199,7 @@ def test_the_command_line_offers_the_recipe_as_it_is(tmp_path, monkeypatch, caps
 
 
 def test_a_demo_that_is_interrupted_before_it_saves_says_so(tmp_path, monkeypatch, capsys):
-    def interrupted(course, interrupt_at):
+    def interrupted(course, **_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "demonstrate", interrupted)

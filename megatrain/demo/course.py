@@ -46,13 +46,20 @@ class Course:
 
     @staticmethod
     @checked(folder=PATH)
+    def exists(folder: Path) -> bool:
+        """Whether a folder has a checkpoint, or something else."""
+        # A save that was ended between its two renames left the checkpoint next to its place.
+        return present(folder.resolve()).exists()
+
+    @staticmethod
+    @checked(folder=PATH)
     def begin(recipe: Recipe, folder: Path) -> Course:
         """Begins a training; its first checkpoint will replace that of an earlier demo.
 
         Raises:
             CheckpointError: If the folder holds anything else.
         """
-        if _exists(folder):
+        if Course.exists(folder):
             _recorded(folder)
         return Course(recipe, folder, digest(read_corpus()[0]))
 
@@ -69,7 +76,7 @@ class Course:
             CheckpointError: If there is no checkpoint of a demo, or it was trained on another text.
             OptionError: If the checkpoint's recipe differs from what is given.
         """
-        if not _exists(folder):
+        if not Course.exists(folder):
             raise CheckpointError(
                 f"there is no checkpoint in `{folder}`.\n"
                 "  The demo writes one every minute, when it is interrupted, and at its end.\n"
@@ -125,11 +132,6 @@ class Course:
             f"step {self.saved} of {self.total} is saved in `{self.folder}`, and nothing is still running.\n"
             f"  Continue with: megatrain demo --resume{folder}"
         )
-
-
-def _exists(folder: Path) -> bool:
-    # A save that was ended between its two renames left the checkpoint next to its place.
-    return present(folder.resolve()).exists()
 
 
 def _recorded(folder: Path) -> tuple[int, dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatrain.demo.course import FOLDER, Course
 from megatrain.demo.demonstrate import demonstrate
 from megatrain.demo.recipe import Recipe
+from megatrain.demo.several import Several
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--folder", type=Path, default=FOLDER, help=f"folder of the checkpoint (default: {FOLDER})")
     add("--resume", action="store_true", help="continue from the checkpoint, with its recipe")
-    add("--interrupt-at", type=float, metavar="PART", help="press Ctrl-C after this part of the steps, between 0 and 1")
+    text = "press Ctrl-C after this part of the steps, between 0 and 1; under torchrun, kill one process"
+    add("--interrupt-at", type=float, metavar="PART", help=text)
     _add("--device", str, "compute device; None is the accelerator if it has what a run needs", parser)
     _add("--memory", str, "device-memory budget", parser)
     _add("--steps", int, "optimizer steps", parser)
@@ -44,8 +46,13 @@ def run(options: argparse.Namespace) -> int:
     """
     # Only what was given on the command line is there: a resumed run has its own.
     given = {f.name: getattr(options, f.name) for f in fields(Recipe) if f.name in options}
-    course = Course.resume(options.folder, given) if options.resume else Course.begin(Recipe(**given), options.folder)
-    return 0 if demonstrate(course, interrupt_at=options.interrupt_at) else 1
+    with Several.joined() as several:
+        resumes = options.resume or (several.is_again and Course.exists(options.folder))
+        course = Course.resume(options.folder, given) if resumes else Course.begin(Recipe(**given), options.folder)
+        several.check(course.recipe.micro_batches)
+        several.wait()  # one of them may replace what the others have looked at
+        interrupt_at = None if several.is_again else options.interrupt_at
+        return 0 if demonstrate(course, interrupt_at=interrupt_at, several=several) else 1
 
 
 def _add(name: str, kind: Callable[[str], object], text: str, parser: argparse.ArgumentParser) -> None:

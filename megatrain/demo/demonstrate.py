@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import megatrain
 from megatrain.checks import checked, number, optional
 from megatrain.counts import counted
 from megatrain.demo.course import Course
 from megatrain.demo.figures import format_losses, format_memory, quoted
 from megatrain.demo.model import build_model, check_windows, held_out_loss, state_bytes, write_sample
+from megatrain.demo.several import Several
 from megatrain.demo.text import byte_tensor, random_batches, read_corpus, unigram_entropy
 from megatrain.demo.training import Training
 from megatrain.sizes import format_bytes, parse_bytes
 
 
 @checked(interrupt_at=optional(number(above=0, below=1, example=0.5)))
-def demonstrate(course: Course, *, interrupt_at: float | None = None) -> bool:
+def demonstrate(course: Course, *, interrupt_at: float | None = None, several: Several | None = None) -> bool:
     """Trains, measures, samples, shows the schedule that ran and verifies it; prints all of it.
 
     Args:
         course: What is trained, from its beginning or from its checkpoint.
         interrupt_at: After which part of the steps this process interrupts itself; None doesn't.
+        several: The processes that train together; None for one alone. The first one does all but train.
 
     Returns:
         Whether the model learnt, the device stayed within the budget, and the gradients are eager PyTorch's.
@@ -29,28 +33,40 @@ def demonstrate(course: Course, *, interrupt_at: float | None = None) -> bool:
         KeyboardInterrupt: Saying what is saved, if something is.
     """
     try:
-        return _demonstrate(course, interrupt_at)
+        return _demonstrate(course, interrupt_at, several or Several())
     except KeyboardInterrupt as interrupt:
         if course.saved is None:
             raise
         raise KeyboardInterrupt(course.describe_saved()) from interrupt
 
 
-def _demonstrate(course: Course, interrupt_at: float | None) -> bool:
+def _demonstrate(course: Course, interrupt_at: float | None, several: Several) -> bool:
     recipe = course.recipe
     budget = parse_bytes(recipe.memory)
     training, held_out = read_corpus()
     check_windows(held_out, recipe)
     model = build_model(recipe)
-    compiled = megatrain.compile(model, device=recipe.device, memory=budget, transfer="copy")
+    options: dict[str, Any] = {"memory": budget, "transfer": "copy", "process_group": several.group}
+    compiled = megatrain.compile(model, device=recipe.device, **options)
     device = compiled.megatrain.options.device.torch_device
     weights = state_bytes(model)
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {format_bytes(weights)}"
     print(f"model   {type(model).__name__}, {size}")
     print(f"text    Python's own help pages: {len(training)} bytes to train on, {len(held_out)} held out")
     print(f"device  {device}, with a budget of {format_bytes(budget)}", flush=True)
-    schedule, measured = _train(compiled, course, training, interrupt_at)
+    print(several, end="", flush=True)
+    schedule, measured = _train(compiled, course, training, interrupt_at, several)
+    found = not several.is_first or _shown(compiled, course, schedule, measured, weights)
+    several.wait()
+    return found
 
+
+def _shown(
+    compiled: megatrain.CompiledModule, course: Course, schedule: megatrain.Schedule, measured: int, weights: int
+) -> bool:
+    """Prints what the training has led to; see `demonstrate`."""
+    recipe, (training, held_out) = course.recipe, read_corpus()
+    device, budget = compiled.megatrain.options.device.torch_device, parse_bytes(recipe.memory)
     loss, baseline = held_out_loss(compiled, held_out, recipe, device), unigram_entropy(training, held_out)
     print(f"\nheld-out loss, nats per byte\n{format_losses(loss, baseline)}", flush=True)
     print(f"\na sample it wrote\n{quoted(write_sample(compiled, b'The ', recipe, device))}")
@@ -62,10 +78,10 @@ def _demonstrate(course: Course, interrupt_at: float | None) -> bool:
 
 
 def _train(
-    compiled: megatrain.CompiledModule, course: Course, text: bytes, interrupt_at: float | None
+    compiled: megatrain.CompiledModule, course: Course, text: bytes, interrupt_at: float | None, several: Several
 ) -> tuple[megatrain.Schedule, int]:
     """Returns the schedule of a step and the measured peak of all, 0 if no step was left to make."""
-    training = Training(compiled, course, text, interrupt_at=interrupt_at)
+    training = Training(compiled, course, text, interrupt_at=interrupt_at, several=several)
     step, recipe = training.step, course.recipe
     compiled.train()
     planned = step.prepare(training.batch())
