@@ -123,7 +123,7 @@ def test_bad_values_of_the_demo_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demonstrate, "_demonstrate", lambda course, interrupt_at: True)
+    monkeypatch.setattr(demonstrate, "_demonstrate", lambda *_: True)
     assert faults(lambda option, text: ended(["demo", f"{option}={text}"], capsys), DEMO, "") == []
 
 

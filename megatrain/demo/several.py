@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatrain.device import take_accelerator
 from megatrain.errors import OptionError
 
 _T = TypeVar("_T")
@@ -40,8 +41,7 @@ class Several:
             return
         dist.init_process_group("gloo")
         try:
-            if torch.accelerator.is_available():
-                torch.accelerator.set_device_index(dist.get_node_local_rank())
+            take_accelerator(dist.get_node_local_rank())
             found = Several(dist.group.WORLD)
             with nullcontext() if found.is_first else redirect_stdout(io.StringIO()):
                 yield found

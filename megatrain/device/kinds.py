@@ -105,6 +105,12 @@ def present_accelerator() -> Device | None:
     return None if found is None else find(found)
 
 
+def take_accelerator(index: int) -> None:
+    """Makes the accelerator of a number this process's current one; does nothing where there is none."""
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(index)
+
+
 def used_device(tensors: Iterable[torch.Tensor]) -> Device:
     """The device of the first tensor that an accelerator holds; the host if there is none."""
     return find(next((t.device for t in tensors if not (is_on_host(t) or t.is_meta)), HOST.torch_device))

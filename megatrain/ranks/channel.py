@@ -22,7 +22,7 @@ class Room:
     """Host memory for the tensors of one block.
 
     Attributes:
-        arena: The memory; whoever copies between it and a device page-locks it first.
+        arena: The memory; who copies between it and a device page-locks it first.
         tensors: Contiguous ones, of the shapes and dtypes that were asked for.
         present: Which of them there are: said by who gives, known to who takes.
     """

@@ -265,17 +265,9 @@ class Operations:
     def offload(self, taken: Taken, instruction: Instruction) -> None:
         """G: of the total of all ranks, where there are several."""
         loaded, block = taken.calls[0].loaded, taken.calls[0].loaded.program.blocks[instruction.op.block]
-        kind, is_total = self.schedule.kind, instruction.op.what == "G"
-        sums = taken.calls[0].parameter_gradients
-        if is_total and kind.sends:
-            totals = self._rank_sums.total(block.index)
-        elif is_total and kind.receives:
-            # Ahead of all that may write into them: sums over several blocks, hooks, updates.
-            totals = self._rank_sums.spread(block.index, sums[block.index])
-        else:
-            totals = nullcontext(sums[block.index])
-        completes = loaded.facts.completes[block.index]
-        with totals as gradients:
+        sums, completes = taken.calls[0].parameter_gradients, loaded.facts.completes[block.index]
+        has_others = instruction.op.what == "G" and self.schedule.kind.ranks != "alone"
+        with self._rank_sums.totals(block.index, sums) if has_others else nullcontext(sums[block.index]) as gradients:
             self.sink.receive(block.index, block.binding, gradients, completes, instruction.landing)
 
     def receive(self, taken: Taken, instruction: Instruction) -> None:

@@ -70,13 +70,15 @@ def passed() -> Sequence[torch.Tensor]:
     program = compiled.prepare(on_device(task.batch(0, 2))).lowered.program
     others: Any = OtherRanks()
     compiled.engine.ranks = others
-    sums, made = RankSums(compiled.engine, program, StepKind()), list[torch.Tensor]()
+    made, kinds = list[torch.Tensor](), [StepKind(outputs="release", ranks=place) for place in ("middle", "last")]
+    sums = of_others = RankSums(compiled.engine, program, kinds[0])
+    others.place = "last"
+    of_last = RankSums(compiled.engine, program, kinds[1])
     came = [sums.receive(block.index, sums.empty(block.index)) for block in program.blocks]
     for block, received in zip(program.blocks, came, strict=True):
         added = [(None if tensor is None else tensor * 2 + 1, False) for tensor, _ in received]
         sums.pass_on(block.index, added)
-        with sums.spread(block.index, added) as totals:
-            made += [tensor.clone() for tensor, _ in (*received, *totals) if tensor is not None]
-        with sums.total(block.index) as totals:
-            made += [tensor.clone() for tensor, _ in totals if tensor is not None]
+        for each in (of_last, of_others):
+            with each.totals(block.index, {block.index: added}) as totals:
+                made += [tensor.clone() for tensor, _ in (*received, *totals) if tensor is not None]
     return [*others.after.got, *others.totals.got, *made]

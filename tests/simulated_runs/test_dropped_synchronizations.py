@@ -83,6 +83,8 @@ UNNOTICED: dict[str, str] = {
     "signs_of_life._beat: stop.wait": _OF_RANKS,
     "host_sharing.told: self._compiled.masters.settle": _OF_RANKS,
     "operations.: Operations.wait": _OF_RANKS,
+    "demo_command.run: several.wait": _OF_RANKS,
+    "demonstrate._demonstrate: several.wait": _OF_RANKS,
     "operations.wait: taken.step_trainer.wait": _OF_RANKS,
     "trainer.wait: self._updates.wait": _OF_RANKS,
     "trainer.wait: self._updates.wait (2)": _OF_RANKS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -44,6 +44,7 @@ class RankSums:
             )
         self._engine = engine
         self._program = program
+        self._kind = kind
         self._device = engine.device
 
     @property
@@ -86,29 +87,35 @@ class RankSums:
             self._fill(room, given)
 
     @contextmanager
-    def spread(self, block: int, gradients: Sequence[ParameterGradient]) -> Generator[Sequence[ParameterGradient]]:
-        """Gives the totals of a block, which are on the last rank, to all others.
+    def totals(
+        self, block: int, sums: Mapping[int, Sequence[ParameterGradient]]
+    ) -> Generator[Sequence[ParameterGradient]]:
+        """Gives the totals of a block, which are the sums of the last rank, to all others.
+
+        Args:
+            block: The block.
+            sums: Those of this rank, by block.
 
         Yields:
-            Them on the host, for the time of the body; on a device that is the host, the same tensors.
+            The totals on the host, for the time of the body; on a last rank that computes there, the sums themselves.
         """
-        given = self._given(block, gradients)
-        with self._expecting(self._ranks.totals).give(self._specs(block), self.go_on) as room:
+        channel = self._expecting(self._ranks.totals)
+        if self._kind.sends:
+            with channel.take(self._specs(block), self.go_on) as room:
+                yield self._in_order(block, room)
+            return
+        # Ahead of all that may write into them: sums over several blocks, hooks, updates.
+        given = self._given(block, sums[block])
+        with channel.give(self._specs(block), self.go_on) as room:
             self._fill(room, given)
-        yield gradients if self._device.is_host else self._totals(block, room)
-
-    @contextmanager
-    def total(self, block: int) -> Generator[Sequence[ParameterGradient]]:
-        """Gets the totals of a block from the last rank: on the host, for the time of the body."""
-        with self._expecting(self._ranks.totals).take(self._specs(block), self.go_on) as room:
-            yield self._totals(block, room)
+        yield sums[block] if self._device.is_host else self._in_order(block, room)
 
     def _expecting(self, channel: Channel | None) -> Channel:
         assert channel is not None
         channel.expect([self._specs(block.index) for block in self._program.blocks])
         return channel
 
-    def _totals(self, block: int, room: Room) -> list[ParameterGradient]:
+    def _in_order(self, block: int, room: Room) -> list[ParameterGradient]:
         """What is in a room, in the order of a block's state. The room's memory isn't theirs."""
         pairs = iter(zip(room.tensors, room.present, strict=True))
         found: list[ParameterGradient] = []

@@ -37,6 +37,23 @@ class Sent:
     is_stale: Callable[[], bool]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Moved:
+    """Other memory for a tensor of state, which has its values.
+
+    Args:
+        arena: An arena.
+        offset: The tensor's first byte there.
+        view: The tensor there, as a view of its own storage.
+        sent: Where copies to the device come from; None for the arena.
+    """
+
+    arena: HostArena
+    offset: int
+    view: torch.Tensor
+    sent: Sent | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Home:
     """The home of a key: the user's tensor, and the view of the arena that it uses.

@@ -11,7 +11,7 @@ import torch
 from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride, views
 from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena, together
-from megatrain.runtime.stores.homes import Home, OneCopy, Sent, copies_of, new_memory, section_of, take_in
+from megatrain.runtime.stores.homes import Home, Moved, OneCopy, Sent, copies_of, new_memory, section_of, take_in
 from megatrain.runtime.stores.moving import check_movable, check_room
 from megatrain.runtime.stores.persisting import Stamp
 from megatrain.runtime.stores.weights import Weights, replace_memory
@@ -19,23 +19,6 @@ from megatrain.sizes import Section, aligned
 from megatrain.tracer.spec import TensorSpec
 
 __all__ = ["BlockImage", "Entry", "HostArena", "HostStore", "image", "stored_stride", "views"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Other memory for a tensor of state.
-
-    Args:
-        arena: An arena.
-        offset: The tensor's first byte there.
-        view: The tensor there, as a view of its own storage.
-        sent: Where copies to the device come from; None for the arena.
-    """
-
-    arena: HostArena
-    offset: int
-    view: torch.Tensor
-    sent: Sent | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +125,7 @@ class HostStore:
         """Where the state is, by key."""
         return self._homes
 
-    def move(self, places: Mapping[str, Place]) -> None:
+    def move(self, places: Mapping[str, Moved]) -> None:
         """Gives state that is here other memory, which has the same values.
 
         Args:
