@@ -73,6 +73,7 @@ REPORT = (
 )
 PLAN = (
     *("--hardware", "--memory", "--host-memory", "--sequence", "--tokens-per-step", "--micro-batch", "--lora"),
+    *("--devices", "--host-bandwidth"),
     *("--optimizer", "--precision", "--masters", "--activations", "--block-bytes", "--chunking", "--largest"),
 )
 VERIFY = (

@@ -59,6 +59,7 @@ class StepOptions:
     hardware: Hardware | None = None
     chunking: str = "auto"
     most_result_bytes: int | None = None
+    ranks: str = "alone"
 
 
 class _Capture(NamedTuple):
@@ -310,4 +311,6 @@ def _step_kind(program: Program, options: StepOptions, updates: str) -> StepKind
         updates=updates,
         clip=options.max_grad_norm is not None,
         outputs="release",
+        ranks=options.ranks,
+        store="own" if options.ranks == "alone" else "shared",
     )

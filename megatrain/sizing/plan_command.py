@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--sequence", int, "tokens of a sequence (default: 4096, or what the model takes if that is less)")
     _add(parser, "--tokens-per-step", int, "tokens of a step (default: 65536)")
     _add(parser, "--micro-batch", int, "sequences in a micro-batch (default: those with the shortest step that fits)")
+    _add(parser, "--devices", int, "devices of one host that share a step's tokens (default: 1)")
+    _add(parser, "--host-bandwidth", str, "what the host's memory reads and writes in a second, such as 400GB")
     _add(parser, "--lora", int, "train adapters of this rank on all linear layers, and leave the model's own weights")
     _add(parser, "--optimizer", str, "an optimizer of torch.optim (default: adamw)")
     _add(parser, "--precision", str, "bf16, which computes in bf16 over fp32 masters, or fp32 (default: bf16)")

@@ -18,6 +18,7 @@ from megatrain.planning.model_sizes import LORA, MICRO_BATCH, SEQUENCE, ModelSiz
 from megatrain.planning.planned_step import UNBOUNDED
 from megatrain.planning.planner import Planner, StepOptions
 from megatrain.planning.what_if.alternatives import alternatives
+from megatrain.planning.what_if.several_devices import on_devices
 from megatrain.planning.what_if.ways_out import refusal
 from megatrain.progress import stage
 from megatrain.sizes import parse_bytes
@@ -52,13 +53,17 @@ def print_sizing(options: SizingOptions) -> None:
             row_of(planner, options, sizes, samples, name)
             for name in tqdm(Hardware.presets(), desc="planning", unit="machine", leave=False, disable=None)
         ]
-        print(_step_line(samples, source, None))
+        print(_step_line(options, samples, source, None))
         print(table_text(rows))
         return
     found = _staged("planning", lambda: batch_on(planner, options, sizes, samples, options.hardware))
-    print(_step_line(samples, source, found))
+    print(_step_line(options, samples, source, found))
     print(f"\n{found.plan}")
     _print_more(options, found)
+    if options.devices > 1 and found.plan.fits:
+        several = _staged("planning devices", lambda: on_devices(found.plan, options.devices))
+        print(f"\n{several}")
+        several.check()
     error = _staged("looking for ways out", lambda: refusal(found.plan, IN_COMMAND))
     if error is not None:
         raise error
@@ -124,6 +129,8 @@ def _shared(planner: Planner, options: StepOptions, sizes: Mapping[str, int], sa
 
 def _step_options(options: SizingOptions, name: str | None) -> StepOptions:
     machine = None if name is None else Hardware.preset(name)
+    if machine is not None and options.host_bandwidth is not None:
+        machine = replace(machine, host_bytes_per_s=float(parse_bytes(options.host_bandwidth, "host_bandwidth")))
     memory = None if options.memory is None else parse_bytes(options.memory, "memory")
     if memory is None:
         assert machine is not None
@@ -152,12 +159,15 @@ def _sizes(options: SizingOptions, source: ModelSizes) -> Mapping[str, int]:
 
 
 def _samples(options: SizingOptions, source: ModelSizes) -> int:
-    return samples_of(options.tokens_per_step, options.micro_batch or 1, source.sizes.get(SEQUENCE, 1))
+    """Sequences of a step of one device."""
+    length, size = source.sizes.get(SEQUENCE, 1), options.micro_batch or 1
+    return samples_of(options.tokens_per_step, size * options.devices, length) // options.devices
 
 
-def _step_line(samples: int, source: ModelSizes, found: StepSplit | None) -> str:
+def _step_line(options: SizingOptions, samples: int, source: ModelSizes, found: StepSplit | None) -> str:
     length = source.sizes.get(SEQUENCE, 1)
-    text = f"step: {counted(samples * length, 'token')}, {counted(samples, 'sequence')} of {length}"
+    each = "" if options.devices == 1 else f" of each of {options.devices} devices"
+    text = f"step{each}: {counted(samples * length, 'token')}, {counted(samples, 'sequence')} of {length}"
     if found is None:
         return text
     text += f", as {counted(found.count, 'micro-batch')} of {found.size}"

@@ -11,6 +11,7 @@ from megatrain.checks import PATH, Rule, count, one_of, optional
 from megatrain.counts import counted
 from megatrain.errors import OptionError
 from megatrain.hardware.hardware import Hardware
+from megatrain.hardware.presets import PRESETS
 from megatrain.options import COMPILE, PRECISION
 from megatrain.planning.model_sizes import DEPTH, LORA, MICRO_BATCH, SEQUENCE
 from megatrain.planning.what_if.variation import Spelling, size
@@ -33,6 +34,8 @@ RULES: Mapping[str, Rule] = {
     "host_memory": optional(SIZE),
     "sequence": optional(count(2, 2**24)),
     "tokens_per_step": count(1, 2**40),
+    "devices": count(1, 64),
+    "host_bandwidth": optional(SIZE),
     "micro_batch": optional(count(1, 2**16)),
     "lora": count(0, 2**16),
     "optimizer": one_of(*_OPTIMIZERS),
@@ -73,6 +76,8 @@ class SizingOptions:
         sequence: Tokens of a sequence; None is 4096, or what the model takes if that is less.
         tokens_per_step: Tokens of a step.
         micro_batch: Sequences in a micro-batch; None takes the number with the shortest step.
+        devices: Devices of one host that share a step's tokens.
+        host_bandwidth: Bytes a second that the host's memory reads and writes; None is that of the machine.
         lora: Rank of adapters; 0 trains all weights.
         optimizer: A class of torch.optim, in small letters.
         precision: `"bf16"` or `"fp32"`.
@@ -97,6 +102,8 @@ class SizingOptions:
     sequence: int | None = None
     tokens_per_step: int = TOKENS_PER_STEP
     micro_batch: int | None = None
+    devices: int = 1
+    host_bandwidth: int | str | None = None
     lora: int = 0
     optimizer: str = "adamw"
     precision: str = "bf16"
@@ -120,6 +127,17 @@ class SizingOptions:
             raise OptionError(
                 "--why, --alternatives and --largest are of one plan, and --hardware all has many.\n"
                 f"  The machines are {', '.join(Hardware.presets())}.\n  Name one of them with --hardware."
+            )
+        if self.devices > 1 and (self.hardware in (None, ALL) or PRESETS[str(self.hardware)].is_unified):
+            raise OptionError(
+                f"--devices {self.devices} needs a machine with cards in a host.\n"
+                "  The seconds of their step follow from the rates of one machine.\n"
+                "  Name it with --hardware, such as rtx-4090; or leave out --devices."
+            )
+        if self.host_bandwidth is not None and self.hardware is None:
+            raise OptionError(
+                "--host-bandwidth without --hardware says nothing.\n"
+                "  Only a plan for a machine has seconds.\n  Name one with --hardware."
             )
         if self.masters == "rounded" and self.precision != "bf16":
             raise OptionError(

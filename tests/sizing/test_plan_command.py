@@ -211,3 +211,19 @@ def test_a_configuration_that_says_something_of_each_layer_keeps_its_depth(tmp_p
     source = ConfigModel(SizingOptions(str(tmp_path), memory="1GiB"))
     assert source.fixed == {DEPTH: "the configuration says something of each layer: kinds"}
     assert DEPTH not in source.sizes
+
+
+def test_several_devices_share_the_tokens_of_a_step(config: Path, capsys: pytest.CaptureFixture[str]):
+    asked = (config, "--hardware=rtx-4090", "--micro-batch=1", "--sequence=16", "--host-bandwidth=400GB")
+    said = printed(capsys, *asked, "--tokens-per-step=256", "--devices=4")
+    assert said.startswith("step of each of 4 devices: 64 tokens, 4 sequences of 16, as 4 micro-batches of 1")
+    assert "devices: 4 of one host, each streams all weights (replicate); predicted" in said
+    assert (
+        printed(capsys, *asked, "--tokens-per-step=64").splitlines()[2:]
+        == said.split("\n\ndevices:")[0].splitlines()[2:]
+    )
+    assert "can't feed 4 devices" in refused(
+        capsys, *asked[:4], "--tokens-per-step=256", "--devices=4", "--host-bandwidth=1MB"
+    )
+    assert "--devices 4 needs a machine" in refused(capsys, config, "--memory=1GiB", "--devices=4", *STEP)
+    assert "is less than one micro-batch" in refused(capsys, *asked, "--tokens-per-step=32", "--devices=4")

@@ -1,0 +1,106 @@
+"""on_devices(): the planned step on each of several devices of one host, which train one model together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatrain.errors import OptionError, ScheduleError
+from megatrain.planning.planned_step import PlannedStep
+from megatrain.scheduler.timing.bands import format_s
+from megatrain.scheduler.timing.several_devices import DevicesSimulation, simulate_devices
+from megatrain.sizes import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesPlan:
+    """A step of several devices of one host, each of which streams all weights; prints itself.
+
+    Args:
+        alone: The step of one device, with the micro-batches of one.
+        ranks: The step of each rank.
+        alone_s: Seconds of `alone`.
+        simulation: The step of all of them.
+    """
+
+    alone: PlannedStep
+    ranks: Sequence[PlannedStep] = field(repr=False)
+    alone_s: float
+    simulation: DevicesSimulation
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.simulation.step_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all devices a second; None without token ids."""
+        tokens = self.alone.tokens_per_step
+        return None if tokens is None else tokens * len(self.ranks) / self.step_s
+
+    @property
+    def efficiency(self) -> float:
+        """The step of one device by itself, by the step of all: 1 if nobody waits for others."""
+        return self.alone_s / self.step_s
+
+    def check(self) -> None:
+        """Refuses a step in which the devices wait for the memory of the host.
+
+        Raises:
+            ScheduleError: If copies and updates take longer there than a device for its part.
+        """
+        if self.simulation.host_s <= self.alone_s:
+            return
+        fed = max(1, int(len(self.ranks) * self.alone_s / self.simulation.host_s))
+        raise ScheduleError(
+            f"the host's memory can't feed {len(self.ranks)} devices: copies and updates take {self._host()}, and one "
+            f"device takes {format_s(self.alone_s)} for its part.\n"
+            "  Each device streams all weights, and gradients go from one to the next through the host.\n"
+            f"  Use about {fed} of them, or more tokens in a step of each."
+        )
+
+    def _host(self) -> str:
+        return f"{format_s(self.simulation.host_s)} ({format_bytes(self.simulation.host_bytes)})"
+
+    def __str__(self) -> str:
+        rate = "" if self.tokens_per_s is None else f", {self.tokens_per_s:.0f} tokens/s"
+        busy = ", ".join(f"{stream} {part:.0%}" for stream, part in self.simulation.busy.items() if part >= 0.005)
+        return "\n".join(
+            [
+                f"devices: {len(self.ranks)} of one host, each streams all weights (replicate); predicted",
+                f"  step: {format_s(self.step_s)}{rate}; {self.efficiency:.2f} of what as many devices alone would do",
+                f"  busy at most: {busy}",
+                f"  host memory: {self._host()} of reads and writes",
+            ]
+        )
+
+
+def on_devices(plan: PlannedStep, num_devices: int) -> DevicesPlan:
+    """Plans the step of each rank, and simulates all of them.
+
+    Args:
+        plan: Of one device, with its micro-batches.
+        num_devices: How many, at least two.
+
+    Raises:
+        OptionError: If the plan has no machine, or can't be planned again.
+        ScheduleError: If a rank's step doesn't fit its device.
+    """
+    if plan.hardware is None or plan.asked is None:
+        raise OptionError(
+            "this plan can't be put on several devices: it has no machine, or doesn't know its model.\n"
+            "  The seconds of a step follow from the rates of a machine.\n"
+            '  Call megatrain.plan with hardware="rtx-4090", say.'
+        )
+    simulation = plan.simulation
+    assert simulation is not None
+    names = ["first", *["middle"] * (num_devices - 2), "last"]
+    found = {name: plan.asked.again({"ranks": name}) for name in dict.fromkeys(names)}
+    for each in found.values():
+        error = each.refused()
+        if error is not None:
+            raise error
+    ranks = [found[name] for name in names]
+    simulated = simulate_devices([each.schedule for each in ranks], plan.hardware)
+    return DevicesPlan(plan, ranks, simulation.step_s, simulated)

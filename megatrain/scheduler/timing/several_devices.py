@@ -1,0 +1,194 @@
+"""simulate_devices(): a step of several ranks of one host on paper, whose devices share the memory of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+
+from megatrain.checks import Rule, checked
+from megatrain.hardware.hardware import Hardware
+from megatrain.scheduler.books import Books
+from megatrain.scheduler.dependency import all_waits
+from megatrain.scheduler.items import Effect, Stream
+from megatrain.scheduler.table import Position, Table
+from megatrain.scheduler.timing.costs import OpSeconds
+
+_ROUNDING = 1 + 1e-12
+TO_DEVICE, TO_HOST = (Stream.H2D, Stream.RECEIVE), (Stream.D2H, Stream.SEND)
+"""Streams whose copies share a direction of a rank's link."""
+Place = tuple[int, Position]
+"""A rank, and an op of its table."""
+
+_TABLES = Rule(
+    "the tables of ranks, first to last",
+    "{name}=[plan.schedule for plan in plans]",
+    lambda value: None if _stand_in_order(value) else "doesn't have the first rank first and the last one last",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesSimulation:
+    """A simulated step of several ranks.
+
+    Args:
+        step_s: Seconds until the last op of any rank ends.
+        busy: Fraction of the step during which each stream works, of the rank for which it is most.
+        host_bytes: What copies and updates of all ranks read and write in the memory of the host.
+        host_s: How long that takes alone.
+    """
+
+    step_s: float
+    busy: Mapping[str, float]
+    host_bytes: int
+    host_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Op:
+    """An op of a rank: seconds that it takes alone, and what of the host's memory it uses meanwhile."""
+
+    place: Place
+    seconds: float
+    host_bytes: int
+    left_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left_s = self.seconds
+
+    @property
+    def demand(self) -> float:
+        """Bytes per second at full speed."""
+        return self.host_bytes / self.seconds if self.seconds > 0 else 0.0
+
+
+@checked(tables=_TABLES)
+def simulate_devices(tables: Sequence[Table], hardware: Hardware) -> DevicesSimulation:
+    """Runs every op of all ranks as soon as its stream is free and its dependencies are done, those on other ranks too.
+
+    Each rank has a device and a link of its own. All share the memory of the host: where copies and updates together
+    ask for more than `hardware.host_bytes_per_s`, all of them slow down alike. A total that another rank has made is
+    copied within the host. Updates of a block are divided among the ranks evenly.
+
+    Args:
+        tables: One for each rank, at least two; ranks of one host that share a store.
+        hardware: Of one device with its link, and of the host.
+
+    Raises:
+        ScheduleError: If a table doesn't know its workload.
+    """
+    ops: dict[Place, _Op] = {}
+    waits: dict[Place, set[Place]] = {}
+    known: dict[int, tuple[Books, Mapping[Position, set[Position]]]] = {}
+    for rank, table in enumerate(tables):
+        if id(table) not in known:
+            books = Books(table)
+            known[id(table)] = books, all_waits(books)
+        books, own = known[id(table)]
+        seconds = partial(_op, rank, len(tables), table, OpSeconds(hardware), hardware)
+        ops |= {(rank, position): seconds(position, effect) for position, effect in books.ops}
+        waits |= {(rank, after): {(rank, before) for before in befores} for after, befores in own.items()}
+    _wait_for_others(tables, waits)
+    ends = _ends(ops, waits, hardware)
+    step_s = max(ends.values(), default=0.0)
+    totals: dict[tuple[int, str], float] = {}
+    for (rank, position), op in ops.items():
+        totals[rank, position.stream] = totals.get((rank, position.stream), 0.0) + op.seconds
+    busy: dict[str, float] = {}
+    for (_, stream), total in totals.items():
+        busy[stream] = max(busy.get(stream, 0.0), total / step_s if step_s else 0.0)
+    host_bytes = sum(op.host_bytes for op in ops.values())
+    return DevicesSimulation(step_s, busy, host_bytes, host_bytes / hardware.host_bytes_per_s)
+
+
+def _op(
+    rank: int, size: int, table: Table, costs: OpSeconds, hardware: Hardware, position: Position, effect: Effect
+) -> _Op:
+    """The seconds of an op alone, and the bytes that it reads and writes on the host."""
+    op = table.ticks[position.tick][position.stream]
+    moves = effect.moves
+    if op.what == "U":
+        moves = -(-moves // size)
+        seconds = hardware.launch_s + hardware.op_s + moves / hardware.host_bytes_per_s
+    elif op.what == "G" and table.kind.sends:
+        # From the room where the last rank left it, to where it waits for its update.
+        moves = 2 * table.known_workload().blocks[op.block].gradient_bytes
+        seconds = hardware.launch_s + moves / hardware.host_bytes_per_s
+    elif op.what in "RP":
+        rate = hardware.h2d_bytes_per_s if op.what == "R" else hardware.d2h_bytes_per_s
+        seconds = hardware.launch_s + moves / rate
+    else:
+        seconds = costs.of(position.stream, effect)
+    # The last rank also copies a total from the room to where it waits.
+    is_copied = op.what == "G" and table.kind.receives and not table.kind.sends
+    is_of_host = position.stream != Stream.COMPUTE
+    return _Op((rank, position), seconds, (3 if is_copied else 1) * moves if is_of_host else 0)
+
+
+def _wait_for_others(tables: Sequence[Table], waits: Mapping[Place, set[Place]]) -> None:
+    """Adds what an op waits for on other ranks."""
+    found: list[dict[tuple[str, int], list[Position]]] = []
+    for table in tables:
+        found.append({})
+        for position, op in table.positions():
+            found[-1].setdefault((op.what, op.block), []).append(position)
+    last = len(tables) - 1
+    for rank, of_rank in enumerate(found):
+        for (what, block), positions in of_rank.items():
+            if what == "R":
+                waits[rank, positions[0]].add((rank - 1, found[rank - 1]["P", block][0]))
+            elif what == "G" and rank < last:
+                waits[rank, positions[0]].add((last, found[last]["G", block][0]))
+            elif what == "V":
+                for other, its in enumerate(found):
+                    waits[rank, positions[0]].update((other, update) for update in its["U", block])
+
+
+def _ends(ops: Mapping[Place, _Op], waits: Mapping[Place, set[Place]], hardware: Hardware) -> dict[Place, float]:
+    """When each op ends."""
+    queues: dict[tuple[int, str], list[Place]] = {}
+    for place in reversed(list(ops)):
+        queues.setdefault((place[0], place[1].stream), []).append(place)
+    running: dict[tuple[int, str], _Op] = {}
+    ends: dict[Place, float] = {}
+    now = 0.0
+    while len(ends) < len(ops):
+        for key, queue in queues.items():
+            if key not in running and queue and all(before in ends for before in waits[queue[-1]]):
+                running[key] = ops[queue.pop()]
+        assert running, "ranks wait for each other in a circle"
+        speeds = _speeds(running, hardware)
+        passed = min(op.left_s / speeds[key] for key, op in running.items())
+        now += passed
+        for key, op in list(running.items()):
+            if op.left_s / speeds[key] <= passed * _ROUNDING:
+                ends[op.place] = now
+                del running[key]
+            else:
+                op.left_s -= passed * speeds[key]
+    return ends
+
+
+def _speeds(running: Mapping[tuple[int, str], _Op], hardware: Hardware) -> dict[tuple[int, str], float]:
+    """The share of its own rate that each op keeps: of its rank's link, and of the host's memory."""
+    moving = {key for key, op in running.items() if op.left_s > 0}
+    speeds: dict[tuple[int, str], float] = {}
+    for rank, stream in running:
+        mine, others = (TO_DEVICE, TO_HOST) if stream in TO_DEVICE else (TO_HOST, TO_DEVICE)
+        if stream not in mine:
+            speeds[rank, stream] = 1.0
+            continue
+        beside = hardware.h2d_beside if stream in TO_DEVICE else hardware.d2h_beside
+        is_both = any((rank, other) in moving for other in others)
+        speeds[rank, stream] = (beside if is_both else 1.0) / max(1, sum((rank, each) in moving for each in mine))
+    asked = sum(op.demand * speeds[key] for key, op in running.items() if key in moving)
+    share = min(1.0, hardware.host_bytes_per_s / asked) if asked > 0 and hardware.host_bytes_per_s < inf else 1.0
+    return {key: speed * (share if running[key].host_bytes else 1.0) for key, speed in speeds.items()}
+
+
+def _stand_in_order(tables: object) -> bool:
+    if not isinstance(tables, Sequence) or len(tables) < 2 or not all(isinstance(t, Table) for t in tables):
+        return False
+    found: Sequence[Table] = tables  # pyright: ignore[reportUnknownVariableType]
+    return [table.kind.ranks for table in found] == ["first", *["middle"] * (len(found) - 2), "last"]

@@ -1,0 +1,93 @@
+"""Steps of several devices of one host on paper: who waits for whom, and what the host's memory feeds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.errors import MegatrainError, OptionError, ScheduleError
+from megatrain.hardware.hardware import Hardware
+from megatrain.planning.what_if.several_devices import DevicesPlan, on_devices
+from megatrain.scheduler.timing.several_devices import simulate_devices
+
+# Copies and updates take no time, so that the order of sums is all that ranks wait for.
+ONLY_COMPUTE = Hardware(1e30, 1e30, 1e9)
+
+
+def planned(machine: Hardware, num_layers: int = 4, **options: object) -> megatrain.Plan:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(num_layers)])
+    asked = {"optimizer": "SGD", "hardware": machine, "micro_batches": 2, **options}
+    return megatrain.plan(model, torch.zeros(32, 64), **asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [2, 3, 5])
+def test_a_rank_is_one_block_behind_the_one_before_it(number: int):
+    plan = planned(ONLY_COMPUTE)
+    found = on_devices(plan, number)
+    simulation = plan.simulation
+    assert simulation is not None
+    # Each further rank is behind by the longest backward of a block, of both micro-batches.
+    whats = {position: op.what for position, op in plan.schedule.positions()}
+    block = max(t.end_s - t.start_s for t in simulation.timeline if whats[t.position] == "B")
+    assert found.step_s == pytest.approx(found.alone_s + (number - 1) * 2 * block, rel=1e-6)
+    assert found.alone_s == simulation.step_s
+
+
+def test_links_are_each_rank_s_own_and_the_host_s_memory_is_all_of_theirs():
+    slow_links = Hardware(1e6, 1e6, 1e15)
+    alone, both = (on_devices(planned(slow_links, 12), number).step_s for number in (2, 4))
+    assert both < 1.5 * alone
+    shared = replace(slow_links, host_bytes_per_s=1e6)
+    found = {number: on_devices(planned(shared, 12), number) for number in (2, 4)}
+    for number, each in found.items():
+        assert each.step_s >= each.simulation.host_s * (1 - 1e-9)
+        assert each.simulation.host_bytes > number * 2 * plan_bytes(planned(shared, 12))
+    assert found[4].step_s > 1.5 * found[2].step_s
+
+
+def plan_bytes(plan: megatrain.Plan) -> int:
+    return plan.schedule.h2d_bytes // 2
+
+
+def test_a_host_that_feeds_fewer_devices_is_named_with_its_figure():
+    machine = Hardware(1e9, 1e9, 1e9, host_bytes_per_s=2e8)
+    plan = planned(machine)
+    several = on_devices(plan, 8)
+    with pytest.raises(ScheduleError, match=r"the host's memory can't feed 8 devices: copies and updates take .* "):
+        several.check()
+    fed = replace(machine, host_bytes_per_s=1e15)
+    found = on_devices(planned(fed), 8)
+    found.check()
+    assert "devices: 8 of one host, each streams all weights (replicate); predicted" in str(found)
+    assert f"{found.efficiency:.2f} of what as many devices alone would do" in str(found)
+
+
+def test_no_wait_of_another_rank_is_left_out():
+    """Each rank's step alone is shorter than that of all of them, and the step is at least what the chain takes."""
+    machine = Hardware(1e7, 1e7, 1e9, host_bytes_per_s=1e8)
+    found = on_devices(planned(machine, 6), 4)
+    alone = [each.schedule.simulate(machine).step_s for each in found.ranks]
+    assert found.step_s > max(alone)
+    tables = [each.schedule for each in found.ranks]
+    with pytest.raises(OptionError, match="doesn't have the first rank first"):
+        simulate_devices(tables[::-1], machine)
+    faster = simulate_devices(tables, replace(machine, host_bytes_per_s=inf))
+    assert faster.step_s < found.step_s
+
+
+def test_a_plan_without_a_machine_has_no_seconds():
+    model = nn.Linear(4, 4)
+    plan = megatrain.plan(model, torch.zeros(2, 4), optimizer="SGD")
+    with pytest.raises(MegatrainError, match="it has no machine"):
+        on_devices(plan, 2)
+
+
+def test_the_plan_says_tokens_of_all():
+    found = on_devices(planned(ONLY_COMPUTE), 2)
+    assert isinstance(found, DevicesPlan)
+    assert found.tokens_per_s is None
