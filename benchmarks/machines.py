@@ -60,8 +60,8 @@ class Cell:
     lacks: str = ""
 
 
-def cells(size: str, rank: int, machines: tuple[str, ...] | None = None) -> Iterator[Cell]:
-    """Plans a model on machines, by default all of the table."""
+def asked(size: str, rank: int = 0) -> tuple[SizingOptions, ConfigModel]:
+    """What is planned of a model, and the model."""
     shape = SHAPES[size]
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
@@ -78,7 +78,12 @@ def cells(size: str, rank: int, machines: tuple[str, ...] | None = None) -> Iter
         options = SizingOptions(
             folder, hardware="all", sequence=LENGTH, tokens_per_step=TOKENS, micro_batch=1, lora=rank
         )
-        source = ConfigModel(options)
+        return options, ConfigModel(options)
+
+
+def cells(size: str, rank: int, machines: tuple[str, ...] | None = None) -> Iterator[Cell]:
+    """Plans a model on machines, by default all of the table."""
+    options, source = asked(size, rank)
     planner = Planner(source)
     for name in tqdm(machines or Hardware.presets(), desc=f"{size} {'LoRA' if rank else 'full'}", disable=None):
         yield _cell(row_of(planner, options, source.sizes, TOKENS // LENGTH, name))

@@ -204,6 +204,14 @@ def until_killed(rank: int, case: Case, folder: str) -> int:
     return step.progress.count
 
 
+def to_the_end(rank: int, case: Case, folder: str) -> dict[str, Any]:
+    """Takes what is left of the steps in one process; returns everything that training has changed."""
+    compiled, optimizer, step = resumed(case, None, folder)
+    first = step.progress.count
+    take(case, None, step, range(first, len(case.deal)))
+    return {"first": first, **state_of(compiled, optimizer, step)}
+
+
 def resumed(case: Case, group: Any, folder: str) -> tuple[Any, Any, megatrain.TrainStep]:
     """The training of a case from its latest checkpoint, or from its beginning."""
     torch.manual_seed(6)
