@@ -30,6 +30,12 @@ def smooth(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return loss / num_items_in_batch
 
 
+class Means(TwoTerms):
+    """Its losses are means, which the trainer divides by the accumulation steps."""
+
+    loss_is_scaled_for_ga = False
+
+
 def plain_llama(**config: Any) -> Any:
     """Takes no number of targets, so its losses are means, and the trainer divides them by the accumulation steps."""
     model = llama(**config)
@@ -45,7 +51,7 @@ SCENARIOS: dict[str, Scenario] = {
     "accumulated": Scenario({**SEQUENTIAL, "gradient_accumulation_steps": 2}, rows=RAGGED),
     "dropout": Scenario(ONCE, model=lambda: llama(attention_dropout=0.2), rows=RAGGED),
     "label smoothing": Scenario({**ONCE, "label_smoothing_factor": 0.1}, rows=RAGGED),
-    "own loss": Scenario({**SEQUENTIAL, "gradient_accumulation_steps": 2}, kind=TwoTerms),
+    "own loss": Scenario({**SEQUENTIAL, "gradient_accumulation_steps": 2}, kind=Means),
     "own function": Scenario(ONCE, rows=RAGGED, more=lambda model: {"compute_loss_func": smooth}),
     "means": Scenario({**SEQUENTIAL, "gradient_accumulation_steps": 2}, model=plain_llama, rows=RAGGED),
     "unclipped": Scenario({**ONCE, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1, "logging_steps": 2}),
@@ -53,7 +59,9 @@ SCENARIOS: dict[str, Scenario] = {
     "lora": Scenario(ONCE, model=adapted, rows=RAGGED),
     "masters": Scenario(ONCE, rows=RAGGED, streaming={"precision": "bf16"}),
     "autocast": Scenario({**ONCE, "bf16": True}, rows=RAGGED),
-    "model_init": Scenario(ONCE, rows=RAGGED, model=lambda: None, more=lambda model: {"model_init": llama}),
+    "model_init": Scenario(
+        ONCE, rows=RAGGED, model=lambda: None, more=lambda model: {"model": None, "model_init": lambda: llama()}
+    ),
     "evaluated": Scenario({**ONCE, "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}, rows=RAGGED),
     "saved": Scenario(SAVED, model=lambda: llama(attention_dropout=0.2), rows=RAGGED),
     "best": Scenario({**SAVED, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}, rows=RAGGED),
