@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from shutil import copyfile
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from megatrain.ranks.apart import others_here
 from megatrain.ranks.meeting import compare, meet, words_of
 from megatrain.ranks.ranks import Ranks
 
+T = TypeVar("T")
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
 """What callbacks ask of a trainer."""
 _SAME = "Give all processes the same arguments and the same data; accelerate divides the data among them by itself."
@@ -145,7 +146,7 @@ class Several:
         Raises:
             RanksError: If they haven't.
         """
-        found = list(islice(iterator, count))
+        found = self.announcing(lambda: list(islice(iterator, count)))
         compare(self._ranks, "the data loader", {"the number of micro-batches of an update": len(found)}, _SAME)
         return found
 
@@ -170,8 +171,8 @@ class Several:
         """Returns when all processes are here."""
         meet(self._ranks, what, {})
 
-    def announcing(self, code: Callable[[], Any]) -> Any:
-        """Runs code; if it fails, the others hear why, and don't wait."""
+    def announcing(self, code: Callable[[], T]) -> T:
+        """Runs code of the user's; if it fails, the others hear why, and don't wait."""
         try:
             return code()
         except RanksError:
