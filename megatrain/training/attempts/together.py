@@ -21,6 +21,7 @@ from megatrain.errors import ExecuteError, RanksError
 from megatrain.files.digest import digest_of
 from megatrain.optim.impostor import Optimizer
 from megatrain.ranks.meeting import check_words, words_of
+from megatrain.ranks.no_collectives import NoCollectives
 from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.draws import DealtDraws
 from megatrain.runtime.executor import Executor
@@ -212,13 +213,19 @@ class Together:
         """Runs the code of a loss.
 
         Raises:
-            ExecuteError: If it moves generators which on one process would go on to the next micro-batch.
+            ExecuteError: If it moves generators which on one process would go on to the next micro-batch, or waits for
+                other ranks.
         """
-        if self._ranks is None or self.dealt is not None:
-            yield  # in its own generators
+        if self._ranks is None:
+            yield
+            return
+        if self.dealt is not None:
+            with NoCollectives():
+                yield  # in its own generators
             return
         before = GlobalGenerators.now(self._compiled.options.device)
-        yield
+        with NoCollectives():
+            yield
         if not before.is_same(GlobalGenerators.now(self._compiled.options.device)):
             raise ExecuteError(
                 "the loss draws random numbers, which several ranks can't do for a model that draws none.\n"
