@@ -15,17 +15,12 @@ from megatrain.integrations.hf.several import refuse_several
 from tests.comparing import assert_same
 from tests.integrations import several
 from tests.integrations.runs import ROWS, run
-from tests.integrations.several import (
+from tests.integrations.several import SCENARIOS, loop_here, of_one_process, step_here, stepping, train_here
+from tests.integrations.several_refused import (
     REFUSED,
-    SCENARIOS,
     gathers_ahead_here,
-    loop_here,
-    of_one_process,
     refused_here,
     searches_here,
-    step_here,
-    stepping,
-    train_here,
     without_cpu_here,
 )
 from tests.ranks.processes import Processes
@@ -119,6 +114,7 @@ def test_two_processes_train_and_evaluate_as_the_stock_run_does(name: str, two: 
     for ours, theirs in zip(found, stock, strict=True):
         assert ours["log"] == theirs["log"]
         assert_same(ours["values"], theirs["values"])
+        assert_same(ours["after"], theirs["after"])
     if name == "evaluated":
         assert sum("eval_loss" in row for row in found[0]["log"]) == 3
 
@@ -178,6 +174,7 @@ SAYS = {
     "callback": "ExecuteError, 0 updates: the callback Looks may read gradients before the optimizer's step, so",
     "own step": "ExecuteError, 0 updates: OwnStep has a training_step of its own, so an update isn't one training step",
     "optimizer": "ExecuteError, 0 updates: the optimizer can't update block by block",
+    "other layers": "ExecuteError, 0 updates: the micro-batches of an update run other layers (the model leaves",
     "draws": "ExecuteError, 0 updates: the loss draws random numbers before it calls the model, so an update isn't one",
     "twice": "ExecuteError, 0 updates: the loss calls the model more than once, so an update isn't one training step",
     "gathers": "ExecuteError, 0 updates: the loss exchanges values with other processes (",

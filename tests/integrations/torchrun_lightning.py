@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import lightning
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,38 +25,45 @@ class WithLoss(nn.Module):
         return self.net(x).square().mean()
 
 
-class Module(lightning.LightningModule):
-    """Trains a plain model, a compiled one by calls, or by training steps with a process group and without."""
+def module_of(base: Any, how: str) -> Any:
+    """Makes the module."""
 
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.made = how, WithLoss()
-        self.automatic_optimization = how in ("plain", "calls")
-        self.net: Any = None
+    class Module(base):
+        """Trains a plain model, a compiled one by calls, or by training steps with a process group and without."""
 
-    def configure_model(self) -> None:
-        """Compiles the model, once Lightning has set up the processes."""
-        if self.net is None:
-            made, self.made = self.made, None
-            group = {"process_group": dist.group.WORLD} if self.how == "steps" else {}
-            self.net = made if self.how == "plain" else megatrain.compile(made, device="cpu", **group)
+        def __init__(self, how: str) -> None:
+            super().__init__()
+            self.how, self.made = how, WithLoss()
+            self.automatic_optimization = how in ("plain", "calls")
+            self.net: Any = None
 
-    def configure_optimizers(self) -> Any:
-        """Makes the optimizer."""
-        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+        def configure_model(self) -> None:
+            """Compiles the model, once Lightning has set up the processes."""
+            if self.net is None:
+                made, self.made = self.made, None
+                group: dict[str, Any] = {"process_group": dist.group.WORLD} if self.how == "steps" else {}
+                self.net = made if self.how == "plain" else megatrain.compile(made, device="cpu", **group)
 
-    def training_step(self, batch: Any, index: int) -> Any:
-        """Takes a step."""
-        if self.automatic_optimization:
-            return self.net(batch[0])
-        optimizer: Any = self.optimizers()
-        if index == 0:
-            self.step = megatrain.TrainStep(self.net, optimizer.optimizer)
-        return optimizer.step(lambda: self.step(batch[0]))
+        def configure_optimizers(self) -> Any:
+            """Makes the optimizer."""
+            return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            """Takes a step."""
+            if self.automatic_optimization:
+                return self.net(batch[0])
+            optimizer: Any = self.optimizers()
+            if index == 0:
+                self.step = megatrain.TrainStep(self.net, optimizer.optimizer)
+            return optimizer.step(lambda: self.step(batch[0]))
+
+    return Module(how)
 
 
 def main(how: str) -> None:
     """Trains, and prints the parameters' bits."""
+    import lightning  # pyright: ignore
+
     rows = torch.utils.data.TensorDataset(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)))
     quiet = {
         "logger": False,
@@ -66,7 +72,7 @@ def main(how: str) -> None:
         "enable_model_summary": False,
     }
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **quiet)  # pyright: ignore
-    module = Module(how)
+    module = module_of(lightning.LightningModule, how)
     try:
         trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2))
     except megatrain.ExecuteError as error:

@@ -19,8 +19,8 @@ from megatrain.errors import (
     StreamedCallsWarning,
 )
 from megatrain.integrations.hf.for_losses import has_forward_replaced
-from megatrain.integrations.hf.obstacles import AGAIN, DrawsBehindError, is_same, noted, obstacle_of, reason_of
 from megatrain.integrations.hf.several import Several
+from megatrain.integrations.hf.step_obstacles import AGAIN, DrawsBehindError, is_same, noted, obstacle_of, reason_of
 from megatrain.integrations.hf.whole_calls import check_streamed, gradients_of, streaming_code
 from megatrain.integrations.paused import PausedCode, SpentError
 from megatrain.optim.block_update import MasterStep

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from transformers.trainer_utils import has_length
 
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import OptionError, RanksError
@@ -133,7 +134,7 @@ class Several:
         """
         facts = {
             "the number of updates (max_steps)": max_steps,
-            "the number of batches in an epoch": len(batches) if hasattr(type(batches), "__len__") else "unknown",
+            "the number of batches in an epoch": len(batches) if has_length(batches) else "unknown",
             "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
             "the number of updates that were made before": trainer.state.global_step,
             "the checkpoint": "none" if checkpoint is None else Path(checkpoint).name,
