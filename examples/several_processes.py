@@ -4,6 +4,7 @@ torchrun --nproc-per-node=2 examples/several_processes.py
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ import megatrain
 data = TensorDataset(torch.randn(48, 16, generator=torch.Generator().manual_seed(0)))
 
 
-def begin(group: dist.ProcessGroup) -> tuple[nn.Module, megatrain.TrainStep]:
+def begin(group: Any) -> tuple[nn.Module, megatrain.TrainStep]:
     """Builds the model and its training step."""
     torch.manual_seed(0)  # the same weights in each process
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(6)))

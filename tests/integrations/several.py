@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch import nn
 
 import megatrain
 from tests.integrations.runs import RAGGED, ROWS, Ran, Scenario, llama, run
@@ -70,7 +71,7 @@ SCENARIOS: dict[str, Scenario] = {
     "masters": Scenario(ONCE, rows=RAGGED, streaming={"precision": "bf16"}),
     "autocast": Scenario({**ONCE, "bf16": True}, rows=RAGGED),
     "model_init": Scenario(
-        ONCE, rows=RAGGED, model=lambda: None, more=lambda model: {"model": None, "model_init": lambda: llama()}
+        ONCE, rows=RAGGED, model=nn.Identity, more=lambda model: {"model": None, "model_init": lambda: llama()}
     ),
     "evaluated": Scenario(
         {**ONCE, "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}, rows=RAGGED, after=predicted

@@ -50,7 +50,7 @@ class Gathers(StockTrainer):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Tells."""
-        loss = super().compute_loss(*args, **kwargs)
+        loss: Any = super().compute_loss(*args, **kwargs)
         self.accelerator.gather(loss.detach())
         return loss
 
@@ -61,7 +61,8 @@ class GathersAhead(StockTrainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Tells."""
         size = torch.tensor(inputs["labels"].numel())
-        scale = self.accelerator.gather(size).sum() / size
+        sizes: Any = self.accelerator.gather(size)
+        scale = sizes.sum() / size
         found: Any = super().compute_loss(model, inputs, *args, **kwargs)
         return found * scale
 

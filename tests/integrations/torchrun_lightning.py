@@ -33,7 +33,8 @@ def module_of(base: Any, how: str) -> Any:
 
         def __init__(self, how: str) -> None:
             super().__init__()
-            self.how, self.made = how, WithLoss()
+            self.how = how
+            self.made: Any = WithLoss()
             self.automatic_optimization = how in ("plain", "calls")
             self.net: Any = None
 
