@@ -10,6 +10,7 @@ For compiler people the steps are public too: `trace`, `lower`, `workload`, `sch
 from megatrain.compiled.compiling import compile  # the name torch users expect
 from megatrain.compiled.module import CompiledModule
 from megatrain.errors import (
+    ApartWarning,
     CheckpointError,
     DeviceMemoryWarning,
     DrawsError,
@@ -61,6 +62,7 @@ from megatrain.verification import Report, verify
 __version__ = "0.1.0"
 
 __all__ = [
+    "ApartWarning",
     "Block",
     "Chaos",
     "CheckpointError",

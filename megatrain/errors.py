@@ -64,6 +64,10 @@ class ResumeWarning(UserWarning):
     """A training goes on where its random numbers can't: on another kind of device than it was saved from."""
 
 
+class ApartWarning(UserWarning):
+    """Other processes of `torch.distributed` get nothing of the gradients of a call."""
+
+
 class StreamedCallsWarning(UserWarning):
     """A trainer runs its updates as streamed calls and an update on the host, not as one training step."""
 

@@ -15,10 +15,10 @@ ROOT = Path(__file__).parent.parent
 MOST_LINES = 60
 
 
-def printed(name: str, folder: Path) -> str:
+def printed(name: str, folder: Path, *launcher: str) -> str:
     """Runs an example in an empty folder, without network for the Hugging Face libraries."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    command = [sys.executable, *launcher, str(ROOT / "examples" / f"{name}.py")]
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
     assert ended.returncode == 0, ended.stderr
     assert list(folder.iterdir()) == [], "an example leaves nothing behind"
@@ -54,6 +54,15 @@ def test_minimal_learns_within_a_budget_below_its_weights(tmp_path: Path):
     weights, held, budget = numbers(r"weights (\d+) B, most that the device held (\d+) B, budget (\d+) B", shown)
     assert held <= budget < weights
     assert "schedule: 8 blocks" in shown
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.wide)])
+def test_several_processes_have_the_bits_of_one(size: int, tmp_path: Path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
+    shown = printed("several_processes", tmp_path, *launcher)
+    losses = numbers(r"epoch \d: loss ([\d.]+)", shown)
+    assert losses[-1] < losses[0]
+    assert f"{size} processes, {36 // size} steps; the bits of one: True" in shown
 
 
 @pytest.mark.skipif(is_missing("transformers"), reason="transformers isn't installed")

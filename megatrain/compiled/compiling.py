@@ -18,7 +18,7 @@ from megatrain.hardware.hardware import Hardware
 from megatrain.optim.masters.narrow_model import narrowed
 from megatrain.options import COMPILE, Options
 from megatrain.passes.pipeline import Rewrite
-from megatrain.ranks.ranks import PROCESS_GROUP, ProcessGroup, Ranks, check_cards, check_ranks
+from megatrain.ranks.ranks import PROCESS_GROUP, ProcessGroup, check_cards, check_ranks
 from megatrain.runtime.streams.stream_set import Chaos, Recording
 
 
@@ -125,11 +125,10 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
         kernels,
     )
     check_ranks(process_group, kernels)
-    ranks = Ranks.of(process_group)
-    compiled = Compiled(model, options, chaos, recording, ranks)
-    if ranks is not None:
-        check_cards(ranks, options.device)
-        compiled.budget.agree(ranks.exchange)
+    compiled = Compiled(model, options, chaos, recording, process_group)
+    if compiled.ranks is not None:
+        check_cards(compiled.ranks, options.device)
+        compiled.budget.agree(compiled.ranks.exchange)
     module = compiled_module(compiled)
     with narrowed(model, compiled.masters):
         if compiled._weights is not None:

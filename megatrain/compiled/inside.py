@@ -24,6 +24,7 @@ from megatrain.optim.masters.from_files import MasterWeights
 from megatrain.optim.masters.narrow_model import explained, masters_of
 from megatrain.optim.masters.registry import Masters
 from megatrain.options import Options
+from megatrain.ranks.apart import Group, note_apart
 from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.autograd import run_step
 from megatrain.runtime.engine import Engine, ordinary_tensors
@@ -45,19 +46,21 @@ class Compiled(LatestCapture):
         options: The options of `compile`.
         chaos: Random delays, poisoned slots and injected faults, for tests.
         recording: Log of the issued operations and their waits, for tests.
-        ranks: The processes that train the model together; None for one that trains alone.
+        group: The processes that train the model together; None for one that trains alone.
 
     Attributes:
         model: The user's model.
         options: The options of `compile`.
+        ranks: The group's; None for a process that trains alone.
+        has_group: Whether there is a group, also one of a single process.
         budget: The bound of the device memory that schedules take.
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, chaos: Chaos | None, recording: Recording | None, ranks: Ranks | None
+        self, model: nn.Module, options: Options, chaos: Chaos | None, recording: Recording | None, group: Group
     ):
         self.model = model
-        self.ranks = ranks
+        self.ranks, self.has_group = Ranks.of(group), group is not None
         self.options = options
         self._chaos = chaos
         self._recording = recording
@@ -195,6 +198,7 @@ class Compiled(LatestCapture):
             self.complete_updates()
             check_device(arguments, self.options.device)
             variant, tensors = self._run(arguments)
+            note_apart(self, tensors)
             variant.traced.leave(tensors, own.tensors)
         result, returned = variant.traced.result(tensors, own.tensors), variant.traced.returned_argument
         return result if returned is None else returned.put(args, kwargs, result)

@@ -133,13 +133,17 @@ class CompiledModule(StandIn):
             ExecuteError: If it would change a dtype, move the model to a device that it doesn't compute on, or put it
                 into shared memory.
         """
-        tensors = {(t.dtype, t.dim()): t for t in (*self.parameters(), *self.buffers())}
+        everything = [*self.parameters(), *self.buffers()]
+        tensors = {(t.dtype, t.dim()): t for t in everything}
         probes = [torch.zeros([2] * dim, dtype=dtype) for dtype, dim in tensors]
         results = [fn(probe) for probe in probes]
         for probe, result in zip(probes, results, strict=True):
             _check_stays(probe, result, self._megatrain.options.device.torch_device)
+        # A mere copy, such as to a host that has a number (cpu:0), stays out: it would take the masters' low halves.
+        is_new = any(t.is_meta for t in everything)
         moves = [is_on_host(r) and r is not p for p, r in zip(probes, results, strict=True)]
-        if any(moves):  # other memory, or another memory format, on the host
+        formats = [p.stride() != r.stride() for p, r in zip(probes, results, strict=True)]
+        if any(move and (is_new or format) for move, format in zip(moves, formats, strict=True)):
             self.__original__._apply(fn, recurse)
         return self
 

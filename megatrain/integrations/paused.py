@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -72,15 +72,22 @@ class PausedCode:
     Args:
         compiled: The model.
         code: Runs on a thread of its own.
+        behind: Is entered there, around all that follows the call.
 
     Attributes:
         call: The call at which the code waits; None before `start`, or if the code ended without one.
     """
 
-    def __init__(self, compiled: Compiled, code: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        compiled: Compiled,
+        code: Callable[[], Any],
+        behind: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self.call: PausedCall | None = None
         self._compiled = compiled
         self._code = code
+        self._behind = behind
         self._ended: _Ended | None = None
         self._is_alone = False
         self._has_result = False
@@ -129,6 +136,7 @@ class PausedCode:
             enter()
             self._has_result = True
             self._with_result.enter_context(_GradientsOfResults(self._differentiated))
+            self._with_result.enter_context(self._behind())
             return result
 
         return self._to_end(go_on)

@@ -19,6 +19,7 @@ from megatrain.planning.host_plan import HostPlan
 from megatrain.planning.loss_bytes import Loss
 from megatrain.planning.saved_plan import PLAN, AnyPlan, SavedPlan
 from megatrain.progress import ProgressLine
+from megatrain.ranks.apart import refuse_apart
 from megatrain.runtime.streams.stopwatch import RunClock, Stopwatch, Watch
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.timing.costs import Measured
@@ -170,7 +171,7 @@ class TrainStep:
 
         Raises:
             ExecuteError: If gradients aren't finite and `on_nonfinite="raise"`, an operation fails, or an earlier
-                failure left the model in the middle of a step.
+                failure left the model in the middle of a step; or if other processes would know nothing of the step.
             TraceError: If the model can't be captured for this batch.
             ScheduleError: If the memory is too small for it.
         """
@@ -191,6 +192,8 @@ class TrainStep:
         return TimedRun.of(self.schedule, clock.spans())
 
     def _take(self, batch: Any, watch: Watch | None) -> torch.Tensor:
+        if not self._compiled.has_group:
+            refuse_apart()
         self._boundary.check_whole()
         with self._together.refusing():
             counts = Counts(batches := micro_batches(batch), self._weight, is_sum=self._is_sum)

@@ -59,7 +59,7 @@ def test_a_trainer_takes_all_options_of_compile_and_of_a_step_but_its_own():
     parameters = [set(inspect.signature(each).parameters) for each in (megatrain.compile, megatrain.TrainStep)]
     own = {"model", "example_args", "example_kwargs", "weights", "compiled", "optimizer", "loss", "reads", "weight"}
     own |= {"reduce", "max_grad_norm", "report_norm"}  # the trainer has these, or makes them
-    own |= {"process_group"}  # trainers stream in one process
+    own |= {"process_group"}  # of accelerate's processes
     with pytest.raises(OptionError, match="isn't an option") as refused:
         StreamOptions.taken_from({"megatrain_quux": 1}, None)
     said = set(re.findall(r"megatrain_(\w+)", str(refused.value).splitlines()[-1]))

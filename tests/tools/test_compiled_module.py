@@ -294,6 +294,15 @@ def test_moves_to_where_it_computes_change_nothing():
     assert [p.data_ptr() for p in compiled.parameters()] == places
 
 
+def test_a_move_to_a_host_with_a_number_leaves_masters_as_they_are():
+    compiled = megatrain.compile(llama(), device="cpu", precision="bf16")
+    lows = {p: master.low.clone() for p, master in compiled.masters.items()}
+    assert any(low.count_nonzero() for low in lows.values())
+    compiled.to("cpu:0")  # torch copies a plain model
+    for parameter, low in lows.items():
+        assert torch.equal(compiled.masters[parameter].low, low)
+
+
 @pytest.mark.parametrize(
     ("move", "message"),
     [

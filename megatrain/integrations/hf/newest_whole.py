@@ -1,4 +1,4 @@
-"""newest_whole(): the newest checkpoint of a trainer that was written to its end."""
+"""newest_whole(): the newest checkpoint of a trainer that was written to its end; clear(): before one is written."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ def newest_whole(folder: str | os.PathLike[str]) -> str | None:
             "  Train from the beginning, or give the folder of another checkpoint."
         )
     return None
+
+
+def clear(checkpoint: Path) -> None:
+    """Removes from an older checkpoint what says that it is whole, and what another number of processes has written."""
+    (checkpoint / STATE).unlink(missing_ok=True)
+    for path in checkpoint.glob("rng_state*.pth"):
+        path.unlink()
 
 
 def _number_of(checkpoint: Path) -> int:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatrain.compiled.module import CompiledModule
-from megatrain.errors import DrawsError, MicroBatchError, OptimizerError, ReadsParameterError, StreamedCallsWarning
+from megatrain.errors import (
+    ExecuteError,
+    MicroBatchError,
+    OptimizerError,
+    ReadsParameterError,
+    StreamedCallsWarning,
+)
 from megatrain.integrations.hf.for_losses import has_forward_replaced
+from megatrain.integrations.hf.several import Several
+from megatrain.integrations.hf.step_obstacles import AGAIN, DrawsBehindError, is_same, noted, obstacle_of, reason_of
 from megatrain.integrations.hf.whole_calls import check_streamed, gradients_of, streaming_code
-from megatrain.integrations.paused import CallsAgainError, DifferentiatesError, PausedCall, PausedCode, SpentError
+from megatrain.integrations.paused import PausedCode, SpentError
 from megatrain.optim.block_update import MasterStep
 from megatrain.optim.blockwise import BlockOptimizer
+from megatrain.ranks.no_collectives import NoCollectives
 from megatrain.runtime.draws import only_as_a_loop
 from megatrain.runtime.rng import GlobalGenerators
 from megatrain.torch_private import FakeTensor
-from megatrain.tracer.arguments import tensors_given
-from megatrain.tracer.equal import is_equal
 from megatrain.tracer.recording.opaque import tensors_in
 from megatrain.training.batch import Differentiated, MicroBatch
 from megatrain.training.step import TrainStep
@@ -40,23 +47,12 @@ class _LossUnknownError(Exception):
     """A loss is made by code of which nothing is known before it runs."""
 
 
-class _DrawsBehindError(Exception):
-    """A loss draws random numbers behind its call of the model, ahead of the next micro-batch's."""
-
-
-_AGAIN: dict[type[Exception], str] = {
-    CallsAgainError: "the loss calls the model more than once",
-    DifferentiatesError: "the loss asks for gradients that go through the model",
-    DrawsError: "nothing tells ahead how many random numbers the model draws (a module runs its own code, say)",
-    _DrawsBehindError: "the loss draws random numbers behind its call of the model",
-}
-
-
 class OneStep:
     """Collects the micro-batches of an update, and takes them in one training step.
 
     What can't be one training step runs as the trainer would run it, with a model whose calls stream: each call brings
-    the weights anew, and the update follows on the host. A warning says so, and why, once.
+    the weights anew, and the update follows on the host. A warning says so, and why, once. With several processes this
+    is refused: gradients go from process to process within a training step.
 
     Args:
         compiled: The model.
@@ -70,6 +66,7 @@ class OneStep:
 
     Attributes:
         compiled: See above.
+        several: The other processes that train the model; None if there are none.
         step: The training step; None before the first, and if there can be none.
         reason: Why updates aren't training steps; None if they are.
         has_updated: The update was taken within the training step, and the trainer's own has nothing left to do.
@@ -88,6 +85,8 @@ class OneStep:
         self.reason: str | None = None
         self.has_updated = False
         self.compiled = compiled
+        ranks = compiled.megatrain.ranks
+        self.several = None if ranks is None else Several(ranks)
         self._make_step = make_step
         self._settings = settings
         self._made_for: tuple[Any, ...] = ()
@@ -113,7 +112,7 @@ class OneStep:
 
         Returns:
             The losses that are known now, in order: of all micro-batches behind the last, and none before; or one each
-            time, if the update is no training step.
+            time, if the update is no training step. With several processes those of all, each as its part of the sum.
         """
         if self.reason is not None or self.known_step() is None:
             return [streaming_code(self.compiled.megatrain, code)]
@@ -123,11 +122,29 @@ class OneStep:
             self.abandon()
             raise
 
+    def taken(self, code: Code) -> Sequence[torch.Tensor]:
+        """As `take`; if it fails, the other processes hear why."""
+        return self.take(code) if self.several is None else self.several.announcing(lambda: self.take(code))
+
     def fall_back(self, reason: str) -> None:
-        """No update is a training step from now on."""
+        """No update is a training step from now on.
+
+        Raises:
+            ExecuteError: If there are several processes.
+        """
+        self._refuse_in_several(reason)
         if self.reason is None:
             self.reason = reason
             self._say(reason)
+
+    def _refuse_in_several(self, reason: str, error: Exception | None = None) -> None:
+        if self.several is not None:
+            raise ExecuteError(
+                f"{reason}, so an update isn't one training step, as it must be in several processes.\n"
+                "  Gradients go from process to process within a training step; calls with autograd would leave each\n"
+                "  process with its own.\n"
+                "  docs/trainers.md says what makes it one training step; or train in one process."
+            ) from error
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:
@@ -148,7 +165,7 @@ class OneStep:
 
     def known_step(self) -> TrainStep | None:
         """The training step, made now if there is none for the present settings; None if there can't be one."""
-        if self.step is not None and not _is_same(self._made_for, self._settings()):
+        if self.step is not None and not is_same(self._made_for, self._settings()):
             self.step.flush()
             self.step = None
         if self.step is None and not self._has_none:
@@ -185,25 +202,26 @@ class OneStep:
         self.step, self._made_for = load(self._loss), self._settings()
 
     def _taken(self, code: Code) -> Sequence[torch.Tensor]:
-        before, attributes = self._generators(), _noted(self._attributes)
+        before, attributes = self._generators(), noted(self._attributes)
         gradients = gradients_of(self.compiled.megatrain)
         if not self._waiting:
             self._start = before
-        paused = PausedCode(self.compiled.megatrain, code)
+        behind = nullcontext if self.several is None else NoCollectives
+        paused = PausedCode(self.compiled.megatrain, code, behind)
         self._waiting.append(_Waiting(code, paused))
         paused.start()
         if paused.call is None:
             check_streamed(self.compiled.megatrain, gradients)
-        obstacle = _obstacle(paused.call)
+        obstacle = obstacle_of(paused.call)
         if obstacle is None and self._expected > 1:
-            now = _noted(self._attributes)
-            changed = [name for name in now if name not in attributes or not _is_same(attributes[name], now[name])]
+            now = noted(self._attributes)
+            changed = [name for name in now if name not in attributes or not is_same(attributes[name], now[name])]
             if has_forward_replaced(self._of_losses):
                 obstacle = "the loss replaces the model's forward around its call"
             elif changed:
                 obstacle = f"the code ahead of the call of the model changes `{changed[0]}` of the trainer"
-            elif not before.is_same(self._generators()):
-                obstacle = "the loss draws random numbers before it calls the model"
+        if obstacle is None and self._is_one_of_many and not before.is_same(self._generators()):
+            obstacle = "the loss draws random numbers before it calls the model"
         if obstacle is not None:
             self.fall_back(obstacle)
             return self.run_waiting()
@@ -211,6 +229,8 @@ class OneStep:
 
     def run_waiting(self) -> Sequence[torch.Tensor]:
         """Runs the micro-batches that wait, each by itself; returns their losses."""
+        if self._waiting:
+            self._refuse_in_several("the training ends between two micro-batches of an update")
         waiting, self._waiting = self._waiting, []
         return [each.paused.run_alone() for each in waiting]
 
@@ -218,6 +238,11 @@ class OneStep:
         """What the optimizer trains besides the model (a loss's own parameters)."""
         own = set(self.compiled.megatrain.model.parameters())
         return [p for group in self._made_for[0].param_groups for p in group["params"] if p not in own]
+
+    @property
+    def _is_one_of_many(self) -> bool:
+        """Whether a micro-batch isn't the whole update."""
+        return self._expected > 1 or self.several is not None
 
     def _generators(self) -> GlobalGenerators:
         return GlobalGenerators.now(self.compiled.megatrain.options.device)
@@ -235,10 +260,13 @@ class OneStep:
         try:
             with only_as_a_loop():
                 self.step(batches)
-        except MicroBatchError:  # found ahead of the first operation: the code still waits
-            self._say("the micro-batches of an update run other layers (the model leaves out some at random, say)")
+        except MicroBatchError as error:  # found ahead of the first operation: the code still waits
+            reason = "the micro-batches of an update run other layers (the model leaves out some at random, say)"
+            self._refuse_in_several(reason, error)
+            self._say(reason)
             return self.run_waiting()
-        except (*_AGAIN, ReadsParameterError) as error:
+        except (*AGAIN, ReadsParameterError) as error:
+            self._refuse_in_several(reason_of(error), error)
             # The step is undone. What the code did besides (a list of metrics, say) it does once more.
             waiting = list(self._waiting)
             self.abandon()
@@ -246,13 +274,13 @@ class OneStep:
             self._start.restore(self.compiled.megatrain.options.device)
             self._put_gradients(start)
             if not isinstance(error, SpentError):
-                self.fall_back(_AGAIN.get(type(error)) or str(error).splitlines()[0].rstrip("."))
+                self.fall_back(reason_of(error))
             return [each.code() for each in waiting]
         # The trainer's code forgets gradients of the model alone; a loss's own stay until somebody forgets these.
         self._put_gradients(self._gradients_outside)
         self._waiting = []
         self.has_updated = True
-        return losses
+        return losses if self.several is None else self.several.losses(losses)
 
     def _loss(self, result: Any, waiting: Any) -> Any:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(result)):
@@ -260,35 +288,23 @@ class OneStep:
                 raise _LossUnknownError
             return result["loss"] if isinstance(result, dict) else result[0]
         before = self._generators()
-        loss = waiting.paused.give(result)
-        if self._expected > 1 and not before.is_same(self._generators()):
-            raise _DrawsBehindError
+        loss = self._given(waiting.paused, result)
+        if self._is_one_of_many and not before.is_same(self._generators()):
+            raise DrawsBehindError
         self._losses.append(loss)
         self._gradients_outside = [p.grad for p in self._outside]
         return Differentiated(loss)
 
+    def _given(self, paused: PausedCode, result: Any) -> torch.Tensor:
+        """Has waiting code make its loss of a result; returns the loss as its part of the sum."""
+        if self.several is None:
+            return paused.give(result)
+        try:
+            return paused.give(result) / self.several.size
+        except tuple(AGAIN) as error:  # here, so that the other processes hear the reason
+            self._refuse_in_several(reason_of(error), error)
+            raise
+
     def _put_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self._outside, gradients, strict=True):
             parameter.grad = gradient
-
-
-def _obstacle(call: PausedCall | None) -> str | None:
-    if call is None:
-        return "the loss doesn't call the model with gradients"
-    if any(tensor.requires_grad for tensor in tensors_given(call.args, call.kwargs)):
-        return "the loss gives the model an input that has gradients itself"
-    return None if call.modes is None else f"the loss calls the model under {call.modes}"
-
-
-def _noted(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Each attribute, and how much it holds."""
-    holders = (list, dict, set, deque)
-    return {name: (value, len(value) if isinstance(value, holders) else 0) for name, value in attributes.items()}  # pyright: ignore
-
-
-def _is_same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
-    """Compares attributes and settings: plain values by value, all else by identity."""
-    if len(left) != len(right):
-        return False
-    pairs = zip(left, right, strict=True)
-    return all(one is other or (isinstance(one, int | float | str) and is_equal(one, other)) for one, other in pairs)

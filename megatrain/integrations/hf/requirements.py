@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
+from transformers.trainer_callback import TrainerCallback
 
-from megatrain.errors import OptionError, TorchError
+from megatrain.errors import ExecuteError, OptionError, TorchError
+from megatrain.integrations.hf.whole_calls import first_hooked
 
 _NAMES = (
     "_clip_grad_norm", "_finalize_training", "_get_grad_norm", "_get_output_dir", "_load_optimizer_and_scheduler",
-    "_move_model_to_device", "_prepare_for_training", "_save_checkpoint", "_save_optimizer_and_scheduler",
+    "_load_rng_state", "_maybe_log_save_evaluate", "_move_model_to_device", "_prepare_for_training", "_save_checkpoint",
+    "_save_optimizer_and_scheduler", "_save_rng_state",
     "call_model_init", "compute_loss", "create_scheduler", "get_batch_samples", "training_step",
 )  # fmt: skip
 """The methods of `transformers.Trainer` that `Streamed` takes over."""
@@ -28,7 +31,7 @@ def refuse(arguments: Any) -> None:
     """
     if arguments is None:
         return
-    several = "It trains on one device, in one process."
+    several = "Each of its processes has the whole model, which streams; processes divide the batches."
     own = "megatrain makes its own graphs of the model."
     stays = "The parameters stay in host memory, in the dtype in which the model was compiled."
     looks = (
@@ -37,7 +40,6 @@ def refuse(arguments: Any) -> None:
     refused = {
         "fsdp": (bool(arguments.fsdp), several),
         "deepspeed": (bool(arguments.deepspeed), several),
-        "several processes": (arguments.world_size > 1, several),
         "debug='underflow_overflow'": ("underflow_overflow" in str(arguments.debug), looks),
         "torch_compile": (arguments.torch_compile, own),
         "fp16_full_eval": (arguments.fp16_full_eval, stays),
@@ -51,6 +53,27 @@ def refuse(arguments: Any) -> None:
             )
     if arguments.n_gpu > 1:
         vars(arguments)["_n_gpu"] = 1  # as the trainer does for a model that it must not replicate
+
+
+def why_not(trainer: Any, mixin: type, count: int) -> str | None:
+    """Why an update of so many micro-batches can't be one training step, as far as that is known ahead.
+
+    Args:
+        trainer: Which streams.
+        mixin: Its class that streams.
+        count: How many micro-batches there are.
+    """
+    if trainer.accelerator.scaler is not None:
+        return "fp16 scales the loss"
+    for callback in trainer.callback_handler.callbacks:
+        kind = type(callback)
+        if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
+            return f"the callback {kind.__name__} may read gradients before the optimizer's step"
+        if kind.on_optimizer_step is not TrainerCallback.on_optimizer_step:
+            return f"the callback {kind.__name__} may read gradients behind the optimizer's step"
+    if count > 1 and (name := first_hooked(trainer.model)) is not None:
+        return f"`{name}` has a hook that gets the gradient of each micro-batch"
+    return own_method(type(trainer), mixin)
 
 
 def own_method(kind: type, mixin: type) -> str | None:
@@ -80,6 +103,24 @@ def refuse_trainer(trainer: Any) -> None:
             "  It calls the model's body and head by themselves, in a function that it puts in place of `forward`.\n"
             "  Only calls of the whole model stream.\n"
             "  Use trl.experimental.gkd.GKDTrainer, which calls the whole model, or the trainer without megatrain."
+        )
+
+
+def refuse_unsaved(precision: str, reason: str | None) -> None:
+    """Refuses to save masters of updates that are no training steps.
+
+    Args:
+        precision: Of the model.
+        reason: Why they aren't.
+
+    Raises:
+        ExecuteError: If the model has masters.
+    """
+    if precision != "fp32":
+        raise ExecuteError(
+            "the trainer can't save this run so that it can be resumed.\n"
+            f"  The masters of bf16 parameters are saved with a training step, and there is none: {reason}.\n"
+            '  Use megatrain_precision="fp32", or save_only_model=True.'
         )
 
 

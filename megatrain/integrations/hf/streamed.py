@@ -14,28 +14,27 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from transformers.trainer_callback import TrainerCallback
 
 import megatrain
 from megatrain.compiled.module import CompiledModule
-from megatrain.errors import ExecuteError, OptionError, ScheduleError
-from megatrain.integrations.hf.newest_whole import STATE, newest_whole
+from megatrain.errors import OptionError, ScheduleError
+from megatrain.integrations.hf.accelerated import join, plain, replace_step
+from megatrain.integrations.hf.newest_whole import clear, newest_whole
 from megatrain.integrations.hf.one_step import OneStep
-from megatrain.integrations.hf.requirements import check_transformers, own_method, refuse, refuse_trainer
+from megatrain.integrations.hf.requirements import check_transformers, refuse, refuse_trainer, refuse_unsaved, why_not
+from megatrain.integrations.hf.several import group_of, refuse_group, refuse_several, refuse_trial, with_generators
 from megatrain.integrations.hf.stream_options import StreamOptions
 from megatrain.integrations.hf.trainer_copies import with_quiet
 from megatrain.integrations.hf.trainer_report import TrainerReport
 from megatrain.integrations.hf.trainer_sides import verified
-from megatrain.integrations.hf.whole_calls import check_streams, first_hooked, give_losses, note_where_parts_run
+from megatrain.integrations.hf.whole_calls import check_streams, give_losses, note_where_parts_run
 from megatrain.memory.out_of_memory import DeviceMemoryError
 from megatrain.optim.grad_scaler import host_scaler
 from megatrain.training.step import TrainStep
@@ -57,6 +56,9 @@ class Streamed(_Base):
     What can't be one training step runs as calls that stream, with autograd, and a `StreamedCallsWarning` says why: a
     loss that calls the model several times, an optimizer that needs all parameters at once, callbacks that read
     gradients, fp16's loss scaling.
+
+    Under torchrun, all processes train one model: each takes the micro-batches that accelerate gives it, and all make
+    the same updates, with the bits of one process that has all of them; see docs/several-devices.md.
 
     Args:
         args: Those of the trainer.
@@ -80,6 +82,7 @@ class Streamed(_Base):
         super().__init__(*args, **kwargs)
         refuse(self.args)
         refuse_trainer(self)
+        refuse_several(self)
         self._is_made = True
         self.model = self.model_wrapped = self.callback_handler.model = self._streaming(self.model)
 
@@ -101,8 +104,10 @@ class Streamed(_Base):
                     "  A model is compiled once.\n  Give the trainer the plain model, or leave these options out."
                 )
             compiled, self._is_given_compiled = model, True
+            refuse_group(compiled, self.accelerator)
         else:
-            compiled = megatrain.compile(model, **{"device": self.args.device, **self._stream_options.compile})
+            options = {"device": self.args.device, "process_group": group_of(self.accelerator)}
+            compiled = megatrain.compile(model, **{**options, **self._stream_options.compile})
         of_losses = give_losses(vars(self).get("loss"), compiled)
         make = functools.partial(self._make_step, compiled)
         self._one_step = OneStep(compiled, make, self._settings, self._is_models_own_loss, vars(self), of_losses)
@@ -113,6 +118,7 @@ class Streamed(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator as always; fp16's scaler looks for infinite gradients where these are."""
         super().create_accelerator_and_postprocess()
+        join(self.accelerator)
         if self.accelerator.scaler is not None:
             self.accelerator.scaler = host_scaler(self.accelerator.scaler)
 
@@ -126,16 +132,22 @@ class Streamed(_Base):
 
     # -- updates -----------------------------------------------------------------------------------------------
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of the next update, as the trainer collects them."""
-        check_streams(self.model, self._known().compiled)
-        found = super().get_batch_samples(*args, **kwargs)
         one_step = self._known()
-        reason = self._why_not(len(found[0]))
-        if reason is not None:
-            one_step.fall_back(reason)
+        check_streams(self.model, one_step.compiled)
+        if one_step.several is not None:
+            epoch_iterator = iter(one_step.several.collected(epoch_iterator, num_batches))
+        found = super().get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
+        self._look_ahead(len(found[0]))
         one_step.begin(len(found[0]))
         return found
+
+    def _look_ahead(self, count: int) -> None:
+        """Looks whether an update of so many micro-batches can be one training step, as far as that is known."""
+        reason = why_not(self, Streamed, count)
+        if reason is not None:
+            self._known().fall_back(reason)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Takes a micro-batch; the last one of an update runs the training step.
@@ -146,7 +158,7 @@ class Streamed(_Base):
         if callable(turn := getattr(self.optimizer, "train", None)):
             turn()  # as the trainer does for each micro-batch: a schedule-free optimizer steps in this mode alone
         try:
-            losses = self._known().take(functools.partial(super().training_step, *args, **kwargs))
+            losses = self._known().taken(functools.partial(super().training_step, *args, **kwargs))
         except (ScheduleError, DeviceMemoryError) as error:
             if self.args.auto_find_batch_size:  # accelerate knows the lack of memory by these words
                 raise RuntimeError(f"{error}\nThe step is out of memory.") from error
@@ -190,29 +202,36 @@ class Streamed(_Base):
         self._replace_step()
         return super().create_scheduler(*args, **kwargs)
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        found = super()._prepare_for_training(*args, **kwargs)
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._replace_step()  # where the user has made the scheduler
+        several = self._known().several
+        if several is not None:
+            self._look_ahead(self.args.gradient_accumulation_steps)
+            self._known().known_step()  # or there can be none, which is refused here
+            several.begin(self, max_steps, train_dataloader, resume_from_checkpoint)
         return found
 
-    def _replace_step(self) -> None:
-        """Replaces the step of accelerate's object around the optimizer, not that of the optimizer."""
-        known = vars(self.optimizer).get("step")
-        if not isinstance(self.optimizer, AcceleratedOptimizer) or known is not None:
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        several = self._known().several
+        if several is None:
+            super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
             return
-        update: Callable[..., Any] = self.optimizer.step
+        several.check_flags(self.control)
+        # Each process has the sum of all losses. The trainer logs the mean over the processes, which is exact in fp64.
+        wide = tr_loss.double()
+        super()._maybe_log_save_evaluate(wide, *args, **kwargs)
+        tr_loss.copy_(wide)
 
-        def step(optimizer: Any, closure: Any = None) -> Any:
-            one_step = self._known()
-            return None if one_step.has_updated or one_step.update(_plain(optimizer)) else update(closure)
-
-        self.optimizer.step = types.MethodType(step, self.optimizer)
+    def _replace_step(self) -> None:
+        # What the model's trainer at that time has: a trial makes another model, and another optimizer.
+        replace_step(self.optimizer, lambda plain: self._known().has_updated or self._known().update(plain))
 
     def _make_step(self, compiled: CompiledModule, loss: Any) -> TrainStep:
-        return TrainStep(compiled, _plain(self.optimizer), **self._options_of_step(loss))
+        return TrainStep(compiled, plain(self.optimizer), **self._options_of_step(loss))
 
     def _settings(self) -> tuple[Any, ...]:
-        return _plain(self.optimizer), self.args.max_grad_norm, self._is_models_own_loss()
+        return plain(self.optimizer), self.args.max_grad_norm, self._is_models_own_loss()
 
     def _options_of_step(self, loss: Any) -> dict[str, Any]:
         # The trainer logs the norm also where it doesn't clip.
@@ -228,20 +247,6 @@ class Streamed(_Base):
     def _known(self) -> OneStep:
         assert self._one_step is not None
         return self._one_step
-
-    def _why_not(self, count: int) -> str | None:
-        """Why an update of so many micro-batches can't be one training step, as far as that is known ahead."""
-        if self.accelerator.scaler is not None:
-            return "fp16 scales the loss"
-        for callback in self.callback_handler.callbacks:
-            kind = type(callback)
-            if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
-                return f"the callback {kind.__name__} may read gradients before the optimizer's step"
-            if kind.on_optimizer_step is not TrainerCallback.on_optimizer_step:
-                return f"the callback {kind.__name__} may read gradients behind the optimizer's step"
-        if count > 1 and (name := first_hooked(self.model)) is not None:
-            return f"`{name}` has a hook that gets the gradient of each micro-batch"
-        return own_method(type(self), Streamed)
 
     # -- verification ------------------------------------------------------------------------------------------
 
@@ -265,8 +270,9 @@ class Streamed(_Base):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own. `True` goes on from the newest checkpoint that was written to its end."""
+        trial = args[0] if args else kwargs.get("trial")
+        refuse_trial(self.accelerator, trial)
         if (present := asked()) is not None:
-            trial = args[0] if args else kwargs.get("trial")
             given = {"resume_from_checkpoint": resume_from_checkpoint, "trial": trial}
             end_script(verified(self, Streamed, present.updates, present.tolerance, present.options, given))
         if resume_from_checkpoint is True:
@@ -277,23 +283,25 @@ class Streamed(_Base):
             self._known().begin(1)  # nothing of this training waits, or hides what the optimizer does later
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # Written last, this file says that the checkpoint is whole; an older one of this name must not say so.
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        (folder / STATE).unlink(missing_ok=True)
+        if self.args.should_save:
+            clear(Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}")
         super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if (several := self._known().several) is not None:
+            several.wait("a checkpoint")  # whose last file says that all others are there
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            with_generators(checkpoint, self.args.process_index, self.args.world_size, super()._load_rng_state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         step = self._known().known_step()
         if step is not None:
             step.save(Path(output_dir) / FOLDER, scheduler=self.lr_scheduler, weights=False)
             return
-        if self.model.megatrain.options.precision != "fp32":
-            raise ExecuteError(
-                "the trainer can't save this run so that it can be resumed.\n"
-                "  The masters of bf16 parameters are saved with a training step, and there is none: "
-                f"{self._known().reason}.\n"
-                '  Use megatrain_precision="fp32", or save_only_model=True.'
-            )
+        refuse_unsaved(self.model.megatrain.options.precision, self._known().reason)
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -303,15 +311,10 @@ class Streamed(_Base):
             return
         self._known().load(
             lambda loss: TrainStep.load(
-                folder, self.model, _plain(self.optimizer), scheduler=self.lr_scheduler, **self._options_of_step(loss)
+                folder, self.model, plain(self.optimizer), scheduler=self.lr_scheduler, **self._options_of_step(loss)
             )
         )
 
 
 class Trainer(Streamed, transformers.Trainer):  # pyright: ignore[reportUntypedBaseClass]
     """`transformers.Trainer` with a model that streams; see `Streamed`."""
-
-
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer of torch within accelerate's."""
-    return getattr(optimizer, "optimizer", optimizer)

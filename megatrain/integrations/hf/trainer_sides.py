@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.compiled.module import CompiledModule
+from megatrain.integrations.hf.several import refuse_trial
 from megatrain.integrations.hf.stream_options import StreamOptions
 from megatrain.integrations.hf.trainer_copies import (
     Untouched,
@@ -42,6 +43,7 @@ def verified(
         options: Of `megatrain.compile`, in place of the trainer's.
         given: To `train`, by name; the copies get nothing of it.
     """
+    refuse_trial(trainer.accelerator, "verify")
     refuse_to_repeat(trainer, trainer._stream_options, tolerance, given or {})
     kind = without(type(trainer), mixin)
     order = type(trainer).__mro__

@@ -20,6 +20,8 @@ from megatrain.compiled.inside import Compiled
 from megatrain.errors import ExecuteError, RanksError
 from megatrain.files.digest import digest_of
 from megatrain.optim.impostor import Optimizer
+from megatrain.ranks.meeting import check_words, words_of
+from megatrain.ranks.no_collectives import NoCollectives
 from megatrain.ranks.ranks import Ranks
 from megatrain.runtime.draws import DealtDraws
 from megatrain.runtime.executor import Executor
@@ -102,7 +104,7 @@ class Together:
         except Exception as error:
             if self._ranks is not None:
                 with suppress(RanksError):
-                    self._tell(self._ranks, {"failed": _words(error)})
+                    self._tell(self._ranks, {"failed": words_of(error)})
             raise
 
     def _fail(self, ranks: Ranks, error: BaseException, boundary: Boundary) -> None:
@@ -111,15 +113,15 @@ class Together:
         if found is None and is_quiet:
             again = self._stage == _RUNNING_FORWARD and isinstance(error, GuardFailedError)
             with nullcontext() if again else suppress(RanksError):  # of several failures each rank raises its own
-                self._tell(ranks, {"again": True} if again else {"failed": _words(error)})
+                self._tell(ranks, {"again": True} if again else {"failed": words_of(error)})
             return
         if found is error and is_quiet:
             return  # it was said in a meeting, in which all ranks were
         if found is None:
-            ranks.announce(_words(error))
+            ranks.announce(words_of(error))
         boundary.broken = (
             "the ranks are no longer at the same step, because one of them failed in the middle of one.\n"
-            f"  {_words(error)}\n"
+            f"  {words_of(error)}\n"
             "  Start all ranks again, and load the latest checkpoint."
         )
         if found is not None and found is not error:
@@ -136,16 +138,7 @@ class Together:
         self._is_telling = True
         words = ranks.exchange({"at": at, **word})
         self._is_telling = False
-        for rank, other in enumerate(words):
-            if rank != ranks.rank and "failed" in other:
-                raise RanksError(f"rank {rank} failed before the step: {other['failed']}")
-        if len({other["at"] for other in words}) > 1:
-            places = ", ".join(f"rank {rank} in {other['at']}" for rank, other in enumerate(words))
-            raise RanksError(
-                f"the ranks are in different calls: {places}.\n"
-                "  All ranks take the same steps, and save at the same places.\n"
-                "  Call save() on each rank: rank 0 writes, the others wait."
-            )
+        check_words(ranks, words)
         return words
 
     def meet(self, setting: Setting, executor: Executor, counts: Counts, progress: Progress) -> Shares:
@@ -220,13 +213,19 @@ class Together:
         """Runs the code of a loss.
 
         Raises:
-            ExecuteError: If it moves generators which on one process would go on to the next micro-batch.
+            ExecuteError: If it moves generators which on one process would go on to the next micro-batch, or waits for
+                other ranks.
         """
-        if self._ranks is None or self.dealt is not None:
-            yield  # in its own generators
+        if self._ranks is None:
+            yield
+            return
+        if self.dealt is not None:
+            with NoCollectives():
+                yield  # in its own generators
             return
         before = GlobalGenerators.now(self._compiled.options.device)
-        yield
+        with NoCollectives():
+            yield
         if not before.is_same(GlobalGenerators.now(self._compiled.options.device)):
             raise ExecuteError(
                 "the loss draws random numbers, which several ranks can't do for a model that draws none.\n"
@@ -259,7 +258,7 @@ class Together:
                 work()
             except Exception as caught:
                 error = caught
-        said = "" if error is None else _words(error)
+        said = "" if error is None else words_of(error)
         words = self._tell(self._ranks, {"said": said}, what)
         if error is not None:
             raise error
@@ -290,7 +289,3 @@ def _other_rank(error: BaseException) -> RanksError | None:
 
 def _digest(facts: Facts) -> str:
     return digest_of(json.dumps(facts, sort_keys=True).encode())
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0]
