@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain.demo.course import Course
+from megatrain.demo.demo_processes import DemoProcesses
 from megatrain.demo.recipe import Recipe
-from megatrain.demo.several import Several
 from megatrain.errors import OptionError
 from tests.saving.training import same
 from tests.test_demo_resume import ROOT, TINY, run_to_the_end, tensor_files
@@ -65,7 +65,7 @@ def test_too_few_micro_batches_are_refused():
         def size(self) -> int:
             return 3
 
-    several = Several(Group())
-    assert [several.part("abcde"), Several().part("ab")] == [["b", "c"], ["a", "b"]]
+    several = DemoProcesses(Group())
+    assert [several.part("abcde"), DemoProcesses().part("ab")] == [["b", "c"], ["a", "b"]]
     with pytest.raises(OptionError, match="--micro-batches 2 is less than the 3 processes"):
         several.check(2)

@@ -8,9 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from megatrain.demo.course import FOLDER, Course
+from megatrain.demo.demo_processes import DemoProcesses
 from megatrain.demo.demonstrate import demonstrate
 from megatrain.demo.recipe import Recipe
-from megatrain.demo.several import Several
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     """
     # Only what was given on the command line is there: a resumed run has its own.
     given = {f.name: getattr(options, f.name) for f in fields(Recipe) if f.name in options}
-    with Several.joined() as several:
+    with DemoProcesses.joined() as several:
         resumes = options.resume or (several.is_again and Course.exists(options.folder))
         course = Course.resume(options.folder, given) if resumes else Course.begin(Recipe(**given), options.folder)
         several.check(course.recipe.micro_batches)

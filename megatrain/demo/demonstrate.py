@@ -8,16 +8,16 @@ import megatrain
 from megatrain.checks import checked, number, optional
 from megatrain.counts import counted
 from megatrain.demo.course import Course
+from megatrain.demo.demo_processes import DemoProcesses
 from megatrain.demo.figures import format_losses, format_memory, quoted
 from megatrain.demo.model import build_model, check_windows, held_out_loss, state_bytes, write_sample
-from megatrain.demo.several import Several
 from megatrain.demo.text import byte_tensor, random_batches, read_corpus, unigram_entropy
 from megatrain.demo.training import Training
 from megatrain.sizes import format_bytes, parse_bytes
 
 
 @checked(interrupt_at=optional(number(above=0, below=1, example=0.5)))
-def demonstrate(course: Course, *, interrupt_at: float | None = None, several: Several | None = None) -> bool:
+def demonstrate(course: Course, *, interrupt_at: float | None = None, several: DemoProcesses | None = None) -> bool:
     """Trains, measures, samples, shows the schedule that ran and verifies it; prints all of it.
 
     Args:
@@ -33,14 +33,14 @@ def demonstrate(course: Course, *, interrupt_at: float | None = None, several: S
         KeyboardInterrupt: Saying what is saved, if something is.
     """
     try:
-        return _demonstrate(course, interrupt_at, several or Several())
+        return _demonstrate(course, interrupt_at, several or DemoProcesses())
     except KeyboardInterrupt as interrupt:
         if course.saved is None:
             raise
         raise KeyboardInterrupt(course.describe_saved()) from interrupt
 
 
-def _demonstrate(course: Course, interrupt_at: float | None, several: Several) -> bool:
+def _demonstrate(course: Course, interrupt_at: float | None, several: DemoProcesses) -> bool:
     recipe = course.recipe
     budget = parse_bytes(recipe.memory)
     training, held_out = read_corpus()
@@ -78,7 +78,7 @@ def _shown(
 
 
 def _train(
-    compiled: megatrain.CompiledModule, course: Course, text: bytes, interrupt_at: float | None, several: Several
+    compiled: megatrain.CompiledModule, course: Course, text: bytes, interrupt_at: float | None, several: DemoProcesses
 ) -> tuple[megatrain.Schedule, int]:
     """Returns the schedule of a step and the measured peak of all, 0 if no step was left to make."""
     training = Training(compiled, course, text, interrupt_at=interrupt_at, several=several)

@@ -11,8 +11,8 @@ import torch
 
 import megatrain
 from megatrain.demo.course import Course
+from megatrain.demo.demo_processes import DemoProcesses
 from megatrain.demo.recipe import learning_rate
-from megatrain.demo.several import Several
 from megatrain.demo.text import step_batches
 
 SAVE_EVERY_S = 60.0
@@ -29,7 +29,7 @@ class SelfInterrupt:
         several: The processes of the demo.
     """
 
-    def __init__(self, at: float, first_step: int, several: Several):
+    def __init__(self, at: float, first_step: int, several: DemoProcesses):
         self._at = at
         self._first_step = first_step
         self._several = several
@@ -75,12 +75,12 @@ class Training:
         text: bytes,
         *,
         interrupt_at: float | None = None,
-        several: Several | None = None,
+        several: DemoProcesses | None = None,
     ):
         self._compiled = compiled
         self._course = course
         self._text = text
-        self._several = several or Several()
+        self._several = several or DemoProcesses()
         first = course.saved or 0
         self._interrupt = None if interrupt_at is None else SelfInterrupt(interrupt_at, first, self._several)
         self._optimizer = torch.optim.AdamW(compiled.parameters(), betas=(0.9, 0.95), weight_decay=0.1)

@@ -13,7 +13,7 @@ import megatrain
 from megatrain.errors import MegatrainError, OptionError, ScheduleError
 from megatrain.hardware.hardware import Hardware
 from megatrain.planning.what_if.several_devices import DevicesPlan, on_devices
-from megatrain.scheduler.timing.several_devices import simulate_devices
+from megatrain.scheduler.timing.simulate_devices import simulate_devices
 
 # Copies and updates take no time, so that the order of sums is all that ranks wait for.
 ONLY_COMPUTE = Hardware(1e30, 1e30, 1e9)

@@ -31,7 +31,8 @@ def train_there(rank: int, case: Case) -> Any:
 def train_alone_there(rank: int, case: Case) -> Any:
     """What one process computes; the other ranks have nothing to do."""
     load().reset()
-    return train(case, None, None) if rank == 0 else None
+    alone: Any = dist.new_group([0])
+    return train(case, alone, None) if rank == 0 else None
 
 
 def locked_there(rank: int, case: Case) -> dict[str, Any]:

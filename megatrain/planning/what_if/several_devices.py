@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatrain.counts import counted
 from megatrain.errors import OptionError, ScheduleError
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.scheduler.timing.bands import format_s
-from megatrain.scheduler.timing.several_devices import DevicesSimulation, simulate_devices
+from megatrain.scheduler.timing.simulate_devices import DevicesSimulation, simulate_devices
 from megatrain.sizes import format_bytes
 
 
@@ -54,8 +55,8 @@ class DevicesPlan:
             return
         fed = max(1, int(len(self.ranks) * self.alone_s / self.simulation.host_s))
         raise ScheduleError(
-            f"the host's memory can't feed {len(self.ranks)} devices: copies and updates take {self._host()}, and one "
-            f"device takes {format_s(self.alone_s)} for its part.\n"
+            f"the host's memory can't feed {counted(len(self.ranks), 'device')}: copies and updates take {self._host()}, "
+            f"and one device takes {format_s(self.alone_s)} for its part.\n"
             "  Each device streams all weights, and gradients go from one to the next through the host.\n"
             f"  Use about {fed} of them, or more tokens in a step of each."
         )

@@ -1,4 +1,4 @@
-"""Several: the processes that run a demo together, if torchrun has started more than one."""
+"""DemoProcesses: the processes that run a demo together, if torchrun has started more than one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatrain.errors import OptionError
 _T = TypeVar("_T")
 
 
-class Several:
+class DemoProcesses:
     """The processes of a demo: the ranks of a process group, or one process alone.
 
     Args:
@@ -34,15 +34,15 @@ class Several:
 
     @staticmethod
     @contextmanager
-    def joined() -> Generator[Several]:
+    def joined() -> Generator[DemoProcesses]:
         """Joins the processes that torchrun has started, for the time of the body; each takes a device of its own."""
         if not (dist.is_available() and dist.is_torchelastic_launched()):
-            yield Several()
+            yield DemoProcesses()
             return
         dist.init_process_group("gloo")
         try:
             take_accelerator(dist.get_node_local_rank())
-            found = Several(dist.group.WORLD)
+            found = DemoProcesses(dist.group.WORLD)
             with nullcontext() if found.is_first else redirect_stdout(io.StringIO()):
                 yield found
         finally:
