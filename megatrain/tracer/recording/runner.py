@@ -10,11 +10,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatrain.interrupts import Interrupts
-from megatrain.torch_private import FakeTensor, FakeTensorMode
+from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
 from megatrain.tracer.inventory import StateValues
 from megatrain.tracer.packed.packed_state import PackedState
 from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, WrittenInputError
 from megatrain.tracer.recording.effect_watch import EffectWatch, storage_key
+from megatrain.tracer.recording.large_results import makes_large
 from megatrain.tracer.recording.obstacles import (
     RUN_AGAIN,
     call_on_fakes,
@@ -31,8 +32,8 @@ _VALUE_READS = {"numpy", "__array__", "__dlpack__", "__format__", "__repr__"}
 class CallRunner(TorchFunctionMode):
     """Runs torch calls with itself switched off.
 
-    Calls that depend on inputs and constants alone run for real. State is fake, and so are values that depend on state
-    or on random numbers. If the attempt uses values, a call runs on the values behind the fake state. Modules hold
+    Calls that depend on inputs and constants alone run for real, unless their results are very large. State is fake, and
+    so are values that depend on state or on random numbers. If the attempt uses values, a call runs on the values behind the fake state. Modules hold
     fake state in either case, so that questions about state (device, shape) have one answer.
 
     Args:
@@ -72,6 +73,7 @@ class CallRunner(TorchFunctionMode):
         self._operands: set[int] = set()
         self._reads_graph = False
         self._runs_on_fakes = False
+        self._left_out_large = False
 
     @contextmanager
     def unrecorded(self) -> Generator[None]:
@@ -93,16 +95,28 @@ class CallRunner(TorchFunctionMode):
         self._runs_on_fakes = False
         # Ctrl-C waits for the end of the call: C++ ends the process at some errors in a dispatch mode.
         with Interrupts(), self.unrecorded():
-            if not has_fakes and (self._attempt.uses_values or self.tape.site not in self._attempt.make_fake):
+            is_large = not has_fakes and self._is_too_large(func, args, kwargs, operands)
+            is_made_fake = not self._attempt.uses_values and self.tape.site in self._attempt.make_fake
+            if not (has_fakes or is_made_fake or is_large):
                 with self.effects:
                     result = func(*args, **kwargs)
             else:
                 self._runs_on_fakes = True
                 for operand in operands:
                     self._follow_copy(operand)
+                if is_large:  # fake tensors compute what depends on real ones alone
+                    args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake_mode.from_tensor, (args, kwargs))
                 with self._fake_mode, self.effects:
                     result = call_on_fakes(func, args, kwargs, *self.tape.site)
             return result
+
+    def _is_too_large(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> bool:
+        """Tells of a call whose operands have values whether its result stays without."""
+        if self._attempt.uses_values or self._attempt.computes_large:
+            return False
+        is_large = makes_large(func, args, kwargs, operands, self._fake_mode)
+        self._left_out_large |= is_large
+        return is_large
 
     def _follow_copy(self, tensor: torch.Tensor) -> None:
         """Makes the fake that stands for a real tensor among fakes count as that tensor's memory, for writes."""
