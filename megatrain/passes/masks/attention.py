@@ -15,6 +15,7 @@ from torch import fx
 
 from megatrain.passes.rewriting.call_trial import Site
 from megatrain.passes.rewriting.rewriter import Rewriter
+from megatrain.sizes import format_bytes
 
 _MHA = F.multi_head_attention_forward
 _NAMES = {
@@ -23,6 +24,27 @@ _NAMES = {
     ),
     _MHA: tuple(inspect.signature(_MHA).parameters),
 }
+
+ATTENTION = frozenset(_NAMES)
+"""Torch's functions of attention that take a mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskNote:
+    """What became of a call's mask; in `node.meta["mask"]` of what a pass puts there. Prints the pass's promise.
+
+    Args:
+        nbytes: Of the mask that was.
+        text: What is there instead.
+        promise: Which numbers keep their bits.
+    """
+
+    nbytes: int
+    text: str
+    promise: str
+
+    def __str__(self) -> str:
+        return f"{self.text} instead of a mask of {format_bytes(self.nbytes)}: {self.promise}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +99,26 @@ class Attention:
         """Whether torch reads the word `is_causal` in place of the mask, which must only be there."""
         return self.is_multihead and bool(self.given.get("is_causal")) and self.is_plain
 
-    def masked(self, rewriter: Rewriter, mask: fx.Node | None, *, is_causal: bool = False) -> bool:
-        """Lets the call mask by `mask`, or by causality, or not at all; tells whether it can be."""
+    def masked(
+        self, rewriter: Rewriter, mask: fx.Node | None, text: str, promise: str, *, is_causal: bool = False
+    ) -> bool:
+        """Lets the call mask by `mask`, or by causality, or not at all; tells whether it can be.
+
+        Args:
+            rewriter: Of the graph.
+            mask: Another mask, made before the call.
+            text: See `MaskNote`.
+            promise: Likewise.
+            is_causal: Whether queries see themselves and what comes before.
+        """
         given = {**self.given, "attn_mask": mask, "is_causal": is_causal}
         site = replace(Site.of(self.node), after=max(self._parts, default=self.node))
         if mask is None and self.is_multihead and is_causal:  # torch wants some mask there, and doesn't read it
             given["attn_mask"] = rewriter.add(site, torch.zeros, (1, 1), {"device": rewriter.device})
         made = rewriter.add(site, self.node.target, self._positional(given), self._named(given))  # pyright: ignore
-        return self.replaced(rewriter, made)
+        return self.replaced(rewriter, made, text, promise)
 
-    def replaced(self, rewriter: Rewriter, made: Any) -> bool:
+    def replaced(self, rewriter: Rewriter, made: Any, text: str, promise: str) -> bool:
         """Lets others read these results, if they are laid out like those of the call; tells whether they are."""
         pairs = [(part, made[part.args[1]]) for part in self._parts] or [(self.node, made)]  # pyright: ignore
         if any(old.meta[key] != new.meta[key] for old, new in pairs for key in ("spec", "requires_grad")):
@@ -95,6 +127,8 @@ class Attention:
             rewriter.replace(old, new)
         if self._parts:
             rewriter.erase(self.node)
+        call: Any = pairs[0][1].args[0] if isinstance(made, tuple) else made
+        call.meta["mask"] = MaskNote(self.mask.meta["storage_bytes"], text, promise)
         return True
 
     @property
@@ -121,7 +155,7 @@ def masked_attention(graph: fx.Graph) -> Iterator[Attention]:
             continue
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         mask = given.get("attn_mask")
-        if isinstance(mask, fx.Node) and not mask.meta["requires_grad"] and not mask.meta["spec"].on_host:
+        if isinstance(mask, fx.Node) and not mask.meta.get("requires_grad") and not mask.meta["spec"].on_host:
             yield Attention(node, given, mask)
 
 

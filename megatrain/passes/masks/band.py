@@ -9,8 +9,8 @@ import torch
 
 from megatrain.passes.masks.bands import Bands
 
-# Elements of a mask that are made at one time: what they are made of takes no more than a few bytes for each.
-_CHUNK = 1 << 24
+# A mask is made in so many steps, so that a comparison takes a small part of its memory.
+_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Band:
         """The mask of a range of queries and a range of keys: bool [queries, keys], True where a query sees a key."""
         queries, keys = torch.arange(*rows, device=device)[:, None], torch.arange(*columns, device=device)
         seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
-        step = max(1, _CHUNK // max(1, len(keys)))
+        step = max(1, -(-len(queries) // _STEPS))
         for start in range(0, len(queries), step):
             part, chunk = seen[start : start + step], queries[start : start + step]
             if self.last is not None:

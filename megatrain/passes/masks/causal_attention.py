@@ -8,6 +8,8 @@ from megatrain.passes.masks.positions import Positions
 from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.tracer.traced import TracedModule
 
+_PROMISE = "the same bits on the CPU, another kernel on a GPU"
+
 
 def causal_attention(traced: TracedModule) -> TracedModule:
     """Returns the capture with causality in place of masks that say it, `traced` itself if there are none.
@@ -31,12 +33,13 @@ def causal_attention(traced: TracedModule) -> TracedModule:
     positions, changed = None, False
     for attention in masked_attention(rewriter.graph):
         if attention.leaves_mask_unread and attention.mask.meta["spec"].numel > 1:
-            changed |= attention.masked(rewriter, None, is_causal=True)
+            changed |= attention.masked(rewriter, None, "causality", "the same kernel", is_causal=True)
             continue
         if not attention.takes_causality:
             continue
         positions = positions or Positions(rewriter.graph)
         band = Band.of(positions.bands(attention.mask), *attention.lengths)
         if band is not None and (band.is_causal or band.is_full):
-            changed |= attention.masked(rewriter, None, is_causal=band.is_causal)
+            text = "causality" if band.is_causal else "all keys"
+            changed |= attention.masked(rewriter, None, text, _PROMISE, is_causal=band.is_causal)
     return rewriter.done() if changed else traced

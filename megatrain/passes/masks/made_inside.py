@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from megatrain.passes.intervals import find_intervals
-from megatrain.passes.masks.attention import Attention, before, masked_attention
+from megatrain.passes.masks.attention import Attention, MaskNote, before, masked_attention
 from megatrain.passes.masks.band import Band, BandMask
 from megatrain.passes.masks.mask_calls import MaskCalls
 from megatrain.passes.masks.positions import Positions
 from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.tracer.traced import TracedModule
 
-
-@dataclass(frozen=True, slots=True)
-class MadeInside:
-    """What is known of a mask that a block makes for itself; in `node.meta["mask"]`.
-
-    Args:
-        nbytes: Of the mask.
-        text: What it is made from.
-    """
-
-    nbytes: int
-    text: str
+_TEXT, _PROMISE = "a mask made here", "the same bits"
 
 
 def masks_inside(traced: TracedModule, *, block_bytes: int | None = None) -> TracedModule:
@@ -74,31 +64,32 @@ class _Makers:
             return False
         band = Band.of(self._positions.bands(mask), *attention.lengths) if attention.is_plain else None
         own = self._repeated(attention, block) if band is None else self._from_lengths(attention, band, block)
-        return own is not None and attention.masked(self._rewriter, own)
+        return own is not None and attention.masked(self._rewriter, own, _TEXT, _PROMISE)
 
     def _from_lengths(self, attention: Attention, band: Band, block: int) -> fx.Node:
         made = BandMask(band, *attention.lengths, attention.mask.meta["spec"].dtype, self._rewriter.device)
         if (block, made) not in self._made:
             node = self._rewriter.add(before(attention.node), made, ())
-            node.meta["mask"] = MadeInside(attention.mask.meta["storage_bytes"], "two lengths")
-            self._made[block, made] = node
+            self._made[block, made] = self._noted(node, attention)
         return self._made[block, made]
 
     def _repeated(self, attention: Attention, block: int) -> fx.Node | None:
         """Repeats the calls that make the mask. A kernel makes numbers as wide as its queries of a mask of flags."""
         mask = attention.mask
-        spec, nbytes = mask.meta["spec"], mask.meta["storage_bytes"]
+        flags = mask.meta["storage_bytes"] if mask.meta["spec"].dtype == torch.bool else 0
         query: Any = attention.given["query"]
-        wider = nbytes // spec.dtype.itemsize * query.meta["spec"].dtype.itemsize if not spec.dtype.is_floating_point else 0
-        calls = self._calls.of(mask, nbytes + wider)
+        calls = self._calls.of(mask, mask.meta["storage_bytes"] + flags * query.meta["spec"].dtype.itemsize)
         if calls is None:
             return None
         copies = {node: self._made[block, node] for node in calls if (block, node) in self._made}
-        small = sum(a.meta["spec"].nbytes for a in {a for n in calls for a in n.all_input_nodes} if a not in calls)
         for node in calls:
             if node not in copies:
                 site = replace(before(attention.node), grad=node.meta["grad"], autocast=node.meta["autocast"])
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: copies.get(n, n))  # pyright: ignore
-                copies[node] = self._made[block, node] = self._rewriter.add(site, node.target, args, kwargs)  # pyright: ignore
-                copies[node].meta["mask"] = MadeInside(nbytes, str(small))
+                made = self._rewriter.add(site, node.target, args, kwargs)  # pyright: ignore
+                copies[node] = self._made[block, node] = self._noted(made, attention)
         return copies[mask]
+
+    def _noted(self, node: fx.Node, attention: Attention) -> fx.Node:
+        node.meta["mask"] = MaskNote(attention.mask.meta["storage_bytes"], _TEXT, _PROMISE)
+        return node
