@@ -56,6 +56,10 @@ class Positions:
             if found is not None:
                 self._known[node] = found
 
+    def of(self, node: fx.Node) -> Known | None:
+        """What is known of a tensor; None if nothing is."""
+        return self._known.get(node)
+
     def bands(self, node: fx.Node) -> Bands | None:
         """The elements of a tensor as a function of two positions' difference; None if they aren't known to be one."""
         found = self._known.get(node)
