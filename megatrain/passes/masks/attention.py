@@ -120,12 +120,13 @@ class Attention:
 
     def replaced(self, rewriter: Rewriter, made: Any, text: str, promise: str) -> bool:
         """Lets others read these results, if they are laid out like those of the call; tells whether they are."""
-        pairs = [(part, made[part.args[1]]) for part in self._parts] or [(self.node, made)]  # pyright: ignore
+        parts = self._parts
+        pairs = [(part, made[part.args[1]]) for part in parts] or [(self.node, made)]  # pyright: ignore
         if any(old.meta[key] != new.meta[key] for old, new in pairs for key in ("spec", "requires_grad")):
             return False
         for old, new in pairs:
             rewriter.replace(old, new)
-        if self._parts:
+        if parts:
             rewriter.erase(self.node)
         call: Any = pairs[0][1].args[0] if isinstance(made, tuple) else made
         call.meta["mask"] = MaskNote(self.mask.meta["storage_bytes"], text, promise)
