@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,13 @@ class Band:
         first, last = seen[0]
         return Band(first if first > 1 - queries else None, last if last < keys - 1 else None)
 
+    @staticmethod
+    def of_all(bands: Sequence[Band]) -> Band:
+        """The band in which all of these let queries see a key."""
+        firsts = [band.first for band in bands if band.first is not None]
+        lasts = [band.last for band in bands if band.last is not None]
+        return Band(max(firsts, default=None), min(lasts, default=None))
+
     @property
     def is_causal(self) -> bool:
         """Whether queries see themselves and what comes before."""
@@ -74,6 +82,8 @@ class Band:
         return seen
 
     def __str__(self) -> str:
+        if self.is_full:
+            return "all keys"
         first = "" if self.first is None else f"{self.first} <= "
         last = "" if self.last is None else f" <= {self.last}"
         return f"{first}key - query{last}"

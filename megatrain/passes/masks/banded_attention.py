@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatrain.passes.masks.attention import Attention, masked_attention
 from megatrain.passes.masks.band import Band
 from megatrain.passes.masks.positions import Positions
+from megatrain.passes.masks.seen_keys import SeenKeys
 from megatrain.passes.rewrites.gradient_sum import GradientSum
 from megatrain.passes.rewriting.call_trial import Site
 from megatrain.passes.rewriting.rewriter import Rewriter
@@ -32,8 +33,9 @@ _MOST = 1 << 28
 class BandedAttention:
     """The target of a call: attention under a band, for some queries at a time, on the keys that these see.
 
-    `(query, key, value)` as for `scaled_dot_product_attention`. The forward keeps its operands alone; the backward
-    computes each part once more, under autograd, and differentiates it.
+    `(query, key, value, *flags)` as for `scaled_dot_product_attention`, with flags of keys [..., 1, keys] that say
+    further which keys are seen. The forward keeps its operands alone; the backward computes each part once more, under
+    autograd, and differentiates it.
 
     Args:
         band: Which keys a query sees.
@@ -51,22 +53,29 @@ class BandedAttention:
 
     __name__ = "banded_attention"
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *flags: torch.Tensor
+    ) -> torch.Tensor:
         """Computes attention; the result has the shape of the query, and the width of the value."""
-        return _Parts.apply(self, query, key, value)  # pyright: ignore[reportReturnType]
+        return _Parts.apply(self, query, key, value, *flags)  # pyright: ignore[reportReturnType]
 
     def call_text(self, arguments: str) -> str:
         """Prints the call on arguments that are printed already."""
         options = "".join(f", {name}={value}" for name, value in self.options if value is not None)
         return f"banded_attention({arguments}{options}: {self.band}; {self.rows} queries at a time)"
 
-    def masked_parts(self, device: torch.device) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Yields the ranges of each part, and its mask: bool [queries, keys], one for parts that are alike."""
-        known, mask = None, torch.empty(0)
+    def masked_parts(
+        self, flags: Sequence[torch.Tensor], device: torch.device
+    ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        """Yields the ranges of each part, and its mask: bool [..., queries, keys]."""
+        known, seen = None, torch.empty(0)
         for rows, keys in self.parts():
             shape = rows.stop - rows.start, keys.stop - keys.start, keys.start - rows.start
-            if shape != known:
-                known, mask = shape, self.band.flags((rows.start, rows.stop), (keys.start, keys.stop), device)
+            if shape != known:  # parts that are alike share one
+                known, seen = shape, self.band.flags((rows.start, rows.stop), (keys.start, keys.stop), device)
+            mask = seen
+            for each in flags:
+                mask = mask & (each[..., keys] if each.shape[-1] > 1 else each)
             yield rows, keys, mask
 
     def parts(self) -> Iterator[tuple[slice, slice]]:
@@ -87,12 +96,13 @@ class BandedAttention:
 
 
 def banded_attention(traced: TracedModule, *, rows: int | None = None) -> TracedModule:
-    """Returns the capture with attention under windows computed part by part; `traced` itself if there is none.
+    """Returns the capture with attention under windows and padding computed part by part; `traced` if there is none.
 
     A window says that queries see some keys near them. Then some queries at a time need these keys and a mask of both;
-    neither the mask of all queries and all keys exists, nor is a product computed that the mask throws away. That
-    a mask is a window is proved from the calls that make it (`Positions`). Left alone are causality and masks of other
-    contents, attention with dropout, `MultiheadAttention`, and queries that see no key at all.
+    neither the mask of all queries and all keys exists, nor is a product computed that the window throws away. That a
+    mask is a window, or causality, and flags of keys (`SeenKeys`) is proved from the calls that make it. Left alone are
+    causality alone and masks of other contents, attention with dropout, `MultiheadAttention`, and windows under which a
+    query sees no key at all.
 
     Results and the gradients of queries have the bits of the whole computation on the CPU, as long as no score is
     infinite or NaN. Gradients of keys and values are sums over parts, in fp32 or wider.
@@ -107,18 +117,19 @@ def banded_attention(traced: TracedModule, *, rows: int | None = None) -> Traced
         if attention.draws or attention.is_multihead or not attention.is_plain:
             continue
         positions = positions or Positions(rewriter.graph)
-        band = Band.of(positions.bands(attention.mask), *attention.lengths)
-        if band is None or band.is_causal or band.is_full or not band.reaches_all(*attention.lengths):
+        seen = SeenKeys.of(attention.mask, *attention.lengths, positions)
+        if seen is None or not seen.band.reaches_all(*attention.lengths):
             continue
-        changed |= _is_parted(rewriter, attention, band, rows or _rows(band, *attention.lengths))
+        if seen.flags or not (seen.band.is_causal or seen.band.is_full):
+            changed |= _is_parted(rewriter, attention, seen, rows or _rows(seen, *attention.lengths))
     return rewriter.done() if changed else traced
 
 
-def _is_parted(rewriter: Rewriter, attention: Attention, band: Band, rows: int) -> bool:
+def _is_parted(rewriter: Rewriter, attention: Attention, seen: SeenKeys, rows: int) -> bool:
     """Replaces a call; tells whether it did. Operands are cast before, where autocast would have cast them."""
     queries, keys = attention.lengths
     options = tuple((name, attention.given[name]) for name in ("scale", "enable_gqa") if name in attention.given)
-    target = BandedAttention(band, rows, queries, keys, options)
+    target = BandedAttention(seen.band, rows, queries, keys, options)
     if rows >= queries and target.most_keys >= keys:
         return False
     site = replace(Site.of(attention.node), autocast=())
@@ -128,17 +139,18 @@ def _is_parted(rewriter: Rewriter, attention: Attention, band: Band, rows: int) 
         given: Any = attention.given[name]
         is_cast = given.meta["spec"].dtype != dtype
         operands.append(rewriter.add(site, "to", (given, dtype)) if is_cast else given)
-    made = rewriter.add(site, target, tuple(operands))
+    made = rewriter.add(site, target, (*operands, *seen.flags))
     return attention.replaced(rewriter, made, f"{rows} queries at a time", _PROMISE)
 
 
-def _rows(band: Band, queries: int, keys: int) -> int:
-    """Half as many queries as a window has keys: a third of what is computed is masked then."""
-    first = 1 - queries if band.first is None else band.first
-    last = keys - 1 if band.last is None else band.last
+def _rows(seen: SeenKeys, queries: int, keys: int) -> int:
+    """Half as many queries as a window has keys, where the mask of a part isn't large: a third is masked then."""
+    first = 1 - queries if seen.band.first is None else seen.band.first
+    last = keys - 1 if seen.band.last is None else seen.band.last
     width = last - first + 1
-    rows = max(1, min(width, queries) // 2 // _UNIT) * _UNIT
-    while rows > _UNIT and rows * min(keys, width + rows) > _MOST:
+    texts = max((each.meta["spec"].numel // each.meta["spec"].shape[-1] for each in seen.flags), default=1)
+    rows = min(width, queries) // 2 // _UNIT * _UNIT
+    while rows > _UNIT and texts * rows * min(keys, width + rows) > _MOST:
         rows = rows // 2 // _UNIT * _UNIT
     return max(rows, _UNIT)
 
@@ -148,10 +160,10 @@ class _Parts(torch.autograd.Function):
     def forward(ctx: Any, target: BandedAttention, *operands: torch.Tensor) -> torch.Tensor:
         ctx.target = target
         ctx.save_for_backward(*operands)
-        needs = ctx.needs_input_grad[1:]
-        query, _, value = operands
+        needs = ctx.needs_input_grad[1:4]
+        query, _, value = operands[:3]
         result = None
-        for rows, keys, mask in target.masked_parts(query.device):
+        for rows, keys, mask in target.masked_parts(operands[3:], query.device):
             # Kernels look at whether a tensor requires a gradient, so each must, as in the whole.
             with torch.set_grad_enabled(any(needs)), saved_tensors_hooks(lambda _: None, _refuse):
                 part = target.part(_leaves(operands, needs, rows, keys), mask).detach()
@@ -167,10 +179,10 @@ class _Parts(torch.autograd.Function):
         ctx: Any, gradient: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         target: BandedAttention = ctx.target
-        operands, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        operands, flags, needs = ctx.saved_tensors[:3], ctx.saved_tensors[3:], ctx.needs_input_grad[1:4]
         of_query = torch.empty_like(operands[0]) if needs[0] else None
         sums = [GradientSum(tensor) if need else None for tensor, need in zip(operands[1:], needs[1:], strict=True)]
-        for rows, keys, mask in target.masked_parts(gradient.device):
+        for rows, keys, mask in target.masked_parts(flags, gradient.device):
             leaves = _leaves(operands, needs, rows, keys)
             with torch.enable_grad():
                 part = target.part(leaves, mask)
@@ -181,7 +193,8 @@ class _Parts(torch.autograd.Function):
                 of_query[..., rows, :] = next(found)
             for total, place in ((total, keys) for total in sums if total is not None):
                 total.add_at(next(found), -2, place)
-        return None, of_query, *(None if total is None else total.rounded() for total in sums)
+        totals = [None if total is None else total.rounded() for total in sums]
+        return None, of_query, *totals, *(None for _ in flags)
 
 
 def _leaves(
@@ -190,7 +203,7 @@ def _leaves(
     """The operands of a part."""
     return tuple(
         tensor[..., place, :].detach().requires_grad_(need)
-        for tensor, need, place in zip(operands, needs, (rows, keys, keys), strict=True)
+        for tensor, need, place in zip(operands[:3], needs, (rows, keys, keys), strict=True)
     )
 
 

@@ -65,6 +65,10 @@ class Positions:
         found = self._known.get(node)
         return found if isinstance(found, Bands) else None
 
+    def is_written(self, node: fx.Node) -> bool:
+        """Tells whether something writes into a tensor's memory."""
+        return node.meta["storage"] in self._written
+
     def _is_followed(self, node: fx.Node) -> bool:
         meta = node.meta
         if node.op not in CALLS or "spec" not in meta or meta["requires_grad"] or meta.get("is_random"):
