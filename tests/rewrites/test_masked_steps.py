@@ -101,7 +101,7 @@ def test_never_and_always():
     assert masks_of(step.program) == {"causality"}
     compiled = megatrain.compile(Model(window(200)), device="cpu", chunking="always", example_kwargs=batch(0))
     assert masks_of(compiled.program) == {"512 queries at a time"}
-    report = megatrain.verify(Model(causal), **batch(0), device="cpu", compile_options={"chunking": "always"})
+    report = megatrain.verify(Model(causal), batch(0)["ids"], device="cpu", compile_options={"chunking": "always"})
     assert report.ok, report
 
 

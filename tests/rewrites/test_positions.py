@@ -12,9 +12,9 @@ from torch import fx, nn
 
 import megatrain
 from megatrain.passes.interpret import Code
-from megatrain.passes.masks.band import Band, BandMask
-from megatrain.passes.masks.bands import Bands, Line
-from megatrain.passes.masks.positions import Positions
+from megatrain.passes.masks.diagonals import Diagonals, Line
+from megatrain.passes.masks.position_proof import PositionProof
+from megatrain.passes.masks.seen_band import BandMask, SeenBand
 from megatrain.tracer.node_meta import CALLS
 from tests.tiers import wide
 
@@ -31,7 +31,7 @@ class Masked(nn.Module):
         return self._mask(queries, keys) * x.sum()
 
 
-def held(known: Bands | Line, node: fx.Node) -> torch.Tensor:
+def held(known: Diagonals | Line, node: fx.Node) -> torch.Tensor:
     """The tensor that a claim describes."""
     spec = node.meta["spec"]
     index = [torch.arange(size).view([-1] + [1] * (len(spec.shape) - 1 - dim)) for dim, size in enumerate(spec.shape)]
@@ -48,11 +48,11 @@ def held(known: Bands | Line, node: fx.Node) -> torch.Tensor:
     return made
 
 
-def check(mask: Callable[[int, int], torch.Tensor], queries: int, keys: int) -> tuple[Positions, fx.Node, int]:
+def check(mask: Callable[[int, int], torch.Tensor], queries: int, keys: int) -> tuple[PositionProof, fx.Node, int]:
     """Compares all claims about a mask's graph with what a run of it makes; returns how many there were."""
     x = torch.ones(queries, keys)
     traced = megatrain.trace(Masked(mask), (x,))
-    positions = Positions(traced.graph)
+    positions = PositionProof(traced.graph)
     made: dict[str, torch.Tensor] = {}
     Code(traced.graph, see=lambda node, result: made.__setitem__(node.name, result))([x])
     claims = 0
@@ -79,7 +79,9 @@ CAUSAL: dict[str, Callable[[int, int], torch.Tensor]] = {
     "ones times -inf": lambda q, k: (torch.ones(q, k) * -torch.inf).triu(1),
     "masked_fill": lambda q, k: torch.zeros(q, k).masked_fill(torch.tril(torch.ones(q, k)) == 0, float("-inf")),
     "where": lambda q, k: torch.where(torch.arange(k)[None] > rows(q), float("-inf"), 0.0),
-    "where of tensors": lambda q, k: torch.where(torch.arange(k) <= rows(q), torch.zeros(q, k), torch.tensor(-torch.inf)),
+    "where of tensors": lambda q, k: torch.where(
+        torch.arange(k) <= rows(q), torch.zeros(q, k), torch.tensor(-torch.inf)
+    ),
     "arange": lambda q, k: torch.arange(k)[None, :] <= torch.arange(q)[:, None],
     "difference": lambda q, k: rows(q) - torch.arange(k) >= 0,
     "floats": lambda q, k: torch.arange(k).float() <= torch.arange(q).float().unsqueeze(-1),
@@ -102,22 +104,22 @@ CAUSAL: dict[str, Callable[[int, int], torch.Tensor]] = {
 @pytest.mark.parametrize("name", CAUSAL)
 def test_causality_is_found_whatever_says_it(name: str, size: tuple[int, int]):
     positions, mask, claims = check(CAUSAL[name], *size)
-    band = Band.of(positions.bands(mask), *size)
+    band = SeenBand.of(positions.bands(mask), *size)
     assert band is not None
     assert band.is_causal
     assert claims > 1
 
 
-OTHERS: dict[str, tuple[Callable[[int, int], torch.Tensor], Band | None]] = {
-    "one more": (lambda q, k: torch.arange(k) <= rows(q) + 1, Band(None, 1)),
-    "one less": (lambda q, k: torch.ones(q, k, dtype=torch.bool).tril(-1), Band(None, -1)),
-    "window": (lambda q, k: (torch.arange(k) <= rows(q)) & (torch.arange(k) > rows(q) - 5), Band(-4, 0)),
-    "window of sums": (lambda q, k: torch.ones(q, k).tril() * torch.ones(q, k).triu(-4) == 1, Band(-4, 0)),
-    "both sides": (lambda q, k: torch.zeros(q, k).masked_fill(~torch.ones(q, k).tril(3).triu(-2).bool(), -torch.inf), Band(-2, 3)),
-    "a window that is too wide": (lambda q, k: torch.ones(q, k).tril().triu(-99) > 0, Band(None, 0)),
-    "all": (lambda q, k: torch.arange(k) > rows(q) - 100, Band(None, None)),
+OTHERS: dict[str, tuple[Callable[[int, int], torch.Tensor], SeenBand | None]] = {
+    "one more": (lambda q, k: torch.arange(k) <= rows(q) + 1, SeenBand(None, 1)),
+    "one less": (lambda q, k: torch.ones(q, k, dtype=torch.bool).tril(-1), SeenBand(None, -1)),
+    "window": (lambda q, k: (torch.arange(k) <= rows(q)) & (torch.arange(k) > rows(q) - 5), SeenBand(-4, 0)),
+    "window of sums": (lambda q, k: torch.ones(q, k).tril() * torch.ones(q, k).triu(-4) == 1, SeenBand(-4, 0)),
+    "both sides": (lambda q, k: torch.ones(q, k).tril(3).triu(-2) - 1 >= 0, SeenBand(-2, 3)),
+    "a window that is too wide": (lambda q, k: torch.ones(q, k).tril().triu(-99) > 0, SeenBand(None, 0)),
+    "all": (lambda q, k: torch.arange(k) > rows(q) - 100, SeenBand(None, None)),
     "nothing": (lambda q, k: torch.arange(k) > rows(q) + 100, None),
-    "the others": (lambda q, k: torch.triu(torch.ones(q, k), 1).bool(), Band(1, None)),
+    "the others": (lambda q, k: torch.triu(torch.ones(q, k), 1).bool(), SeenBand(1, None)),
     "two bands": (lambda q, k: (torch.arange(k) < rows(q) - 3) | (torch.arange(k) > rows(q)), None),
     "a large number": (lambda q, k: torch.zeros(q, k).masked_fill(torch.ones(q, k).triu(1) == 1, -1e9), None),
     "another addend": (lambda q, k: torch.full((q, k), -torch.inf).triu(1) + 1, None),
@@ -142,7 +144,7 @@ def _written(queries: int, keys: int) -> torch.Tensor:
 def test_other_masks_are_told_apart(name: str):
     mask, expected = OTHERS[name]
     positions, node, _ = check(mask, 20, 20)
-    assert Band.of(positions.bands(node), 20, 20) == expected
+    assert SeenBand.of(positions.bands(node), 20, 20) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.float16])
@@ -157,14 +159,14 @@ def test_inputs_and_weights_are_unknown():
     class Padded(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("causal", torch.ones(20, 20, dtype=torch.bool).tril())
+            self.causal = nn.Buffer(torch.ones(20, 20, dtype=torch.bool).tril())
 
         def forward(self, x: torch.Tensor, padding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             mask = torch.ones(20, 20, dtype=torch.bool).tril()
             return (mask & padding[:, None]) * x, self.causal.logical_and(mask) * x
 
     traced = megatrain.trace(Padded(), (torch.ones(20, 20), torch.ones(20, dtype=torch.bool)))
-    positions = Positions(traced.graph)
+    positions = PositionProof(traced.graph)
     known = {node.name for node in traced.graph.nodes if positions.of(node) is not None}
     assert {"ones", "tril"} <= known
     assert not any(name.startswith(("and", "logical_and", "mul")) for name in known)
@@ -177,7 +179,9 @@ def _random_mask(draw: random.Random) -> Callable[[int, int], torch.Tensor]:
     def numbers(choose: random.Random, q: int, k: int) -> torch.Tensor:
         one, other = torch.arange(k)[None], torch.arange(q)[:, None]
         made = choose.choice([one, other, one - other, other - one, one + other, one * 2 - other * 2])
-        return choose.choice([lambda t: t, lambda t: t + 3, lambda t: 2 - t, lambda t: -t, lambda t: t * 3, torch.Tensor.float])(made)
+        return choose.choice(
+            [lambda t: t, lambda t: t + 3, lambda t: 2 - t, lambda t: -t, lambda t: t * 3, torch.Tensor.float]
+        )(made)
 
     def flags(choose: random.Random, q: int, k: int, depth: int) -> torch.Tensor:
         compare = choose.choice([torch.lt, torch.le, torch.gt, torch.ge, torch.eq, torch.ne])
@@ -195,7 +199,10 @@ def _random_mask(draw: random.Random) -> Callable[[int, int], torch.Tensor]:
             lambda: flags(choose, q + 3, k + 6, depth - 1)[2 : q + 2, 4 : k + 4],
             lambda: torch.where(flags(choose, q, k, depth - 1), 1.5, flags(choose, q, k, depth - 1).float()) > 0.5,
             lambda: flags(choose, q, k, depth - 1)[None, None].expand(2, 1, q, k)[1, 0].float().tril(2) != 0,
-            lambda: flags(choose, q, k, depth - 1).to(torch.int64).mul(3).sub(1).maximum(torch.zeros((), dtype=torch.int64)) > 0,
+            lambda: (
+                flags(choose, q, k, depth - 1).to(torch.int64).mul(3).sub(1).maximum(torch.zeros((), dtype=torch.int64))
+                > 0
+            ),
         ]
         return choose.choice(inner if depth else leaf)()
 
@@ -211,7 +218,7 @@ def test_nothing_that_is_claimed_of_random_masks_is_wrong(seed: int):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
 def test_a_mask_from_lengths_holds_what_the_calls_made(dtype: torch.dtype):
-    for band in (Band(-4, 0), Band(None, 3), Band(2, None), Band(-7, 5), Band(None, None)):
+    for band in (SeenBand(-4, 0), SeenBand(None, 3), SeenBand(2, None), SeenBand(-7, 5), SeenBand(None, None)):
         seen = torch.ones(37, 50, dtype=torch.bool)
         if band.last is not None:
             seen = seen.tril(band.last)

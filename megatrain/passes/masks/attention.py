@@ -89,7 +89,7 @@ class Attention:
 
     @property
     def takes_causality(self) -> bool:
-        """Whether the call may be told of causality: kernels fill in -inf before a scale, which a negative one turns."""
+        """Whether it may be told of causality: kernels fill in -inf before they scale, which a negative scale turns."""
         scale = self.given.get("scale")
         is_positive = scale is None or (isinstance(scale, int | float) and 0 < scale < math.inf)
         return is_positive and not self.draws and self.is_plain and self.lengths[0] == self.lengths[1] > 1
@@ -138,7 +138,8 @@ class Attention:
         return [user for user in self.node.users if user.target is getitem]
 
     def _positional(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(given[name] for name in _NAMES[self.node.target][: 13 if self.is_multihead else 3])  # pyright: ignore
+        names = _NAMES[self.node.target][: 13 if self.is_multihead else 3]  # pyright: ignore
+        return tuple(given[name] for name in names)
 
     def _named(self, given: Mapping[str, Any]) -> dict[str, Any]:
         names = _NAMES[self.node.target][13 if self.is_multihead else 3 :]  # pyright: ignore

@@ -13,12 +13,13 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.passes.masks.attention import Attention, masked_attention
-from megatrain.passes.masks.band import Band
-from megatrain.passes.masks.positions import Positions
+from megatrain.passes.masks.position_proof import PositionProof
+from megatrain.passes.masks.seen_band import SeenBand
 from megatrain.passes.masks.seen_keys import SeenKeys
 from megatrain.passes.rewrites.gradient_sum import GradientSum
 from megatrain.passes.rewriting.call_trial import Site
 from megatrain.passes.rewriting.rewriter import Rewriter
+from megatrain.tracer.spec import TensorSpec
 from megatrain.tracer.traced import TracedModule
 
 # Kernels of the CPU go over the keys in blocks of so many. A part that begins and ends with a block has the blocks, and
@@ -45,7 +46,7 @@ class BandedAttention:
         options: `scale` and `enable_gqa`, as for torch.
     """
 
-    band: Band
+    band: SeenBand
     rows: int
     queries: int
     keys: int
@@ -57,7 +58,7 @@ class BandedAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *flags: torch.Tensor
     ) -> torch.Tensor:
         """Computes attention; the result has the shape of the query, and the width of the value."""
-        return _Parts.apply(self, query, key, value, *flags)  # pyright: ignore[reportReturnType]
+        return _QueryParts.apply(self, query, key, value, *flags)  # pyright: ignore[reportReturnType]
 
     def call_text(self, arguments: str) -> str:
         """Prints the call on arguments that are printed already."""
@@ -112,21 +113,31 @@ def banded_attention(traced: TracedModule, *, rows: int | None = None) -> Traced
         rows: Queries at a time; None takes half a window, a multiple of 512.
     """
     rewriter = Rewriter(traced)
-    positions, changed = None, False
+    positions, changed, tried = None, False, dict[Any, TensorSpec]()
     for attention in masked_attention(rewriter.graph):
         if attention.draws or attention.is_multihead or not attention.is_plain:
             continue
-        positions = positions or Positions(rewriter.graph)
+        positions = positions or PositionProof(rewriter.graph)
         seen = SeenKeys.of(attention.mask, *attention.lengths, positions)
         if seen is None or not seen.band.reaches_all(*attention.lengths):
             continue
         if seen.flags or not (seen.band.is_causal or seen.band.is_full):
-            changed |= _is_parted(rewriter, attention, seen, rows or _rows(seen, *attention.lengths))
+            changed |= _is_parted(rewriter, attention, seen, rows or _rows(seen, *attention.lengths), tried)
     return rewriter.done() if changed else traced
 
 
-def _is_parted(rewriter: Rewriter, attention: Attention, seen: SeenKeys, rows: int) -> bool:
-    """Replaces a call; tells whether it did. Operands are cast before, where autocast would have cast them."""
+def _is_parted(
+    rewriter: Rewriter, attention: Attention, seen: SeenKeys, rows: int, tried: dict[Any, TensorSpec]
+) -> bool:
+    """Replaces a call; tells whether it did. Operands are cast before, where autocast would have cast them.
+
+    Args:
+        rewriter: Of the graph.
+        attention: The call.
+        seen: What its mask says.
+        rows: Queries at a time.
+        tried: The result of each kind of call: a trial runs all parts.
+    """
     queries, keys = attention.lengths
     options = tuple((name, attention.given[name]) for name in ("scale", "enable_gqa") if name in attention.given)
     target = BandedAttention(seen.band, rows, queries, keys, options)
@@ -139,7 +150,10 @@ def _is_parted(rewriter: Rewriter, attention: Attention, seen: SeenKeys, rows: i
         given: Any = attention.given[name]
         is_cast = given.meta["spec"].dtype != dtype
         operands.append(rewriter.add(site, "to", (given, dtype)) if is_cast else given)
-    made = rewriter.add(site, target, (*operands, *seen.flags))
+    given = (*operands, *seen.flags)
+    key = target, site.grad, tuple((each.meta["spec"], each.meta["requires_grad"]) for each in given)
+    made = rewriter.add(site, target, given, spec=tried.get(key))
+    tried[key] = made.meta["spec"]
     return attention.replaced(rewriter, made, f"{rows} queries at a time", _PROMISE)
 
 
@@ -155,7 +169,7 @@ def _rows(seen: SeenKeys, queries: int, keys: int) -> int:
     return max(rows, _UNIT)
 
 
-class _Parts(torch.autograd.Function):
+class _QueryParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, target: BandedAttention, *operands: torch.Tensor) -> torch.Tensor:
         ctx.target = target

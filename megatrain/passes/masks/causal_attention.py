@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatrain.passes.masks.attention import masked_attention
-from megatrain.passes.masks.band import Band
-from megatrain.passes.masks.positions import Positions
+from megatrain.passes.masks.position_proof import PositionProof
+from megatrain.passes.masks.seen_band import SeenBand
 from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.tracer.traced import TracedModule
 
@@ -17,8 +17,8 @@ def causal_attention(traced: TracedModule) -> TracedModule:
         le = arange[None, :].le(arange[:, None])                                ->   (gone)
         F.scaled_dot_product_attention(q, k, v, attn_mask=le)                   ->   (q, k, v, is_causal=True)
 
-    That a mask says causality is proved from the calls that make it (`Positions`). A mask under which each query sees
-    all keys goes, too. Left alone are masks of other contents or of contents that depend on inputs, attention with
+    That a mask says causality is proved from the calls that make it (`PositionProof`). A mask under which each query
+    sees all keys goes, too. Left alone are masks of other contents or of contents that depend on inputs, attention with
     dropout, with a negative scale, or with another number of keys than of queries, where torch counts from the first
     key. A mask that something else reads stays for that.
 
@@ -37,8 +37,8 @@ def causal_attention(traced: TracedModule) -> TracedModule:
             continue
         if not attention.takes_causality:
             continue
-        positions = positions or Positions(rewriter.graph)
-        band = Band.of(positions.bands(attention.mask), *attention.lengths)
+        positions = positions or PositionProof(rewriter.graph)
+        band = SeenBand.of(positions.bands(attention.mask), *attention.lengths)
         if band is not None and (band.is_causal or band.is_full):
             text = "causality" if band.is_causal else "all keys"
             changed |= attention.masked(rewriter, None, text, _PROMISE, is_causal=band.is_causal)

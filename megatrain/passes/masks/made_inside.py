@@ -10,9 +10,9 @@ from torch import fx
 
 from megatrain.passes.intervals import find_intervals
 from megatrain.passes.masks.attention import Attention, MaskNote, before, masked_attention
-from megatrain.passes.masks.band import Band, BandMask
 from megatrain.passes.masks.mask_calls import MaskCalls
-from megatrain.passes.masks.positions import Positions
+from megatrain.passes.masks.position_proof import PositionProof
+from megatrain.passes.masks.seen_band import BandMask, SeenBand
 from megatrain.passes.rewriting.rewriter import Rewriter
 from megatrain.tracer.traced import TracedModule
 
@@ -53,7 +53,7 @@ class _Makers:
 
     def __init__(self, rewriter: Rewriter, home: dict[str, int]):
         self._rewriter, self._home = rewriter, home
-        self._positions = Positions(rewriter.graph)
+        self._positions = PositionProof(rewriter.graph)
         self._calls = MaskCalls(rewriter.graph, rewriter.kept)
         self._made: dict[Any, fx.Node] = {}
 
@@ -62,11 +62,11 @@ class _Makers:
         mask, block = attention.mask, self._home[attention.node.name]
         if self._home.get(mask.name, block) == block or attention.leaves_mask_unread:
             return False
-        band = Band.of(self._positions.bands(mask), *attention.lengths) if attention.is_plain else None
+        band = SeenBand.of(self._positions.bands(mask), *attention.lengths) if attention.is_plain else None
         own = self._repeated(attention, block) if band is None else self._from_lengths(attention, band, block)
         return own is not None and attention.masked(self._rewriter, own, _TEXT, _PROMISE)
 
-    def _from_lengths(self, attention: Attention, band: Band, block: int) -> fx.Node:
+    def _from_lengths(self, attention: Attention, band: SeenBand, block: int) -> fx.Node:
         made = BandMask(band, *attention.lengths, attention.mask.meta["spec"].dtype, self._rewriter.device)
         if (block, made) not in self._made:
             node = self._rewriter.add(before(attention.node), made, ())

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from megatrain.passes.masks.band import Band
-from megatrain.passes.masks.positions import Positions
+from megatrain.passes.masks.position_proof import PositionProof
+from megatrain.passes.masks.seen_band import SeenBand
 from megatrain.tracer.calls import target_name
 from megatrain.tracer.node_meta import CALLS
 
@@ -25,11 +25,11 @@ class SeenKeys:
         flags: Of the same keys for all queries: bool [..., 1, keys], or [..., 1, 1].
     """
 
-    band: Band
+    band: SeenBand
     flags: tuple[fx.Node, ...]
 
     @staticmethod
-    def of(mask: fx.Node, queries: int, keys: int, positions: Positions) -> SeenKeys | None:
+    def of(mask: fx.Node, queries: int, keys: int, positions: PositionProof) -> SeenKeys | None:
         """Takes a mask of [..., queries, keys] apart; None if it has other parts, or something writes into one.
 
         Args:
@@ -38,12 +38,12 @@ class SeenKeys:
             keys: Their number.
             positions: Of the graph.
         """
-        bands: list[Band] = []
+        bands: list[SeenBand] = []
         flags: list[fx.Node] = []
         ends = [mask]
         while ends:
             node = ends.pop()
-            band = Band.of(positions.bands(node), queries, keys)
+            band = SeenBand.of(positions.bands(node), queries, keys)
             if band is not None:
                 bands.append(band)
             elif _is_of_keys(node, keys) and not positions.is_written(node):
@@ -52,7 +52,7 @@ class SeenKeys:
                 ends += parts
             else:
                 return None
-        return SeenKeys(Band.of_all(bands), tuple(dict.fromkeys(reversed(flags))))
+        return SeenKeys(SeenBand.of_all(bands), tuple(dict.fromkeys(reversed(flags))))
 
 
 def _is_of_keys(node: fx.Node, keys: int) -> bool:

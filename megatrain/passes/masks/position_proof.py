@@ -1,4 +1,4 @@
-"""Positions: proves of tensors of a graph that they are functions of positions alone, and of which."""
+"""PositionProof: proves of tensors of a graph that they are functions of positions alone, and of which."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from megatrain.passes.masks.bands import Bands, Line, compared, joint_cuts
-from megatrain.passes.masks.moved_axes import moved
+from megatrain.passes.masks.diagonals import Diagonals, Line, compared, joint_cuts
+from megatrain.passes.masks.moved_axes import Moved, moved
 from megatrain.passes.rewriting.call_trial import called
 from megatrain.tracer.calls import target_name
 from megatrain.tracer.node_meta import CALLS
+from megatrain.tracer.spec import TensorSpec
 
-Known = Line | Bands
+Known = Line | Diagonals
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
@@ -36,7 +37,7 @@ _FILLS = {"full": 1, "full_like": 1, "new_full": 2, "tensor": 0, "scalar_tensor"
 _MOST_PIECES = 64
 
 
-class Positions:
+class PositionProof:
     """What is known of the tensors of a graph that are functions of positions: of their own indices.
 
     The calls that make a mask of causality, a window, or the like, are interpreted once: `arange`, views, sums and
@@ -60,10 +61,10 @@ class Positions:
         """What is known of a tensor; None if nothing is."""
         return self._known.get(node)
 
-    def bands(self, node: fx.Node) -> Bands | None:
+    def bands(self, node: fx.Node) -> Diagonals | None:
         """The elements of a tensor as a function of two positions' difference; None if they aren't known to be one."""
         found = self._known.get(node)
-        return found if isinstance(found, Bands) else None
+        return found if isinstance(found, Diagonals) else None
 
     def is_written(self, node: fx.Node) -> bool:
         """Tells whether something writes into a tensor's memory."""
@@ -85,26 +86,27 @@ class Positions:
 
     def _found(self, node: fx.Node) -> Known | None:
         name = _name(node)
-        if name == "arange":
-            return _arange(node)
-        if name in _FILLED or name in _FILLS:
-            return _constant(node, name)
-        if name in ("tril", "triu"):
-            return self._triangle(node, name)
         operands = [self._known[operand] for operand in node.all_input_nodes if operand in self._known]
-        if name in _VIEWS:
-            return self._view(node, operands)
-        if name in _COPIES and operands:
-            return self._copy(node, operands[0])
-        if name not in _POINTWISE:
-            return None
-        if all(isinstance(operand, Bands) for operand in operands):
-            return self._pointwise(node)
-        return self._of_lines(node, name)
+        if name == "arange":
+            found = _arange(node)
+        elif name in _FILLED or name in _FILLS:
+            found = _constant(node, name)
+        elif name in ("tril", "triu"):
+            found = self._triangle(node, name)
+        elif name in _VIEWS:
+            found = self._view(node, operands)
+        elif name in _COPIES and operands:
+            found = self._copy(node, operands[0])
+        elif name in _POINTWISE:
+            are_bands = all(isinstance(operand, Diagonals) for operand in operands)
+            found = self._pointwise(node) if are_bands else self._of_lines(node, name)
+        else:
+            found = None
+        return found
 
     # -- calls on each element alone ----------------------------------------------------------------------
 
-    def _pointwise(self, node: fx.Node) -> Bands | None:
+    def _pointwise(self, node: fx.Node) -> Diagonals | None:
         """Makes a call on one element for each piece."""
         operands: list[Any] = [self._known[operand] for operand in node.all_input_nodes]
         cuts = joint_cuts(operands)
@@ -114,7 +116,7 @@ class Positions:
 
         def sample(operand: fx.Node) -> torch.Tensor:
             bands, spec = self._known[operand], operand.meta["spec"]
-            assert isinstance(bands, Bands)
+            assert isinstance(bands, Diagonals)
             values = [bands.at(first) for first, _ in runs]
             # Torch treats the dtype of a tensor without dimensions as that of a number.
             return torch.tensor(values if spec.shape else values[0], dtype=spec.dtype)
@@ -126,12 +128,10 @@ class Positions:
         spec = node.meta["spec"]
         if isinstance(known, Line):
             return known.within(spec.shape, spec.dtype)
-        values = torch.tensor(
-            [value for _, _, value in known.pieces], dtype=node.all_input_nodes[0].meta["spec"].dtype
-        )
+        values = torch.tensor([value for _, _, value in known.pieces], dtype=node.all_input_nodes[0].meta["spec"].dtype)
         return _valued(node, known.pair, [piece[:2] for piece in known.pieces], values.to(spec.dtype))
 
-    def _triangle(self, node: fx.Node, name: str) -> Bands | None:
+    def _triangle(self, node: fx.Node, name: str) -> Diagonals | None:
         bands, spec = self.bands(node.all_input_nodes[0]), node.meta["spec"]
         given = node.args[1:] or tuple(node.kwargs.values()) or (0,)
         if bands is None or bands.pair not in (None, (-2, -1)) or len(given) > 1 or type(given[0]) is not int:
@@ -141,9 +141,9 @@ class Positions:
         pieces = bands.pieces if bands.pair else ((-far, far, bands.value),)
         if name == "tril":
             kept = [(first, min(last, diagonal), value) for first, last, value in pieces]
-            return Bands.of((-2, -1), [*kept, (diagonal + 1, far, zero)], spec.shape)
+            return Diagonals.of((-2, -1), [*kept, (diagonal + 1, far, zero)], spec.shape)
         kept = [(max(first, diagonal), last, value) for first, last, value in pieces]
-        return Bands.of((-2, -1), [(-far, diagonal - 1, zero), *kept], spec.shape)
+        return Diagonals.of((-2, -1), [(-far, diagonal - 1, zero), *kept], spec.shape)
 
     # -- numbers of positions -----------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class Positions:
             made = one.plus(other, -1) if name == "sub" else other.plus(one, -1)
         return None if made is None else made.within(spec.shape, spec.dtype)
 
-    def _comparison(self, node: fx.Node, name: str, one: Line, other: Line) -> Bands | None:
+    def _comparison(self, node: fx.Node, name: str, one: Line, other: Line) -> Diagonals | None:
         shape = node.meta["spec"].shape
         samples = [
             torch.zeros((0,) if a.meta["spec"].shape else (), dtype=a.meta["spec"].dtype)
@@ -183,31 +183,39 @@ class Positions:
             return None
         return compared(one.plus(other, -1), _COMPARISONS[name], shape)
 
+    # -- views --------------------------------------------------------------------------------------------
+
     def _view(self, node: fx.Node, operands: Sequence[Known]) -> Known | None:
         first = node.args[0]
         if not operands or not isinstance(first, fx.Node):
             return None
-        known, spec, shape = operands[0], node.meta["spec"], first.meta["spec"].shape
-        if isinstance(known, Bands) and known.pair is None:
+        known, spec = operands[0], node.meta["spec"]
+        if isinstance(known, Diagonals) and known.pair is None:
             return known
         others = {operand: operand.meta["spec"].shape for operand in node.all_input_nodes[1:]}
-        view = moved(node, shape, others)
+        view = moved(node, first.meta["spec"].shape, others)
         if view is None:
             return None
-        if isinstance(known, Line):
-            offset = known.offset + sum(slope * view.starts[dim] for dim, slope in known.slopes.items())
-            places = {dim: view.places[dim] for dim in known.slopes if dim in view.places}
-            slopes = {places[dim][0]: known.slopes[dim] * places[dim][1] for dim in places}
-            return Line(offset, slopes).within(spec.shape, spec.dtype)
-        row, column = known.pair or (0, 0)
-        if not {row, column} <= view.places.keys() or view.places[row][1] != 1 or view.places[column][1] != 1:
-            return None
-        shift = view.starts[column] - view.starts[row]
-        shifted = Bands(known.pair, tuple((first - shift, last - shift, v) for first, last, v in known.pieces))
-        pair = view.places[row][0], view.places[column][0]
-        if pair[0] > pair[1]:
-            return Bands.of((pair[1], pair[0]), shifted.turned(), spec.shape)
-        return Bands.of(pair, shifted.pieces, spec.shape)
+        return _moved_line(known, view, spec) if isinstance(known, Line) else _moved_bands(known, view, spec)
+
+
+def _moved_line(line: Line, view: Moved, spec: TensorSpec) -> Line | None:
+    offset = line.offset + sum(slope * view.starts[dim] for dim, slope in line.slopes.items())
+    places = {dim: view.places[dim] for dim in line.slopes if dim in view.places}
+    slopes = {place: line.slopes[dim] * step for dim, (place, step) in places.items()}
+    return Line(offset, slopes).within(spec.shape, spec.dtype)
+
+
+def _moved_bands(bands: Diagonals, view: Moved, spec: TensorSpec) -> Diagonals | None:
+    row, column = bands.pair or (0, 0)
+    if not {row, column} <= view.places.keys() or view.places[row][1] != 1 or view.places[column][1] != 1:
+        return None
+    shift = view.starts[column] - view.starts[row]
+    shifted = Diagonals(bands.pair, tuple((first - shift, last - shift, value) for first, last, value in bands.pieces))
+    pair = view.places[row][0], view.places[column][0]
+    if pair[0] > pair[1]:
+        return Diagonals.of((pair[1], pair[0]), shifted.turned(), spec.shape)
+    return Diagonals.of(pair, shifted.pieces, spec.shape)
 
 
 def _name(node: fx.Node) -> str:
@@ -226,19 +234,19 @@ def _arange(node: fx.Node) -> Line | None:
     return Line(start, {-1: step} if step else {}).within(spec.shape, spec.dtype)
 
 
-def _constant(node: fx.Node, name: str) -> Bands | None:
+def _constant(node: fx.Node, name: str) -> Diagonals | None:
     value: Any = _FILLED.get(name)
     if name in _FILLS:
         place = _FILLS[name]
         value = node.args[place] if len(node.args) > place else node.kwargs.get("fill_value")
     if not isinstance(value, bool | int | float):
         return None
-    return Bands.constant(torch.full((), value, dtype=node.meta["spec"].dtype).item())
+    return Diagonals.constant(torch.full((), value, dtype=node.meta["spec"].dtype).item())
 
 
 def _line(value: Any) -> Line | None:
     """A number, or a tensor in which all numbers are equal, as a line."""
-    if isinstance(value, Bands):
+    if isinstance(value, Diagonals):
         value = value.value
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**24:
         value = int(value)
@@ -247,12 +255,16 @@ def _line(value: Any) -> Line | None:
     return Line(value, {}) if type(value) is int else None
 
 
-def _valued(node: fx.Node, pair: tuple[int, int] | None, runs: Sequence[tuple[int, int]], result: Any) -> Bands | None:
-    """Bands of the results of a call that was made for each piece."""
+def _valued(
+    node: fx.Node, pair: tuple[int, int] | None, runs: Sequence[tuple[int, int]], result: Any
+) -> Diagonals | None:
+    """Diagonals of the results of a call that was made for each piece."""
     spec = node.meta["spec"]
     if not isinstance(result, torch.Tensor) or result.dtype != spec.dtype:
         return None
     values = result.reshape(-1).expand(len(runs)).tolist() if result.numel() == 1 else result.tolist()
     if pair is None:
-        return Bands.constant(values[0])
-    return Bands.of(pair, [(first, last, value) for (first, last), value in zip(runs, values, strict=True)], spec.shape)
+        return Diagonals.constant(values[0])
+    return Diagonals.of(
+        pair, [(first, last, value) for (first, last), value in zip(runs, values, strict=True)], spec.shape
+    )

@@ -1,7 +1,8 @@
-"""What a tensor holds as a function of positions: `Line` for numbers of positions, `Bands` for what is cut by them."""
+"""What a tensor holds as a function of positions: `Line` for numbers of positions, `Diagonals` for masks of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Bands:
+class Diagonals:
     """A tensor whose elements depend on the difference of two positions alone: on column minus row.
 
     Args:
@@ -67,13 +68,13 @@ class Bands:
     pieces: tuple[tuple[int, int, Any], ...]
 
     @staticmethod
-    def constant(value: Any) -> Bands:
+    def constant(value: Any) -> Diagonals:
         """All elements are equal."""
-        return Bands(None, ((0, 0, value),))
+        return Diagonals(None, ((0, 0, value),))
 
     @staticmethod
-    def of(pair: tuple[int, int], pieces: Sequence[tuple[int, int, Any]], shape: Shape) -> Bands | None:
-        """Bands over a shape: pieces are cut to its differences, equal neighbours joined.
+    def of(pair: tuple[int, int], pieces: Sequence[tuple[int, int, Any]], shape: Shape) -> Diagonals | None:
+        """Diagonals over a shape: pieces are cut to its differences, equal neighbours joined.
 
         None if rows or columns are one alone, so that elements depend on the other position.
         """
@@ -87,8 +88,8 @@ class Bands:
                 start = joined.pop()[0]
             joined.append((start, end, value))
         if len(joined) == 1:
-            return Bands.constant(joined[0][2])
-        return Bands(pair, tuple(joined)) if shape[pair[0]] > 1 and shape[pair[1]] > 1 else None
+            return Diagonals.constant(joined[0][2])
+        return Diagonals(pair, tuple(joined)) if shape[pair[0]] > 1 and shape[pair[1]] > 1 else None
 
     @property
     def value(self) -> Any:
@@ -106,7 +107,7 @@ class Bands:
         return tuple((-last, -first, value) for first, last, value in reversed(self.pieces))
 
 
-def joint_cuts(operands: Sequence[Bands]) -> tuple[tuple[int, int] | None, list[tuple[int, int]]] | None:
+def joint_cuts(operands: Sequence[Diagonals]) -> tuple[tuple[int, int] | None, list[tuple[int, int]]] | None:
     """The common pair of dimensions of some bands, and runs of differences in which none changes its value.
 
     None if they depend on different dimensions.
@@ -122,7 +123,7 @@ def joint_cuts(operands: Sequence[Bands]) -> tuple[tuple[int, int] | None, list[
     return pairs.pop(), list(zip(starts, [*(start - 1 for start in starts[1:]), end], strict=True))
 
 
-def compared(line: Line, holds: Callable[[int, int], bool], shape: Shape) -> Bands | None:
+def compared(line: Line, holds: Callable[[int, int], bool], shape: Shape) -> Diagonals | None:
     """The result of a comparison of a line with 0; None if it isn't of two positions' difference.
 
     Args:
@@ -134,7 +135,7 @@ def compared(line: Line, holds: Callable[[int, int], bool], shape: Shape) -> Ban
     signs = {sign for sign, is_there in ((-1, least < 0), (0, least <= 0 <= most), (1, most > 0)) if is_there}
     answers = {holds(sign, 0) for sign in signs}
     if len(answers) == 1:
-        return Bands.constant(answers.pop())
+        return Diagonals.constant(answers.pop())
     if len(line.slopes) != 2 or sum(line.slopes.values()) != 0:
         return None
     row, column = sorted(line.slopes)
@@ -143,8 +144,8 @@ def compared(line: Line, holds: Callable[[int, int], bool], shape: Shape) -> Ban
     before, behind = -(line.offset // slope) - 1, -line.offset // slope + 1
     far = max(shape[row], shape[column])
     pieces = [(-far, before, holds(-slope, 0)), (before + 1, behind - 1, holds(0, 0)), (behind, far, holds(slope, 0))]
-    return Bands.of((row, column), pieces, shape)
+    return Diagonals.of((row, column), pieces, shape)
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and (one == other or (one != one and other != other))
+    return type(one) is type(other) and (one == other or (math.isnan(one) and math.isnan(other)))

@@ -1,4 +1,4 @@
-"""Band: which keys a query may see, by the difference of their positions."""
+"""SeenBand: which keys a query may see, by the difference of their positions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.passes.masks.bands import Bands
+from megatrain.passes.masks.diagonals import Diagonals
 
 # A mask is made in so many steps, so that a comparison takes a small part of its memory.
 _STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class SeenBand:
     """Query `i` sees key `j` if `j - i` is from `first` to `last`; the others are masked.
 
     Args:
@@ -27,7 +27,7 @@ class Band:
     last: int | None
 
     @staticmethod
-    def of(bands: Bands | None, queries: int, keys: int) -> Band | None:
+    def of(bands: Diagonals | None, queries: int, keys: int) -> SeenBand | None:
         """The band that a mask of [..., queries, keys] says; None if it says something else.
 
         A mask of flags says True where a query sees a key, one of numbers adds 0 there and -inf elsewhere.
@@ -39,14 +39,14 @@ class Band:
         if len(seen) != 1 or not all(_is_seen(value) or _is_masked(value) for _, _, value in pieces):
             return None
         first, last = seen[0]
-        return Band(first if first > 1 - queries else None, last if last < keys - 1 else None)
+        return SeenBand(first if first > 1 - queries else None, last if last < keys - 1 else None)
 
     @staticmethod
-    def of_all(bands: Sequence[Band]) -> Band:
+    def of_all(bands: Sequence[SeenBand]) -> SeenBand:
         """The band in which all of these let queries see a key."""
         firsts = [band.first for band in bands if band.first is not None]
         lasts = [band.last for band in bands if band.last is not None]
-        return Band(max(firsts, default=None), min(lasts, default=None))
+        return SeenBand(max(firsts, default=None), min(lasts, default=None))
 
     @property
     def is_causal(self) -> bool:
@@ -101,7 +101,7 @@ class BandMask:
         device: Where the model computes.
     """
 
-    band: Band
+    band: SeenBand
     queries: int
     keys: int
     dtype: torch.dtype
