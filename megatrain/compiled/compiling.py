@@ -80,9 +80,10 @@ def compile(  # noqa: PLR0913  # the name torch users expect; all but the model 
             some seconds for each new shape of batches.
         chunking: When a head (`linear`, then `cross_entropy`) computes its loss in chunks of rows, so that its logits
             never exist whole (chunked cross-entropy), and calls that treat each token alone run tile by tile of tokens
-            (token tiling): `"auto"` in training steps that don't fit the memory otherwise, `"always"` wherever they
-            can, or `"never"`. Gradients of weights, and of what all tokens share, are then sums over chunks and tiles;
-            all else has the same bits. See docs/tasks/long-documents.md.
+            (token tiling), and masks of attention that are functions of positions aren't materialised: `"auto"` in
+            training steps that don't fit the memory otherwise, `"always"` wherever they can, or `"never"`. Gradients of
+            weights, and of what all tokens share, are then sums over chunks and tiles; all else has the same bits on
+            the CPU. See docs/tasks/long-documents.md.
         kernels: `"eager"` computes each block by eager PyTorch's own calls, with its bits. `"inductor"` compiles the
             forward and the backward of each template once, by torch.compile; all blocks of the template share the
             result. Numbers differ by rounding. A template that can't be compiled runs on eager's kernels:

@@ -225,7 +225,8 @@ def template_text(template: Template, heading: str = "") -> str:
             lines.append(f"    with {here}:")
         modes = here
         spec = f': "{node.meta["spec"]}"' if "spec" in node.meta else ""
-        lines.append(f"    {'    ' if here else ''}{node.name}{spec} = {call_text(node)}")
+        note = f"  # {node.meta['mask']}" if "mask" in node.meta else ""
+        lines.append(f"    {'    ' if here else ''}{node.name}{spec} = {call_text(node)}{note}")
     outputs = ", ".join(port.name for port in template.outputs)
     lines.append(f"    return {outputs if len(template.outputs) == 1 else f'({outputs})'}")
     return "\n".join(lines)

@@ -12,6 +12,10 @@ import torch
 
 from megatrain.errors import TooSmallError
 from megatrain.garbage import paused_collection
+from megatrain.passes.masks.attention import MaskNote, masked_attention
+from megatrain.passes.masks.banded_attention import BandedAttention, banded_attention
+from megatrain.passes.masks.causal_attention import causal_attention
+from megatrain.passes.masks.made_inside import masks_inside
 from megatrain.passes.pipeline import AfterPass, Rewrite, lower
 from megatrain.passes.program import Program
 from megatrain.passes.rewrites.head_loss import HeadLoss, chunk_head_loss
@@ -25,26 +29,30 @@ from megatrain.tracer.traced import TracedModule
 class Pieces:
     """How small the pieces are in which a program is computed, each of them with kernels of its own.
 
+    Masks of attention are not handed from block to block, and give way to causality, in all of these.
+
     Args:
-        chunks: Of a head's loss: as many rows as cost no time, or so many times fewer.
+        chunks: Of a head's loss: as many rows as cost no time, or so many times fewer; None for all at once.
         tiles: Of all else that treats each token alone: a sixteenth of the tokens, or so many times fewer; None for
-            all tokens at once.
+            all tokens at once. With tiles, attention under a window is computed in parts, too.
     """
 
-    chunks: int = 1
+    chunks: int | None = 1
     tiles: int | None = None
 
     def rewrites(self, block_bytes: int | None) -> tuple[Rewrite, ...]:
         """The passes that make them."""
-        chunked = partial(chunk_head_loss, divisor=self.chunks)
-        if self.tiles is None:
-            return (chunked,)
-        return chunked, partial(tile_tokens, divisor=self.tiles, block_bytes=block_bytes)
+        found: list[Rewrite] = [causal_attention]
+        found += [banded_attention] if self.tiles is not None else []
+        found += [partial(masks_inside, block_bytes=block_bytes)]
+        found += [partial(chunk_head_loss, divisor=self.chunks)] if self.chunks is not None else []
+        found += [partial(tile_tokens, divisor=self.tiles, block_bytes=block_bytes)] if self.tiles is not None else []
+        return tuple(found)
 
 
 _ALWAYS = Pieces(tiles=1)
 _LEVELS = {
-    "auto": (Pieces(), Pieces(chunks=4), Pieces(chunks=4, tiles=1), Pieces(chunks=4, tiles=4)),
+    "auto": (Pieces(chunks=None), Pieces(), Pieces(chunks=4), Pieces(chunks=4, tiles=1), Pieces(chunks=4, tiles=4)),
     "always": (Pieces(chunks=4, tiles=1), Pieces(chunks=4, tiles=4)),
     "never": (),
 }
@@ -55,7 +63,8 @@ _Plan = TypeVar("_Plan")
 class StepPrograms:
     """Makes programs of one capture when they are asked for, and keeps them.
 
-    Level 0 is the capture as it is. At each further level losses of linear heads are computed in smaller chunks, or
+    Level 0 is the capture as it is. At level 1 masks of attention are left out or made where they are read. At each
+    further level losses of linear heads are computed in smaller chunks, or
     parts of blocks in smaller tiles of tokens. A level at which nothing gets smaller has the program of the one before.
 
     Args:
@@ -108,6 +117,8 @@ class StepPrograms:
 
     def _smaller(self, level: int) -> Program:
         before = self.at(level - 1)
+        if self._levels[level - 1] == Pieces(chunks=None) and not _has_masks(before):
+            return before
         made = self._lower(self._levels[level - 1])
         return made if _in_pieces(made) != _in_pieces(before) else before
 
@@ -164,7 +175,12 @@ def undisturbed() -> Generator[None]:
         yield
 
 
-def _in_pieces(program: Program) -> list[HeadLoss | TiledRegion]:
-    """What is computed in pieces."""
-    targets = [node.target for template in program.templates.values() for node in template.graph.nodes]
-    return [target for target in targets if isinstance(target, HeadLoss | TiledRegion)]
+def _has_masks(program: Program) -> bool:
+    return any(True for template in program.templates.values() for _ in masked_attention(template.graph))
+
+
+def _in_pieces(program: Program) -> list[HeadLoss | TiledRegion | BandedAttention | MaskNote]:
+    """What is computed in pieces, and what became of masks."""
+    nodes = [node for template in program.templates.values() for node in template.graph.nodes]
+    found = [each for node in nodes for each in (node.target, node.meta.get("mask"))]
+    return [each for each in found if isinstance(each, HeadLoss | TiledRegion | BandedAttention | MaskNote)]

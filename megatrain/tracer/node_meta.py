@@ -26,6 +26,8 @@ Every call has
 * `drew_nothing`, true of an opaque module, which may draw random numbers, if it drew none in the capture. May be
   missing: then it did;
 * `writes`, a tuple of nodes: those whose memory it changes. May be missing: then it changes none;
+* `mask`, a note of a pass on what became of a mask of attention: of the call of attention, and of the calls that make
+  a mask where it is read. May be missing;
 * `results`, the specs in the form of what the call returned: only where shapes depend on values, so that no tensor
   without values can stand for the call's operands. May be missing.
 

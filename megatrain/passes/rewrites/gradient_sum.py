@@ -24,6 +24,11 @@ class GradientSum:
         self._is_empty = False
         self._total.add_(part)
 
+    def add_at(self, part: torch.Tensor, dim: int, place: slice) -> None:
+        """Adds the gradient of a range of the tensor along a dimension."""
+        self._is_empty = False
+        self._total.narrow(dim, place.start, place.stop - place.start).add_(part)
+
     def add_rows(self, gradients: torch.Tensor) -> None:
         """Adds the sum of all rows of a matrix, as for a bias."""
         self._is_empty = False

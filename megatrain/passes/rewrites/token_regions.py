@@ -143,7 +143,7 @@ class _Finder:
             return False
         if "spec" not in meta and not node.users:  # it gave back an operand, or nobody reads its result
             return False
-        if node in self._kept or "results" in meta or ("spec" in meta and not meta["spec"].numel):
+        if node in self._kept or "results" in meta or "mask" in meta or ("spec" in meta and not meta["spec"].numel):
             return False
         for operand in (node, *node.all_input_nodes):
             spec = operand.meta.get("spec")

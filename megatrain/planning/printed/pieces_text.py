@@ -1,4 +1,4 @@
-"""What a step computes piece by piece: heads in chunks of rows, all else in tiles of tokens."""
+"""What a step computes piece by piece, heads in chunks of rows, all else in tiles of tokens; what became of masks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from torch import fx
 
 from megatrain.counts import counted
+from megatrain.passes.masks.attention import ATTENTION, MaskNote
+from megatrain.passes.masks.banded_attention import BandedAttention
 from megatrain.passes.program import Block, Program
 from megatrain.passes.rewrites.head_loss import HeadLoss
 from megatrain.passes.rewrites.tiled_region import TiledRegion
@@ -15,8 +17,8 @@ from megatrain.sizes import format_bytes
 
 
 def piece_lines(program: Program) -> list[str]:
-    """A line for each head whose loss is computed in chunks, and for the tiles of each template."""
-    return [*_chunks(program), *_tiles(program)]
+    """A line for each head whose loss is computed in chunks, for the tiles of each template, and for masks."""
+    return [*_chunks(program), *_tiles(program), *_masks(program)]
 
 
 def _chunks(program: Program) -> Iterator[str]:
@@ -44,6 +46,21 @@ def _tiles(program: Program) -> Iterator[str]:
         sizes = f"{format_bytes(inner * rows // tokens)} instead of {format_bytes(inner)} between them"
         where = f"in block{'s' * (len(blocks[key]) > 1)} {', '.join(ranges(list(blocks[key])))}"
         yield f"tiled: {counted(calls, 'call')} on {rows} of {tokens} tokens at a time {where}, {sizes}"
+
+
+def _masks(program: Program) -> Iterator[str]:
+    blocks: dict[tuple[str, int, str], dict[int, None]] = {}
+    for block in program.blocks:
+        for node in program.templates[block.template].graph.nodes:
+            note: MaskNote | None = node.meta.get("mask")
+            is_banded = isinstance(node.target, BandedAttention)
+            if note is None or not (is_banded or node.target in ATTENTION):
+                continue
+            keys = f" on {node.target.most_keys} keys" if is_banded else ""  # pyright: ignore
+            blocks.setdefault((note.text + keys, note.nbytes, note.promise), {})[block.index] = None
+    for (text, nbytes, _), found in blocks.items():
+        where = f"in block{'s' * (len(found) > 1)} {', '.join(ranges(list(found)))}"
+        yield f"masks: attention {where} with {text} instead of a mask of {format_bytes(nbytes)}"
 
 
 def _calls_of(program: Program, kind: type) -> Iterator[tuple[Block, fx.Node]]:

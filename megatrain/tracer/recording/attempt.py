@@ -46,6 +46,7 @@ class Attempt:
         make_fake: Calls whose results are fake although they could be computed from inputs alone.
         written_inputs: Names of the inputs that the model writes into.
         uses_values: Runs on the values of the weights instead of fake ones.
+        computes_large: Runs calls on inputs alone for real even if their results are very large.
         opaque: Modules that run their own code at each step, with the reason; by name.
         follows_host: Looks for the module that draws from Python's or NumPy's generators.
         observed: Forward hooks that run by their own code at each step, beside the graph.
@@ -55,6 +56,7 @@ class Attempt:
     make_fake: frozenset[Site] = frozenset()
     written_inputs: frozenset[str] = frozenset()
     uses_values: bool = False
+    computes_large: bool = False
     opaque: Mapping[str, str] = field(default_factory=dict[str, str])
     follows_host: bool = False
     observed: frozenset[HookSite] = frozenset()
@@ -79,6 +81,8 @@ class Attempt:
         following = self._with_hooks(obstacle)
         if following is not None:
             return following
+        if obstacle.remedy == USE_VALUES and obstacle.lacks_large and not self.computes_large:
+            return replace(self, computes_large=True)
         if obstacle.remedy == USE_VALUES and not self.uses_values and _has_values(model):
             return replace(self, uses_values=True)
         if obstacle.remedy == FOLLOW_HOST and not self.follows_host:

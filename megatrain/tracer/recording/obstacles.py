@@ -69,6 +69,7 @@ class Obstacle(TraceError):
         self.remedy = remedy
         self.calls = calls
         self.hooks = hooks
+        self.lacks_large = False  # whether this attempt has left out large values that may be what is missing
         self.cause: Exception | None = None
 
 

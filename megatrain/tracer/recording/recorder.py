@@ -67,6 +67,7 @@ class Recorder(CallRunner):
             yield
         except Obstacle as obstacle:
             obstacle.calls = obstacle.calls or self.tape.calls()
+            obstacle.lacks_large |= self._left_out_large
             raise
         except UnfollowedError as error:
             place = None if error.is_placed else self.tape.site[0]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import math
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from megatrain.interrupts import Interrupts
-from megatrain.torch_private import FakeTensor, FakeTensorMode
+from megatrain.torch_private import FakeTensor, FakeTensorMode, pytree
+from megatrain.tracer.calls import call_name
 from megatrain.tracer.inventory import StateValues
 from megatrain.tracer.packed.packed_state import PackedState
 from megatrain.tracer.recording.attempt import Attempt, MakeFakeError, WrittenInputError
@@ -24,6 +27,10 @@ from megatrain.tracer.recording.obstacles import (
 from megatrain.tracer.recording.random_numbers import GeneratorWatch
 from megatrain.tracer.recording.tape import Tape
 
+MOST_BYTES = 1 << 30
+"""A capture computes nothing larger: a mask of 32768 by 32768 tokens has as much, of one byte each."""
+# Bytes of the widest elements, complex numbers of double precision.
+_WIDEST = 16
 # Calls that hand the contents of a tensor to Python and that fake tensors answer with errors of their own.
 _VALUE_READS = {"numpy", "__array__", "__dlpack__", "__format__", "__repr__"}
 
@@ -31,9 +38,10 @@ _VALUE_READS = {"numpy", "__array__", "__dlpack__", "__format__", "__repr__"}
 class CallRunner(TorchFunctionMode):
     """Runs torch calls with itself switched off.
 
-    Calls that depend on inputs and constants alone run for real. State is fake, and so are values that depend on state
-    or on random numbers. If the attempt uses values, a call runs on the values behind the fake state. Modules hold
-    fake state in either case, so that questions about state (device, shape) have one answer.
+    Calls that depend on inputs and constants alone run for real, unless their results are very large. State is fake,
+    and so are values that depend on state or on random numbers. If the attempt uses values, a call runs on the values
+    behind the fake state. Modules hold fake state in either case, so that questions about state (device, shape) have
+    one answer.
 
     Args:
         fake_mode: Mode of the fake tensors.
@@ -72,6 +80,7 @@ class CallRunner(TorchFunctionMode):
         self._operands: set[int] = set()
         self._reads_graph = False
         self._runs_on_fakes = False
+        self._left_out_large = False
 
     @contextmanager
     def unrecorded(self) -> Generator[None]:
@@ -93,16 +102,28 @@ class CallRunner(TorchFunctionMode):
         self._runs_on_fakes = False
         # Ctrl-C waits for the end of the call: C++ ends the process at some errors in a dispatch mode.
         with Interrupts(), self.unrecorded():
-            if not has_fakes and (self._attempt.uses_values or self.tape.site not in self._attempt.make_fake):
+            is_large = not has_fakes and self._is_too_large(func, args, kwargs, operands)
+            is_made_fake = not self._attempt.uses_values and self.tape.site in self._attempt.make_fake
+            if not (has_fakes or is_made_fake or is_large):
                 with self.effects:
                     result = func(*args, **kwargs)
             else:
                 self._runs_on_fakes = True
                 for operand in operands:
                     self._follow_copy(operand)
+                if is_large:  # fake tensors compute what depends on real ones alone
+                    args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake_mode.from_tensor, (args, kwargs))
                 with self._fake_mode, self.effects:
                     result = call_on_fakes(func, args, kwargs, *self.tape.site)
             return result
+
+    def _is_too_large(self, func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> bool:
+        """Tells of a call whose operands have values whether its result stays without."""
+        if self._attempt.uses_values or self._attempt.computes_large:
+            return False
+        is_large = _makes_large(func, args, kwargs, operands, self._fake_mode)
+        self._left_out_large |= is_large
+        return is_large
 
     def _follow_copy(self, tensor: torch.Tensor) -> None:
         """Makes the fake that stands for a real tensor among fakes count as that tensor's memory, for writes."""
@@ -157,3 +178,50 @@ class CallRunner(TorchFunctionMode):
             return tensor
         with self.unrecorded(), self._fake_mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _makes_large(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[torch.Tensor], mode: FakeTensorMode
+) -> bool:
+    """Tells whether a call makes a tensor of more than `MOST_BYTES`, as a mask of a long text is.
+
+    Such a call is tried on tensors without values. No result of torch's own functions has more elements than all
+    operands and whole numbers multiplied, so nearly all calls need no trial.
+
+    Args:
+        func: The function or method.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        operands: The tensors among these; all have values.
+        mode: Makes tensors without values.
+    """
+    if _most_elements(args, kwargs, operands) * _WIDEST <= MOST_BYTES or not _is_of_torch(func):
+        return False
+    given = max((tensor.untyped_storage().nbytes() for tensor in operands), default=0)
+    try:
+        with mode:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+            result = func(*args, **kwargs)
+    except Exception:  # whatever is wrong with it, the call itself tells
+        return False
+    made = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    return any(t.layout == torch.strided and t.untyped_storage().nbytes() > max(given, MOST_BYTES) for t in made)
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _most_elements(args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[torch.Tensor]) -> int:
+    numbers = [abs(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is int]
+    return math.prod(max(1, size) for size in (*numbers, *(tensor.numel() for tensor in operands)))
+
+
+def _is_of_torch(func: Any) -> bool:
+    """Tells whether a trial has no effect: a function of torch that changes no operand."""
+    name = call_name(func)
+    if name.endswith("_") and not name.endswith("__"):
+        return False
+    if isinstance(func, FunctionType):
+        return func.__module__.partition(".")[0] == "torch"
+    return isinstance(func, BuiltinFunctionType | MethodDescriptorType | WrapperDescriptorType)
