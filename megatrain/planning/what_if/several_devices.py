@@ -55,8 +55,8 @@ class DevicesPlan:
             return
         fed = max(1, int(len(self.ranks) * self.alone_s / self.simulation.host_s))
         raise ScheduleError(
-            f"the host's memory can't feed {counted(len(self.ranks), 'device')}: copies and updates take {self._host()}, "
-            f"and one device takes {format_s(self.alone_s)} for its part.\n"
+            f"the host's memory can't feed {counted(len(self.ranks), 'device')}: copies and updates take "
+            f"{self._host()}, and one device takes {format_s(self.alone_s)} for its part.\n"
             "  Each device streams all weights, and gradients go from one to the next through the host.\n"
             f"  Use about {fed} of them, or more tokens in a step of each."
         )
