@@ -210,8 +210,9 @@ def test_buffers_and_weights_are_no_functions_of_positions():
     class Buffered(Model):
         def __init__(self, kind: str):
             super().__init__(lambda ids: (self.bias if kind == "weight" else self.mask)[: ids.shape[1], : ids.shape[1]])
-            self.register_buffer("mask", torch.ones(64, 64, dtype=torch.bool).tril())
-            self.bias = nn.Parameter(torch.zeros(64, 64).masked_fill(~self.mask, -torch.inf))
+            mask = torch.ones(64, 64, dtype=torch.bool).tril()
+            self.register_buffer("mask", mask)
+            self.bias = nn.Parameter(torch.zeros(64, 64).masked_fill(~mask, -torch.inf))
 
     for kind in ("buffer", "weight"):
         for rewrite in (causal_attention, masks_inside, banded_attention):

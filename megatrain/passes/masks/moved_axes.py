@@ -51,7 +51,7 @@ def moved(node: fx.Node, shape: Sequence[int], others: dict[fx.Node, Sequence[in
         return None
     if not isinstance(view, torch.Tensor) or storage_key(view) != storage_key(tensor):
         return None
-    rest, starts = view.storage_offset(), dict[int, int]()
+    rest, starts = int(view.storage_offset()), dict[int, int]()
     for dim in dims:
         starts[dim - len(shape)], rest = divmod(rest, strides[dim])
     places: dict[int, tuple[int, int]] = {}

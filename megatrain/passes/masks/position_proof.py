@@ -133,7 +133,7 @@ class PositionProof:
 
     def _triangle(self, node: fx.Node, name: str) -> Diagonals | None:
         bands, spec = self.bands(node.all_input_nodes[0]), node.meta["spec"]
-        given = node.args[1:] or tuple(node.kwargs.values()) or (0,)
+        given: list[Any] = [*node.args[1:], *node.kwargs.values()] or [0]
         if bands is None or bands.pair not in (None, (-2, -1)) or len(given) > 1 or type(given[0]) is not int:
             return None
         diagonal, far = given[0], max(spec.shape[-2:])

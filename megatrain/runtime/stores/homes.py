@@ -38,7 +38,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moved:
+class NewMemory:
     """Other memory for a tensor of state, which has its values.
 
     Args:

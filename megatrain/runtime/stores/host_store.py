@@ -11,7 +11,7 @@ import torch
 from megatrain.memory.block_image import BlockImage, Entry, image, stored_stride, views
 from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena, together
-from megatrain.runtime.stores.homes import Home, Moved, OneCopy, Sent, copies_of, new_memory, section_of, take_in
+from megatrain.runtime.stores.homes import Home, NewMemory, OneCopy, Sent, copies_of, new_memory, section_of, take_in
 from megatrain.runtime.stores.moving import check_movable, check_room
 from megatrain.runtime.stores.persisting import Stamp
 from megatrain.runtime.stores.weights import Weights, replace_memory
@@ -125,7 +125,7 @@ class HostStore:
         """Where the state is, by key."""
         return self._homes
 
-    def move(self, places: Mapping[str, Moved]) -> None:
+    def move(self, places: Mapping[str, NewMemory]) -> None:
         """Gives state that is here other memory, which has the same values.
 
         Args:

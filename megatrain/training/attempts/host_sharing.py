@@ -17,7 +17,7 @@ from megatrain.compiled.inside import Compiled
 from megatrain.errors import RanksError
 from megatrain.optim.impostor import Optimizer
 from megatrain.optim.shared.host_parts import check_moment, share_moments
-from megatrain.runtime.stores.homes import Moved
+from megatrain.runtime.stores.homes import NewMemory
 from megatrain.runtime.stores.shared_store import LOW, STATE, Name, SharedStore
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.training.attempts.rank_facts import digest_text
@@ -170,7 +170,7 @@ class HostSharing:
             sent = {} if engine.device.can_bind else self._store.sent(moved)
             engine.bus.lock(list({id(each.arena): each.arena for each in sent.values()}.values()))
             with self._compiled.masters.moving():
-                engine.store.move({k: Moved(t.arena, t.start, t.private, sent.get(k)) for k, t in moved.items()})
+                engine.store.move({k: NewMemory(t.arena, t.start, t.private, sent.get(k)) for k, t in moved.items()})
                 self._compiled.masters.take_lows(
                     {key: twins[Name(LOW, key)].shared for key in moved if Name(LOW, key) in twins}
                 )
