@@ -53,6 +53,7 @@ class Operations:
         self.engine = engine
         self.segments = engine.segments.of(schedule, [each.program for each in loaded])
         self._slots = Slots(loaded[0].images, engine, loaded[0].program, schedule.persistent)
+        self._has_other_ranks = schedule.kind.ranks != "alone"
         landing, parts = self._landing(arena), loaded[0].facts.parts
         self.sink = GradientSink(lambda key: engine.tensors[key], engine.device, parts=parts, landing=landing)
         self._rank_sums = RankSums(engine, loaded[0].program, schedule.kind)
@@ -63,7 +64,7 @@ class Operations:
         """Returns where gradients land; None for calls whose gradients are made on the host, and stay there."""
         loaded, engine, nbytes = self.loaded[0], self.engine, self.instructions.landing_bytes
         if arena is not None:
-            return Landing(nbytes, loaded.program, arena)
+            return Landing(nbytes, loaded.program, arena, are_totals=self._has_other_ranks)
         if engine.device.can_bind:
             return None
         return PlainLanding(loaded.program, loaded.facts, engine.gradients, engine.bus, nbytes)
@@ -266,7 +267,7 @@ class Operations:
         """G: of the total of all ranks, where there are several."""
         loaded, block = taken.calls[0].loaded, taken.calls[0].loaded.program.blocks[instruction.op.block]
         sums, completes = taken.calls[0].parameter_gradients, loaded.facts.completes[block.index]
-        has_others = instruction.op.what == "G" and self.schedule.kind.ranks != "alone"
+        has_others = instruction.op.what == "G" and self._has_other_ranks
         with self._rank_sums.totals(block.index, sums) if has_others else nullcontext(sums[block.index]) as gradients:
             self.sink.receive(block.index, block.binding, gradients, completes, instruction.landing)
 

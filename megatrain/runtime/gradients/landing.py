@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain.device import is_on_host
 from megatrain.memory.block_image import BlockImage, image, views
 from megatrain.memory.bus import Bus
 from megatrain.memory.host_arena import HostArena
@@ -66,10 +65,12 @@ class Landing:
         nbytes: Bytes of all of them; some may use the same bytes one after another.
         program: What runs.
         arena: Where they are.
+        are_totals: They are totals of several ranks, which are on the host already.
     """
 
-    def __init__(self, nbytes: int, program: Program, arena: LandingArena):
+    def __init__(self, nbytes: int, program: Program, arena: LandingArena, *, are_totals: bool = False):
         self._arena = arena
+        self._are_totals = are_totals
         self._nbytes = nbytes
         self._layouts = _layouts(program)
         self._keys = [block.binding for block in program.blocks]
@@ -96,7 +97,10 @@ class Landing:
             gradients: Of the block's state, in its order.
         """
         bus, places = self._arena.bus, self.places(block, where)
-        found = [Landed(_brought(bus, g, place, self._memory)) for place, g in zip(places, gradients, strict=True)]
+        found = [
+            Landed(_brought(bus, g, place, self._memory, is_total=self._are_totals))
+            for place, g in zip(places, gradients, strict=True)
+        ]
         bus.device.synchronize()
         return found
 
@@ -181,15 +185,20 @@ def _flat(slab: HostArena, offset: int, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _brought(
-    bus: Bus, gradient: torch.Tensor | None, place: torch.Tensor | None, arena: HostArena | None
+    bus: Bus,
+    gradient: torch.Tensor | None,
+    place: torch.Tensor | None,
+    arena: HostArena | None,
+    *,
+    is_total: bool = False,
 ) -> torch.Tensor | None:
     """Issues the copy of a gradient to its place. Sparse ones, and those of another dtype, get new memory at once."""
     if gradient is None or (gradient.layout != torch.strided and bus.device.can_bind):
         return gradient
     if place is None or arena is None or gradient.layout != torch.strided or place.dtype != gradient.dtype:
         return bus.device.to_host(gradient)
-    # A total of all ranks is on the host already.
-    return place.copy_(gradient) if is_on_host(gradient) else bus.to_host(place, gradient, arena)
+    # The place of a tensor doesn't tell: a device's own memory may be the host's.
+    return place.copy_(gradient) if is_total else bus.to_host(place, gradient, arena)
 
 
 def _layouts(program: Program) -> list[BlockImage]:
