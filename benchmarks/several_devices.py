@@ -18,7 +18,7 @@ from tqdm import tqdm
 from benchmarks.machines import LENGTH, asked
 from megatrain.errors import ScheduleError
 from megatrain.planning.planner import Planner
-from megatrain.planning.what_if.several_devices import on_devices
+from megatrain.planning.what_if.several_devices import best_on_devices
 from megatrain.sizing.sized import batch_on
 
 # A card, and what a host of eight of them reads and writes in a second: an assumption, of two sockets with eight and
@@ -38,7 +38,8 @@ def rows(tokens: list[int], size: str) -> Iterator[str]:
     for name, number, count in tqdm(cases, unit="plan", disable=None):
         given = replace(options, hardware=name, host_bandwidth=MACHINES[name], tokens_per_step=count)
         samples = count // number // LENGTH
-        found = on_devices(batch_on(planner, given, {"sequence": LENGTH}, samples, name).plan, number)
+        tried = batch_on(planner, given, {"sequence": LENGTH}, samples, name).tried
+        found = best_on_devices([each.plan for each in tried], number)
         assert found.tokens_per_s is not None
         try:
             found.check()

@@ -11,10 +11,15 @@ import torch
 
 from megatrain.memory.block_image import image, views
 from megatrain.memory.host_arena import HostArena
+from megatrain.ranks.pieces import Piece, pieces
 from megatrain.tracer.spec import TensorSpec
 
 GoOn = Callable[[], object]
 """Called now and then while a transfer waits; raises an error to give it up."""
+
+
+def _at_once(num_groups: int) -> None:
+    """Of a room that goes as a whole."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,19 +29,29 @@ class Room:
     Attributes:
         arena: The memory; who copies between it and a device page-locks it first.
         tensors: Contiguous ones, of the shapes and dtypes that were asked for.
-        present: Which of them there are: said by who gives, known to who takes.
+        groups: The pieces of these tensors, in the order in which they go.
+        present: Which tensors there are: said by who gives, known to who takes.
+        hand_over: Called by who gives, once `present` is said, with the number of groups that are filled so far.
+        wait: Called by who takes, with the number of groups that must be there when it returns.
     """
 
     arena: HostArena
     tensors: Sequence[torch.Tensor]
+    groups: list[list[Piece]]
     present: list[bool] = field(default_factory=list[bool])
+    hand_over: Callable[[int], None] = _at_once
+    wait: Callable[[int], None] = _at_once
+
+    def wait_for_all(self) -> None:
+        """Returns once all of it is there."""
+        self.wait(len(self.groups))
 
     @staticmethod
     def of(arena: HostArena, specs: Sequence[TensorSpec], start: int = 0) -> Room:
         """A room in an arena, from a byte on."""
         nbytes = room_bytes(specs)
         layout = image([(str(number), _plain(spec)) for number, spec in enumerate(specs)])
-        return Room(arena, views(layout, arena.tensor[start : start + nbytes]))
+        return Room(arena, views(layout, arena.tensor[start : start + nbytes]), pieces(specs))
 
 
 def room_bytes(specs: Sequence[TensorSpec]) -> int:
@@ -57,7 +72,7 @@ class Channel(ABC):
 
     @abstractmethod
     def give(self, specs: Sequence[TensorSpec], go_on: GoOn) -> AbstractContextManager[Room]:
-        """A room to be filled in the body; what is in it then goes to the others.
+        """A room to be filled in the body; what is in it then goes to the others, or before, as `hand_over` is called.
 
         Args:
             specs: Of the tensors, on all ends the same.
@@ -69,4 +84,4 @@ class Channel(ABC):
 
     @abstractmethod
     def take(self, specs: Sequence[TensorSpec], go_on: GoOn) -> AbstractContextManager[Room]:
-        """A room with what came, for the time of the body. For the rest see `give`."""
+        """A room with what comes, for the time of the body, which waits for what it reads. For the rest see `give`."""

@@ -23,7 +23,8 @@ _DISTANCE = 1 << 42
 """Bytes from one channel to the next in the file: what nobody touches takes no memory."""
 _GIVEN = 0
 _TAKEN = 1
-"""Counts in the first page: of what was given, and then of what each rank has taken."""
+"""Counts in the first page: of the groups that were given, and of the rooms that each rank has taken. A room begins with
+a group of its own, which says what will be in it."""
 
 
 class HostChannel(Channel):
@@ -44,7 +45,7 @@ class HostChannel(Channel):
         self._file, self._start, self._look = file, number * _DISTANCE, look
         self._taker = taker
         self._counts = torch.frombuffer(file.channel(self._start, PAGE), dtype=torch.int64)[: _TAKEN + num_takers]
-        self._count = 0
+        self._count = self._groups = 0
         self._arena = HostArena(0)
         self._room_bytes = 0
 
@@ -60,21 +61,35 @@ class HostChannel(Channel):
         """See `Channel`."""
         self._wait(lambda: int(self._counts[_TAKEN:].min()) > self._count - NUM_ROOMS, go_on)
         room, flags = self._room(specs)
+
+        def hand_over(num_groups: int) -> None:
+            flags.copy_(torch.tensor(room.present, dtype=torch.uint8))
+            self._set(_GIVEN, self._groups + 1 + num_groups)
+
+        room.hand_over = hand_over
         yield room
-        flags.copy_(torch.tensor(room.present, dtype=torch.uint8))
-        self._count += 1
-        self._set(_GIVEN)
+        hand_over(len(room.groups))
+        self._end(room)
 
     @contextmanager
     def take(self, specs: Sequence[TensorSpec], go_on: GoOn) -> Generator[Room]:
         """See `Channel`."""
         assert self._taker is not None
-        self._wait(lambda: int(self._counts[_GIVEN]) > self._count, go_on)
         room, flags = self._room(specs)
+
+        def wait(num_groups: int) -> None:
+            self._wait(lambda: int(self._counts[_GIVEN]) > self._groups + num_groups, go_on)
+
+        wait(0)
         room.present = [bool(flag) for flag in flags.tolist()]
+        room.wait = wait
         yield room
+        self._end(room)
+        self._set(_TAKEN + self._taker, self._count)
+
+    def _end(self, room: Room) -> None:
         self._count += 1
-        self._set(_TAKEN + self._taker)
+        self._groups += 1 + len(room.groups)
 
     def _room(self, specs: Sequence[TensorSpec]) -> tuple[Room, torch.Tensor]:
         """The next room, and which tensors there are, in pages ahead of it."""
@@ -82,10 +97,10 @@ class HostChannel(Channel):
         room = Room.of(self._arena, specs, start + _flag_bytes(specs))
         return room, self._arena.tensor[start : start + len(specs)]
 
-    def _set(self, index: int) -> None:
+    def _set(self, index: int, count: int) -> None:
         # The lock also orders what was written before for other processors.
         with self._file.locked():
-            self._counts[index] = self._count
+            self._counts[index] = count
 
     def _wait(self, is_over: Callable[[], bool], go_on: GoOn) -> None:
         looked = time.monotonic()

@@ -14,6 +14,7 @@ from megatrain.scheduler.items import NO_BLOCK, Effect, Item, OpKind, Sections, 
 from megatrain.scheduler.parking import Parks, turn_block
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload
+from megatrain.sizes import PIECE_BYTES
 
 
 class Effects:
@@ -117,7 +118,10 @@ class Effects:
         work = self.workload.blocks[item.number]
         if item.kind in ("landed", "waiting"):
             return work.gradient_bytes if self.kind.transfer == "bind" else work.landing_bytes
-        return {"parameters": work.gradient_bytes, "saved": work.saved_bytes}[item.kind]
+        if item.kind == "saved":
+            return work.saved_bytes
+        is_piece = item.kind == "received" and self.kind.stages
+        return min(PIECE_BYTES, work.gradient_bytes) if is_piece else work.gradient_bytes
 
     def shared_storage(self, item: Item) -> int | None:
         """The storage that a value shares with others; None if it shares none."""
@@ -184,7 +188,7 @@ def _backward(step: Effects, block: int, micro_batch: int) -> Effect:
     adds = [Item("gradient", index, micro_batch) for index in step.inputs[block] if step.has_gradient[index]]
     if work.gradient_bytes > 0:
         adds.append(Item("parameters", block))
-        reads += [Item("parameters", block)] * step.kind.receives
+        reads += [Item("received", block)] * (step.kind.receives and micro_batch == 1)
     # The caller hands in the gradients of the outputs when the backward of their micro-batch starts.
     values = step.workload.values if step.turn == ("B", block) and step.kind.mode == "train" else ()
     handed = (index for index, value in enumerate(values) if value.is_output and step.has_gradient[index])
@@ -208,8 +212,7 @@ def _backward_workspace(step: Effects, block: int, micro_batch: int) -> int:
 def _gradients_made(step: Effects, block: int, micro_batch: int) -> tuple[int, int]:
     """Bytes of the gradients that a B makes: those that are sums from now on, and those that it adds to such sums."""
     work = step.workload.blocks[block]
-    is_added = micro_batch > 0 or step.kind.receives
-    first, further = (0, work.gradient_bytes) if is_added else (work.gradient_bytes, 0)
+    first, further = (work.gradient_bytes, 0) if micro_batch == 0 else (0, work.gradient_bytes)
     for index in step.inputs[block] if work.has_backward else ():
         value = step.workload.values[index]
         if not step.has_gradient[index] or value.on_host:
@@ -239,16 +242,22 @@ def _offload(step: Effects, block: int, micro_batch: int) -> Effect:
     makes = (Item("landed", block), Item("left", NO_BLOCK)) if step.kind.holds_gradients else ()
     if step.kind.sends:
         return Effect((Item("passed", block),), makes)  # the total comes from the last rank, to the host
-    return Effect((Item("parameters", block),), makes, moves=step.copied(step.workload.blocks[block].gradient_bytes))
+    moves, staged = step.copied(step.workload.blocks[block].gradient_bytes), _staged(step, block)
+    return Effect((Item("parameters", block), *staged), (*makes, *staged), moves=moves)
+
+
+def _staged(step: Effects, block: int) -> list[Item]:
+    """Where pieces of a sum pass through the device while gradients leave: the op has them for itself."""
+    return [Item("received", block)] * step.kind.stages
 
 
 def _receive(step: Effects, block: int, micro_batch: int) -> Effect:
-    return Effect(adds=(Item("parameters", block),), moves=step.workload.blocks[block].gradient_bytes)
+    return Effect(makes=(Item("received", block),), moves=step.workload.blocks[block].gradient_bytes)
 
 
 def _pass(step: Effects, block: int, micro_batch: int) -> Effect:
-    moves = step.workload.blocks[block].gradient_bytes
-    return Effect((Item("parameters", block),), (Item("passed", block),), moves=moves)
+    moves, staged = step.workload.blocks[block].gradient_bytes, _staged(step, block)
+    return Effect((Item("parameters", block), *staged), (Item("passed", block), *staged), moves=moves)
 
 
 def _squares(step: Effects, block: int, micro_batch: int) -> Effect:

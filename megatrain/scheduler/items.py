@@ -143,6 +143,8 @@ ITEMS: dict[str, ItemKind] = {
     # What a B must know of its F besides: the state of random generators.
     "record": ItemKind(),
     "parameters": ItemKind("device", part="gradients of parameters"),
+    # The sum of the ranks before, or a piece of it, until it is added to the gradients of this rank.
+    "received": ItemKind("device", part="gradients of parameters"),
     # That the sum of these so far has gone to the next rank.
     "passed": ItemKind(),
     # Gradients on the host, of this step and, where updates are deferred, of the step before.

@@ -51,8 +51,9 @@ class StepKind:
         outputs: `"keep"`: outputs of the model stay until the step ends. `"release"`: until the first B of their
             micro-batch, before which the caller has computed a loss from them, or until their last reader.
         ranks: `"alone"`, or where this process stands among those that share a training step: `"first"`, `"middle"` or
-            `"last"`. All but the first begin a block's sum of gradients with what an `R` brings from the rank before;
-            all but the last hand the sum on with a `P`, and their `G` brings the total of all ranks from the last one.
+            `"last"`. All but the first add their gradients of a block to the sum of the rank before; with several
+            micro-batches an `R` brings this sum. All but the last hand the sum on with a `P`, and their `G` brings the
+            total of all ranks from the last one.
         store: `"own"`, or `"shared"`: the ranks of this host share one store, a `U` updates this rank's part of a
             block's parameters, and a `V` after it waits until the other ranks have updated theirs.
 
@@ -110,9 +111,25 @@ class StepKind:
         return self.micro_batches > 1 or self.updates != "none" or self.clip or self.outputs != "keep"
 
     @property
+    def joining(self) -> str | None:
+        """The op that adds the gradients of the first micro-batch to the sum of the rank before.
+
+        No rank's first micro-batch waits for another rank. So it is the `B` of the second one; where there is none, the
+        op with which gradients leave, piece by piece as the sum comes. None where no rank comes before.
+        """
+        if self.ranks not in ("middle", "last"):
+            return None
+        return "B" if self.micro_batches > 1 else "P" if self.sends else "G"
+
+    @property
     def receives(self) -> bool:
-        """Whether sums of gradients begin with those of the rank before."""
-        return self.ranks in ("middle", "last")
+        """Whether sums of the rank before come with an `R`."""
+        return self.joining == "B"
+
+    @property
+    def stages(self) -> bool:
+        """Whether a sum of the rank before passes through the device in pieces, while gradients leave."""
+        return self.joining in ("P", "G") and self.transfer == "copy"
 
     @property
     def sends(self) -> bool:

@@ -27,13 +27,13 @@ class StepSplit:
         size: Samples of a micro-batch.
         count: Micro-batches.
         plan: Of the step.
-        tried: The sizes that were planned.
+        tried: All ways that were planned; of one of these, none.
     """
 
     size: int
     count: int
     plan: Plan = field(repr=False)
-    tried: tuple[int, ...]
+    tried: tuple[StepSplit, ...] = ()
 
 
 def best_batch(planner: Planner, options: StepOptions, sizes: Mapping[str, int], num_samples: int) -> StepSplit:
@@ -51,11 +51,11 @@ def best_batch(planner: Planner, options: StepOptions, sizes: Mapping[str, int],
     for size in _sizes(sizes, num_samples):
         count = num_samples // size
         plan = planner.plan(replace(options, micro_batches=count), {**sizes, MICRO_BATCH: size})
-        found.append(StepSplit(size, count, plan, ()))
+        found.append(StepSplit(size, count, plan))
     best = found[0]
     for each in found[1:]:
         best = each if _is_better(each.plan, best.plan) else best
-    return StepSplit(best.size, best.count, best.plan, tuple(each.size for each in found))
+    return replace(best, tried=tuple(found))
 
 
 def _is_better(one: Plan, other: Plan) -> bool:

@@ -18,7 +18,7 @@ from megatrain.planning.model_sizes import LORA, MICRO_BATCH, SEQUENCE, ModelSiz
 from megatrain.planning.planned_step import UNBOUNDED
 from megatrain.planning.planner import Planner, StepOptions
 from megatrain.planning.what_if.alternatives import alternatives
-from megatrain.planning.what_if.several_devices import on_devices
+from megatrain.planning.what_if.several_devices import best_on_devices
 from megatrain.planning.what_if.ways_out import refusal
 from megatrain.progress import stage
 from megatrain.sizes import parse_bytes
@@ -57,11 +57,14 @@ def print_sizing(options: SizingOptions) -> None:
         print(table_text(rows))
         return
     found = _staged("planning", lambda: batch_on(planner, options, sizes, samples, options.hardware))
+    several = None
+    if options.devices > 1 and found.plan.fits:
+        several = _staged("planning devices", lambda: best_on_devices([e.plan for e in found.tried], options.devices))
+        found = next(replace(each, tried=found.tried) for each in found.tried if each.plan is several.alone)
     print(_step_line(options, samples, source, found))
     print(f"\n{found.plan}")
     _print_more(options, found)
-    if options.devices > 1 and found.plan.fits:
-        several = _staged("planning devices", lambda: on_devices(found.plan, options.devices))
+    if several is not None:
         print(f"\n{several}")
         several.check()
     error = _staged("looking for ways out", lambda: refusal(found.plan, IN_COMMAND))
@@ -171,7 +174,7 @@ def _step_line(options: SizingOptions, samples: int, source: ModelSizes, found: 
     if found is None:
         return text
     text += f", as {counted(found.count, 'micro-batch')} of {found.size}"
-    others = ", ".join(map(str, found.tried))
+    others = ", ".join(str(each.size) for each in found.tried)
     return text if len(found.tried) == 1 else f"{text}: the shortest step of {others} sequences in a micro-batch"
 
 

@@ -26,15 +26,16 @@ def planned(machine: Hardware, num_layers: int = 4, **options: object) -> megatr
 
 
 @pytest.mark.parametrize("number", [2, 3, 5])
-def test_a_rank_is_one_block_behind_the_one_before_it(number: int):
-    plan = planned(ONLY_COMPUTE)
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_a_rank_is_further_micro_batches_of_one_block_behind_the_one_before_it(number: int, micro_batches: int):
+    plan = planned(ONLY_COMPUTE, micro_batches=micro_batches)
     found = on_devices(plan, number)
     simulation = plan.simulation
     assert simulation is not None
-    # Each further rank is behind by the longest backward of a block, of both micro-batches.
+    # A rank's first micro-batch waits for nobody; its second waits for the last one of the rank before.
     whats = {position: op.what for position, op in plan.schedule.positions()}
     block = max(t.end_s - t.start_s for t in simulation.timeline if whats[t.position] == "B")
-    assert found.step_s == pytest.approx(found.alone_s + (number - 1) * 2 * block, rel=1e-6)
+    assert found.step_s == pytest.approx(found.alone_s + (number - 1) * (micro_batches - 1) * block, rel=1e-6)
     assert found.alone_s == simulation.step_s
 
 

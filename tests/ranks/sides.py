@@ -60,6 +60,26 @@ class Branching(nn.Module):
         return x
 
 
+class Broad(nn.Module):
+    """Gradients of its weights go from rank to rank in several pieces; some of their rows are larger than one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 1500)
+        self.second = nn.Linear(1500, 1500)
+        self.third = nn.Parameter(torch.randn(1, 2200, 1024) / 50)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x).tanh()).tanh()
+        return (self.third[0, :1500].T @ x.unsqueeze(-1)).squeeze(-1).tanh()
+
+
+def broad() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1234)
+        return Broad()
+
+
 def branching_batch(step: int, size: int) -> Any:
     return stack_batch(step, size).abs() * (1 if step % 3 else -1)
 
@@ -88,6 +108,7 @@ OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
 OURS: dict[str, Task] = {
     **TASKS,
     "branching": Task(branching, branching_batch, square),
+    "broad": Task(broad, stack_batch, square),
     "tied": Task(seeded, tied_batch, own),
     "adapted": Task(lambda: seeded(is_adapted=True), tied_batch, own),
     "lora": Task(lambda: adapted_llama(("q_proj", "v_proj"), rank=4, scale=2.0, dropout=0.0), labelled),

@@ -28,6 +28,7 @@ CASES = {
     "tied-spread-late": Case("tied", "spread", THREE, order="late", is_weighted=True, draws=True),
     "llama-deferred-clipped-bf16": Case("llama", "deferred", TWO, order="seeded", compile={"precision": "bf16"}),
     "adapted-overlap-late-but-compute": Case("adapted", "overlap", THREE, order="late but compute"),
+    "broad-overlap-late": Case("broad", "overlap", ((1, 1, 1), (1, 2, 1)), order="late", optimizer="sgd"),
     "tied-spread-late-unseen": Case("tied", "spread", THREE, order="late", edits="unseen", looks=True),
 }
 FURTHER = {

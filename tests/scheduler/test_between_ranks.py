@@ -43,6 +43,11 @@ def of_rank(workload: Workload, chosen: Options, ranks: str) -> Schedule:
     return build(workload, kind, num_slots=chosen.num_slots, keep=chosen.keep, activations=chosen.activations)
 
 
+def joins(schedule: Schedule, op: Op) -> bool:
+    """Whether an op adds to the pieces of the sum of the rank before, as they come."""
+    return op.what == schedule.kind.joining and op.what in ("P", "G")
+
+
 def position(schedule: Schedule, token: str) -> Position:
     return next(p for p, op in schedule.positions() if str(op) == token)
 
@@ -76,11 +81,33 @@ def test_ranks_never_wait_for_each_other_in_a_circle(workload: Workload, chosen:
             return pairs.get(op.what, (rank, at))
 
         graph.add_edges_from((node(a), node(b)) for a, b in dependency_graph(schedule, workload).edges)
+        graph.add_edges_from((("sum", rank - 1, op.block), node(at)) for at, op in ops.items() if joins(schedule, op))
     assert nx.is_directed_acyclic_graph(graph)
 
 
-def middle() -> Schedule:
-    return build(trained(3), StepKind(updates="overlap", ranks="middle"), num_slots=3)
+def middle(micro_batches: int = 2) -> Schedule:
+    kind = StepKind(updates="overlap", ranks="middle", micro_batches=micro_batches)
+    return build(trained(3), kind, num_slots=3)
+
+
+def test_a_middle_rank_of_one_micro_batch_adds_while_it_passes_on():
+    text = str(middle(1))
+    assert_expected_inline(
+        text[text.index("ranks:") :],
+        """\
+ranks: middle
+tick  h2d   compute  d2h  host  send  live_bytes
+   0  W0@0  .        .    .     .         398848
+   1  W1@1  F0       .    .     .         407040
+   2  W2@2  F1       .    .     .         415232
+   3  .     F2*      .    .     .         439808
+   4  .     B2       .    .     .         721920
+   5  .     B1       .    .     P2        963072
+   6  .     B0       G2   .     P1        946688
+   7  .     .        G1   U2    P0        672512
+   8  .     .        G0   U1    .         406784
+   9  .     .        .    U0    .         406784""",
+    )
 
 
 def test_a_middle_rank_receives_adds_and_passes_on():
@@ -90,16 +117,22 @@ def test_a_middle_rank_receives_adds_and_passes_on():
         """\
 ranks: middle
 tick  h2d   compute  d2h  host  receive  send  live_bytes
-   0  W0@0  .        .    .     .        .         398848
-   1  W1@1  F0       .    .     .        .         407040
-   2  W2@2  F1       .    .     .        .         548096
-   3  .     F2*      .    .     R2       .         705536
-   4  .     B2       .    .     R1       .         854784
-   5  .     B1       .    .     R0       P2        830208
-   6  .     B0       G2   .     .        P1        680960
-   7  .     .        G1   U2    .        P0        539648
-   8  .     .        G0   U1    .        .         406784
-   9  .     .        .    U0    .        .         406784""",
+   0  W0@0  .        .    .     .        .         399104
+   1  W1@1  F0.0     .    .     .        .         407296
+   2  W2@2  F0.1     .    .     .        .         415488
+   3  .     F1.0     .    .     .        .         423680
+   4  .     F1.1     .    .     .        .         431872
+   5  .     F2.0*    .    .     .        .         589312
+   6  .     B2.0     .    .     R2       .         738560
+   7  .     F2.1*    .    .     .        .         730368
+   8  .     B2.1     .    .     .        .         879616
+   9  .     B1.0     .    .     R1       .         855040
+  10  .     B1.1     .    .     .        P2        979712
+  11  .     B0.0     G2   .     R0       .         830464
+  12  .     B0.1     .    .     .        P1        822016
+  13  .     .        G1   U2    .        P0        547840
+  14  .     .        G0   U1    .        .         414976
+  15  .     .        .    U0    .        .         414976""",
     )
 
 
@@ -107,7 +140,7 @@ tick  h2d   compute  d2h  host  receive  send  live_bytes
     ("token", "rule"),
     [
         ("R1", "receive:R1 is missing"),
-        ("P1", "d2h:G1 at tick 7 moves gradients of compute:B1 at tick 5, which may not be done"),
+        ("P1", r"d2h:G1 at tick 13 moves gradients of compute:B1\.0 at tick 9, which may not be done"),
     ],
 )
 def test_a_sum_that_does_not_travel_is_refused(token: str, rule: str):
@@ -128,9 +161,9 @@ def test_another_order_than_that_of_all_ranks_is_refused(one: str, other: str):
 
 def test_a_sum_that_comes_too_late_is_refused():
     schedule = middle()
-    late = position(schedule, "B1").tick + 1
-    cells = {position(schedule, "R1"): None, Position(late, Stream.RECEIVE): Op(Stream.RECEIVE, "R", 1)}
-    moved = with_cells(schedule, {**cells, position(schedule, "R0"): None})
+    late = position(schedule, "B1.1").tick + 1
+    gone = {position(schedule, token): None for token in ("R1", "R0")}
+    moved = with_cells(schedule, {**gone, Position(late, Stream.RECEIVE): Op(Stream.RECEIVE, "R", 1)})
     moved = with_cells(moved, {Position(len(moved.ticks), Stream.RECEIVE): Op(Stream.RECEIVE, "R", 0)})
     with pytest.raises(ScheduleError, match="adds to the sum that comes with"):
         with_figures(moved).check()

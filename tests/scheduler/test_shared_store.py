@@ -24,7 +24,7 @@ from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
 from tests.scheduler.mutations import with_cells, with_figures
-from tests.scheduler.test_between_ranks import of_rank, place, position
+from tests.scheduler.test_between_ranks import joins, of_rank, place, position
 from tests.scheduler.workloads import Options, assert_checked_and_read_back, trained, whole_steps, workloads
 
 
@@ -64,6 +64,7 @@ def test_ranks_that_share_a_store_never_wait_for_each_other_in_a_circle(workload
             return pairs.get(op.what, (rank, op.what, op.block) if op.what in "UV" else (rank, at))
 
         graph.add_edges_from((node(a), node(b)) for a, b in dependency_graph(schedule, workload).edges)
+        graph.add_edges_from((("sum", rank - 1, op.block), node(at)) for at, op in ops.items() if joins(schedule, op))
     for rank in range(len(chosen)):
         updates = [n for n in graph if isinstance(n, tuple) and n[1] == "U"]
         graph.add_edges_from((update, (rank, "V", update[2])) for update in updates)
@@ -81,18 +82,18 @@ def test_a_step_waits_for_the_updates_of_other_ranks_before_it_reads():
         """\
 ranks: middle
 store: shared
-tick  h2d   compute  d2h  host  receive  send  peers  live_bytes
-   0  .     .        .    U0    .        .     .          398848
-   1  .     .        .    U1    .        .     V0         398848
-   2  W0@0  .        .    U2    .        .     V1         398848
-   3  W1@1  F0       .    .     .        .     V2         407040
-   4  W2@2  F1       .    .     .        .     .          548096
-   5  .     F2*      .    .     R2       .     .          705536
-   6  .     B2       .    .     R1       .     .          854784
-   7  .     B1       .    .     R0       P2    .          830208
-   8  .     B0       G2   .     .        P1    .          680960
-   9  .     .        G1   .     .        P0    .          539648
-  10  .     .        G0   .     .        .     .          406784""",
+tick  h2d   compute  d2h  host  send  peers  live_bytes
+   0  .     .        .    U0    .     .          398848
+   1  .     .        .    U1    .     V0         398848
+   2  W0@0  .        .    U2    .     V1         398848
+   3  W1@1  F0       .    .     .     V2         407040
+   4  W2@2  F1       .    .     .     .          415232
+   5  .     F2*      .    .     .     .          439808
+   6  .     B2       .    .     .     .          721920
+   7  .     B1       .    .     P2    .          963072
+   8  .     B0       G2   .     P1    .          946688
+   9  .     .        G1   .     P0    .          672512
+  10  .     .        G0   .     .     .          406784""",
     )
 
 

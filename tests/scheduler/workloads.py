@@ -70,7 +70,9 @@ def blocks(draw: st.DrawFn) -> tuple[BlockWork, ...]:
         found.append(BlockWork(f"b{index}", *sizes, has_backward, *works, frozen_bytes=frozen))
     for index, work in enumerate(found):
         if work.gradient_bytes > 0 and draw(st.integers(0, 4)) > 0:
-            holders = [i for i, other in enumerate(found) if i != index and other.state_bytes > 0]
+            # A backward of a block that holds a trained parameter makes a gradient of it.
+            others = [(i, other) for i, other in enumerate(found) if i != index and other.state_bytes > 0]
+            holders = [i for i, other in others if other.gradient_bytes > 0 or not other.has_backward]
             shares = draw(st.sets(st.sampled_from(holders), max_size=2)) if holders and draw(st.booleans()) else ()
             found[index] = replace(work, update_bytes=7 * work.gradient_bytes, shares=tuple(sorted(shares)))
     return tuple(found)

@@ -11,6 +11,7 @@ import torch
 
 import megatrain
 from megatrain.memory.host_arena import HostArena
+from megatrain.passes.program import Block, Program
 from megatrain.ranks.channel import Channel, GoOn, Room, room_bytes
 from megatrain.runtime.gradients.rank_sums import RankSums
 from megatrain.scheduler.step_kind import StepKind
@@ -64,21 +65,36 @@ class OtherRanks:
 
 
 def passed() -> Sequence[torch.Tensor]:
-    """Sums of all blocks come, are added to, and go on."""
+    """Sums of all blocks come, are added to, and go on: ahead of a second micro-batch, or in pieces after the only one."""
     task = TASKS["stack"]
     compiled = megatrain.compile(task.build(), device=DEVICE, block_bytes=1).megatrain
     program = compiled.prepare(on_device(task.batch(0, 2))).lowered.program
     others: Any = OtherRanks()
     compiled.engine.ranks = others
-    made, kinds = list[torch.Tensor](), [StepKind(outputs="release", ranks=place) for place in ("middle", "last")]
-    sums = of_others = RankSums(compiled.engine, program, kinds[0])
-    others.place = "last"
-    of_last = RankSums(compiled.engine, program, kinds[1])
-    came = [sums.receive(block.index, sums.empty(block.index)) for block in program.blocks]
-    for block, received in zip(program.blocks, came, strict=True):
-        added = [(None if tensor is None else tensor * 2 + 1, False) for tensor, _ in received]
-        sums.pass_on(block.index, added)
-        for each in (of_last, of_others):
-            with each.totals(block.index, {block.index: added}) as totals:
-                made += [tensor.clone() for tensor, _ in (*received, *totals) if tensor is not None]
+    made = list[torch.Tensor]()
+    for micro_batches in (2, 1):
+        sides: list[RankSums] = []
+        for others.place in ("middle", "last"):
+            kind = StepKind(micro_batches=micro_batches, outputs="release", ranks=others.place)
+            sides.append(RankSums(compiled.engine, program, kind))
+        middle, last = sides
+        taken = [middle.empty(block.index) for block in program.blocks]
+        if micro_batches == 2:
+            found = [middle.receive(block.index, each) for block, each in zip(program.blocks, taken, strict=True)]
+        else:
+            found = [_own(program, block) for block in program.blocks]
+        for block, tensors, each in zip(program.blocks, found, taken, strict=True):
+            added = [(None if tensor is None else tensor * 2 + 1, False) for tensor in tensors]
+            place = None if micro_batches == 2 else each[0]
+            middle.pass_on(block.index, added, place)
+            for side in (last, middle):
+                with side.totals(block.index, {block.index: added}, place) as totals:
+                    made += [tensor.clone() for tensor, _ in totals if tensor is not None]
+            made += [tensor.clone() for tensor in tensors if tensor is not None]
     return [*others.after.got, *others.totals.got, *made]
+
+
+def _own(program: Program, block: Block) -> list[torch.Tensor | None]:
+    """Gradients of a block on the device."""
+    entries = [program.state[key] for key in block.binding]
+    return [torch.full(e.spec.shape, 3.0, device=DEVICE) if e.requires_grad else None for e in entries]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatrain.counts import counted
-from megatrain.errors import OptionError, ScheduleError
+from megatrain.errors import ExecuteError, MegatrainError, OptionError, ScheduleError
 from megatrain.planning.planned_step import PlannedStep
 from megatrain.scheduler.timing.bands import format_s
 from megatrain.scheduler.timing.simulate_devices import DevicesSimulation, simulate_devices
@@ -75,6 +75,41 @@ class DevicesPlan:
                 f"  host memory: {self._host()} of reads and writes",
             ]
         )
+
+
+def best_on_devices(plans: Sequence[PlannedStep], num_devices: int) -> DevicesPlan:
+    """Of several ways to split a step, the one whose step of all devices is the shortest.
+
+    More micro-batches may be faster on one device and slower on several: the next rank's second one waits for this
+    rank's last.
+
+    Args:
+        plans: Of one device, with its micro-batches; at least one fits.
+        num_devices: As in `on_devices`.
+
+    Raises:
+        OptionError: See `on_devices`.
+        ScheduleError: If no rank's step fits its device.
+    """
+    best: DevicesPlan | None = None
+    error: MegatrainError | None = None
+    for plan in sorted((plan for plan in plans if plan.fits), key=_alone_s):
+        if best is not None and best.step_s <= _alone_s(plan):
+            break  # no step of several is shorter than that of one of them alone
+        try:
+            found = on_devices(plan, num_devices)
+        except (ScheduleError, ExecuteError) as refused:
+            error = error or refused
+            continue
+        best = found if best is None or found.step_s < best.step_s else best
+    if best is None:
+        assert error is not None
+        raise error
+    return best
+
+
+def _alone_s(plan: PlannedStep) -> float:
+    return plan.simulation.step_s if plan.simulation is not None else 0.0
 
 
 def on_devices(plan: PlannedStep, num_devices: int) -> DevicesPlan:

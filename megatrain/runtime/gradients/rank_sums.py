@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -15,6 +16,7 @@ from megatrain.runtime.engine import Engine
 from megatrain.runtime.gradients.sums import ParameterGradient
 from megatrain.runtime.streams.events import Aborted
 from megatrain.scheduler.step_kind import StepKind
+from megatrain.sizes import PIECE_BYTES
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -22,8 +24,10 @@ class RankSums:
     """Moves sums of the gradients of a block's parameters between ranks, through host memory.
 
     Each method gets or gives the gradients of a block's state in its order, None where nothing flowed. They pass
-    through rooms of host memory, page-locked where copies gain from that. The thread of a stream waits for each copy,
-    since another rank reads or writes the room next.
+    through rooms of host memory, page-locked where copies gain from that. The thread of a stream waits for its copies,
+    since another rank reads or writes the room next. Where no further micro-batch follows on this rank, its gradients
+    are added to each piece of the sum of the rank before on its way to the next: so ranks hand on one block at the same
+    time.
 
     Args:
         engine: Has the ranks, and the streams.
@@ -58,57 +62,73 @@ class RankSums:
             raise Aborted("a transfer between ranks")
 
     def empty(self, block: int) -> list[torch.Tensor | None]:
-        """Takes memory of the device for a sum that will come; None for what isn't trained."""
+        """Takes memory of the device for a sum that will come; None for what isn't trained.
+
+        Of a sum that passes in pieces, it is memory for one.
+        """
         entries = [self._program.state[key] for key in self._keys(block)]
         device = self._device.torch_device
+        if self._kind.stages:
+            nbytes = sum(entry.spec.nbytes for entry in entries if entry.requires_grad)
+            return [torch.empty(min(PIECE_BYTES, nbytes), dtype=torch.uint8, device=device)]
         # Contiguous, so that each goes from memory to memory; an update gets it in its parameter's layout.
         return [
             torch.empty(entry.spec.shape, dtype=entry.spec.dtype, device=device) if entry.requires_grad else None
             for entry in entries
         ]
 
-    def receive(self, block: int, out: Sequence[torch.Tensor | None]) -> list[ParameterGradient]:
+    def receive(self, block: int, out: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Fills tensors of the device with the sums of the rank before, and returns those that it had."""
-        self._ranks.wait_until_agreed(self.go_on)
-        with self._expecting(self._ranks.before).take(self._specs(block), self.go_on) as room:
+        with self._before(block) as room:
             self._engine.bus.lock([room.arena])
             trained = [tensor for tensor in out if tensor is not None]
-            for tensor, content, is_there in zip(trained, room.tensors, room.present, strict=True):
-                if is_there:
-                    self._engine.bus.to_device(tensor, content, room.arena)
+            for done, group in enumerate(room.groups, start=1):
+                room.wait(done)
+                for number, cut in group:
+                    if room.present[number]:
+                        self._engine.bus.to_device(trained[number][cut], room.tensors[number][cut], room.arena)
             self._device.synchronize()
         there = iter(room.present)
-        return [(tensor if tensor is not None and next(there) else None, False) for tensor in out]
+        return [tensor if tensor is not None and next(there) else None for tensor in out]
 
-    def pass_on(self, block: int, gradients: Sequence[ParameterGradient]) -> None:
-        """Hands a block's sums on to the next rank."""
+    def pass_on(self, block: int, gradients: Sequence[ParameterGradient], place: torch.Tensor | None) -> None:
+        """Hands a block's sums on to the next rank.
+
+        Args:
+            block: The block.
+            gradients: Its sums on this rank.
+            place: Memory of the device for pieces of the sums of the rank before, where these are added now.
+        """
         given = self._given(block, gradients)
         with self._expecting(self._ranks.after).give(self._specs(block), self.go_on) as room:
-            self._fill(room, given)
+            self._fill(block, room, given, place)
 
     @contextmanager
     def totals(
-        self, block: int, sums: Mapping[int, Sequence[ParameterGradient]]
+        self, block: int, sums: Mapping[int, Sequence[ParameterGradient]], place: torch.Tensor | None
     ) -> Generator[Sequence[ParameterGradient]]:
         """Gives the totals of a block, which are the sums of the last rank, to all others.
 
         Args:
             block: The block.
             sums: Those of this rank, by block.
+            place: As in `pass_on`.
 
         Yields:
-            The totals on the host, for the time of the body; on a last rank that computes there, the sums themselves.
+            The totals on the host, for the time of the body; on a last rank that has them there, the sums themselves.
         """
         channel = self._expecting(self._ranks.totals)
         if self._kind.sends:
             with channel.take(self._specs(block), self.go_on) as room:
+                room.wait_for_all()
                 yield self._in_order(block, room)
             return
         # Ahead of all that may write into them: sums over several blocks, hooks, updates.
         given = self._given(block, sums[block])
         with channel.give(self._specs(block), self.go_on) as room:
-            self._fill(room, given)
-        yield sums[block] if self._device.is_host else self._in_order(block, room)
+            self._fill(block, room, given, place)
+        is_here = self._device.is_host and self._kind.receives
+        yield sums[block] if is_here else self._in_order(block, room)
 
     def _expecting(self, channel: Channel | None) -> Channel:
         assert channel is not None
@@ -124,14 +144,56 @@ class RankSums:
             found.append((tensor if is_there else None, True))
         return found
 
-    def _fill(self, room: Room, given: Sequence[torch.Tensor | None]) -> None:
-        """Copies gradients to a room, and waits for the copies."""
-        self._engine.bus.lock([room.arena])
-        for place, gradient in zip(room.tensors, given, strict=True):
-            if gradient is not None:
-                self._engine.bus.to_host(place, gradient, room.arena)
-        self._device.synchronize()
-        room.present = [gradient is not None for gradient in given]
+    @contextmanager
+    def _before(self, block: int) -> Generator[Room]:
+        """The sums of the rank before."""
+        self._ranks.wait_until_agreed(self.go_on)
+        with self._expecting(self._ranks.before).take(self._specs(block), self.go_on) as room:
+            yield room
+
+    def _fill(self, block: int, room: Room, given: Sequence[torch.Tensor | None], place: torch.Tensor | None) -> None:
+        """Copies gradients to a room, added to those of the rank before if that wasn't done; waits for each group."""
+        bus, adds = self._engine.bus, self._kind.joining in ("P", "G")
+        bus.lock([room.arena])
+        with self._before(block) if adds else nullcontext() as before:
+            room.present = [gradient is not None for gradient in given]
+            if before is not None:
+                bus.lock([before.arena])
+                room.present = list(map(operator.or_, room.present, before.present))
+            room.hand_over(0)
+            for done, group in enumerate(room.groups, start=1):
+                if before is not None:
+                    before.wait(done)
+                for number, cut in group:
+                    gradient, out = given[number], room.tensors[number][cut]
+                    own = None if gradient is None else gradient[cut]
+                    if before is None or not before.present[number]:
+                        if own is not None:
+                            bus.to_host(out, own, room.arena)
+                    else:
+                        self._add(before.tensors[number][cut], own, before, out, room, place)
+                self._device.synchronize()
+                room.hand_over(done)
+
+    def _add(
+        self,
+        sum_before: torch.Tensor,
+        own: torch.Tensor | None,
+        before: Room,
+        out: torch.Tensor,
+        room: Room,
+        place: torch.Tensor | None,
+    ) -> None:
+        """Writes a piece of the sum of the rank before, and of this one's gradients, to a room."""
+        if own is None:
+            out.copy_(sum_before)
+        elif place is None:
+            torch.add(sum_before, own, out=out)
+        else:
+            # Pieces use this place one after the other, in the order of the stream.
+            piece = place[: sum_before.nbytes].view(sum_before.dtype).view(sum_before.shape)
+            self._engine.bus.to_device(piece, sum_before, before.arena)
+            self._engine.bus.to_host(out, piece.add_(own), room.arena)
 
     def _keys(self, block: int) -> Sequence[str]:
         return self._program.blocks[block].binding

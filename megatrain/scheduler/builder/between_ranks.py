@@ -9,16 +9,14 @@ from megatrain.scheduler.step_kind import StepKind
 
 
 def between_ranks(rows: Rows, kind: StepKind) -> Rows:
-    """The rows with an `R` ahead of each block's backward, and with a `P` where its gradients left, ahead of its `G`.
+    """The rows with an `R` for each block, and with a `P` where its gradients left, ahead of its `G`.
 
-    A sum comes while the block before is under way: so it is there in time, and takes the device's memory for one
-    block more.
+    A sum comes while the first micro-batch's backward is under way, and is added to its gradients.
     """
     ticks = rows.ticks
     order = sorted(ticks.offload, key=ticks.offload.__getitem__)
-    firsts = [min(tick for (block, _), tick in ticks.backward.items() if block == run[0]) for run in order]
     if kind.receives:
-        ticks = replace(ticks, receive=_receiving(order, firsts))
+        ticks = replace(ticks, receive=_receiving(order, ticks.backward))
     if not kind.sends:
         return replace(rows, ticks=ticks)
     send: dict[Run, int] = {}
@@ -30,9 +28,9 @@ def between_ranks(rows: Rows, kind: StepKind) -> Rows:
     return replace(rows, ticks=replace(ticks, send=send, offload=offload), num_ticks=max(rows.num_ticks, landed + 1))
 
 
-def _receiving(order: list[Run], firsts: list[int]) -> dict[Run, int]:
+def _receiving(order: list[Run], backward: dict[Run, int]) -> dict[Run, int]:
     found: dict[Run, int] = {}
     at = -1
-    for index, run in enumerate(order):
-        found[run] = at = max(at + 1, firsts[index - 1] if index else firsts[0] - 1)
+    for block, _ in order:
+        found[block, 0] = at = max(at + 1, backward[block, 0])
     return found

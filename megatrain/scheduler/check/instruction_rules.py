@@ -204,8 +204,9 @@ def _check_takes(case: Case, instructions: Instructions) -> None:
     expected: dict[Position, set[Item]] = {}
     starts: tuple[set[Item], set[Item]] = (set(), set())
     for position, op in case.ops:
-        if position.stream == Stream.RECEIVE:
-            items = {Item("parameters", op.block)}
+        received = case.received(op.block) if op.what in ("R", "P", "G") else None
+        if received is not None and position == received.comes:
+            items = {Item("received", op.block)}
         elif position.stream == Stream.H2D and op.what == "A":
             items = {Item("returned", value, op.micro_batch or 0) for value in case.parked[op.block]}
         else:
@@ -255,6 +256,9 @@ def _uses(case: Case) -> Iterator[tuple[Item, list[Position]]]:
     for block in backwards:
         if workload.blocks[block].gradient_bytes > 0:
             yield Item("parameters", block), case.leaving(block)
+            received = case.received(block)
+            if received is not None:
+                yield Item("received", block), [received.ends]
 
 
 def _value_uses(

@@ -175,17 +175,22 @@ def _other_spans(case: Case, number: int) -> Iterator[tuple[int, range]]:
 
 
 def _gradient_spans(case: Case) -> Iterator[tuple[int, range]]:
-    """Gradients of parameters: from the first B of a block, to which the others add, until they have left."""
+    """Gradients of parameters: from the first B of a block, to which the others add, until they have left.
+
+    Sums that come from another rank have memory of their own until they are added, as a whole or piece by piece.
+    """
     if case.schedule.kind.mode == "forward":
         return
     for block in case.workload.backward_blocks():
         work = case.workload.blocks[block]
         if work.gradient_bytes > 0:
-            first = min(case.backwards(block)).tick
-            if case.schedule.kind.receives:
-                taker = case.taker_of(case.at(Stream.RECEIVE, "R", block)[0])
-                first = 0 if taker is None else taker.tick
-            yield work.gradient_bytes, range(first, case.leaving(block)[0].tick + 1)
+            backwards, leaving = case.backwards(block), case.leaving(block)[0]
+            yield work.gradient_bytes, range(min(backwards).tick, leaving.tick + 1)
+            received = case.received(block)
+            if received is not None:
+                taker = case.taker_of(received.comes)
+                start = 0 if taker is None else taker.tick
+                yield received.part(work.gradient_bytes), range(start, received.ends.tick + 1)
 
 
 def _with_workspace(case: Case) -> Iterator[int]:
@@ -202,7 +207,7 @@ def _with_workspace(case: Case) -> Iterator[int]:
             workspace = max(_measured(case, block).backward_workspace_bytes - held, 0)
             workspace += added.get((block, row.compute.micro_batch or 0), 0)
             # The gradients of each backward except the first exist in addition to the sum.
-            is_first = block not in seen and not case.schedule.kind.receives
+            is_first = block not in seen
             workspace += 0 if is_first else work.gradient_bytes
             workspace = max(workspace, _with_loss(case, block, row.compute.micro_batch or 0, is_first=is_first))
             seen.add(block)

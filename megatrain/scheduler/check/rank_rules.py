@@ -21,8 +21,8 @@ _OPS = ((Stream.RECEIVE, "R"), (Stream.SEND, "P"), (Stream.D2H, "G"))
 def check_between_ranks(case: Case) -> None:
     """Sums begin with those of the rank before, and go on once they are whole here; the total comes back."""
     rule = (
-        "On all ranks but the first each G has one R, before the first B of its block; on all but the last one P, "
-        "after the last B and before the G."
+        "With several micro-batches, on all ranks but the first, each G has one R, before the second B of its block; "
+        "on all but the last one P, after the last B and before the G."
     )
     kind = case.schedule.kind
     blocks = [b for b in range(len(case.workload.blocks)) if case.at(Stream.D2H, "G", b)]
@@ -37,7 +37,7 @@ def check_between_ranks(case: Case) -> None:
     for block in blocks:
         backwards = case.backwards(block)
         for receiving in case.at(Stream.RECEIVE, "R", block):
-            case.require_before(receiving, backwards[0], "adds to the sum that comes with", rule)
+            case.require_before(receiving, backwards[1], "adds to the sum that comes with", rule)
         for sending in case.at(Stream.SEND, "P", block):
             case.require_before(backwards[-1], sending, "hands on gradients of", rule)
             case.require_before(sending, case.at(Stream.D2H, "G", block)[0], "waits for what goes on with", rule)

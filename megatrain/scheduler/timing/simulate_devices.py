@@ -14,6 +14,7 @@ from megatrain.scheduler.dependency import all_waits
 from megatrain.scheduler.items import Effect, Stream
 from megatrain.scheduler.table import Position, Table
 from megatrain.scheduler.timing.costs import OpSeconds
+from megatrain.sizes import PIECE_BYTES
 
 _ROUNDING = 1 + 1e-12
 TO_DEVICE, TO_HOST = (Stream.H2D, Stream.RECEIVE), (Stream.D2H, Stream.SEND)
@@ -47,15 +48,19 @@ class DevicesSimulation:
 
 @dataclass(slots=True, eq=False)
 class _Op:
-    """An op of a rank: seconds that it takes alone, and what of the host's memory it uses meanwhile."""
+    """An op of a rank: seconds that it takes alone, and what of the host's memory it uses meanwhile.
+
+    The last `piece_s` seconds are those of a piece of a sum, which follows the last piece of the rank before.
+    """
 
     place: Place
     seconds: float
     host_bytes: int
+    piece_s: float = 0.0
     left_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left_s = self.seconds
+        self.left_s = self.seconds - self.piece_s
 
     @property
     def demand(self) -> float:
@@ -80,6 +85,7 @@ def simulate_devices(tables: Sequence[Table], hardware: Hardware) -> DevicesSimu
     """
     ops: dict[Place, _Op] = {}
     waits: dict[Place, set[Place]] = {}
+    follows: dict[Place, Place] = {}
     known: dict[int, tuple[Books, Mapping[Position, set[Position]]]] = {}
     for rank, table in enumerate(tables):
         if id(table) not in known:
@@ -89,8 +95,8 @@ def simulate_devices(tables: Sequence[Table], hardware: Hardware) -> DevicesSimu
         seconds = partial(_op, rank, len(tables), table, OpSeconds(hardware), hardware)
         ops |= {(rank, position): seconds(position, effect) for position, effect in books.ops}
         waits |= {(rank, after): {(rank, before) for before in befores} for after, befores in own.items()}
-    _wait_for_others(tables, waits)
-    ends = _ends(ops, waits, hardware)
+    _wait_for_others(tables, waits, follows)
+    ends = _ends(ops, waits, follows, hardware)
     step_s = max(ends.values(), default=0.0)
     totals: dict[tuple[int, str], float] = {}
     for (rank, position), op in ops.items():
@@ -107,7 +113,13 @@ def _op(
 ) -> _Op:
     """The seconds of an op alone, and the bytes that it reads and writes on the host."""
     op = table.ticks[position.tick][position.stream]
-    moves = effect.moves
+    moves, joined_s, piece_s = effect.moves, 0.0, 0.0
+    is_joining = table.kind.joining == op.what and op.what in ("P", "G")
+    if is_joining or op.what == "R":
+        # The sum of the rank before comes to the device as well, or only.
+        piece = min(moves, PIECE_BYTES)
+        piece_s = piece / hardware.h2d_bytes_per_s + is_joining * piece / hardware.d2h_bytes_per_s
+        joined_s = is_joining * moves / hardware.h2d_bytes_per_s
     if op.what == "U":
         moves = -(-moves // size)
         seconds = hardware.launch_s + hardware.op_s + moves / hardware.host_bytes_per_s
@@ -121,13 +133,14 @@ def _op(
     else:
         seconds = costs.of(position.stream, effect)
     # The last rank also copies a total from the room to where it waits.
-    is_copied = op.what == "G" and table.kind.receives and not table.kind.sends
+    is_copied = op.what == "G" and table.kind.ranks == "last"
     is_of_host = position.stream != Stream.COMPUTE
-    return _Op((rank, position), seconds, (3 if is_copied else 1) * moves if is_of_host else 0)
+    times = (3 if is_copied else 1) + is_joining
+    return _Op((rank, position), seconds + joined_s, times * moves if is_of_host else 0, piece_s)
 
 
-def _wait_for_others(tables: Sequence[Table], waits: Mapping[Place, set[Place]]) -> None:
-    """Adds what an op waits for on other ranks."""
+def _wait_for_others(tables: Sequence[Table], waits: Mapping[Place, set[Place]], follows: dict[Place, Place]) -> None:
+    """Adds what an op waits for on other ranks, and which op it follows piece by piece."""
     found: list[dict[tuple[str, int], list[Position]]] = []
     for table in tables:
         found.append({})
@@ -136,16 +149,18 @@ def _wait_for_others(tables: Sequence[Table], waits: Mapping[Place, set[Place]])
     last = len(tables) - 1
     for rank, of_rank in enumerate(found):
         for (what, block), positions in of_rank.items():
-            if what == "R":
-                waits[rank, positions[0]].add((rank - 1, found[rank - 1]["P", block][0]))
-            elif what == "G" and rank < last:
+            if what == ("R" if tables[rank].kind.receives else tables[rank].kind.joining):
+                follows[rank, positions[0]] = rank - 1, found[rank - 1]["P", block][0]
+            if what == "G" and rank < last:
                 waits[rank, positions[0]].add((last, found[last]["G", block][0]))
             elif what == "V":
                 for other, its in enumerate(found):
                     waits[rank, positions[0]].update((other, update) for update in its["U", block])
 
 
-def _ends(ops: Mapping[Place, _Op], waits: Mapping[Place, set[Place]], hardware: Hardware) -> dict[Place, float]:
+def _ends(
+    ops: Mapping[Place, _Op], waits: Mapping[Place, set[Place]], follows: Mapping[Place, Place], hardware: Hardware
+) -> dict[Place, float]:
     """When each op ends."""
     queues: dict[tuple[int, str], list[Place]] = {}
     for place in reversed(list(ops)):
@@ -157,16 +172,22 @@ def _ends(ops: Mapping[Place, _Op], waits: Mapping[Place, set[Place]], hardware:
         for key, queue in queues.items():
             if key not in running and queue and all(before in ends for before in waits[queue[-1]]):
                 running[key] = ops[queue.pop()]
-        assert running, "ranks wait for each other in a circle"
         speeds = _speeds(running, hardware)
-        passed = min(op.left_s / speeds[key] for key, op in running.items())
+        going = {key: op for key, op in running.items() if op.left_s > 0 or op.piece_s == 0}
+        assert going, "ranks wait for each other in a circle"
+        passed = min(op.left_s / speeds[key] for key, op in going.items())
         now += passed
-        for key, op in list(running.items()):
-            if op.left_s / speeds[key] <= passed * _ROUNDING:
+        for key, op in going.items():
+            if op.left_s / speeds[key] > passed * _ROUNDING:
+                op.left_s -= passed * speeds[key]
+            elif op.piece_s > 0:
+                op.left_s = 0.0
+            else:
                 ends[op.place] = now
                 del running[key]
-            else:
-                op.left_s -= passed * speeds[key]
+        for op in running.values():
+            if op.left_s == 0 and op.piece_s > 0 and follows[op.place] in ends:
+                op.left_s, op.piece_s = op.piece_s, 0.0
     return ends
 
 
