@@ -23,7 +23,7 @@ def browser() -> str | None:
 
 
 class Page:
-    """A page in a browser of its own, which has no network.
+    """A page in a browser of its own, which has no network but what this machine serves itself.
 
     Attributes:
         errors: What it wrote to its console as an error or warning, and exceptions that nothing caught.
@@ -45,7 +45,11 @@ class Page:
                 "--disable-sync",
                 "--disable-extensions",
             ),
-            *("--host-resolver-rules=MAP * ~NOTFOUND", "--hide-scrollbars", "--remote-debugging-pipe"),
+            *(
+                "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+                "--hide-scrollbars",
+                "--remote-debugging-pipe",
+            ),
             *(f"--user-data-dir={folder}", f"--window-size={width},{height}", "about:blank"),
         )
         # The browser reads commands from descriptor 3 and answers on 4; each ends with a NUL.
@@ -81,8 +85,9 @@ class Page:
         """Prefers `"light"` or `"dark"`."""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
-    def open(self, path: Path) -> None:
-        self._call("Page.navigate", url=path.resolve().as_uri())
+    def open(self, where: Path | str) -> None:
+        """Opens a file, or an address."""
+        self._call("Page.navigate", url=where if isinstance(where, str) else where.resolve().as_uri())
         self.wait("document.readyState === 'complete'")
 
     def eval(self, code: str) -> Any:
