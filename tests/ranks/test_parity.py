@@ -27,6 +27,7 @@ CASES = {
     "tied-spread-unseen-bf16": Case("tied", "spread", THREE, compile={"precision": "bf16"}, edits="unseen"),
     "branching-spread": Case("branching", "spread", [*THREE, *THREE]),
     "broad-overlap": Case("broad", "overlap", ((1, 1, 1), (1, 2, 1)), optimizer="sgd"),
+    "broad-deferred-two-hosts": Case("broad", "deferred", ((1, 1, 1), (2, 1, 1)), optimizer="sgd", hosts="aab"),
     "stack-spread-looks": Case("stack", "spread", [*TWO, *TWO], looks=True),
     "stack-serial-clipped": Case("stack", "serial_clipped", THREE, compile={"transfer": "copy", "block_bytes": "100B"}),
 }

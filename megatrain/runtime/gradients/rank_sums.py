@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -101,7 +101,7 @@ class RankSums:
         """
         given = self._given(block, gradients)
         with self._expecting(self._ranks.after).give(self._specs(block), self.go_on) as room:
-            self._fill(block, room, given, place)
+            self._fill(block, room, given, place, room.hand_over)
 
     @contextmanager
     def totals(
@@ -126,7 +126,8 @@ class RankSums:
         # Ahead of all that may write into them: sums over several blocks, hooks, updates.
         given = self._given(block, sums[block])
         with channel.give(self._specs(block), self.go_on) as room:
-            self._fill(block, room, given, place)
+            # As a whole: the rank before takes it once its `P` is over, and that sends pieces until the last is taken.
+            self._fill(block, room, given, place, lambda _: None)
         is_here = self._device.is_host and self._kind.receives
         yield sums[block] if is_here else self._in_order(block, room)
 
@@ -151,7 +152,14 @@ class RankSums:
         with self._expecting(self._ranks.before).take(self._specs(block), self.go_on) as room:
             yield room
 
-    def _fill(self, block: int, room: Room, given: Sequence[torch.Tensor | None], place: torch.Tensor | None) -> None:
+    def _fill(
+        self,
+        block: int,
+        room: Room,
+        given: Sequence[torch.Tensor | None],
+        place: torch.Tensor | None,
+        hand_over: Callable[[int], None],
+    ) -> None:
         """Copies gradients to a room, added to those of the rank before if that wasn't done; waits for each group."""
         bus, adds = self._engine.bus, self._kind.joining in ("P", "G")
         bus.lock([room.arena])
@@ -160,7 +168,7 @@ class RankSums:
             if before is not None:
                 bus.lock([before.arena])
                 room.present = list(map(operator.or_, room.present, before.present))
-            room.hand_over(0)
+            hand_over(0)
             for done, group in enumerate(room.groups, start=1):
                 if before is not None:
                     before.wait(done)
@@ -173,7 +181,7 @@ class RankSums:
                     else:
                         self._add(before.tensors[number][cut], own, before, out, room, place)
                 self._device.synchronize()
-                room.hand_over(done)
+                hand_over(done)
 
     def _add(
         self,
