@@ -85,4 +85,4 @@ class GlooChannel(Channel):
 
 def _place(part: torch.Tensor) -> int:
     """Where it begins in its memory, also if it has no bytes."""
-    return part.storage_offset() * part.element_size()
+    return int(part.storage_offset()) * part.element_size()

@@ -23,8 +23,8 @@ _DISTANCE = 1 << 42
 """Bytes from one channel to the next in the file: what nobody touches takes no memory."""
 _GIVEN = 0
 _TAKEN = 1
-"""Counts in the first page: of the groups that were given, and of the rooms that each rank has taken. A room begins with
-a group of its own, which says what will be in it."""
+"""Counts in the first page: of groups that were given, and of the rooms that each rank has taken. A room begins with a
+group of its own, which says what will be in it."""
 
 
 class HostChannel(Channel):

@@ -65,7 +65,7 @@ class OtherRanks:
 
 
 def passed() -> Sequence[torch.Tensor]:
-    """Sums of all blocks come, are added to, and go on: ahead of a second micro-batch, or in pieces after the only one."""
+    """Sums of all blocks come, are added to, and go on: whole ahead of a second micro-batch, or in pieces."""
     task = TASKS["stack"]
     compiled = megatrain.compile(task.build(), device=DEVICE, block_bytes=1).megatrain
     program = compiled.prepare(on_device(task.batch(0, 2))).lowered.program
