@@ -25,7 +25,7 @@ from megatrain.sizing.sized import batch_on
 # twelve channels of memory each.
 MACHINES = {"rtx-4090": "400GB", "h100-sxm": "600GB"}
 NUMBERS = (2, 4, 8)
-TOKENS = (65536, 262144, 1048576)
+TOKENS = (65536, 262144)
 
 
 def rows(tokens: list[int], size: str) -> Iterator[str]:
