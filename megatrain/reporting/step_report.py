@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatrain.checks import PATH, checked, either, instance_of, optional
 from megatrain.counts import counted
 from megatrain.errors import OptionError, ScheduleError
-from megatrain.passes.program import Program
 from megatrain.planning.plan import Plan
+from megatrain.reporting.drawn_ops import sources_of
 from megatrain.reporting.page import page_text
+from megatrain.reporting.report_file import write_report
 from megatrain.reporting.step_figures import StepFigures
 from megatrain.reporting.trace_events import trace_text
 from megatrain.scheduler.schedule import Schedule
@@ -97,7 +97,7 @@ def step_report(step: TrainStep | Plan | Schedule, costs: Costs | None, measured
     figures = StepFigures(
         "schedule" if program is None else program.name,
         schedule,
-        () if program is None else tuple(_source(program, index) for index in range(len(program.blocks))),
+        () if program is None else sources_of(program),
         instructions,
         planned_band(instructions, op_durations(schedule, costs), origin),
         None if measured is None else measured_band(instructions, measured, "one training step of a real run"),
@@ -127,7 +127,7 @@ class StepReport:
         Raises:
             OptionError: If the file can't be written.
         """
-        _write(path, page_text(self.figures))
+        write_report(path, page_text(self.figures))
 
     @checked(path=PATH)
     def perfetto(self, path: str | os.PathLike[str]) -> None:
@@ -139,7 +139,7 @@ class StepReport:
         Raises:
             OptionError: If the file can't be written.
         """
-        _write(path, trace_text(self.figures))
+        write_report(path, trace_text(self.figures))
 
     def __str__(self) -> str:
         name, table, peak = self.figures.name, self.figures.schedule, self.figures.peak.words()
@@ -150,20 +150,3 @@ class StepReport:
     def __repr__(self) -> str:
         bands = " and ".join(band.name for band in self.figures.bands)
         return f"<StepReport {self.figures.name}: {bands}, {counted(self.figures.schedule.num_blocks, 'block')}>"
-
-
-def _source(program: Program, index: int) -> str:
-    """The first line of the user's in a block; equal blocks share a template, and with it the line of one of them."""
-    graph = program.templates[program.blocks[index].template].graph
-    found = (node.meta.get("source") for node in graph.nodes if node.op.startswith("call_"))
-    return next((str(line) for line in found if line is not None), "")
-
-
-def _write(path: str | os.PathLike[str], text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OptionError(
-            f'path="{os.fspath(path)}" can\'t be written: {error.strerror or error}.\n'
-            "  A report is one file in a folder that exists.\n  Give another path, or make room."
-        ) from error
