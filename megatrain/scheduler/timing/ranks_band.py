@@ -30,7 +30,8 @@ class RanksBand:
         shares: The fraction of the step that a rank's stream has on this path, and `GAPS` for the time between ops;
             largest first. They add up to 1.
         busy: Of each rank, the fraction of the step during which each stream works or stands still within an op.
-        waits_s: Of each rank, the seconds for which the ops of each stream were held up by other ranks alone.
+        waits_s: Of each rank, the seconds for which the ops of each stream were held up by other ranks alone; of compute
+            those for which it stood idle because of them, also where it waited for another stream that did.
     """
 
     name: str
@@ -54,7 +55,7 @@ class RanksBand:
         return sum(one[0] != other[0] for one, other in zip(self.path, self.path[1:], strict=False))
 
     def words(self) -> tuple[str, ...]:
-        """Says what holds the step up, and which rank waits longest for others."""
+        """Says what holds the step up, and which rank's compute stands idle longest because of others."""
         if not self.shares:
             return (f"{self.name}: a step takes no time",)
         parts = [f"{_name(key)} {part:.0%}" for key, part in self.shares.items() if part >= 0.005]
@@ -67,20 +68,14 @@ class RanksBand:
         if len(streams) < len(self.shares):
             each = ", ".join(f"{name} {part:.0%}" for name, part in streams.items() if part >= 0.005)
             lines[0] += f"; of all ranks together: {each}"
-        longest = max(
-            ((seconds, rank, stream) for rank, its in enumerate(self.waits_s) for stream, seconds in its.items()),
-            key=lambda found: found[0],
-            default=(0.0, 0, Stream.COMPUTE),
-        )
-        if longest[0] < 0.005 * self.step_s:
-            lines.append(f"{self.name}: no rank waits long for another one")
+        idle = [its.get(Stream.COMPUTE, 0.0) for its in self.waits_s]
+        rank = max(range(len(idle)), key=idle.__getitem__)
+        part = idle[rank] / self.step_s
+        if part < 0.005:
+            lines.append(f"{self.name}: no rank's compute stands idle between its ops because of other ranks")
         else:
-            seconds, rank, stream = longest
-            part = seconds / self.step_s
-            lines.append(
-                f"{self.name}: {stream} of rank {rank} waits longest for other ranks, {format_s(seconds)} or {part:.0%} "
-                "of the step"
-            )
+            seconds = f"{format_s(idle[rank])} or {part:.0%} of the step"
+            lines.append(f"{self.name}: because of other ranks, compute of rank {rank} stands idle longest, {seconds}")
         return tuple(lines)
 
     def _by_stream(self) -> dict[str, float]:
@@ -144,6 +139,7 @@ def ranks_band(
             before = other if held_s > 0 else own
             follows[-1].append(None if before is None else number(before))
             latest[stream] = place
+        waited[-1] |= _idle(rank, timelines, follows)
     path = _path(timelines, follows)
     step_s = max(ends.values(), default=0.0)
     busy = tuple(_busy(timeline, step_s) for timeline in timelines)
@@ -161,6 +157,23 @@ def _path(timelines: Sequence[Sequence[Timing]], follows: Sequence[Sequence[Inde
         found.append(at)
         at = follows[at[0]][at[1]]
     return tuple(reversed(found))
+
+
+def _idle(
+    rank: int, timelines: Sequence[Sequence[Timing]], follows: Sequence[Sequence[Index | None]]
+) -> dict[Stream, float]:
+    """The seconds of compute between two of its ops, where what came last before the second was another rank's."""
+    idle_s, free_s = 0.0, 0.0
+    for index, timing in enumerate(timelines[rank]):
+        if timing.position.stream != Stream.COMPUTE:
+            continue
+        at: Index | None = (rank, index)
+        while at is not None and at[0] == rank and timelines[rank][at[1]].end_s > free_s:
+            at = follows[rank][at[1]]
+        if at is not None and at[0] != rank:
+            idle_s += max(0.0, timing.start_s - free_s)
+        free_s = timing.end_s
+    return {Stream.COMPUTE: idle_s} if idle_s > 0 else {}
 
 
 def _shares(
