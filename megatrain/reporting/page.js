@@ -92,8 +92,17 @@
   const paths = data.bands.map((band) => new Set(band.path));
   // Of ops that need something of another rank: the band and the op there, and whether it held them up.
   const acrossOf = data.bands.map((band) => new Map((band.across || []).map(([index, rank, op, holds]) => [index, { band: band.first + rank, op, holds }])));
-  const start = (band, index) => data.bands[band].times[2 * index];
-  const length = (band, index) => data.bands[band].times[2 * index + 1];
+  // The beginning and the length of each op. Where there are many ops, the page has the time since the one before in the stream, which is short.
+  const timesOf = data.bands.map((band, number) => {
+    const free = data.streams.map(() => 0);
+    return band.times || band.gaps.map((gap, at) => {
+      const { stream } = opOf(number, at >> 1), value = at % 2 ? gap : free[stream] + gap;
+      free[stream] = at % 2 ? free[stream] + gap : value;
+      return value;
+    });
+  });
+  const start = (band, index) => timesOf[band][2 * index];
+  const length = (band, index) => timesOf[band][2 * index + 1];
   const tops = [4];
   usedOf.forEach((used, band) => tops.push(tops[band] + HEAD + used.length * LANE + 8));
   const lanesHeight = tops[data.bands.length] - 4 + AXIS;

@@ -106,7 +106,10 @@ def figures_of_run(name: str, sources: tuple[str, ...], run: RanksRun, hardware:
         run: Of all ranks.
         hardware: A machine on which the same tables are simulated; None draws the measured step alone.
     """
-    tables = [schedule_of(each.schedule) for each in run.runs]
+    tables: list[Schedule] = []
+    for each in run.runs:
+        # Ranks with equal tables have one.
+        tables.append(next((table for table in tables if table == each.schedule), schedule_of(each.schedule)))
     books = books_of_ranks(tables)
     waits, origin = rank_waits(books, run.hosts), "one training step of a real run"
     measured = ranks_band("measured", origin, books, waits, run.timelines)

@@ -75,16 +75,21 @@ def _data(figures: RanksFigures) -> dict[str, Any]:
 
 
 def _band_data(band: RanksBand, rank: int) -> dict[str, Any]:
-    """The lanes of a rank: `across` has, of each op that needs another rank, the op there, and whether it waited."""
+    """The lanes of a rank: `gaps` has how long each op begins after the one before it in its stream, and how long it lasts;
+    `across` has, of each op that needs another rank, the op there, and whether it waited."""
     timeline, follows = band.timelines[rank], band.follows[rank]
-    times = [(round(t.start_s * _NS), round(t.end_s * _NS)) for t in timeline]
+    free, gaps = dict[Stream, int](), list[int]()
+    for timing in timeline:
+        begin, end = round(timing.start_s * _NS), round(timing.end_s * _NS)
+        gaps += [begin - free.get(timing.position.stream, 0), end - begin]
+        free[timing.position.stream] = end
     return {
         "name": f"rank {rank}, {band.name}",
         "kind": band.name,
         "rank": rank,
         "origin": band.origin,
         "step": round(max((t.end_s for t in timeline), default=0.0) * _NS),
-        "times": [number for begin, end in times for number in (begin, end - begin)],
+        "gaps": gaps,
         "follows": [each[1] if each is not None and each[0] == rank else -1 for each in follows],
         "across": [
             [index, *other, int(follows[index] == other)] for (own, index), other in band.others.items() if own == rank

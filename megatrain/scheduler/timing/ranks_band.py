@@ -49,11 +49,6 @@ class RanksBand:
         """Seconds until the last op of any rank ends."""
         return max((timing.end_s for timeline in self.timelines for timing in timeline), default=0.0)
 
-    @property
-    def crossings(self) -> int:
-        """How often the path leads from one rank to another."""
-        return sum(one[0] != other[0] for one, other in zip(self.path, self.path[1:], strict=False))
-
     def words(self) -> tuple[str, ...]:
         """Says what holds the step up, and which rank's compute stands idle longest because of others."""
         if not self.shares:

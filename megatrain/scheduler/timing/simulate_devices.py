@@ -53,17 +53,18 @@ class DevicesSimulation:
 class _Op:
     """An op of a rank: seconds that it takes alone, and what of the host's memory it uses meanwhile.
 
-    The last `piece_s` seconds are those of a piece of a sum, which follows the last piece of the rank before.
+    The last `piece_s` seconds are those of a piece of a sum, which follows the last piece of the rank before; None if
+    there is none, or if it is under way.
     """
 
     place: Place
     seconds: float
     host_bytes: int
-    piece_s: float = 0.0
+    piece_s: float | None = None
     left_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left_s = self.seconds - self.piece_s
+        self.left_s = self.seconds - (self.piece_s or 0.0)
 
     @property
     def demand(self) -> float:
@@ -112,7 +113,7 @@ def _op(
 ) -> _Op:
     """The seconds of an op alone, and the bytes that it reads and writes on the host."""
     op = table.ticks[position.tick][position.stream]
-    moves, joined_s, piece_s = effect.moves, 0.0, 0.0
+    moves, joined_s, piece_s = effect.moves, 0.0, None
     is_joining = table.kind.joining == op.what and op.what in ("P", "G")
     if is_joining or op.what == "R":
         # The sum of the rank before comes to the device as well, or only.
@@ -161,13 +162,13 @@ def _course(ops: Mapping[Place, _Op], waits: RankWaits, hardware: Hardware) -> _
                 starts[running[key].place] = now
         standing: list[Place] = []
         for op in running.values():
-            if op.left_s == 0 and op.piece_s > 0:
+            if op.left_s == 0 and op.piece_s is not None:
                 if waits.pieces[op.place] in ends:
-                    op.left_s, op.piece_s = op.piece_s, 0.0
+                    op.left_s, op.piece_s = op.piece_s, None
                 else:
                     standing.append(op.place)
         speeds = _speeds(running, hardware)
-        going = {key: op for key, op in running.items() if op.left_s > 0 or op.piece_s == 0}
+        going = {key: op for key, op in running.items() if op.left_s > 0 or op.piece_s is None}
         assert going, "ranks wait for each other in a circle"
         passed = min(op.left_s / speeds[key] for key, op in going.items())
         now += passed
@@ -176,7 +177,7 @@ def _course(ops: Mapping[Place, _Op], waits: RankWaits, hardware: Hardware) -> _
         for key, op in going.items():
             if op.left_s / speeds[key] > passed * _ROUNDING:
                 op.left_s -= passed * speeds[key]
-            elif op.piece_s > 0:
+            elif op.piece_s is not None:
                 op.left_s = 0.0
             else:
                 ends[op.place] = now
