@@ -120,6 +120,9 @@ def ranks_band(
             befores = sorted(waits.ends[place], key=number)
             own = max([*own, *(before for before in befores if before[0] == rank)], key=ends.__getitem__, default=None)
             elsewhere = [before for before in befores if before[0] != rank]
+            if stood_s is None and stream == Stream.PEERS:
+                # A real update of a block concerns only the ranks that have parameters of it: a `V` waits for no other.
+                elsewhere = [before for before in elsewhere if ends[before] <= timing.end_s]
             follow = waits.pieces.get(place)
             other = max([*elsewhere, *([follow] if follow else [])], key=ends.__getitem__, default=None)
             ready_s = 0.0 if own is None else ends[own]
